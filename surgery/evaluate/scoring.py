@@ -1,0 +1,67 @@
+"""Scores one model on documents. Owns: choice accuracy and perplexity. Must never know: arms, files.
+
+Shape legend: B documents, K choices, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.probes.documents import Document, EncodedBatch, encode
+
+
+@dataclass(frozen=True)
+class ChoiceScores:
+    """For each document: whether the gold choice won, and by how much, in logits."""
+
+    correct: Tensor
+    margin: Tensor
+
+
+def choice_scores(logits_BV: Tensor, batch: EncodedBatch) -> ChoiceScores:
+    """Compares the gold choice with the best of the others, on the logits of each row's last question."""
+    last = (batch.gold >= 0).sum(1).clamp(min=1) - 1
+    rows = torch.arange(len(batch), device=logits_BV.device)
+    ids_BK, gold_B = batch.choice_ids[rows, last], batch.gold[rows, last]
+    scores_BK = logits_BV.float().gather(1, ids_BK.clamp(min=0)).masked_fill(ids_BK < 0, -math.inf)
+    gold_scores_B = scores_BK.gather(1, gold_B[:, None])[:, 0]
+    others_B = scores_BK.scatter(1, gold_B[:, None], -math.inf).amax(1)
+    margin = gold_scores_B - others_B
+    return ChoiceScores(margin > 0, margin)
+
+
+@torch.no_grad()
+def answer_choices(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], batch_size: int
+) -> ChoiceScores:
+    """Each document's last question, scored over its choices by their first token. `lm_head` on the last token only."""
+    found = []
+    for start in range(0, len(documents), batch_size):
+        batch = encode(documents[start : start + batch_size], tokenizer, padding_side="left", until_answer=True)
+        batch = batch.to(model.device)
+        output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, logits_to_keep=1)
+        found.append(choice_scores(output.logits[:, -1], batch))
+    return ChoiceScores(torch.cat([f.correct for f in found]).cpu(), torch.cat([f.margin for f in found]).cpu())
+
+
+@torch.no_grad()
+def perplexity(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], batch_size: int
+) -> float:
+    """exp of the mean negative log-likelihood a token; the first token of a text is not scored."""
+    total, count = 0.0, 0
+    for start in range(0, len(documents), batch_size):
+        batch = encode(documents[start : start + batch_size], tokenizer).to(model.device)
+        output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+        scored = batch.attention_mask[:, 1:].bool()
+        losses = torch.nn.functional.cross_entropy(
+            output.logits[:, :-1][scored].float(), batch.input_ids[:, 1:][scored], reduction="sum"
+        )
+        total, count = total + losses.item(), count + int(scored.sum())
+    return math.exp(total / count)

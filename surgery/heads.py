@@ -1,0 +1,216 @@
+"""The values that travel between stages: HeadId, MixerSpec, Interval, ScoredHead, HeadSet, Graft, Plan.
+
+Owns: their invariants and their JSON form. Must never know: torch, transformers, files.
+Terms follow "Understanding the Skill Gap in Recurrent Language Models: The Role of the Gather-and-Aggregate
+Mechanism" (arXiv 2504.18574); `L17H24` is layer 17, head 24, both counted from 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
+
+from surgery.errors import PlanError
+
+Role = Literal["gather", "aggregate", "both", "neither"]
+Reads = Literal["segment_end", "answer_token"]
+Mode = Literal["add", "replace"]
+Init = Literal["ssm", "random"]
+
+_HEAD_NAME = re.compile(r"L(\d+)H(\d+)")
+
+
+@dataclass(frozen=True, order=True)
+class HeadId:
+    """One head of one mixer. `str()` and `parse()` are inverse: `HeadId.parse("L1H2") == HeadId(1, 2)`."""
+
+    layer: int
+    head: int
+
+    def __str__(self) -> str:
+        return f"L{self.layer}H{self.head}"
+
+    @classmethod
+    def parse(cls, name: str) -> HeadId:
+        """Raises PlanError when `name` is not of the form L<layer>H<head>."""
+        match = _HEAD_NAME.fullmatch(name)
+        if match is None:
+            raise PlanError("head", repr(name), "Write a head as L<layer>H<head>, both from 0: 'L1H2'.")
+        return cls(int(match[1]), int(match[2]))
+
+
+@dataclass(frozen=True)
+class MixerSpec:
+    """One SSM mixer, known from the config alone.
+
+    Attributes:
+        layer: index of the block it sits in.
+        path: dotted module path from the ForCausalLM model, e.g. `backbone.layers.1.mixer`.
+        kind: structure of the recurrence: `mamba2`.
+        num_heads, head_dim: H and P; the inner width is H * P.
+        num_groups: G; heads of one group share B and C.
+        state_size: N, the width of B and C.
+        native_heads: False where "heads" are groups of channels that the model itself does not know.
+    """
+
+    layer: int
+    path: str
+    kind: str
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_size: int
+    native_heads: bool = True
+
+    def group_of(self, head: int) -> int:
+        """The B/C group that head reads."""
+        return head // (self.num_heads // self.num_groups)
+
+
+def geometry_hash(mixers: tuple[MixerSpec, ...], hidden_size: int, vocab_size: int) -> str:
+    """A short fingerprint of the shapes that head numbers refer to. Equal for a base and its fine-tunes."""
+    payload = json.dumps([[asdict(m) for m in mixers], hidden_size, vocab_size], sort_keys=True)
+    return hashlib.sha256(payload.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its interval: `value` in [`low`, `high`], from `n` observations."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+    @property
+    def above_zero(self) -> bool:
+        return self.low > 0
+
+
+@dataclass(frozen=True)
+class ScoredHead:
+    """A head with what was measured of it.
+
+    Attributes:
+        role: what its ablation says it does (METHOD: by position).
+        reads: the column of the sharpen test that it gains more from; where its attention is supervised.
+        scores: column name -> interval, in logits (margins) or in accuracy; see `locate.COLUMNS`.
+        given: heads that were already sharpened when `reads` and the gain that chose it were measured.
+    """
+
+    head: HeadId
+    role: Role
+    reads: Reads
+    scores: Mapping[str, Interval]
+    given: tuple[HeadId, ...] = ()
+
+
+@dataclass(frozen=True)
+class HeadSet:
+    """Located heads, best first in the order in which they would be spliced.
+
+    Attributes:
+        model: name or path of the model, as the user gave it, and its `revision`.
+        geometry: `geometry_hash` of the model that was measured.
+        heads: every head of the model with its scores, ranked by `method`.
+        chosen: the heads that `method` selects for splicing, with the column that each won by.
+        method: `sharpen | aggregate | gather | ablation | list`.
+        seed: seed of the probe.
+        clean: accuracy and margin of the untouched model on the same prompts.
+    """
+
+    model: str
+    revision: str
+    geometry: str
+    heads: tuple[ScoredHead, ...]
+    chosen: tuple[ScoredHead, ...]
+    method: str
+    seed: int
+    clean: Mapping[str, Interval] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Graft:
+    """What is spliced into one mixer: its heads, in order, with the position that each one reads."""
+
+    site: MixerSpec
+    heads: tuple[int, ...]
+    mode: Mode
+    init: Init
+    reads: tuple[Reads, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that splicing needs besides the weights. Pure: made without torch, printed by `--dry-run`."""
+
+    base: str
+    geometry: str
+    grafts: tuple[Graft, ...]
+    seed: int
+
+    @property
+    def heads(self) -> tuple[HeadId, ...]:
+        """The spliced heads, by layer."""
+        return tuple(HeadId(g.site.layer, h) for g in self.grafts for h in g.heads)
+
+
+def to_json(value: HeadSet | Plan) -> dict[str, Any]:
+    """The plain form of a value, heads as names. Inverse: `head_set_from_json`, `plan_from_json`."""
+
+    def plain(x: Any) -> Any:
+        if isinstance(x, HeadId):
+            return str(x)
+        if isinstance(x, (HeadSet, Plan, ScoredHead, Graft, MixerSpec, Interval)):
+            return {k: plain(getattr(x, k)) for k in x.__dataclass_fields__}
+        if isinstance(x, Mapping):
+            return {k: plain(v) for k, v in x.items()}
+        return [plain(v) for v in x] if isinstance(x, (tuple, list)) else x
+
+    result = plain(value)
+    assert isinstance(result, dict)
+    return result
+
+
+def _intervals(data: Mapping[str, Any]) -> dict[str, Interval]:
+    return {k: Interval(**v) for k, v in data.items()}
+
+
+def _scored(data: Mapping[str, Any]) -> ScoredHead:
+    if data["role"] not in get_args(Role) or data["reads"] not in get_args(Reads):
+        raise PlanError("heads.json", f"role {data['role']!r}, reads {data['reads']!r}", "Locate again.")
+    given = tuple(HeadId.parse(h) for h in data["given"])
+    return ScoredHead(HeadId.parse(data["head"]), data["role"], data["reads"], _intervals(data["scores"]), given)
+
+
+def head_set_from_json(data: Mapping[str, Any]) -> HeadSet:
+    """Raises PlanError when a field is missing or malformed."""
+    try:
+        return HeadSet(
+            model=data["model"],
+            revision=data["revision"],
+            geometry=data["geometry"],
+            heads=tuple(_scored(h) for h in data["heads"]),
+            chosen=tuple(_scored(h) for h in data["chosen"]),
+            method=data["method"],
+            seed=int(data["seed"]),
+            clean=_intervals(data["clean"]),
+        )
+    except (KeyError, TypeError) as error:
+        raise PlanError("heads.json", repr(error), "It is not a HeadSet; make it with `surgery locate`.") from None
+
+
+def plan_from_json(data: Mapping[str, Any]) -> Plan:
+    """Raises PlanError when a field is missing or malformed."""
+    try:
+        grafts = tuple(
+            Graft(MixerSpec(**g["site"]), tuple(g["heads"]), g["mode"], g["init"], tuple(g["reads"]))
+            for g in data["grafts"]
+        )
+        return Plan(data["base"], data["geometry"], grafts, int(data["seed"]))
+    except (KeyError, TypeError) as error:
+        raise PlanError("plan.json", repr(error), "It is not a Plan; make it with `surgery plan`.") from None

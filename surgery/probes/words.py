@@ -1,0 +1,58 @@
+"""Word lists for the probes: seeded, self-contained, split into training and evaluation words.
+
+Owns: syllables, keys, entity names, vocabulary of the templates. Must never know: tokenizers, models.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from surgery.probes.documents import Split, rng_of, split_of
+
+SYLLABLES = tuple(c + v for c in "bdfgklmnprstvz" for v in "aeiou")
+
+ANSWERS: dict[str, tuple[str, ...]] = {
+    "job": ("baker", "pilot", "farmer", "judge", "nurse", "sailor", "tailor", "miner", "poet", "doctor", "painter",
+            "hunter", "clerk", "guard", "singer", "cook"),
+    "pet": ("fox", "owl", "goat", "horse", "duck", "wolf", "bear", "crab", "frog", "sheep", "mouse", "crow", "eagle",
+            "snake", "tiger", "whale"),
+    "colour": ("red", "green", "blue", "black", "white", "brown", "pink", "grey", "gold", "silver", "purple", "orange",
+               "yellow", "violet", "cyan", "amber"),
+    "drink": ("tea", "milk", "juice", "water", "coffee", "cider", "cocoa", "wine", "soda", "broth", "punch", "lemonade",
+              "ale", "mead", "syrup", "tonic"),
+}  # fmt: skip
+RELATIONS = tuple(ANSWERS)
+
+ENDINGS = ("nare", "tiko", "luza", "zemi")
+
+PLACES = ("market", "river", "harbour", "forest", "castle", "village", "bridge", "garden", "mill", "tower")
+THINGS = ("basket", "letter", "lamp", "rope", "coat", "barrel", "map", "coin", "book", "bell", "chair", "knife")
+SIZES = ("small", "large", "old", "new", "heavy", "light")
+VERBS = ("carried", "brought", "sold", "lost", "found", "showed", "threw", "took")
+TIMES = ("morning", "evening", "night", "summer", "winter", "spring")
+WEATHER = ("rain", "snow", "wind", "fog", "storm", "sun")
+
+
+@cache
+def key_words(split: Split) -> tuple[str, ...]:
+    """Keys of the dictionaries: made-up words, a stem of two syllables and one of four endings of two.
+
+    What tells two keys apart stands more than a short convolution (4 tokens) before the value that follows the key, and
+    before the query token that follows its quotation: it has to be gathered. One key in five is kept for evaluation.
+    Stems that occur inside a word of the templates are left out: the small tokenizer could hold those as one token.
+    """
+    known = " ".join((*(w for a in ANSWERS.values() for w in a), *PLACES, *THINGS, *VERBS, *TIMES))
+    stems = [a + b for a in SYLLABLES for b in SYLLABLES if a[0] != b[0] and a + b not in known]
+    rng = rng_of("keys")
+    words = [stem + rng.choice(ENDINGS) for stem in rng.sample(stems, 1500)]
+    return tuple(w for w in words if split_of(w, 5) == split)
+
+
+@cache
+def entity_names() -> tuple[str, ...]:
+    """Names of invented people for the closed-book facts: three syllables, capitalised, all different."""
+    rng = rng_of("entities")
+    names: dict[str, None] = {}
+    while len(names) < 100:
+        names["".join(rng.sample(SYLLABLES, 3)).capitalize()] = None
+    return tuple(names)

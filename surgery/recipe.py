@@ -1,0 +1,258 @@
+"""The recipe: one YAML file that says everything a run does. Owns: schema, defaults, loading, overrides.
+
+Must never know: torch, transformers, run folders. Unknown keys are forbidden, duplicate keys refused, and every
+default lives here. A section of a recipe is the input of the stage of the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from surgery.errors import RecipeError
+from surgery.heads import HeadId, Init, Mode
+
+Positive = Annotated[int, Field(gt=0)]
+Weight = Annotated[float, Field(ge=0)]
+Task = Literal["kv_retrieval", "letter_choice", "option_text", "closed_book", "statement", "sentence"]
+
+
+class Section(BaseModel):
+    """A part of a recipe: frozen, and closed to keys that it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Base(Section):
+    """The pretrained model that is operated on."""
+
+    model: str = Field(description="Folder of a checkpoint, or its id on the Hub.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a Hub id.")
+    tokenizer: str | None = Field(None, description="Where the tokenizer is, if not with the model.")
+    trust_remote_code: bool = Field(False, description="Run code that the checkpoint brings along.")
+
+
+class Locate(Section):
+    """Where to operate: exact ablation of every head, roles by position, the sharpen test."""
+
+    pairs: Positive = Field(24, description="Key-value pairs a prompt. Choose it so that the base is at 0.6-0.95.")
+    examples: Positive = Field(128, description="Prompts.")
+    batch_size: Positive = Field(32, description="Prompts at once.")
+    top_k: Positive = Field(12, description="Heads that stay candidates for the second and further choices.")
+
+
+class Splice(Section):
+    """What is put there."""
+
+    select: Literal["sharpen", "aggregate", "gather", "ablation", "random", "list"] = Field(
+        "sharpen", description="Which heads: by what measure, drawn at random (a control), or as listed in `heads`."
+    )
+    num_heads: Positive = Field(1, description="How many heads to splice.")
+    heads: tuple[str, ...] = Field((), description="With `select: list`: the heads, such as L1H2.")
+    mode: Mode = Field("add", description="`add`: a branch beside the SSM, zero at first. `replace`: the head goes.")
+    init: Init = Field("ssm", description="`ssm`: copies of the head's own C, B, x and gate. `random`: the control.")
+    random_width: Positive = Field(32, description="Query and key width of a randomly initialised head.")
+
+    @model_validator(mode="after")
+    def _list_and_select(self) -> Splice:
+        for name in self.heads:
+            HeadId.parse(name)
+        if len(set(self.heads)) < len(self.heads):
+            raise ValueError("the same head is listed twice")
+        if (self.select == "list") != bool(self.heads):
+            raise ValueError("`heads` goes with `select: list`, and only with it")
+        return self
+
+
+class Weights(Section):
+    """How much each objective counts on the documents of one source."""
+
+    answer: Weight = Field(0.0, description="Cross-entropy on the answers.")
+    attention: Weight = Field(0.0, description="Cross-entropy of the new head's attention at the gold position.")
+    keep: Weight = Field(0.0, description="KL to the frozen base, on every token.")
+    text: Weight = Field(0.0, description="Cross-entropy on every token.")
+
+
+class Source(Section):
+    """Documents that one generator contributes to every step."""
+
+    task: Task
+    rows: Positive = Field(description="Documents a step, over all processes.")
+    pairs: tuple[int, int] = Field((2, 16), description="kv_retrieval: pairs of a step are drawn from this range.")
+    questions: Positive = Field(1, description="kv_retrieval: questions a document, at most.")
+    half: Literal[0, 1] | None = Field(None, description="closed_book, statement, sentence: only this half of them.")
+    weights: Weights
+
+    @field_validator("pairs")
+    @classmethod
+    def _ordered(cls, value: tuple[int, int]) -> tuple[int, int]:
+        if not 2 <= value[0] <= value[1]:
+            raise ValueError("the range must satisfy 2 <= low <= high")
+        return value
+
+
+class Optimizer(Section):
+    """AdamW, with one learning rate for the new heads and one for the rest."""
+
+    lr: float = Field(2e-3, gt=0, description="Learning rate of the weights that the base had.")
+    new_heads_lr: float = Field(6e-3, gt=0, description="Learning rate of the spliced heads.")
+    betas: tuple[float, float] = (0.9, 0.98)
+    weight_decay: Weight = 0.0
+    warmup: int = Field(20, ge=0, description="Steps of linear warm-up; a cosine to zero follows.")
+    max_grad_norm: float = Field(1.0, gt=0)
+
+
+class Train(Section):
+    """Brief training. The sources of a step are its micro-batches; their gradients add up."""
+
+    steps: Positive = 300
+    trains: Literal["all", "new_heads"] = Field("all", description="Which weights train.")
+    sources: tuple[Source, ...] = Field(min_length=1)
+    optimizer: Optimizer = Optimizer()
+    save_every: Positive = Field(50, description="Steps between checkpoints to resume from.")
+    no_splice: bool = Field(True, description="Also train the control: the base, for the same steps, no splice.")
+
+
+class Evaluate(Section):
+    """Every arm on the same prompts."""
+
+    pairs: tuple[Positive, ...] = Field((4, 8, 16, 32, 48, 64), min_length=1)
+    examples: Positive = Field(400, description="Prompts for each number of pairs, and letter-choice questions.")
+    sentences: Positive = Field(400, description="Sentences for perplexity.")
+    batch_size: Positive = 64
+
+
+class Export(Section):
+    """The checkpoint folder that loads in stock transformers."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    license: str = Field("apache-2.0", description="Licence for the card's front matter: that of the base.")
+
+
+class Recipe(Section):
+    """One operation, from a pretrained model to an exported hybrid."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Names the run folder, runs/NAME.")
+    seed: int = Field(0, ge=0)
+    base: Base
+    locate: Locate = Locate()
+    splice: Splice = Splice()
+    train: Train
+    evaluate: Evaluate = Evaluate()
+    export: Export = Export()
+
+
+class TinyMamba2(Section):
+    """Shape of a small Mamba-2 that is pretrained here."""
+
+    hidden_size: Positive = 128
+    num_hidden_layers: Positive = 4
+    head_dim: Positive = 32
+    state_size: Positive = 16
+    n_groups: Positive = 1
+    chunk_size: Positive = 32
+    vocab_size: Positive = Field(1024, le=2000, description="Entries of the tokenizer, at most.")
+
+
+class PretrainRecipe(Section):
+    """How a small checkpoint of this repository was made."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    seed: int = Field(0, ge=0)
+    model: TinyMamba2 = TinyMamba2()
+    train: Train
+    evaluate: Evaluate = Evaluate()
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML's safe loader, except that a key given twice is an error instead of a silent last-one-wins."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if key in seen:
+                raise RecipeError(f"line {key_node.start_mark.line + 1}", f"duplicate key {key!r}", "Keep one of them.")
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+# YAML 1.1 reads 1e-3 as a string; people mean a number.
+_UniqueKeyLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    __import__("re").compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+R = TypeVar("R", Recipe, PretrainRecipe)
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: type[R] = Recipe) -> R:  # type: ignore[assignment]
+    """Reads a recipe and applies `key.path=value` overrides, whose values are YAML themselves.
+
+    Raises:
+        RecipeError: no such file, not YAML, duplicate or unknown key, wrong type, bad value; names the key.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise RecipeError("recipe", str(path), "There is no such file.")
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)  # noqa: S506  (a SafeLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(str(path), " ".join(str(error).split()), "It is not valid YAML.") from None
+    if not isinstance(data, dict):
+        raise RecipeError(str(path), type(data).__name__, "A recipe is a mapping of keys to values.")
+    for override in overrides:
+        _override(data, override)
+    return check_recipe(data, kind)
+
+
+def check_recipe(data: dict[str, Any], kind: type[R] = Recipe) -> R:  # type: ignore[assignment]
+    """Validates plain data. Raises RecipeError with one line for each fault."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        faults = error.errors(include_url=False)
+        first = faults[0]
+        where = ".".join(str(p) for p in first["loc"]) or "recipe"
+        found = "missing" if first["type"] == "missing" else repr(first["input"])[:120]
+        hint = "This key is not known here; `surgery schema` lists them." if "extra" in first["type"] else first["msg"]
+        more = f" ({len(faults) - 1} more: {', '.join('.'.join(map(str, f['loc'])) for f in faults[1:6])})"
+        raise RecipeError(where, found, hint + (more if len(faults) > 1 else "")) from None
+
+
+def _override(data: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise RecipeError("override", repr(override), "Write key.path=value, such as train.steps=100.")
+    *parents, last = key.split(".")
+    node: Any = data
+    for part in parents:
+        node = _step(node, part, key, create=True)
+    if isinstance(node, list):
+        node[_index(node, last, key)] = yaml.load(text, _UniqueKeyLoader)  # noqa: S506
+    else:
+        node[last] = yaml.load(text, _UniqueKeyLoader)  # noqa: S506
+
+
+def _index(node: list[Any], part: str, key: str) -> int:
+    if not part.isdigit() or int(part) >= len(node):
+        raise RecipeError("override", key, f"{part!r} is not one of the {len(node)} entries, counted from 0.")
+    return int(part)
+
+
+def _step(node: Any, part: str, key: str, create: bool) -> Any:
+    if isinstance(node, list):
+        return node[_index(node, part, key)]
+    if isinstance(node, dict):
+        return node.setdefault(part, {}) if create else node[part]
+    raise RecipeError("override", key, f"{part!r} lies below a plain value.")
+
+
+def to_yaml(recipe: Recipe | PretrainRecipe) -> str:
+    """The recipe in full, defaults included."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)

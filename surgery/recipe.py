@@ -33,6 +33,7 @@ class Base(Section):
     model: str = Field(description="Folder of a checkpoint, or its id on the Hub.")
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub id.")
     tokenizer: str | None = Field(None, description="Where the tokenizer is, if not with the model.")
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("float32", description="Of the weights in memory.")
     trust_remote_code: bool = Field(False, description="Run code that the checkpoint brings along.")
 
 

@@ -1,0 +1,59 @@
+"""Brief training of a hybrid, of its control, and the pretraining of small bases."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.errors import RunError
+from surgery.heads import Plan
+from surgery.recipe import Train
+from surgery.train.loop import OnStep, Trainer
+
+
+def make_accelerator() -> Accelerator:
+    """The Accelerator of this process, on the GPU if there is one.
+
+    Raises:
+        RunError: a launcher started several processes and each of them sees itself alone; they would all write.
+    """
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != world:
+        value = f"{accelerator.num_processes} of {world}"
+        raise RunError("num_processes", value, "Launch with torchrun, or with accelerate launch and a GPU each.")
+    return accelerator
+
+
+def train(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    section: Train,
+    plan: Plan | None = None,
+    base: PreTrainedModel | None = None,
+    seed: int = 0,
+    folder: Path = Path("runs/train"),
+    accelerator: Accelerator | None = None,
+    on_step: OnStep | None = None,
+) -> list[dict[str, float]]:
+    """Trains `model` in place and returns the losses of every step.
+
+    Args:
+        plan: what was spliced, so that attention supervision knows its heads; None trains without (the control).
+        base: the frozen model for the `keep` objective.
+        folder: for `step_*/`, the checkpoints to resume from; training goes on from the newest one that is there.
+        on_step: called with (step, losses) after each step.
+
+    Raises:
+        TrainingDiverged: loss or gradient is not finite; says which step, and keeps the last good one.
+    """
+    grafts = plan.grafts if plan else ()
+    accelerator = accelerator or make_accelerator()
+    return Trainer(model, tokenizer, section, seed, folder, accelerator, base, grafts, on_step).run()
+
+
+__all__ = ["make_accelerator", "train"]

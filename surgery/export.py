@@ -1,0 +1,172 @@
+"""Writes the checkpoint folder that loads in stock transformers, and checks it. Owns: that folder's contents.
+
+Must never know: how the model was trained. The shipped modelling files are this library's own modules, byte for byte;
+transformers copies what they import.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.errors import ModelError
+from surgery.heads import HeadSet, Plan, to_json
+from surgery.recipe import Export
+from surgery.rundir import new_folder, write_json, write_text
+
+
+def export(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    section: Export | None = None,
+    card: str = "",
+    plan: Plan | None = None,
+    heads: HeadSet | None = None,
+    recipe_yaml: str | None = None,
+    results: Mapping[str, Any] | None = None,
+    figures: Path | None = None,
+) -> dict[str, Any]:
+    """Writes the folder whole, verified, or not at all.
+
+    Args:
+        folder: replaced if it is there.
+        card: text of README.md.
+        plan, heads, recipe_yaml, results, figures: the evidence that travels with the weights.
+
+    Returns:
+        What the verification found: `max_logit_difference`, `tensors`, `checked_without_surgery`.
+
+    Raises:
+        ModelError: a tensor is not finite, a silenced head is not silent, or the reloaded folder gives other logits.
+    """
+    section = section or Export()
+    with new_folder(folder) as new:
+        copy = _as_exported(model, section)
+        type(copy).register_for_auto_class("AutoModelForCausalLM")
+        type(copy.backbone).register_for_auto_class("AutoModel")
+        type(copy.config).register_for_auto_class()
+        copy.save_pretrained(new)
+        tokenizer.save_pretrained(new)
+        _generation_config(model, tokenizer).save_pretrained(new)
+        shutil.rmtree(new / "__pycache__", ignore_errors=True)
+        if plan is not None:
+            write_json(new / "plan.json", to_json(plan))
+        if heads is not None:
+            write_json(new / "heads.json", to_json(heads))
+        if recipe_yaml is not None:
+            write_text(new / "recipe.yaml", recipe_yaml)
+        if results is not None:
+            write_json(new / "results.json", results)
+        if figures is not None:
+            shutil.copytree(figures, new / "figures", ignore=shutil.ignore_patterns("*.svg", "*.csv"))
+        if card:
+            write_text(new / "README.md", card)
+        report = verify(new, copy)
+        write_json(new / "export.json", report)
+    return report
+
+
+def _as_exported(model: PreTrainedModel, section: Export) -> PreTrainedModel:
+    """A copy in the export's dtype; what has to stay in fp32 does."""
+    import copy
+
+    exported = copy.deepcopy(model).cpu().eval()
+    dtype = getattr(torch, section.dtype)
+    for name, parameter in exported.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise ModelError("export", name, "It holds numbers that are not finite. Train again with a lower rate.")
+        kept = name.rsplit(".", 1)[-1] in (exported._keep_in_fp32_modules_strict or ())
+        parameter.data = parameter.data.to(torch.float32 if kept else dtype)
+    exported.config.dtype = dtype
+    exported.config.use_cache = True
+    return exported
+
+
+def _generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    config = model.generation_config or GenerationConfig()
+    config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    return config
+
+
+# Runs in a process that cannot import this library: what a stranger's machine would do.
+_RELOAD = """
+import json, sys
+sys.modules["surgery"] = None
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+folder, ids, out = sys.argv[1:4]
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype="auto").eval()
+ids = load_file(ids)["ids"]
+with torch.no_grad():
+    logits = model(ids, use_cache=False).logits
+    text = model.generate(ids[:1], max_new_tokens=8, do_sample=False, pad_token_id=0)
+save_file({"logits": logits, "text": text}, out)
+"""
+
+
+def verify(folder: Path, model: PreTrainedModel, prompt_tokens: int = 24) -> dict[str, Any]:
+    """Reloads the folder where `surgery` cannot be imported and compares logits and a generation with `model`'s.
+
+    Raises:
+        ModelError: they differ, a tensor is not finite, or config and weights disagree.
+    """
+    import tempfile
+
+    from safetensors.torch import load_file, save_file
+
+    tensors = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (safe_open is no mapping)
+                tensors += 1
+                if not bool(opened.get_tensor(name).isfinite().all()):
+                    raise ModelError("export", name, "It holds numbers that are not finite.")
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model.config.vocab_size, (2, prompt_tokens), generator=generator)
+    with tempfile.TemporaryDirectory() as scratch:
+        given, found = Path(scratch, "ids.safetensors"), Path(scratch, "found.safetensors")
+        save_file({"ids": ids}, given)
+        command = [sys.executable, "-c", _RELOAD, str(folder.resolve()), str(given), str(found)]
+        environment = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(Path(scratch, "modules"))}
+        done = subprocess.run(command, capture_output=True, text=True, env=_environment(environment), cwd=scratch)
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise ModelError("export", last, "The folder does not load in stock transformers.")
+        reloaded = load_file(found)
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits
+        text = model.generate(ids[:1], max_new_tokens=8, do_sample=False, pad_token_id=0)
+    difference = float((logits - reloaded["logits"]).abs().max())
+    if difference != 0 or not torch.equal(text, reloaded["text"]):
+        raise ModelError("export", f"logits differ by {difference}", "The reloaded folder is another model.")
+    return {"checked_without_surgery": True, "max_logit_difference": difference, "tensors": tensors}
+
+
+def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment without secrets, and `extra`."""
+    import os
+
+    hidden = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
+    kept = {k: v for k, v in os.environ.items() if k not in hidden and k not in _LAUNCHER}
+    return {**kept, **extra}
+
+
+_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def shipped_modules(folder: Path) -> list[str]:
+    """The modelling files of an exported folder, as its config names them and as those import one another."""
+    auto_map = json.loads((folder / "config.json").read_text())["auto_map"]
+    named = {value.split(".")[0].split("--")[-1] for value in auto_map.values()}
+    return sorted({f"{n}.py" for n in named} | {p.name for p in folder.glob("*.py")})

@@ -1,0 +1,1 @@
+"""What a run shows: figures and one HTML page."""

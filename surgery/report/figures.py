@@ -1,0 +1,11 @@
+"""The pictures of a run. Owns: their list. Must never know: models, torch, how a number was measured.
+
+Each function takes plain values, writes `STEM.png`, `STEM.svg` and the numbers, `STEM.csv`, into a folder and returns
+the three paths. Same values, same bytes. What cannot be drawn is refused with a SurgeryError (a ValueError).
+"""
+
+from surgery.report.attention import attention_map
+from surgery.report.curves import accuracy_by_pairs, training_curve
+from surgery.report.heatmaps import head_maps
+
+__all__ = ["accuracy_by_pairs", "attention_map", "head_maps", "training_curve"]

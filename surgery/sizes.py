@@ -1,0 +1,71 @@
+"""What a model weighs: parameters, state and KV bytes. Owns: the formulas (METHOD 4). Must never know: weights.
+
+Shape legend: I inner width, G groups, N state width, H heads, P head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from surgery.families import family_of
+from surgery.hybrid.attention import SplicedAttention
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Counts of parameters, and bytes of what decoding keeps for one sequence.
+
+    Attributes:
+        parameters: all of them, tied ones once; `new_parameters` of them belong to spliced heads.
+        state_bytes: convolution and recurrent states, the branches' convolution states too; independent of length.
+        kv_bytes_per_token: keys and values of the spliced layers, for each token.
+    """
+
+    parameters: int
+    new_parameters: int
+    state_bytes: int
+    kv_bytes_per_token: int
+
+    def kv_bytes(self, tokens: int) -> int:
+        return self.kv_bytes_per_token * tokens
+
+
+def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model of this config at its true size, without memory for its weights."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return model
+
+
+def sizes_of(model: PreTrainedModel, itemsize: int = 4) -> Sizes:
+    """Counts on a model, which may be on the meta device. `itemsize`: bytes of a cached number."""
+    branches = [m for m in model.modules() if isinstance(m, SplicedAttention)]
+    new = sum(p.numel() for branch in branches for p in branch.parameters())
+    splice: Sequence[dict[str, Any]] = getattr(model.config, "splice", None) or []
+    return Sizes(
+        parameters=sum(p.numel() for p in model.parameters()),
+        new_parameters=new,
+        state_bytes=state_bytes(model.config, itemsize),
+        kv_bytes_per_token=kv_bytes_per_token(splice, itemsize),
+    )
+
+
+def kv_bytes_per_token(splice: Sequence[dict[str, Any]], itemsize: int = 4) -> int:
+    """`itemsize * sum over spliced layers of heads * (d_qk + d_v)`."""
+    return itemsize * sum(len(site["heads"]) * (site["qk_width"] + site["v_width"]) for site in splice)
+
+
+def state_bytes(config: PreTrainedConfig, itemsize: int = 4) -> int:
+    """Convolution state of I + 2GN channels and recurrent state of H*P*N, by mixer; the branches'."""
+    total = 0
+    for spec in family_of(config).mixers(config):
+        inner = spec.num_heads * spec.head_dim
+        total += (inner + 2 * spec.num_groups * spec.state_size) * config.conv_kernel + inner * spec.state_size
+    for site in getattr(config, "splice", None) or []:
+        total += len(site["heads"]) * (2 * site["qk_width"] + site["v_width"]) * site["conv_kernel"]
+    return total * itemsize

@@ -1,0 +1,14 @@
+"""What every test needs before torch and transformers are imported: one thread, no network, no noise."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+
+import torch
+from transformers.utils import logging
+
+torch.set_num_threads(1)
+logging.disable_progress_bar()

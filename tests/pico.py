@@ -1,0 +1,145 @@
+"""The tiny models of every test. Owns: their shapes, their random weights, a small tokenizer, padded prompts.
+
+    pico_base()                            a Mamba-2: 3 layers of 4 heads, hidden 32
+    pico_hybrid([pico_site(1, [2])])       the same weights, and attention beside L1H2
+    prompts([9, 14])                       two left-padded prompts that end at a question
+
+Every tensor is drawn from a seed of its own, made of the model's seed and the tensor's name: a base and a hybrid of
+the same seed agree wherever both have a tensor. Nothing is left at 0 or 1: a wrong sign or a swapped head has to show.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import Mamba2Config, Mamba2ForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from surgery.hybrid import Mamba2HybridConfig, Mamba2HybridForCausalLM
+from surgery.probes.documents import EncodedBatch
+from surgery.train.tokenizer import build_tokenizer
+
+PAD = 0
+VOCAB = 61
+HEADS, HEAD_DIM, HIDDEN, STATE = 4, 16, 32, 8
+
+
+def _fields(n_groups: int, layers: int, vocab_size: int, **more: Any) -> dict[str, Any]:
+    shape = {"hidden_size": HIDDEN, "num_heads": HEADS, "head_dim": HEAD_DIM, "state_size": STATE, "chunk_size": 8}
+    tokens = {"vocab_size": vocab_size, "pad_token_id": PAD, "bos_token_id": None, "eos_token_id": None}
+    return {**shape, **tokens, "n_groups": n_groups, "num_hidden_layers": layers, **more}
+
+
+def pico_config(n_groups: int = 1, layers: int = 3, vocab_size: int = VOCAB, **more: Any) -> Mamba2Config:
+    """A chunk of 8 tokens, so that short prompts cross its borders; no end token, so that generation never stops."""
+    return Mamba2Config(**_fields(n_groups, layers, vocab_size, **more))
+
+
+def pico_base(seed: int = 0, **config: Any) -> Mamba2ForCausalLM:
+    """A plain Mamba-2 with random weights, in eval mode."""
+    return randomise(Mamba2ForCausalLM(pico_config(**config)), seed).eval()
+
+
+def pico_site(
+    layer: int,
+    heads: Sequence[int] = (2,),
+    mode: Literal["add", "replace"] = "add",
+    qk_width: int = STATE,
+    v_width: int = HEAD_DIM,
+    activation: str | None = "silu",
+    gate: bool = True,
+) -> dict[str, Any]:
+    """One entry of `config.splice`: copies of an SSM head by default."""
+    names = {"layer": layer, "heads": list(heads), "mode": mode, "init": "ssm", "reads": ["segment_end"] * len(heads)}
+    widths = {"qk_width": qk_width, "v_width": v_width, "conv_kernel": 4}
+    return {**names, **widths, "activation": activation, "gate": gate}
+
+
+def random_site(layer: int, heads: Sequence[int] = (2,), mode: Literal["add", "replace"] = "add") -> dict[str, Any]:
+    """The control: no activation, no gate, and keys wider than values."""
+    return {**pico_site(layer, heads, mode, 24, HEAD_DIM, activation=None, gate=False), "init": "random"}
+
+
+def pico_hybrid(
+    splice: list[dict[str, Any]],
+    fresh: bool = False,
+    seed: int = 0,
+    n_groups: int = 1,
+    layers: int = 3,
+    vocab_size: int = VOCAB,
+    **more: Any,
+) -> Mamba2HybridForCausalLM:
+    """`pico_base` of the same seed with these sites. `fresh` branches are as the class initialises them."""
+    config = Mamba2HybridConfig(**_fields(n_groups, layers, vocab_size, **more), splice=splice)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Mamba2HybridForCausalLM(config)
+    return randomise(model, seed, keep=".attention." if fresh else None).eval()
+
+
+@torch.no_grad()
+def randomise(model: PreTrainedModel, seed: int, keep: str | None = None) -> Any:
+    """Every parameter from its own seed; those whose name contains `keep` stay as they are."""
+    for name, p in model.named_parameters():
+        if keep is not None and keep in name:
+            continue
+        rng = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+        last = name.rsplit(".", 1)[-1]
+        if last == "dt_bias":
+            value = torch.empty(p.shape).uniform_(-3, 0, generator=rng)
+        elif last == "A_log":
+            value = torch.empty(p.shape).uniform_(-2, 1, generator=rng)
+        elif "norm" in name or last in ("scale", "D"):
+            value = torch.empty(p.shape).uniform_(0.5, 1.5, generator=rng)
+        elif "embeddings" in name or p.ndim == 1:
+            value = torch.randn(p.shape, generator=rng) * (1 if p.ndim > 1 else 0.3)
+        else:
+            value = torch.randn(p.shape, generator=rng) * (p[0].numel() ** -0.5)
+        p.copy_(value)
+    return model
+
+
+@cache
+def pico_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer of the shipped checkpoints; models for it need `vocab_size=1024`."""
+    return build_tokenizer()
+
+
+def tokens(batch: int = 2, length: int = 21, seed: int = 0) -> Tensor:
+    """(B,T) random tokens, none of them padding."""
+    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def pad(rows: Sequence[Tensor], side: Literal["left", "right"]) -> tuple[Tensor, Tensor]:
+    """Rows (T_i,) of different lengths as (B,T) tokens and their mask."""
+    length = max(map(len, rows))
+    ids, mask = torch.full((len(rows), length), PAD), torch.zeros(len(rows), length, dtype=torch.long)
+    for i, row in enumerate(rows):
+        span = slice(length - len(row), length) if side == "left" else slice(0, len(row))
+        ids[i, span], mask[i, span] = row, 1
+    return ids, mask
+
+
+def prompts(lengths: Sequence[int] = (9, 14, 12), choices: int = 5, seed: int = 0) -> EncodedBatch:
+    """Left-padded random prompts whose last token is a query, as `encode(..., until_answer=True)` makes them.
+
+    The gold value and the end of its segment stand at random places of the prompt; the choices are random tokens.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    ids, mask = pad([tokens(1, n, seed + i)[0] for i, n in enumerate(lengths)], "left")
+    longest, B = ids.shape[1], len(lengths)
+    at = {name: torch.empty(B, 1, dtype=torch.long) for name in ("segment_start", "answer_token", "segment_end")}
+    choice_ids = torch.stack([torch.randperm(VOCAB - 3, generator=rng)[:choices] + 3 for _ in lengths])[:, None]
+    for b, n in enumerate(lengths):
+        places = (torch.randperm(n - 1, generator=rng)[:3].sort().values + longest - n).tolist()
+        for name, place in zip(at, places, strict=True):
+            at[name][b, 0] = place
+    gold = torch.randint(choices, (B, 1), generator=rng)
+    target = choice_ids[:, 0].gather(1, gold)
+    query = torch.full((B, 1), longest - 1)
+    answers = torch.zeros_like(ids, dtype=torch.bool)
+    return EncodedBatch(ids, mask, answers, query=query, target=target, choice_ids=choice_ids, gold=gold, **at)

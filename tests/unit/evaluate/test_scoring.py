@@ -1,0 +1,119 @@
+"""Choice accuracy and perplexity against naive loops; padding and batch size do not matter."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from surgery.evaluate.scoring import answer_choices, choice_scores, perplexity
+from surgery.probes.documents import Document, encode
+from tests.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
+from tests.unit.probes.samples import ASKING, sample, several_questions
+
+V = 1024
+ASKED: list[Document] = [*several_questions(), *(d for task in ASKING for d in sample(task, 1))]
+PLAIN: list[Document] = [*sample("sentence", 5), *sample("statement", 3)]
+
+
+@pytest.fixture(scope="module", params=["base", "hybrid"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    if request.param == "base":
+        return pico_base(vocab_size=V, layers=2)
+    return pico_hybrid([pico_site(1)], vocab_size=V, layers=2)
+
+
+def test_choice_scores_against_a_loop() -> None:
+    batch = encode(ASKED, pico_tokenizer(), "left", until_answer=True)
+    logits = torch.randn(len(ASKED), V, generator=torch.Generator().manual_seed(0))
+    scores = choice_scores(logits, batch)
+    outcomes = set()
+    for row, document in enumerate(ASKED):
+        question = document.questions[-1]
+        starts = [pico_tokenizer()(choice)["input_ids"][0] for choice in question.choices]
+        values = [float(logits[row, i]) for i in starts]
+        best_other = max(v for k, v in enumerate(values) if k != question.gold)
+        margin = values[question.gold] - best_other
+        assert float(scores.margin[row]) == pytest.approx(margin, rel=1e-6)
+        assert bool(scores.correct[row]) == (margin > 0)
+        outcomes.add(margin > 0)
+    assert outcomes == {True, False}
+
+
+def test_only_choices_compete() -> None:
+    batch = encode(ASKED, pico_tokenizer(), "left", until_answer=True)
+    logits = torch.full((len(ASKED), V), 100.0)
+    for row, document in enumerate(ASKED):
+        last = len(document.questions) - 1
+        ids = batch.choice_ids[row, last, : len(document.questions[last].choices)]
+        logits[row, ids] = 0.0
+        logits[row, batch.target[row, last]] = 1.0
+    scores = choice_scores(logits, batch)
+    assert scores.correct.all()
+    assert torch.allclose(scores.margin, torch.ones(len(ASKED)))
+
+
+def test_a_tie_is_not_correct() -> None:
+    batch = encode(ASKED, pico_tokenizer(), "left", until_answer=True)
+    assert not choice_scores(torch.zeros(len(ASKED), V), batch).correct.any()
+
+
+def test_the_order_of_the_choices_does_not_matter() -> None:
+    batch = encode(several_questions(1), pico_tokenizer(), "left", until_answer=True)
+    logits = torch.randn(1, V, generator=torch.Generator().manual_seed(1))
+    count = batch.choice_ids.shape[-1]
+    flipped = replace(batch, choice_ids=batch.choice_ids.flip(-1), gold=count - 1 - batch.gold)
+    assert torch.equal(choice_scores(logits, batch).margin, choice_scores(logits, flipped).margin)
+
+
+def test_answers_do_not_depend_on_the_batch_size(model: PreTrainedModel) -> None:
+    single, together = (answer_choices(model, pico_tokenizer(), ASKED, size) for size in (1, 8))
+    torch.testing.assert_close(single.margin, together.margin, rtol=1e-3, atol=1e-4)
+    assert torch.equal(single.correct, together.correct)
+    assert single.margin.std() > 0.01
+
+
+def test_answers_are_those_of_the_whole_text_at_the_query(model: PreTrainedModel) -> None:
+    found = answer_choices(model, pico_tokenizer(), ASKED, 8)
+    for row, document in enumerate(ASKED):
+        batch = encode([document], pico_tokenizer())
+        with torch.no_grad():
+            logits = model(batch.input_ids, use_cache=False).logits[0]
+        last = len(document.questions) - 1
+        ids = batch.choice_ids[0, last]
+        values = logits[batch.query[0, last], ids]
+        gold = int(batch.gold[0, last])
+        others = torch.cat([values[:gold], values[gold + 1 :]])
+        assert float(found.margin[row]) == pytest.approx(float(values[gold] - others.max()), abs=1e-4)
+
+
+def naive_perplexity(model: PreTrainedModel, documents: list[Document]) -> float:
+    found: list[float] = []
+    for document in documents:
+        ids = torch.tensor(pico_tokenizer()(document.text)["input_ids"])
+        with torch.no_grad():
+            logits = model(ids[None], use_cache=False).logits[0].double()
+        for t in range(1, len(ids)):
+            found.append(float(torch.logsumexp(logits[t - 1], 0) - logits[t - 1, ids[t]]))
+    return math.exp(sum(found) / len(found))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+def test_perplexity_is_that_of_every_document_alone(model: PreTrainedModel, batch_size: int) -> None:
+    expected = naive_perplexity(model, PLAIN)
+    assert perplexity(model, pico_tokenizer(), PLAIN, batch_size) == pytest.approx(expected, rel=1e-4)
+
+
+def test_perplexity_of_knowing_nothing_is_the_size_of_the_vocabulary() -> None:
+    model = pico_base(vocab_size=V, layers=1)
+    model.lm_head.weight.data.zero_()
+    assert perplexity(model, pico_tokenizer(), PLAIN, 4) == pytest.approx(V, rel=1e-4)
+
+
+def test_scoring_leaves_no_gradient_behind(model: PreTrainedModel) -> None:
+    scores = answer_choices(model, pico_tokenizer(), ASKED[:2], 2)
+    assert not scores.margin.requires_grad
+    assert all(p.grad is None for p in model.parameters())

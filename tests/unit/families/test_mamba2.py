@@ -1,0 +1,255 @@
+"""The layout of Mamba-2: slices hit the weights they name, and the streams rebuild what the model computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig
+
+from surgery.capture import record
+from surgery.errors import ModelError
+from surgery.families import family_of, geometry_of
+from surgery.heads import MixerSpec
+from tests.pico import HEAD_DIM, HEADS, pico_base, pico_hybrid, pico_site, prompts, random_site, tokens
+
+every_grouping = pytest.mark.parametrize("n_groups", [1, 2, 4])
+SPLICE = [pico_site(0, [1, 3]), random_site(2, [0], "replace")]
+
+
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scan casts to fp32 inside: in fp64 instead, so that an equality to 1e-9 can be asked for."""
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+
+
+def of(model: Any, layer: int = 1) -> tuple[Any, MixerSpec, Any]:
+    """The family, one layer's spec and its mixer."""
+    family = family_of(model.config)
+    return family, family.mixers(model.config)[layer], family.mixer(model, layer)
+
+
+@torch.no_grad()
+def traced(model: Any, ids: Tensor, mask: Tensor | None = None, cache: Any = None) -> tuple[Any, Any]:
+    """The output, and what every layer showed."""
+    with record(model, family_of(model.config), range(model.config.num_hidden_layers)) as trace:
+        output = model(ids, attention_mask=mask, cache_params=cache, use_cache=cache is not None)
+    return output, trace
+
+
+def rows(span: slice) -> list[int]:
+    return list(range(span.start, span.stop))
+
+
+class TestSlices:
+    @every_grouping
+    def test_partition_of_in_proj_and_the_convolution(self, n_groups: int) -> None:
+        family, spec, mixer = of(pico_base(n_groups=n_groups))
+        heads = [family.weight_slices(spec, h) for h in range(HEADS)]
+        firsts = [heads[g * HEADS // n_groups] for g in range(n_groups)]
+        found = [i for s in heads for name in ("gate", "value", "step") for i in rows(getattr(s, name))]
+        found += [i for s in firsts for name in ("key", "query") for i in rows(getattr(s, name))]
+        assert sorted(found) == list(range(mixer.in_proj.out_features))
+        channels = [i for s in heads for i in rows(s.conv_value)]
+        channels += [i for s in firsts for name in ("conv_key", "conv_query") for i in rows(getattr(s, name))]
+        assert sorted(channels) == list(range(mixer.conv1d.out_channels))
+        assert sorted(i for s in heads for i in rows(s.out)) == list(range(mixer.out_proj.in_features))
+
+    @every_grouping
+    def test_heads_of_a_group_share_keys_and_queries(self, n_groups: int) -> None:
+        family, spec, _ = of(pico_base(n_groups=n_groups))
+        for a in range(HEADS):
+            for b in range(HEADS):
+                one, other = family.weight_slices(spec, a), family.weight_slices(spec, b)
+                same_group = a * n_groups // HEADS == b * n_groups // HEADS
+                for name in ("key", "query", "conv_key", "conv_query"):
+                    assert (getattr(one, name) == getattr(other, name)) == same_group
+                for name in ("gate", "value", "step", "conv_value", "out"):
+                    assert (getattr(one, name) == getattr(other, name)) == (a == b)
+
+    @every_grouping
+    @pytest.mark.parametrize("head", [0, 2])
+    @pytest.mark.parametrize("name", ["value", "key", "query", "step", "gate", "conv_value", "conv_key", "conv_query"])
+    def test_each_slice_moves_the_stream_it_names(self, name: str, head: int, n_groups: int) -> None:
+        model = pico_base(n_groups=n_groups)
+        family, spec, mixer = of(model)
+        _, before = traced(model, tokens())
+        one = family.streams(mixer, before.projected[1])
+        weights = mixer.conv1d.weight if name.startswith("conv") else mixer.in_proj.weight
+        weights.data[getattr(family.weight_slices(spec, head), name)] += 0.5
+        _, after = traced(model, tokens())
+        other = family.streams(mixer, after.projected[1])
+
+        def moved(stream: str) -> set[int]:
+            """Heads or groups whose stream is another one now."""
+            parts = zip(getattr(one, stream).unbind(2), getattr(other, stream).unbind(2), strict=True)
+            return {i for i, (a, b) in enumerate(parts) if not torch.allclose(a, b)}
+
+        stream = {"value": "x", "conv_value": "x"}.get(name, name.removeprefix("conv_"))
+        expected = {stream: {spec.group_of(head) if stream in ("key", "query") else head}}
+        for each in ("x", "key", "query", "step"):
+            assert moved(each) == expected.get(each, set()), each
+        if name == "gate":  # acts after the scan, and through the norm a little on every head
+            assert torch.equal(before.scan[1], after.scan[1])
+            change = (before.heads[1] - after.heads[1]).abs().mean((0, 1)).view(HEADS, HEAD_DIM).mean(1)
+            assert int(change.argmax()) == head
+
+    def test_out_is_where_the_heads_output_lies(self) -> None:
+        model = pico_base(n_groups=2)
+        family, spec, mixer = of(model)
+        _, before = traced(model, tokens())
+        mixer.D.data[2] += 1
+        _, after = traced(model, tokens())
+        moved = (before.scan[1] != after.scan[1]).any(0).any(0).nonzero()[:, 0].tolist()
+        assert moved == rows(family.weight_slices(spec, 2).out)
+
+
+class TestStreams:
+    @staticmethod
+    def _rebuilt(model: Any, layer: int, projected: Tensor) -> Tensor:
+        family, _, mixer = of(model, layer)
+        streams = family.streams(mixer, projected)
+        weights = family.hidden_attention(mixer, streams)
+        return torch.einsum("bhts,bshp->bthp", weights, streams.x) + mixer.D[:, None] * streams.x
+
+    @every_grouping
+    @pytest.mark.parametrize("limits", [(0.0, float("inf")), (0.3, 0.8)])
+    def test_rebuild_the_scan(self, limits: tuple[float, float], n_groups: int, exact: None) -> None:
+        model = pico_base(n_groups=n_groups, time_step_limit=limits).double()
+        _, trace = traced(model, tokens(2, 21))
+        for layer in range(3):
+            rebuilt = self._rebuilt(model, layer, trace.projected[layer]).flatten(2)
+            torch.testing.assert_close(rebuilt, trace.scan[layer], atol=1e-9, rtol=0)
+
+    @pytest.mark.parametrize("more", [{"use_conv_bias": False}, {"use_bias": True}, {"hidden_act": "gelu"}])
+    def test_follow_the_config(self, more: dict, exact: None) -> None:
+        model = pico_base(n_groups=2, **more).double()
+        _, trace = traced(model, tokens())
+        rebuilt = self._rebuilt(model, 1, trace.projected[1]).flatten(2)
+        torch.testing.assert_close(rebuilt, trace.scan[1], atol=1e-9, rtol=0)
+
+    def test_of_a_hybrid(self, exact: None) -> None:
+        model = pico_hybrid(SPLICE, n_groups=2).double()
+        _, trace = traced(model, tokens())
+        for layer in range(3):
+            rebuilt = self._rebuilt(model, layer, trace.projected[layer]).flatten(2)
+            torch.testing.assert_close(rebuilt, trace.scan[layer], atol=1e-9, rtol=0)
+
+    def test_hidden_attention_is_causal_and_has_its_formula(self) -> None:
+        """Against METHOD 2.6, one entry at a time."""
+        model = pico_base(n_groups=2)
+        family, spec, mixer = of(model)
+        _, trace = traced(model, tokens(1, 12))
+        streams = family.streams(mixer, trace.projected[1])
+        weights = family.hidden_attention(mixer, streams).detach()
+        for h, t, s in [(0, 11, 0), (1, 11, 11), (2, 7, 3), (3, 5, 4)]:
+            g = spec.group_of(h)
+            decay = -mixer.A_log[h].exp() * sum(streams.step[0, k, h] for k in range(s + 1, t + 1))
+            expected = streams.query[0, t, g] @ streams.key[0, s, g] * decay.exp() * streams.step[0, s, h]
+            torch.testing.assert_close(weights[0, h, t, s], expected.detach())
+        assert not weights.triu(1).any() and weights.isfinite().all()
+
+    def test_hidden_attention_of_a_strong_decay_is_finite(self) -> None:
+        model = pico_base()
+        family, _, mixer = of(model)
+        mixer.A_log.data += 12
+        _, trace = traced(model, tokens(1, 60))
+        weights = family.hidden_attention(mixer, family.streams(mixer, trace.projected[1]))
+        assert weights.isfinite().all()
+
+    @every_grouping
+    @pytest.mark.parametrize("prefix", [1, 2, 20])
+    def test_at_decode_equal_the_full_pass(self, prefix: int, n_groups: int) -> None:
+        model, ids = pico_base(n_groups=n_groups), tokens(2, 21)
+        _, whole = traced(model, ids)
+        with torch.no_grad():
+            cache = model(ids[:, :prefix], use_cache=True).cache_params
+        before = {i: cache.layers[i].conv_states[0].clone() for i in range(3)}
+        _, step = traced(model, ids[:, prefix : prefix + 1], cache=cache)
+        for layer in range(3):
+            family, _, mixer = of(model, layer)
+            full = family.streams(mixer, whole.projected[layer])
+            one = family.streams(mixer, step.projected[layer], before[layer])
+            for name in ("x", "key", "query", "step"):
+                expected = getattr(full, name)[:, prefix : prefix + 1]
+                torch.testing.assert_close(getattr(one, name), expected, atol=1e-5, rtol=1e-5)
+
+    def test_change_nothing(self) -> None:
+        model = pico_base()
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        _, trace = traced(model, tokens())
+        projected = trace.projected[1].clone()
+        self._rebuilt(model, 1, trace.projected[1])
+        assert torch.equal(projected, trace.projected[1])
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+class TestResume:
+    MODELS = {
+        "base": lambda: pico_base(n_groups=2),
+        "hybrid-sdpa": lambda: pico_hybrid(SPLICE, attn_implementation="sdpa"),
+        "hybrid-eager": lambda: pico_hybrid(SPLICE, attn_implementation="eager"),
+    }
+
+    @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+    @pytest.mark.parametrize("padded", [False, True])
+    def test_from_each_layer(self, make: Any, padded: bool) -> None:
+        model, batch = make(), prompts((9, 14, 12) if padded else (14, 14))
+        output, trace = traced(model, batch.input_ids, batch.attention_mask)
+        family, real = family_of(model.config), batch.attention_mask.bool()
+        for layer in range(3):
+            with torch.no_grad():
+                logits, last = (
+                    family.resume(model, layer, trace.residual[layer], batch.attention_mask, keep_last=keep_last)
+                    for keep_last in (False, True)
+                )
+            torch.testing.assert_close(logits[real], output.logits[real], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(last, output.logits[:, -1:], atol=1e-5, rtol=1e-5)
+
+    def test_sees_what_is_changed(self) -> None:
+        model, ids = pico_base(), tokens()
+        output, trace = traced(model, ids)
+        for layer in range(3):
+            other = family_of(model.config).resume(model, layer, trace.residual[layer] + 0.1, None, keep_last=True)
+            assert (other - output.logits[:, -1:]).abs().max() > 1e-3
+
+
+class TestDescription:
+    def test_paths_lead_to_the_mixers(self) -> None:
+        for model in (pico_base(), pico_hybrid(SPLICE)):
+            family = family_of(model.config)
+            for spec in family.mixers(model.config):
+                assert model.get_submodule(spec.path) is family.mixer(model, spec.layer)
+                assert family.block(model, spec.layer).mixer is family.mixer(model, spec.layer)
+
+    def test_unknown_model_type_is_named(self) -> None:
+        with pytest.raises(ModelError, match=r"llama.*mamba2"):
+            family_of(LlamaConfig(hidden_size=32, num_attention_heads=4))
+
+    def test_a_hybrid_has_the_geometry_of_its_base(self) -> None:
+        base = geometry_of(pico_base().config)
+        assert base == geometry_of(pico_hybrid(SPLICE).config)
+        assert base != geometry_of(pico_base(n_groups=2).config) != geometry_of(pico_base(layers=2).config)
+
+    def test_hybrid_config_keeps_all_but_the_splice(self) -> None:
+        base = pico_base(n_groups=2, time_step_limit=(0.1, 2.0)).config
+        family = family_of(base)
+        config = family.hybrid_config(base, SPLICE)
+        assert config.splice == SPLICE and base.model_type == "mamba2" and config.model_type == "mamba2_hybrid"
+        ours, theirs = config.to_dict(), base.to_dict()
+        for name in set(theirs) - {"model_type", "layer_types", "architectures", "transformers_version"}:
+            assert ours[name] == theirs[name], name
+        again = family.hybrid_config(config, [pico_site(1)])
+        assert again.splice == [pico_site(1)] and again.layer_types[0] == "linear_attention"
+
+    def test_build_hybrid_takes_the_bases_weights(self) -> None:
+        base = pico_base(n_groups=2)
+        family = family_of(base.config)
+        hybrid = family.build_hybrid(family.hybrid_config(base.config, SPLICE[:1])).eval()
+        missing, unexpected = hybrid.load_state_dict(base.state_dict(), strict=False)
+        assert not unexpected and all(".attention." in name for name in missing)
+        with torch.no_grad():
+            logits = hybrid(tokens(), cache_params=DynamicCache(config=hybrid.config), use_cache=True).logits
+            torch.testing.assert_close(logits, base(tokens()).logits)

@@ -1,0 +1,216 @@
+"""The branch by itself: equal to a naive one that loops over tokens, whatever its shape and implementation."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from surgery.hybrid.attention import HybridMixerMixin, SplicedAttention, SpliceRows, splice_sites
+from tests.pico import HIDDEN, pico_config, pico_hybrid, pico_site, prompts, random_site, randomise, tokens
+
+SITES = [
+    pico_site(0, [2]),
+    pico_site(0, [1, 3]),
+    random_site(0, [0]),
+    random_site(0, [0, 1, 3]),
+    pico_site(0, [2], gate=False),
+    pico_site(0, [0, 2], qk_width=3, v_width=5, activation=None),
+]
+
+
+def naive(branch: SplicedAttention, u: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """(T,D) and (T,) bool -> the branch's output (T,D) and its weights (H,T,T), one token and one head at a time."""
+    T, H, K, V = u.shape[0], branch.num_heads, branch.qk_width, branch.v_width
+    bias = 0 if branch.conv1d.bias is None else branch.conv1d.bias
+    before = torch.stack([branch.qkv_proj.weight @ u[t] if real[t] else torch.zeros(H * (2 * K + V)) for t in range(T)])
+    after = []
+    for t in range(T):
+        x = torch.zeros(H * (2 * K + V), dtype=u.dtype)
+        for back in range(min(branch.conv_kernel, t + 1)):
+            x = x + branch.conv1d.weight[:, 0, branch.conv_kernel - 1 - back] * before[t - back]
+        x = x + bias
+        after.append(x * torch.sigmoid(x) if branch.silu else x)
+    weights, outputs = torch.zeros(H, T, T, dtype=u.dtype), []
+    for t in range(T):
+        mixed = []
+        for h in range(H):
+            q = after[t][h * K : (h + 1) * K] * branch.scale[h]
+            seen = [s for s in range(t + 1) if real[s]]
+            scores = [float(q @ after[s][H * K + h * K : H * K + (h + 1) * K]) for s in seen]
+            total = sum(math.exp(score - max(scores)) for score in scores) if seen else 1.0
+            y = torch.zeros(V, dtype=u.dtype)
+            for s, score in zip(seen, scores, strict=True):
+                weights[h, t, s] = math.exp(score - max(scores)) / total
+                y = y + weights[h, t, s] * after[s][2 * H * K + h * V : 2 * H * K + (h + 1) * V]
+            if branch.gate_proj is not None:
+                z = branch.gate_proj.weight[h * V : (h + 1) * V] @ u[t]
+                y = y * z * torch.sigmoid(z)
+            mixed.append(y / torch.sqrt(y.pow(2).mean() + branch.config.layer_norm_epsilon))
+        outputs.append(branch.o_proj.weight @ torch.cat(mixed))
+    return torch.stack(outputs), weights
+
+
+def make(site: dict[str, Any], implementation: str = "sdpa", seed: int = 0) -> SplicedAttention:
+    """A random branch in fp64."""
+    branch = SplicedAttention(pico_config(attn_implementation=implementation), site, 0)
+    return randomise(branch, seed).double().requires_grad_(False)
+
+
+def inputs(batch: int = 2, length: int = 11) -> Tensor:
+    return torch.randn(batch, length, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+def masked(padding: Tensor | None, length: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """(B,1,T,T), 0 where a token is seen; a token of the padding sees itself, so that no row is empty."""
+    seen = torch.ones(length, length).tril().bool()[None]
+    if padding is not None:
+        seen = (seen & padding[:, None, :].bool()) | torch.eye(length).bool()
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)[:, None]
+
+
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The branch's fp32 norm and softmax in fp64, so that an equality to 1e-10 can be asked for."""
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+    monkeypatch.setattr(torch, "float32", torch.float64)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("site", SITES)
+def test_equals_the_naive_branch(site: dict, implementation: str, exact: None) -> None:
+    branch, u = make(site, implementation), inputs()
+    padding = torch.ones(2, 11)
+    padding[1, :4] = 0
+    output = branch(u, padding_mask=padding, causal_mask=masked(padding, 11))
+    for b in range(2):
+        real = padding[b].bool()
+        expected, _ = naive(branch, u[b], real)
+        torch.testing.assert_close(output[b][real], expected[real], atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_rows_are_the_naive_weights(site: dict, exact: None) -> None:
+    branch, u = make(site), inputs()
+    padding = torch.ones(2, 11)
+    padding[1, :4] = 0
+    rows = SpliceRows(torch.tensor([[0, 6, 10], [-1, 4, 9]]))
+    branch(u, padding_mask=padding, causal_mask=masked(padding, 11), rows=rows)
+    (found,) = rows.take()
+    for b in range(2):
+        _, weights = naive(branch, u[b], padding[b].bool())
+        for q, t in enumerate(rows.queries_BQ[b].tolist()):
+            expected = torch.zeros(branch.num_heads, 11, dtype=torch.float64) if t < 0 else weights[:, t]
+            torch.testing.assert_close(found[b, :, q], expected, atol=1e-10, rtol=0)
+
+
+def test_rows_are_distributions_over_the_past() -> None:
+    model = pico_hybrid([pico_site(0, [1, 3]), random_site(2, [0])])
+    batch = prompts((9, 14, 12))
+    queries = torch.tensor([[6, 13, -1], [0, 5, 13], [2, 9, 13]])
+    rows = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, splice_queries=queries)
+    assert [r.shape for r in rows.splice_attentions] == [(3, 2, 3, 14), (3, 1, 3, 14)]
+    for found in rows.splice_attentions:
+        assert found.dtype == torch.float32
+        for b in range(3):
+            for q, t in enumerate(queries[b].tolist()):
+                row = found[b, :, q]
+                if t < 0:
+                    assert torch.equal(row, torch.zeros_like(row))
+                    continue
+                torch.testing.assert_close(row.sum(-1), torch.ones(row.shape[0]))
+                assert not row[:, t + 1 :].any()
+                assert not row[:, batch.attention_mask[b] == 0].any()
+                assert row[:, t].min() > 0
+
+
+def test_rows_are_those_the_model_mixes_with() -> None:
+    """The rows of a whole model, from the input of its branch."""
+    model = pico_hybrid([pico_site(1, [1, 3])], attn_implementation="eager").double()
+    branch, seen = model.backbone.layers[1].mixer.attention, []
+    branch.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+    queries = torch.tensor([[4, 20], [20, 0]])
+    with torch.no_grad():
+        rows = model(tokens(), use_cache=False, splice_queries=queries).splice_attentions[0]
+        for b in range(2):
+            _, weights = naive(branch, seen[0][b].double(), torch.ones(21).bool())
+            torch.testing.assert_close(rows[b].double(), weights[:, queries[b]], atol=1e-5, rtol=0)
+
+
+def test_gradients_equal_those_of_eager() -> None:
+    grads = []
+    for implementation in ("eager", "sdpa"):
+        branch = make(SITES[1], implementation).requires_grad_(True)
+        u = inputs().requires_grad_(True)
+        branch(u, causal_mask=masked(None, 11)).pow(2).sum().backward()
+        grads.append([u.grad, *(p.grad for p in branch.parameters())])
+    for eager, sdpa in zip(*grads, strict=True):
+        assert eager.abs().max() > 1e-3
+        torch.testing.assert_close(eager, sdpa, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(not os.environ.get("SURGERY_SLOW_TESTS"), reason="flex_attention compiles for 20 s on a CPU")
+def test_flex_equals_sdpa() -> None:
+    batch, logits = prompts((9, 14, 12)), []
+    for implementation in ("sdpa", "flex_attention"):
+        # flex wants widths of 16 at least
+        model = pico_hybrid([pico_site(1, [2], qk_width=16)], attn_implementation=implementation)
+        with torch.no_grad():
+            logits.append(model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits)
+    real = batch.attention_mask.bool()
+    torch.testing.assert_close(logits[0][real], logits[1][real], atol=1e-5, rtol=1e-5)
+
+
+def test_flash_gets_keys_as_wide_as_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flash kernels crop values that are wider than keys: the branch pads, and no score changes."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    branch, u = make(pico_site(0, [1, 3])), inputs()
+    expected, widths = branch(u, causal_mask=masked(None, 11)), []
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def flash(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        widths.append((query.shape[-1], key.shape[-1], value.shape[-1]))
+        return sdpa(module, query, key, value, *args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "flash_attention_2", flash)
+    branch.config._attn_implementation = "flash_attention_2"
+    torch.testing.assert_close(branch(u, causal_mask=masked(None, 11)), expected)
+    assert widths == [(16, 16, 16)]
+
+
+def test_rows_close_with_their_pass() -> None:
+    """What gradient checkpointing recomputes later is not kept a second time."""
+    rows, q = SpliceRows(torch.tensor([[1]])), torch.randn(1, 1, 3, 4)
+    rows.collect(5, q, q, None)
+    rows.collect(2, q * 2, q, None)
+    from_below = rows.take()
+    assert len(from_below) == 2 and not torch.equal(*from_below)
+    fresh = SpliceRows(torch.tensor([[1]]))
+    fresh.collect(2, q * 2, q, None)
+    torch.testing.assert_close(from_below[0], fresh.take()[0])
+    rows.collect(2, q, q, None)
+    assert rows.take() == ()
+
+
+def test_initial_values() -> None:
+    """Silent in `add` mode; the scale is 1 where an SSM head's q and k are copied, and 1/sqrt(width) otherwise."""
+    model = pico_hybrid([pico_site(0), random_site(1), pico_site(2, mode="replace")], fresh=True)
+    ssm, random, replace = (block.mixer.attention for block in model.backbone.layers)
+    assert not ssm.o_proj.weight.any() and not random.o_proj.weight.any() and replace.o_proj.weight.any()
+    assert ssm.scale.tolist() == [1.0] and random.scale.tolist() == pytest.approx([24**-0.5])
+    assert ssm.gate_proj is not None and random.gate_proj is None
+    for branch in (ssm, random, replace):
+        assert all(p.isfinite().all() for p in branch.parameters())
+        assert branch.qkv_proj.weight.std() > 0 and branch.conv1d.weight.std() > 0
+
+
+def test_no_branch_where_none_is_spliced() -> None:
+    model = pico_hybrid([pico_site(1)])
+    assert [block.mixer.attention is not None for block in model.backbone.layers] == [False, True, False]
+    assert all(isinstance(block.mixer, HybridMixerMixin) for block in model.backbone.layers)
+    assert splice_sites(None) == {} and list(splice_sites(model.config.splice)) == [1]

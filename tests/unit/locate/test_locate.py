@@ -1,0 +1,266 @@
+"""Locating: refuses what cannot be measured, ranks by what was asked, chooses what was asked."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from surgery.errors import ModelError, PlanError, ProbeError
+from surgery.families import geometry_of
+from surgery.heads import HeadId, HeadSet, Interval, ScoredHead, head_set_from_json, to_json
+from surgery.locate import COLUMNS, locate, rank
+from surgery.recipe import Locate, Splice
+from tests.pico import pico_base, pico_tokenizer
+
+locating = import_module("surgery.locate")  # `surgery.locate` itself is the function
+PROMPTS = Locate(pairs=4, examples=6, batch_size=4)
+
+
+def scored(name: str, reads: Any = "segment_end", **values: float) -> ScoredHead:
+    """A head with these margins; every other column is 0."""
+    columns = {c: Interval(values.get(c, 0.0), -1.0, 1.0, 9) for c in COLUMNS}
+    return ScoredHead(HeadId.parse(name), "neither", reads, columns)
+
+
+HEADS = (
+    scored("L0H0", ablation=3.0, query=0.1, context=2.0, segment_end=0.1),
+    scored("L0H1", ablation=2.0, query=0.5, context=-1.0, segment_end=0.9),
+    scored("L1H0", "answer_token", ablation=1.0, query=0.9, context=0.0, segment_end=5.0, answer_token=0.5),
+    scored("L1H1", "answer_token", ablation=-4.0, query=-0.9, context=0.5, answer_token=1.5),
+)
+
+
+def names(heads: Any) -> list[str]:
+    return [str(s.head) for s in heads]
+
+
+class FakeSweep:
+    """Margins of made-up prompts: the sum of what each perfect read of a variant is worth, beyond repetition."""
+
+    WORTH = {("L1H1", "answer_token"): 1.5, ("L0H1", "segment_end"): 0.9, ("L0H0", "answer_token"): 0.6}
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def at_query(self, variants: Any) -> list[Any]:
+        self.asked.append(variants)
+        return [self._scores(sum(self._worth(v.sharpen, i) for i in range(len(v.sharpen)))) for v in variants]
+
+    def _worth(self, sharpen: Any, i: int) -> float:
+        """L0H1 is a backup of L1H1: worth nothing once that reads perfectly."""
+        head, reads = sharpen[i]
+        if str(head) == "L0H1" and any(str(h) == "L1H1" for h, _ in sharpen[:i]):
+            return 0.0
+        return self.WORTH.get((str(head), reads), 0.0)
+
+    @staticmethod
+    def _scores(margin: float) -> Any:
+        class Scores:
+            pass
+
+        scores = Scores()
+        scores.margin = margin + torch.linspace(-0.1, 0.1, 8)
+        return scores
+
+
+def choose(splice: Splice, section: Locate = PROMPTS, seed: int = 0, sweeps: Any = (), tick: Any = lambda: None) -> Any:
+    return locating._choose(rank(HEADS, "sharpen"), splice, section, sweeps, seed, tick)
+
+
+class TestRank:
+    @pytest.mark.parametrize(
+        ("method", "order"),
+        [
+            ("ablation", ["L0H0", "L0H1", "L1H0", "L1H1"]),
+            ("aggregate", ["L1H0", "L0H1", "L0H0", "L1H1"]),
+            ("gather", ["L0H0", "L1H1", "L1H0", "L0H1"]),
+            ("sharpen", ["L1H1", "L0H1", "L1H0", "L0H0"]),  # by the column in `reads`, L1H0's other one is 5
+        ],
+    )
+    def test_by_each_method(self, method: str, order: list[str]) -> None:
+        assert names(rank(HEADS, method)) == names(rank(HEADS[::-1], method)) == order
+
+    def test_ties_go_by_name(self) -> None:
+        heads = [scored(f"L{layer}H{h}") for layer in (2, 0) for h in (10, 9)]
+        assert names(rank(heads, "ablation")) == ["L0H9", "L0H10", "L2H9", "L2H10"]
+
+
+class TestRole:
+    def test_by_both_tests(self) -> None:
+        found = {(g, a): locating._role(g, a) for g in (False, True) for a in (False, True)}
+        assert found == {
+            (False, False): "neither",
+            (True, False): "gather",
+            (False, True): "aggregate",
+            (True, True): "both",
+        }
+
+    def test_the_better_column_is_read(self) -> None:
+        gains = {"segment_end": Interval(0.1, 0, 1, 5), "answer_token": Interval(0.3, 0, 1, 5)}
+        assert locating._better(gains) == "answer_token"
+        assert locating._better({**gains, "segment_end": Interval(0.31, 0, 1, 5)}) == "segment_end"
+
+
+class TestChoose:
+    def test_list_keeps_its_order(self) -> None:
+        assert names(choose(Splice(select="list", heads=("L1H0", "L0H0")))) == ["L1H0", "L0H0"]
+
+    @pytest.mark.parametrize("unknown", ["L2H0", "L0H2", "L17H24"])
+    def test_unknown_head_is_named(self, unknown: str) -> None:
+        with pytest.raises(PlanError, match=rf"splice\.heads: {unknown}\. .*L0H0 to L1H1"):
+            choose(Splice(select="list", heads=("L0H0", unknown)))
+
+    @pytest.mark.parametrize("select", ["sharpen", "ablation", "random", "gather", "aggregate"])
+    def test_more_than_there_are(self, select: Any) -> None:
+        with pytest.raises(PlanError, match=r"splice\.num_heads: 5\. .*4 heads"):
+            choose(Splice(select=select, num_heads=5))
+
+    def test_random_depends_on_the_seed_alone(self) -> None:
+        splice = Splice(select="random", num_heads=2)
+        drawn = [names(choose(splice, seed=s)) for s in range(20)]
+        assert drawn == [names(choose(splice, seed=s)) for s in range(20)]
+        reordered = locating._choose(rank(HEADS, "ablation"), splice, PROMPTS, (), 7, lambda: None)
+        assert names(reordered) == drawn[7]
+        assert all(len(set(d)) == 2 for d in drawn) and {n for d in drawn for n in d} == set(names(HEADS))
+
+    @pytest.mark.parametrize("select", ["ablation", "gather", "aggregate"])
+    def test_best_of_a_ranking(self, select: Any) -> None:
+        ranked = rank(HEADS, select)
+        splice = Splice(select=select, num_heads=2)
+        assert locating._choose(ranked, splice, PROMPTS, (), 0, lambda: None) == ranked[:2]
+
+    def test_sharpen_takes_the_next_given_the_first(self) -> None:
+        """L0H1 is second alone, and adds nothing to the first; L0H0 does, by its other column."""
+        sweep, ticks = FakeSweep(), []
+        first, second = choose(Splice(num_heads=2), sweeps=[sweep, sweep], tick=lambda: ticks.append(1))
+        assert (str(first.head), first.reads, first.given) == ("L1H1", "answer_token", ())
+        assert (str(second.head), second.reads, second.given) == ("L0H0", "answer_token", (first.head,))
+        gain = second.scores["gain_given"]
+        assert gain.value == pytest.approx(0.6) and gain.n == 16 and len(ticks) == 1
+        assert all(v.sharpen[0] == (first.head, "answer_token") for v in sweep.asked[0])
+
+    def test_sharpen_looks_at_the_top_alone(self) -> None:
+        _, second = choose(Splice(num_heads=2), PROMPTS.model_copy(update={"top_k": 2}), sweeps=[FakeSweep()])
+        assert str(second.head) == "L0H1"
+        with pytest.raises(PlanError, match=r"num_heads: 3.*locate\.top_k"):
+            choose(Splice(num_heads=3), PROMPTS.model_copy(update={"top_k": 2}), sweeps=[FakeSweep()])
+
+    def test_one_sharpen_head_needs_no_further_pass(self) -> None:
+        assert names(choose(Splice(num_heads=1))) == ["L1H1"]
+
+
+class TestLocate:
+    @staticmethod
+    def _model(**more: Any) -> Any:
+        return pico_base(vocab_size=1024, layers=2, **more)
+
+    @pytest.fixture
+    def any_accuracy(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(locating, "_check_clean", lambda *_: None)
+
+    def test_a_base_at_chance_is_refused(self) -> None:
+        with pytest.raises(ProbeError, match=r"locate\.pairs: 4 .*at chance.*fewer"):
+            locate(self._model(), pico_tokenizer(), PROMPTS)
+
+    def test_a_base_at_ceiling_is_refused(self) -> None:
+        class Table:
+            def correct(self, _: None) -> Any:
+                return np.ones(10)
+
+        with pytest.raises(ProbeError, match=r"locate\.pairs: 4 .*at ceiling.*more"):
+            locating._check_clean(Table(), PROMPTS)
+
+    def test_too_many_pairs_are_refused(self) -> None:
+        with pytest.raises(ProbeError, match="pairs: 101"):
+            locate(self._model(), pico_tokenizer(), Locate(pairs=101, examples=2))
+
+    def test_heads_that_move_nothing_are_refused(self, any_accuracy: None) -> None:
+        model = self._model()
+        for block in model.backbone.layers:
+            block.mixer.out_proj.weight.data.zero_()
+        with pytest.raises(ModelError, match="no logit"):
+            locate(model, pico_tokenizer(), PROMPTS)
+
+    def test_measures_every_head(self, any_accuracy: None) -> None:
+        model, steps = self._model(), []
+        found = locate(
+            model,
+            pico_tokenizer(),
+            PROMPTS,
+            Splice(num_heads=2),
+            seed=3,
+            name="pico",
+            revision="r1",
+            progress=lambda done, of: steps.append((done, of)),
+        )
+        assert isinstance(found, HeadSet) and (found.model, found.revision, found.seed) == ("pico", "r1", 3)
+        assert found.geometry == geometry_of(model.config) and found.method == "sharpen"
+        assert sorted(names(found.heads)) == [f"L{layer}H{h}" for layer in range(2) for h in range(4)]
+        assert found.heads == rank(found.heads, "sharpen") and found.chosen[0] == found.heads[0]
+        assert found.chosen[1].given == (found.chosen[0].head,)
+        for head in found.heads:
+            assert set(head.scores) == {*COLUMNS, *(f"{c}_accuracy" for c in COLUMNS)}
+            assert all(i.n == 6 and i.low <= i.value <= i.high for i in head.scores.values())
+            assert head.scores[head.reads].value == max(head.scores[r].value for r in ("segment_end", "answer_token"))
+        # Above the last layer only the query is read: there, context ablation does nothing and the rest is the query's.
+        for head in found.heads:
+            if head.head.layer == 1:
+                assert abs(head.scores["context"].value) < 1e-5
+                assert head.scores["ablation"].value == pytest.approx(head.scores["query"].value, abs=1e-4)
+        assert steps == [(i + 1, len(steps)) for i in range(len(steps))], "progress ends at its end"
+        assert set(found.clean) == {"accuracy", "margin"} and found.clean["accuracy"].n == 6
+        assert head_set_from_json(to_json(found)) == found
+
+    def test_signs(self, any_accuracy: None) -> None:
+        """Ablation columns are what is lost, sharpen columns what is gained: against one naive margin each."""
+        model = self._model()
+        found = {s.head: s for s in locate(model, pico_tokenizer(), PROMPTS).heads}
+        sweeps = locating._sweeps(model, pico_tokenizer(), PROMPTS, 0)
+        head = HeadId(0, 2)
+
+        def mean(run: Any) -> float:
+            return float(torch.cat([run(s).margin - s.clean.margin for s in sweeps]).mean())
+
+        lost = mean(lambda s: s.ablated(s.specs[0], naive=True)[2])
+        gained = mean(lambda s: s.at_query([locating.Variant(sharpen=((head, "segment_end"),))], naive=True)[0])
+        assert found[head].scores["ablation"].value == pytest.approx(-lost, abs=1e-4)
+        assert found[head].scores["segment_end"].value == pytest.approx(gained, abs=1e-4)
+
+    def test_same_seed_same_heads(self, any_accuracy: None) -> None:
+        one, again, other = (locate(self._model(), pico_tokenizer(), PROMPTS, seed=s) for s in (1, 1, 2))
+        assert one == again and one.clean != other.clean
+
+    def test_batches_change_nothing(self, any_accuracy: None) -> None:
+        model = self._model()
+        whole, parts = (locate(model, pico_tokenizer(), PROMPTS.model_copy(update={"batch_size": b})) for b in (6, 1))
+        assert names(whole.heads) == names(parts.heads)
+        for a, b in zip(whole.heads, parts.heads, strict=True):
+            # The usual size of a perfect read is that over a batch: the sharpen columns may differ a little.
+            for column in ("ablation", "query", "context"):
+                assert a.scores[column].value == pytest.approx(b.scores[column].value, abs=1e-4)
+
+    @pytest.mark.parametrize("select", ["random", "ablation", "list"])
+    def test_progress_ends_at_its_end(self, select: Any, any_accuracy: None) -> None:
+        steps: list[tuple[int, int]] = []
+        splice = Splice(select="list", heads=("L0H0",)) if select == "list" else Splice(select=select, num_heads=3)
+        found = locate(self._model(), pico_tokenizer(), PROMPTS, splice, progress=lambda *at: steps.append(at))
+        assert found.method == select and len(found.chosen) == (1 if select == "list" else 3)
+        assert steps[-1][0] == steps[-1][1]
+
+    @pytest.mark.parametrize("refused", [False, True])
+    @pytest.mark.parametrize("training", [False, True])
+    def test_gives_the_model_back_in_its_mode(
+        self, training: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = self._model().train(training)
+        if refused:
+            with pytest.raises(ProbeError):
+                locate(model, pico_tokenizer(), PROMPTS)
+        else:
+            monkeypatch.setattr(locating, "_check_clean", lambda *_: None)
+            locate(model, pico_tokenizer(), PROMPTS)
+        assert model.training == training

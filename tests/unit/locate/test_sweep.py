@@ -1,0 +1,172 @@
+"""Every fast path of the sweep equals its naive one: same margins, on padded prompts, on a base and on a hybrid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from surgery.capture import record
+from surgery.evaluate.scoring import ChoiceScores, choice_scores
+from surgery.families import family_of
+from surgery.heads import HeadId
+from surgery.locate.sweep import READS, Sweep, Variant
+from tests.pico import HEAD_DIM, HEADS, pico_base, pico_hybrid, pico_site, prompts, random_site
+
+MODELS = {
+    "base": lambda: pico_base(n_groups=2),
+    "hybrid": lambda: pico_hybrid([pico_site(0, [1, 3]), random_site(2, [0], "replace")]),
+    "hybrid-eager": lambda: pico_hybrid([pico_site(1, [2])], attn_implementation="eager"),
+}
+BATCHES = {"padded": (9, 14, 12), "level": (11, 11)}
+every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+every_batch = pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES.keys())
+SINGLE = [Variant(ablate=(HeadId(layer, h),)) for layer in range(3) for h in range(HEADS)]
+SINGLE += [Variant(sharpen=((HeadId(layer, h), r),)) for layer in range(3) for h in range(HEADS) for r in READS]
+COMBINED = [
+    Variant(),
+    Variant(ablate=(HeadId(0, 1), HeadId(0, 2), HeadId(2, 3))),
+    Variant(sharpen=((HeadId(0, 0), "segment_end"), (HeadId(2, 3), "answer_token"))),
+    Variant(sharpen=((HeadId(1, 0), "segment_end"), (HeadId(1, 3), "answer_token"))),
+    Variant(ablate=(HeadId(0, 0), HeadId(1, 1)), sharpen=((HeadId(2, 1), "answer_token"),)),
+    Variant(ablate=(HeadId(2, 0),), sharpen=((HeadId(0, 2), "segment_end"), (HeadId(1, 2), "segment_end"))),
+]
+
+
+def sweep_of(make: Any, lengths: tuple[int, ...] = BATCHES["padded"], rows_at_once: int = 256) -> Sweep:
+    model = make()
+    return Sweep(model, family_of(model.config), prompts(lengths), rows_at_once)
+
+
+def assert_same(fast: list[ChoiceScores], naive: list[ChoiceScores]) -> None:
+    assert len(fast) == len(naive)
+    for one, other in zip(fast, naive, strict=True):
+        torch.testing.assert_close(one.margin, other.margin, atol=1e-4, rtol=0)
+        assert torch.equal(one.correct, other.correct)
+
+
+def moved(sweep: Sweep, scores: list[ChoiceScores]) -> list[float]:
+    """How far each of these is from the clean margins."""
+    return [float((s.margin - sweep.clean.margin).abs().max()) for s in scores]
+
+
+@every_model
+@every_batch
+def test_clean_is_the_models_own_score(lengths: tuple[int, ...], make: Any) -> None:
+    sweep, batch = sweep_of(make, lengths), prompts(lengths)
+    for b in range(len(batch)):  # each prompt by itself, without padding
+        ids = batch.input_ids[b][batch.attention_mask[b].bool()][None]
+        with torch.no_grad():
+            alone = choice_scores(sweep.model(ids, use_cache=False).logits[:, -1], batch[b : b + 1])
+        torch.testing.assert_close(alone.margin, sweep.clean.margin[b : b + 1], atol=1e-4, rtol=0)
+
+
+@every_model
+@every_batch
+@pytest.mark.parametrize("context_only", [False, True])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_ablated_equals_naive(layer: int, context_only: bool, lengths: tuple[int, ...], make: Any) -> None:
+    sweep = sweep_of(make, lengths)
+    fast = sweep.ablated(sweep.specs[layer], context_only)
+    assert_same(fast, sweep.ablated(sweep.specs[layer], context_only, naive=True))
+    silent = {0} if layer == 2 and "replace" in str(getattr(sweep.model.config, "splice", "")) else set()
+    for head, distance in enumerate(moved(sweep, fast)):
+        nothing = head in silent or (layer == 2 and context_only)  # above the last layer only the query is read
+        assert distance < 1e-4 if nothing else distance > 1e-3, (head, distance)
+
+
+@every_model
+@every_batch
+def test_at_query_equals_naive(lengths: tuple[int, ...], make: Any) -> None:
+    sweep = sweep_of(make, lengths)
+    fast = sweep.at_query(SINGLE + COMBINED)
+    assert_same(fast, sweep.at_query(SINGLE + COMBINED, naive=True))
+    assert moved(sweep, fast)[len(SINGLE)] < 1e-4, "no change at all"
+    assert sum(distance > 1e-3 for distance in moved(sweep, fast)) >= len(SINGLE + COMBINED) - 4
+
+
+@every_model
+def test_chunks_change_nothing(make: Any) -> None:
+    """One variant at a time, or an uneven last group."""
+    whole = sweep_of(make)
+    for rows in (1, 7):
+        parts = sweep_of(make, rows_at_once=rows)
+        for spec in whole.specs:
+            assert_same(parts.ablated(spec), whole.ablated(spec))
+        assert_same(parts.at_query(COMBINED), whole.at_query(COMBINED))
+
+
+@every_model
+def test_query_ablation_is_zeroed_columns_at_the_query(make: Any) -> None:
+    """Against a hook of this test's own."""
+    sweep = sweep_of(make)
+    heads = (HeadId(0, 1), HeadId(1, 3))
+
+    def zero(head: int) -> Any:
+        def hook(_: Any, args: tuple) -> tuple:
+            u = args[0].clone()
+            u[:, -1, head * HEAD_DIM : (head + 1) * HEAD_DIM] = 0
+            return (u,)
+
+        return hook
+
+    handles = [
+        sweep.model.backbone.layers[h.layer].mixer.out_proj.register_forward_pre_hook(zero(h.head)) for h in heads
+    ]
+    with torch.no_grad():
+        logits = sweep.model(sweep.batch.input_ids, attention_mask=sweep.mask, use_cache=False).logits[:, -1]
+    for handle in handles:
+        handle.remove()
+    assert_same(sweep.at_query([Variant(ablate=heads)]), [choice_scores(logits, sweep.batch)])
+
+
+@every_model
+@pytest.mark.parametrize("reads", READS)
+def test_perfect_value_is_the_gold_tokens_at_the_usual_size(reads: Any, make: Any) -> None:
+    """Parallel to the gold token's own value; as long as what the head mixes in at the query, in root mean square."""
+    sweep = sweep_of(make)
+    for layer, spec in enumerate(sweep.specs):
+        mixer = sweep.family.mixer(sweep.model, layer)
+        perfect = sweep.perfect_values(spec, reads)
+        mixed = torch.stack([_mixed(sweep, layer, b) for b in range(3)])
+        torch.testing.assert_close(perfect.norm(dim=-1), mixed.pow(2).sum(-1).mean(0).sqrt().expand(3, -1))
+        streams = sweep.family.streams(mixer, sweep.trace.projected[layer])
+        for b in range(3):
+            x = streams.x[b, getattr(sweep.batch, reads)[b, -1]]
+            cosine = torch.nn.functional.cosine_similarity(perfect[b], x, dim=-1)
+            torch.testing.assert_close(cosine, torch.ones(HEADS))
+
+
+def _mixed(sweep: Sweep, layer: int, b: int) -> Tensor:
+    """(H,P) what each head mixes in at the query of prompt b, from the hidden attention of the prompt alone."""
+    ids = sweep.batch.input_ids[b][sweep.batch.attention_mask[b].bool()][None]
+    with torch.no_grad(), record(sweep.model, sweep.family, [layer]) as trace:
+        sweep.model(ids, use_cache=False)
+        mixer = sweep.family.mixer(sweep.model, layer)
+        streams = sweep.family.streams(mixer, trace.projected[layer])
+        return torch.einsum("hs,shp->hp", sweep.family.hidden_attention(mixer, streams)[0, :, -1], streams.x[0])
+
+
+@every_model
+def test_leaves_the_model_and_its_own_state_alone(make: Any) -> None:
+    sweep = sweep_of(make)
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in sweep.model.modules()]
+    before = {k: v.clone() for k, v in sweep.model.state_dict().items()}
+    first = sweep.at_query(SINGLE)
+    for spec in sweep.specs:
+        sweep.ablated(spec)
+        sweep.ablated(spec, naive=True)
+    assert_same(sweep.at_query(SINGLE), first)
+    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in sweep.model.modules()]
+    assert all(torch.equal(v, before[k]) for k, v in sweep.model.state_dict().items())
+
+
+def test_prompts_do_not_reach_each_other() -> None:
+    """A prompt's margins under ablation do not depend on what else is in its batch."""
+    model, batch = pico_base(), prompts()
+    whole, pair = (Sweep(model, family_of(model.config), b) for b in (batch, batch[1:]))
+    for spec in whole.specs:
+        for one, other in zip(whole.ablated(spec), pair.ablated(spec), strict=True):
+            torch.testing.assert_close(one.margin[1:], other.margin, atol=1e-4, rtol=0)

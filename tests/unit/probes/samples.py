@@ -1,0 +1,39 @@
+"""A few documents of every task, for the tests of this folder and its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from surgery.probes.documents import Document, rng_of
+from surgery.probes.knowledge import fact_question, fact_statement, facts, letter_choice, option_text
+from surgery.probes.kv_retrieval import kv_document
+from surgery.probes.sentences import sentence
+
+MAKERS: dict[str, Callable[[Random], Document]] = {
+    "kv_retrieval": lambda rng: kv_document(rng, rng.randint(2, 6)),
+    "letter_choice": letter_choice,
+    "option_text": option_text,
+    "closed_book": lambda rng: fact_question(rng.choice(facts())),
+    "statement": lambda rng: fact_statement(rng.choice(facts())),
+    "sentence": sentence,
+}
+ASKING = ("kv_retrieval", "letter_choice", "option_text", "closed_book")
+RETRIEVING = ("kv_retrieval", "letter_choice")
+
+
+def sample(task: str, count: int = 4, seed: int = 0) -> list[Document]:
+    rng = rng_of("sample", task, seed)
+    return [MAKERS[task](rng) for _ in range(count)]
+
+
+def several_questions(count: int = 3, seed: int = 0) -> list[Document]:
+    """Dictionaries of different lengths, with different numbers of questions."""
+    rng = rng_of("several", seed)
+    return [kv_document(rng, pairs=3 + i, questions=1 + i) for i in range(count)]
+
+
+def cut(document: Document, span: tuple[int, int] | None) -> str:
+    """The text of a span."""
+    assert span is not None
+    return document.text[span[0] : span[1]]

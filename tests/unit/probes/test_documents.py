@@ -1,0 +1,261 @@
+"""From text to tensors: every position points at the text that it claims."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import fields
+from typing import Literal
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from surgery.errors import ProbeError
+from surgery.probes.documents import (
+    Document,
+    EncodedBatch,
+    Question,
+    Writer,
+    choice_token,
+    draw,
+    encode,
+    rng_of,
+    split_of,
+)
+from tests.pico import pico_tokenizer
+from tests.unit.probes.samples import ASKING, MAKERS, RETRIEVING, cut, sample, several_questions
+
+Side = Literal["left", "right"]
+SIDES: tuple[Side, ...] = ("left", "right")
+BATCHES = {task: sample(task) for task in MAKERS}
+BATCHES["several questions"] = several_questions()
+BATCHES["all tasks"] = [document for task in MAKERS for document in sample(task, 1)]
+WITH_QUESTIONS = [*ASKING, "several questions"]
+POSITIONS = ("query", "segment_start", "segment_end", "answer_token")
+
+
+def decode(ids: torch.Tensor) -> str:
+    text = pico_tokenizer().decode(ids.tolist(), skip_special_tokens=False)
+    assert isinstance(text, str)
+    return text
+
+
+def row_text(batch: EncodedBatch, row: int) -> str:
+    return decode(batch.input_ids[row][batch.attention_mask[row].bool()])
+
+
+@pytest.mark.parametrize("task", MAKERS)
+def test_spans_cut_out_what_they_claim(task: str) -> None:
+    for document in sample(task, 20):
+        assert document.task == task
+        assert document.text.isascii()
+        assert bool(document.questions) == (task in ASKING)
+        for question in document.questions:
+            answer = cut(document, question.answer)
+            assert answer
+            assert question.choices[question.gold] == answer
+            assert len(set(question.choices)) == len(question.choices) > 1
+            assert (question.segment is not None) == (question.value is not None) == (task in RETRIEVING)
+            if question.segment is not None and question.value is not None:
+                assert cut(document, question.value) == answer.strip()
+                assert question.segment[0] <= question.value[0] < question.value[1] <= question.segment[1]
+                assert question.segment[1] <= question.answer[0]
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", BATCHES)
+def test_rows_hold_the_whole_text_and_padding(name: str, side: Side) -> None:
+    documents = BATCHES[name]
+    batch = encode(documents, pico_tokenizer(), side)
+    assert len(batch) == len(documents)
+    for row, document in enumerate(documents):
+        assert row_text(batch, row) == document.text
+        mask = batch.attention_mask[row]
+        length = int(mask.sum())
+        assert mask.tolist() == ([0] * (len(mask) - length) + [1] * length)[:: 1 if side == "left" else -1]
+        assert (batch.input_ids[row][mask == 0] == pico_tokenizer().pad_token_id).all()
+    assert batch.attention_mask.sum(1).max() == batch.input_ids.shape[1]
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", WITH_QUESTIONS)
+def test_positions_point_at_the_tokens_that_they_claim(name: str, side: Side) -> None:
+    documents = BATCHES[name]
+    batch = encode(documents, pico_tokenizer(), side)
+    for row, document in enumerate(documents):
+        ids, first = batch.input_ids[row], int(batch.attention_mask[row].argmax())
+        for q, question in enumerate(document.questions):
+            query = int(batch.query[row, q])
+            assert decode(ids[first : query + 1]) == document.text[: question.answer[0]]
+            assert ids[query + 1] == batch.target[row, q]
+            assert decode(ids[query + 1 :]).startswith(cut(document, question.answer))
+            assert batch.choice_ids[row, q, batch.gold[row, q]] == batch.target[row, q]
+            if question.segment is not None and question.value is not None:
+                start, end = int(batch.segment_start[row, q]), int(batch.segment_end[row, q])
+                assert decode(ids[start : end + 1]) == cut(document, question.segment)
+                value = int(batch.answer_token[row, q])
+                assert decode(ids[first:value]) == document.text[: question.value[0]]
+                assert decode(ids[value : value + 1]) == cut(document, question.value)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", BATCHES)
+def test_answers_mask_covers_exactly_the_answers(name: str, side: Side) -> None:
+    documents = BATCHES[name]
+    batch = encode(documents, pico_tokenizer(), side)
+    assert not (batch.answers & (batch.attention_mask == 0)).any()
+    for row, document in enumerate(documents):
+        marked = decode(batch.input_ids[row][batch.answers[row]])
+        assert marked == "".join(cut(document, q.answer) for q in document.questions)
+        for q in range(len(document.questions)):
+            query = int(batch.query[row, q])
+            assert not batch.answers[row, query]
+            assert batch.answers[row, query + 1]
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_what_does_not_exist_is_minus_one(name: str) -> None:
+    documents = BATCHES[name]
+    batch = encode(documents, pico_tokenizer(), "left")
+    for row, document in enumerate(documents):
+        asked = len(document.questions)
+        for column in (*POSITIONS, "target", "gold", "choice_ids"):
+            assert (getattr(batch, column)[row, asked:] == -1).all()
+        for q, question in enumerate(document.questions):
+            assert (batch.choice_ids[row, q] >= 0).sum() == len(question.choices)
+            missing = question.segment is None
+            for column in ("segment_start", "segment_end", "answer_token"):
+                assert (getattr(batch, column)[row, q] == -1) == missing
+
+
+@pytest.mark.parametrize("until_answer", [False, True])
+@pytest.mark.parametrize("name", WITH_QUESTIONS)
+def test_left_and_right_padding_say_the_same(name: str, until_answer: bool) -> None:
+    documents = BATCHES[name]
+    left = encode(documents, pico_tokenizer(), "left", until_answer)
+    right = encode(documents, pico_tokenizer(), "right", until_answer)
+    shift = left.input_ids.shape[1] - left.attention_mask.sum(1)
+    for row, by in enumerate(shift.tolist()):
+        for column in POSITIONS:
+            here, there = getattr(left, column)[row], getattr(right, column)[row]
+            assert torch.equal(here, torch.where(there >= 0, there + by, there))
+        for column in ("input_ids", "attention_mask", "answers"):
+            width = left.input_ids.shape[1]
+            assert torch.equal(getattr(left, column)[row, by:], getattr(right, column)[row, : width - by])
+    for column in ("target", "gold", "choice_ids"):
+        assert torch.equal(getattr(left, column), getattr(right, column))
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", WITH_QUESTIONS)
+def test_until_answer_ends_at_the_last_query(name: str, side: Side) -> None:
+    documents = BATCHES[name]
+    batch = encode(documents, pico_tokenizer(), side, until_answer=True)
+    whole = encode(documents, pico_tokenizer(), side)
+    for row, document in enumerate(documents):
+        last = len(document.questions) - 1
+        assert row_text(batch, row) == document.text[: document.questions[last].answer[0]]
+        end = int(batch.attention_mask[row].nonzero().max())
+        assert batch.query[row, last] == end
+        if side == "left":
+            assert end == batch.input_ids.shape[1] - 1
+        marked = decode(batch.input_ids[row][batch.answers[row]])
+        assert marked == "".join(cut(document, q.answer) for q in document.questions[:last])
+    for column in ("target", "gold", "choice_ids"):
+        assert torch.equal(getattr(batch, column), getattr(whole, column))
+
+
+@pytest.mark.parametrize("task", ["sentence", "statement"])
+def test_until_answer_refuses_a_document_without_a_question(task: str) -> None:
+    with pytest.raises(ProbeError, match=task):
+        encode(BATCHES[task], pico_tokenizer(), until_answer=True)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte: numbers of the same first digit start with the same token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(["<pad>", *alphabet])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>")
+
+
+def asked(answer: str, *others: str) -> Document:
+    writer = Writer()
+    writer.add("Say:")
+    span = writer.add(answer)
+    return Document("made_up", writer.text, (Question(span, (answer, *others), 0),))
+
+
+def test_choices_that_start_with_the_same_token_are_refused() -> None:
+    with pytest.raises(ProbeError, match="same token"):
+        encode([asked("71", "80", "70")], byte_tokenizer())
+    with pytest.raises(ProbeError, match="same token"):
+        encode([asked("71", "80", "81")], byte_tokenizer())
+
+
+def test_an_answer_of_several_tokens_is_marked_whole() -> None:
+    batch = encode([asked("71", "80")], byte_tokenizer())
+    assert batch.answers[0].tolist() == [False] * 4 + [True] * 2
+    assert batch.query.tolist() == [[3]]
+    assert batch.choice_ids[0, 0].tolist() == [choice_token(byte_tokenizer(), c) for c in ("7", "8")]
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_choices_of_a_task_have_distinct_first_tokens(name: str) -> None:
+    texts = {choice for document in sample(name, 60) for question in document.questions for choice in question.choices}
+    starts = {text: choice_token(pico_tokenizer(), text) for text in texts}
+    for document in sample(name, 60):
+        for question in document.questions:
+            assert len({starts[c] for c in question.choices}) == len(question.choices)
+
+
+def test_a_choice_without_a_token_is_refused() -> None:
+    with pytest.raises(ProbeError, match="choice"):
+        choice_token(pico_tokenizer(), "")
+
+
+def test_moving_and_slicing_keep_every_field() -> None:
+    batch = encode(BATCHES["kv_retrieval"], pico_tokenizer())
+    moved, part = batch.to("cpu"), batch[1:3]
+    assert len(part) == 2
+    for field in fields(EncodedBatch):
+        assert torch.equal(getattr(moved, field.name), getattr(batch, field.name))
+        assert torch.equal(getattr(part, field.name), getattr(batch, field.name)[1:3])
+
+
+def test_writer_remembers_spans() -> None:
+    writer = Writer()
+    pieces = ["ab", "", "c\n", " d"]
+    spans = [writer.add(piece) for piece in pieces]
+    assert writer.text == "".join(pieces)
+    assert [writer.text[a:b] for a, b in spans] == pieces
+
+
+def test_generators_depend_on_their_key_alone() -> None:
+    def numbers(*key: object) -> list[float]:
+        return [rng_of(*key).random() for _ in range(2)]
+
+    assert numbers("a", 1) == numbers("a", 1)
+    keys: list[tuple[object, ...]] = [("a", 1), ("a", 2), ("b", 1), ("a", 1, 0), ("a",)]
+    assert all(numbers(*one) != numbers(*two) for one, two in itertools.combinations(keys, 2))
+
+
+@pytest.mark.parametrize("share", [2, 5, 10])
+def test_one_text_in_so_many_is_for_evaluation(share: int) -> None:
+    splits = [split_of(f"text {i}", share) for i in range(2000)]
+    assert splits == [split_of(f"text {i}", share) for i in range(2000)]
+    assert 0.8 / share < splits.count("eval") / len(splits) < 1.2 / share
+
+
+def test_draw_returns_the_split_that_was_asked_for() -> None:
+    rng = rng_of("draw")
+    for split in ("train", "eval"):
+        assert all(split_of(draw(split, lambda: str(rng.random()))) == split for _ in range(20))
+
+
+def test_draw_gives_up_on_a_generator_of_one_text() -> None:
+    other = "eval" if split_of("always this") == "train" else "train"
+    with pytest.raises(ProbeError, match="split"):
+        draw(other, lambda: "always this")

@@ -1,0 +1,197 @@
+"""The architecture, guarded: imports point downward only, by the floors of the design.
+
+A module may import from its own floor (the modules of floor 3 call one another) and from those below, never from one
+above. Imports inside functions and under TYPE_CHECKING count too. `hybrid/` is shipped with checkpoints, so it sees the
+standard library, torch, transformers and its own siblings alone. `surgery.__version__` is a constant that any floor reads.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import surgery
+
+PACKAGE = Path(surgery.__file__).parent
+
+# The first part of a module's name below `surgery`. A new module must be given a floor here.
+FLOORS = {
+    **dict.fromkeys(("hybrid", "heads", "errors", "__version__"), 0),
+    **dict.fromkeys(("recipe", "rundir"), 1),
+    **dict.fromkeys(("families", "probes", "capture", "checkpoint"), 2),
+    **dict.fromkeys(("locate", "plan", "splice", "train", "evaluate", "report", "sizes"), 3),
+    **dict.fromkeys(("export", "card", "hub", "inspect"), 3),
+    **dict.fromkeys(("pipeline", "pretrain"), 4),
+    **dict.fromkeys(("cli", "__init__", "__main__"), 5),
+}
+WITHOUT_TORCH = ("heads", "errors", "recipe", "rundir")
+HEAVY = {"torch", "transformers", "accelerate", "datasets", "safetensors", "peft", "tokenizers", "matplotlib"}
+MODULES = sorted(p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*.py") if "__pycache__" not in p.parts)
+
+
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse((PACKAGE / module).read_text(encoding="utf-8"), filename=module)
+
+
+def top_of(module: str) -> str:
+    """The part of a module's path that has a floor: `train/loop.py` -> `train`, `cli.py` -> `cli`."""
+    return module.split("/")[0].removesuffix(".py")
+
+
+def own_package(module: str) -> list[str]:
+    """The dotted package that `from . import` in `module` refers to."""
+    return ["surgery", *module.split("/")[:-1]]
+
+
+def targets_of(statement: ast.AST, package: list[str]) -> list[str]:
+    """Every dotted name that a statement imports, in full: `from surgery.a import b` -> `surgery.a.b`."""
+    if isinstance(statement, ast.Import):
+        return [alias.name for alias in statement.names]
+    if isinstance(statement, ast.ImportFrom):
+        anchor = package[: len(package) - statement.level + 1] if statement.level else []
+        origin = ".".join([*anchor, *([statement.module] if statement.module else [])])
+        return [f"{origin}.{alias.name}" for alias in statement.names]
+    return []
+
+
+def imports_of(module: str) -> Iterator[tuple[str, int]]:
+    """Dotted names with their lines, from anywhere in the module."""
+    for node in ast.walk(tree_of(module)):
+        for target in targets_of(node, own_package(module)):
+            yield target, getattr(node, "lineno", 0)
+
+
+def floor_of_import(target: str) -> int | None:
+    """The floor that an import reaches; None for other packages. `from surgery import run` reaches the top."""
+    first, *rest = target.split(".")
+    if first != "surgery":
+        return None
+    return FLOORS.get(rest[0], FLOORS["__init__"]) if rest else FLOORS["__init__"]
+
+
+def too_high(module: str, source: ast.AST) -> list[str]:
+    """The imports of `source` that point above the floor of `module`."""
+    found = [t for node in ast.walk(source) for t in targets_of(node, own_package(module))]
+    reached = [(t, floor_of_import(t)) for t in found]
+    return [t for t, floor in reached if floor is not None and floor > FLOORS[top_of(module)]]
+
+
+def test_modules_are_found() -> None:
+    assert {"heads.py", "hybrid/attention.py", "train/loop.py"} <= set(MODULES)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_has_a_floor(module: str) -> None:
+    assert top_of(module) in FLOORS, f"give {module} a floor in this test and in the design"
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if top_of(m) in FLOORS])
+def test_imports_point_downward(module: str) -> None:
+    assert too_high(module, tree_of(module)) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "refused"),
+    [
+        ("heads.py", "from surgery.recipe import Recipe", True),
+        ("heads.py", "from surgery.errors import PlanError", False),
+        ("capture.py", "def late():\n    from .train import loop", True),
+        ("train/loop.py", "from .. import pipeline", True),
+        ("train/loop.py", "from ..evaluate.scoring import perplexity", False),
+        ("train/loop.py", "import surgery.cli", True),
+        ("pipeline.py", "from surgery import something_public", True),
+        ("pipeline.py", "from surgery import __version__", False),
+        ("cli.py", "from surgery import something_public", False),
+    ],
+)
+def test_the_guard_itself_sees_upward_imports(module: str, line: str, refused: bool) -> None:
+    assert bool(too_high(module, ast.parse(line))) == refused
+
+
+def not_shippable(tree: ast.AST) -> list[str]:
+    """Imports that a checkpoint folder could not resolve: all but siblings, torch, transformers, standard library."""
+    allowed = {"torch", "transformers"} | set(sys.stdlib_module_names)
+    found = []
+    for node in ast.walk(tree):
+        relative = isinstance(node, ast.ImportFrom) and node.level > 0
+        if relative and node.level > 1:
+            found.append(f"line {node.lineno}: from {'.' * node.level}")
+        if not relative:
+            found += [t for t in targets_of(node, []) if t.split(".")[0] not in allowed]
+    return found
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if top_of(m) == "hybrid"])
+def test_shipped_modules_import_nothing_of_ours(module: str) -> None:
+    assert not_shippable(tree_of(module)) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "refused"),
+    [
+        ("from .attention import SplicedAttention", False),
+        ("import math, torch.nn", False),
+        ("from ..heads import HeadId", True),
+        ("from surgery.hybrid.attention import SplicedAttention", True),
+        ("def late():\n    import numpy", True),
+    ],
+)
+def test_the_guard_of_shipped_modules_can_fail(line: str, refused: bool) -> None:
+    assert bool(not_shippable(ast.parse(line))) == refused
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if top_of(m) in WITHOUT_TORCH])
+def test_values_and_recipes_import_nothing_heavy(module: str) -> None:
+    assert [t for t, _ in imports_of(module) if t.split(".")[0] in HEAVY] == []
+
+
+@pytest.mark.parametrize("names", ["surgery", ", ".join(f"surgery.{m}" for m in WITHOUT_TORCH)])
+def test_importing_the_light_part_does_not_load_torch(names: str) -> None:
+    code = f"import sys, {names}\nprint(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_says_what_it_owns(module: str) -> None:
+    assert (ast.get_docstring(tree_of(module)) or "").strip(), f"{module} has no docstring"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_module_is_called_utils(module: str) -> None:
+    assert not {"utils", "util", "helpers", "common", "misc"} & {p.removesuffix(".py") for p in module.split("/")}
+
+
+def kwargs_of(tree: ast.AST) -> list[str]:
+    """Functions with a `**` parameter."""
+    functions = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))]
+    return [f"{getattr(f, 'name', 'lambda')}, line {f.lineno}" for f in functions if f.args.kwarg is not None]
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if top_of(m) != "hybrid"])
+def test_no_swallowed_kwargs(module: str) -> None:
+    assert kwargs_of(tree_of(module)) == []
+
+
+def prints_of(tree: ast.AST) -> list[int]:
+    """Lines that call `print`."""
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    return [c.lineno for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"]
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m != "cli.py"])
+def test_only_the_command_line_prints(module: str) -> None:
+    assert prints_of(tree_of(module)) == []
+
+
+def test_the_guards_of_style_can_fail() -> None:
+    assert kwargs_of(ast.parse("def f(a, **rest): pass")) == ["f, line 1"]
+    assert prints_of(ast.parse("x = 1\nprint(x)")) == [2]

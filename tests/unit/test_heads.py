@@ -1,0 +1,217 @@
+"""Values that travel between stages: names, invariants, JSON round trips."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from surgery.errors import PlanError, SurgeryError
+from surgery.heads import (
+    Graft,
+    HeadId,
+    HeadSet,
+    Interval,
+    MixerSpec,
+    Plan,
+    ScoredHead,
+    geometry_hash,
+    head_set_from_json,
+    plan_from_json,
+    to_json,
+)
+
+
+def mixers(count: int = 2) -> tuple[MixerSpec, ...]:
+    return tuple(MixerSpec(i, f"backbone.layers.{i}.mixer", "mamba2", 8, 4, 2, 16) for i in range(count))
+
+
+def head_set() -> HeadSet:
+    scores = {"ablation": Interval(0.25, 0.125, 0.5, 64), "segment_end": Interval(1 / 3, -0.1, 0.7, 64)}
+    first = ScoredHead(HeadId(1, 2), "gather", "answer_token", scores)
+    second = ScoredHead(HeadId(0, 7), "neither", "segment_end", {}, given=(HeadId(1, 2),))
+    geometry = geometry_hash(mixers(), 64, 1000)
+    return HeadSet(
+        "m", "main", geometry, (first, second), (first,), "sharpen", 3, {"accuracy": Interval(0.8, 0.7, 0.9, 64)}
+    )
+
+
+def plan() -> Plan:
+    sites = mixers()
+    first = Graft(sites[0], (7, 1), "add", "ssm", ("segment_end", "answer_token"))
+    second = Graft(sites[1], (2,), "replace", "random", ("answer_token",))
+    return Plan("m", geometry_hash(sites, 64, 1000), (first, second), seed=5)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 9, 10, 123])
+@pytest.mark.parametrize("head", [0, 7, 31, 1024])
+def test_str_and_parse_are_inverse(layer: int, head: int) -> None:
+    assert HeadId.parse(str(HeadId(layer, head))) == HeadId(layer, head)
+
+
+def test_name_of_a_head() -> None:
+    assert str(HeadId(17, 24)) == "L17H24"
+
+
+@pytest.mark.parametrize(
+    "name", ["", "L1", "H2", "l1h2", "L1H", "LH2", "L-1H2", "L1H-2", " L1H2", "L1H2\n", "L1H2x", "1.2"]
+)
+def test_bad_name_is_refused_with_what_would_do(name: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        HeadId.parse(name)
+    assert repr(name) in str(caught.value)
+    assert "L1H2" in caught.value.hint
+
+
+def test_heads_sort_by_layer_first() -> None:
+    assert sorted([HeadId(2, 0), HeadId(0, 9), HeadId(0, 1)]) == [HeadId(0, 1), HeadId(0, 9), HeadId(2, 0)]
+
+
+def test_values_are_frozen() -> None:
+    for value, name in ((HeadId(0, 0), "head"), (head_set(), "seed"), (plan(), "seed"), (mixers()[0], "layer")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(value, name, 1)
+
+
+def test_heads_of_a_group_are_neighbours_and_groups_are_equal_in_size() -> None:
+    spec = mixers()[0]
+    groups = [spec.group_of(h) for h in range(spec.num_heads)]
+    assert groups == sorted(groups)
+    assert {groups.count(g) for g in range(spec.num_groups)} == {spec.num_heads // spec.num_groups}
+
+
+def test_above_zero_looks_at_the_lower_end() -> None:
+    assert Interval(0.5, 0.1, 0.9, 8).above_zero
+    assert not Interval(0.5, -0.1, 0.9, 8).above_zero
+
+
+def test_head_set_round_trip_through_json() -> None:
+    assert head_set_from_json(json.loads(json.dumps(to_json(head_set())))) == head_set()
+
+
+def test_plan_round_trip_through_json() -> None:
+    assert plan_from_json(json.loads(json.dumps(to_json(plan())))) == plan()
+
+
+def test_json_writes_heads_as_names() -> None:
+    data = to_json(head_set())
+    assert [h["head"] for h in data["heads"]] == ["L1H2", "L0H7"]
+    assert data["heads"][1]["given"] == ["L1H2"]
+
+
+def test_heads_of_a_plan() -> None:
+    assert plan().heads == (HeadId(0, 7), HeadId(0, 1), HeadId(1, 2))
+
+
+def test_geometry_hash_is_equal_for_equal_shapes() -> None:
+    assert geometry_hash(mixers(), 64, 1000) == geometry_hash(mixers(), 64, 1000)
+
+
+CHANGES = {
+    "layer": 5,
+    "path": "elsewhere",
+    "kind": "mamba1",
+    "num_heads": 16,
+    "head_dim": 8,
+    "num_groups": 4,
+    "state_size": 32,
+    "native_heads": False,
+}
+
+
+def test_every_field_of_a_mixer_is_tried() -> None:
+    assert set(CHANGES) == {f.name for f in dataclasses.fields(MixerSpec)}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_geometry_hash_changes_with_every_field(name: str) -> None:
+    first, second = mixers()
+    changed = (first, dataclasses.replace(second, **{name: CHANGES[name]}))
+    assert geometry_hash(changed, 64, 1000) != geometry_hash(mixers(), 64, 1000)
+
+
+def test_geometry_hash_changes_with_the_model() -> None:
+    hashes = [geometry_hash(mixers(n), d, v) for n, d, v in ((2, 64, 1000), (1, 64, 1000), (2, 32, 1000), (2, 64, 999))]
+    assert len(set(hashes)) == len(hashes)
+
+
+@pytest.mark.parametrize("missing", ["model", "revision", "geometry", "heads", "chosen", "method", "seed", "clean"])
+def test_head_set_with_a_field_missing_is_refused(missing: str) -> None:
+    data = {k: v for k, v in to_json(head_set()).items() if k != missing}
+    with pytest.raises(PlanError, match=missing):
+        head_set_from_json(data)
+
+
+@pytest.mark.parametrize("missing", ["base", "geometry", "grafts", "seed"])
+def test_plan_with_a_field_missing_is_refused(missing: str) -> None:
+    data = {k: v for k, v in to_json(plan()).items() if k != missing}
+    with pytest.raises(PlanError, match=missing):
+        plan_from_json(data)
+
+
+def damaged(data: Any, *path: str | int, value: Any) -> Any:
+    """A copy of plain data with one place changed."""
+    data = json.loads(json.dumps(data))
+    node = data
+    for part in path[:-1]:
+        node = node[part]
+    node[path[-1]] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("heads", 0, "head"), "L1"),
+        (("heads", 0, "head"), 5),
+        (("heads", 0, "role"), "boss"),
+        (("heads", 0, "reads"), "nothing"),
+        (("heads", 0, "scores"), {"ablation": {"value": 1.0}}),
+        (("heads", 0, "scores"), {"ablation": {"value": 1.0, "low": 0, "high": 2, "n": 1, "odd": 1}}),
+        (("heads",), None),
+        (("chosen",), 7),
+        (("heads", 0, "scores"), [1.0]),
+        (("seed",), None),
+        (("seed",), "three"),
+    ],
+)
+def test_malformed_head_set_is_refused(path: tuple[str | int, ...], value: Any) -> None:
+    with pytest.raises(PlanError):
+        head_set_from_json(damaged(to_json(head_set()), *path, value=value))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("grafts",), None),
+        (("grafts", 0), "L0H1"),
+        (("grafts", 0, "site"), {"layer": 0}),
+        (("grafts", 0, "heads"), 3),
+        (("grafts", 0, "site", "colour"), "red"),
+        (("grafts", 0, "mode"), "glue"),
+        (("grafts", 0, "init"), "magic"),
+        (("grafts", 0, "reads"), ["nothing", "answer_token"]),
+        (("grafts", 0, "reads"), ["answer_token"]),
+        (("seed",), None),
+        (("seed",), "three"),
+    ],
+)
+def test_malformed_plan_is_refused(path: tuple[str | int, ...], value: Any) -> None:
+    with pytest.raises(PlanError):
+        plan_from_json(damaged(to_json(plan()), *path, value=value))
+
+
+@pytest.mark.parametrize("data", [[], "text", None, 5])
+def test_json_that_is_no_mapping_is_refused(data: Any) -> None:
+    for read in (head_set_from_json, plan_from_json):
+        with pytest.raises(PlanError):
+            read(data)
+
+
+def test_a_refusal_names_field_value_and_what_would_do() -> None:
+    error = SurgeryError("train.steps", -1, "Give a positive number.")
+    assert (error.field, error.value, error.hint) == ("train.steps", -1, "Give a positive number.")
+    assert all(part in str(error) for part in ("train.steps", "-1", "Give a positive number."))
+    assert "None" not in str(SurgeryError("folder", None, "It is missing."))

@@ -1,0 +1,302 @@
+"""The recipe: defaults, refusals that name the field, overrides, round trip."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from surgery.errors import RecipeError
+from surgery.recipe import PretrainRecipe, Recipe, check_recipe, load_recipe, to_yaml
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+MINIMAL = """
+name: tiny
+base:
+  model: some/folder
+train:
+  sources:
+    - task: kv_retrieval
+      rows: 4
+      weights: {answer: 1}
+    - {task: sentence, rows: 2, weights: {keep: 1}}
+"""
+
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    count = itertools.count()
+
+    def write_file(text: str) -> Path:
+        path = tmp_path / f"recipe{next(count)}.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write_file
+
+
+def refused(path: Path, *overrides: str) -> RecipeError:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, overrides)
+    assert caught.value.hint
+    return caught.value
+
+
+def test_a_minimal_recipe_gets_the_defaults_of_the_schema(write: Write) -> None:
+    recipe = load_recipe(write(MINIMAL))
+    assert recipe.name == "tiny"
+    assert recipe.seed == 0
+    assert (recipe.splice.select, recipe.splice.mode, recipe.splice.init, recipe.splice.num_heads) == (
+        "sharpen",
+        "add",
+        "ssm",
+        1,
+    )
+    assert recipe.train.trains == "all"
+    first, second = recipe.train.sources
+    assert (first.weights.answer, first.weights.attention, first.weights.keep, first.weights.text) == (1, 0, 0, 0)
+    assert (second.task, second.half, second.weights.keep) == ("sentence", None, 1)
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "value"),
+    [
+        ("splicee=1", "splicee", "1"),
+        ("locate.colour=red", "locate.colour", "'red'"),
+        ("train.steps=0", "train.steps", "0"),
+        ("train.steps=many", "train.steps", "'many'"),
+        ("train.steps=1.5", "train.steps", "1.5"),
+        ("train.steps=null", "train.steps", "None"),
+        ("seed=-1", "seed", "-1"),
+        ("splice.mode=glue", "splice.mode", "'glue'"),
+        ("train.optimizer.lr=-1e-3", "train.optimizer.lr", "-0.001"),
+        ("train.optimizer.lr=.nan", "train.optimizer.lr", "nan"),
+        ("train.optimizer.lr=.inf", "train.optimizer.lr", "inf"),
+        ("train.sources.0.weights.answer=-1", "train.sources.0.weights.answer", "-1"),
+        ("train.sources.1.task=poetry", "train.sources.1.task", "'poetry'"),
+        ("train.sources.0.pairs=[8,4]", "train.sources.0.pairs", "[8, 4]"),
+        ("train.sources.0.pairs=[1,4]", "train.sources.0.pairs", "[1, 4]"),
+        ("train.sources.0.pairs=[4]", "train.sources.0.pairs", "missing"),
+        ("train.sources=[]", "train.sources", "[]"),
+        ("name=a/b", "name", "'a/b'"),
+        ("name=..", "name", "'..'"),
+        ("evaluate.pairs=[]", "evaluate.pairs", "[]"),
+        ("export.dtype=int8", "export.dtype", "'int8'"),
+    ],
+)
+def test_a_bad_value_is_refused_by_field_and_value(write: Write, override: str, field: str, value: str) -> None:
+    error = refused(write(MINIMAL), override)
+    assert field in error.field
+    assert value in str(error)
+
+
+def test_an_unknown_key_is_called_so(write: Write) -> None:
+    error = refused(write(MINIMAL + "epochs: 3\n"))
+    assert error.field == "epochs"
+    assert "not known" in error.hint
+
+
+def test_a_missing_key_is_called_so(write: Write) -> None:
+    error = refused(write(MINIMAL.replace("  model: some/folder", "  revision: main")))
+    assert error.field == "base.model"
+    assert error.value == "missing"
+
+
+def test_further_faults_are_counted_and_named(write: Write) -> None:
+    error = refused(write(MINIMAL), "seed=-1", "train.steps=0", "splice.mode=glue")
+    assert "2 more" in str(error)
+    for field in ("seed", "train.steps", "splice.mode"):
+        assert field in str(error)
+
+
+def test_a_duplicate_key_is_refused_by_line(write: Write) -> None:
+    error = refused(write(MINIMAL + "seed: 1\nseed: 2\n"))
+    assert "'seed'" in str(error)
+    assert "line 12" in str(error)
+
+
+def test_a_duplicate_key_further_in_is_refused(write: Write) -> None:
+    assert "'rows'" in str(refused(write(MINIMAL.replace("rows: 2,", "rows: 2, rows: 3,"))))
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    assert "no_such.yaml" in str(refused(tmp_path / "no_such.yaml"))
+
+
+def test_a_folder_is_refused(tmp_path: Path) -> None:
+    assert str(tmp_path) in str(refused(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["", "- a\n- b\n", "just text\n", "5\n"])
+def test_what_is_no_mapping_is_refused(write: Write, text: str) -> None:
+    path = write(text)
+    error = refused(path)
+    assert str(path) in str(error)
+    assert "mapping" in error.hint
+
+
+@pytest.mark.parametrize(
+    "text", ["a: [1, 2", "a: b: c", "\tname: x", "name: 'x", "name: !!python/object:os.x {}", "? [a, b]\n: c"]
+)
+def test_what_is_no_yaml_is_refused(write: Write, text: str) -> None:
+    path = write(text)
+    error = refused(path)
+    assert str(path) in str(error)
+    assert "YAML" in error.hint
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(b"name: \xff\xfe\n")
+    assert "YAML" in refused(path).hint
+
+
+def test_overrides_reach_nested_keys_lists_and_absent_sections(write: Write) -> None:
+    overrides = (
+        "train.steps=7",
+        "train.sources.0.rows=8",
+        "locate.pairs=5",
+        "splice.heads=[L1H2]",
+        "splice.select=list",
+    )
+    recipe = load_recipe(write(MINIMAL), overrides)
+    assert recipe.train.steps == 7
+    assert [s.rows for s in recipe.train.sources] == [8, 2]
+    assert recipe.locate.pairs == 5
+    assert recipe.splice.heads == ("L1H2",)
+
+
+def test_an_override_replaces_a_whole_list_entry(write: Write) -> None:
+    recipe = load_recipe(write(MINIMAL), ["train.sources.1={task: statement, rows: 3, weights: {text: 1}}"])
+    assert [s.task for s in recipe.train.sources] == ["kv_retrieval", "statement"]
+
+
+def test_the_last_override_wins(write: Write) -> None:
+    assert load_recipe(write(MINIMAL), ["seed=1", "seed=2"]).seed == 2
+
+
+@pytest.mark.parametrize("override", ["train.steps", "=5", "", "train.steps 5"])
+def test_a_malformed_override_is_refused_with_the_form_that_would_do(write: Write, override: str) -> None:
+    error = refused(write(MINIMAL), override)
+    assert repr(override) in str(error)
+    assert "key.path=value" in error.hint
+
+
+@pytest.mark.parametrize("part", ["2", "-1", "first", "²"])
+def test_a_list_index_out_of_range_is_refused(write: Write, part: str) -> None:
+    for override in (f"train.sources.{part}.rows=8", f"train.sources.{part}=8"):
+        error = refused(write(MINIMAL), override)
+        assert str(error.value).startswith("train.sources.")
+        assert "2 entries" in error.hint
+
+
+def test_an_override_below_a_plain_value_is_refused(write: Write) -> None:
+    assert "plain value" in refused(write(MINIMAL), "name.a.b=1").hint
+
+
+@pytest.mark.parametrize("override", ["name.a=1", "train.sources.0.rows.x=1"])
+def test_an_override_one_step_below_a_plain_value_is_refused(write: Write, override: str) -> None:
+    refused(write(MINIMAL), override)
+
+
+def test_an_override_below_an_empty_section_is_refused_or_fills_it(write: Write) -> None:
+    path = write(MINIMAL + "splice:\n")
+    try:
+        assert load_recipe(path, ["splice.mode=replace"]).splice.mode == "replace"
+    except RecipeError as error:
+        assert "splice" in str(error)
+
+
+@pytest.mark.parametrize("text", ["[1", "{a: 1, a: 2}", "'x"])
+def test_an_override_whose_value_is_no_yaml_is_refused(write: Write, text: str) -> None:
+    refused(write(MINIMAL), f"train.steps={text}")
+
+
+@pytest.mark.parametrize("text", ["1e-3", "1E-3", "0.001", "+1e-3", "1.0e-3", "1.e-3"])
+def test_numbers_as_people_write_them_are_floats(write: Write, text: str) -> None:
+    recipe = load_recipe(write(MINIMAL + f"  optimizer: {{lr: {text}}}\n"))
+    assert recipe.train.optimizer.lr == 1e-3
+    assert load_recipe(write(MINIMAL), [f"train.optimizer.lr={text}"]).train.optimizer.lr == 1e-3
+
+
+def test_words_that_merely_hold_an_e_stay_text(write: Write) -> None:
+    assert load_recipe(write(MINIMAL), ["base.model=e5", "base.revision='1e3'"]).base.revision == "1e3"
+
+
+def test_round_trip_through_yaml(write: Write) -> None:
+    recipe = load_recipe(
+        write(MINIMAL), ["seed=3", "train.optimizer.lr=3e-7", "splice={select: list, heads: [L0H1, L2H0]}"]
+    )
+    text = to_yaml(recipe)
+    assert load_recipe(write(text)) == recipe
+    assert to_yaml(load_recipe(write(text))) == text
+
+
+def test_yaml_of_a_recipe_holds_every_default(write: Write) -> None:
+    data = yaml.safe_load(to_yaml(load_recipe(write(MINIMAL))))
+    assert list(data) == list(Recipe.model_fields)
+    assert data["train"]["optimizer"]["warmup"] == 20
+
+
+def test_pretrain_recipe_round_trip(write: Write) -> None:
+    text = "name: p\nmodel: {hidden_size: 32}\ntrain: {sources: [{task: sentence, rows: 1, weights: {text: 1}}]}\n"
+    recipe = load_recipe(write(text), ["model.num_hidden_layers=2"], PretrainRecipe)
+    assert (recipe.model.hidden_size, recipe.model.num_hidden_layers) == (32, 2)
+    assert load_recipe(write(to_yaml(recipe)), kind=PretrainRecipe) == recipe
+
+
+def test_one_kind_of_recipe_is_refused_as_the_other(write: Write) -> None:
+    with pytest.raises(RecipeError, match="base"):
+        load_recipe(write(MINIMAL), kind=PretrainRecipe)
+
+
+def test_recipes_are_frozen(write: Write) -> None:
+    recipe = load_recipe(write(MINIMAL))
+    for section, name in ((recipe, "seed"), (recipe.train, "steps"), (recipe.train.sources[0].weights, "answer")):
+        with pytest.raises(ValidationError):
+            setattr(section, name, 1)
+
+
+def with_splice(**splice: Any) -> Recipe:
+    data = yaml.safe_load(MINIMAL)
+    return check_recipe({**data, "splice": splice})
+
+
+def test_listed_heads_go_with_select_list() -> None:
+    assert with_splice(select="list", heads=["L1H2", "L0H3"]).splice.heads == ("L1H2", "L0H3")
+
+
+@pytest.mark.parametrize(
+    "splice",
+    [
+        {"select": "list"},
+        {"select": "list", "heads": []},
+        {"select": "sharpen", "heads": ["L1H2"]},
+        {"heads": ["L1H2"]},
+        {"select": "list", "heads": ["L1H2", "L1H2"]},
+        {"select": "list", "heads": ["1.2"]},
+    ],
+)
+def test_listed_heads_without_select_list_and_the_reverse_are_refused(splice: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match="splice"):
+        with_splice(**splice)
+
+
+def test_checking_does_not_change_the_data() -> None:
+    data = yaml.safe_load(MINIMAL)
+    check_recipe(data)
+    assert data == yaml.safe_load(MINIMAL)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.name)
+def test_every_shipped_recipe_is_valid(path: Path, write: Write) -> None:
+    kind: Any = PretrainRecipe if path.name.startswith("pretrain-") else Recipe
+    recipe = load_recipe(path, kind=kind)
+    assert load_recipe(write(to_yaml(recipe)), kind=kind) == recipe

@@ -1,0 +1,337 @@
+"""Run folders: whole or absent, fresh or not, mine or another's."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surgery import rundir
+from surgery.errors import RunError
+from surgery.rundir import RunDir, digest, fingerprint, new_folder, read_json, sweep, write_json, write_text
+
+RECIPE = "name: a\nseed: 0\nbase:\n  model: m\nlocate:\n  pairs: 8\n"
+
+
+class Killed(BaseException):
+    """Stands for a signal: no `except Exception` catches it."""
+
+
+def names(folder: Path) -> list[str]:
+    """Everything in a folder, hidden entries too."""
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*"))
+
+
+def raise_killed(*_: Any, **__: Any) -> None:
+    raise Killed
+
+
+def test_write_text_makes_parents_and_replaces(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b.txt"
+    write_text(path, "old, and longer")
+    write_text(path, "new: é\n")
+    assert path.read_bytes() == "new: é\n".encode()
+    assert names(tmp_path) == ["a", "a/b.txt"]
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    write_text(tmp_path / "x", "old")
+    monkeypatch.setattr(rundir.os, step, raise_killed)
+    with pytest.raises(Killed):
+        write_text(tmp_path / "x", "new")
+    monkeypatch.undo()
+    assert (tmp_path / "x").read_text() == "old"
+    assert names(tmp_path) == ["x"]
+
+
+def test_text_that_cannot_be_encoded_leaves_the_old_file(tmp_path: Path) -> None:
+    write_text(tmp_path / "x", "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_text(tmp_path / "x", "new \ud800")
+    assert (tmp_path / "x").read_text() == "old"
+    assert names(tmp_path) == ["x"]
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    data = {"a": [1, 2.5, None, True], "ü": {"b": "c"}}
+    write_json(tmp_path / "x.json", data)
+    assert read_json(tmp_path / "x.json") == data
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_json_refuses_what_is_no_number(tmp_path: Path, value: float) -> None:
+    with pytest.raises(ValueError, match=r"(?i)json"):
+        write_json(tmp_path / "x.json", {"loss": value})
+    assert names(tmp_path) == []
+
+
+def test_reading_json_that_is_missing_or_damaged_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text('{"a": ')
+    for name in ("none.json", "bad.json"):
+        with pytest.raises(RunError, match=name):
+            read_json(tmp_path / name)
+
+
+def fill(path: Path, text: str, name: str = "f") -> None:
+    with new_folder(path) as folder:
+        (folder / name).write_text(text)
+
+
+def test_new_folder_appears_whole(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "deep" / "out") as folder:
+        (folder / "f").write_text("1")
+        assert not (tmp_path / "deep" / "out").exists()
+    assert names(tmp_path / "deep") == ["out", "out/f"]
+
+
+def test_new_folder_replaces_the_old_one_whole(tmp_path: Path) -> None:
+    fill(tmp_path / "out", "1", "old_name")
+    fill(tmp_path / "out", "2", "new_name")
+    assert names(tmp_path) == ["out", "out/new_name"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, Killed])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_failure_leaves_nothing_half_written(tmp_path: Path, error: type[BaseException], before: bool) -> None:
+    if before:
+        fill(tmp_path / "out", "1")
+    with pytest.raises(error), new_folder(tmp_path / "out") as folder:
+        (folder / "f").write_text("2")
+        raise error
+    assert names(tmp_path) == (["out", "out/f"] if before else [])
+    assert not before or (tmp_path / "out" / "f").read_text() == "1"
+
+
+def test_sweep_recovers_from_a_kill_between_the_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path / "out", "1")
+    rename, calls = os.rename, []
+
+    def kill_second(source: Path, target: Path) -> None:
+        calls.append(target)
+        if len(calls) == 2:
+            raise Killed
+        rename(source, target)
+
+    monkeypatch.setattr(rundir.os, "rename", kill_second)
+    monkeypatch.setattr(rundir.shutil, "rmtree", lambda *_, **__: None)  # a killed process tidies nothing
+    with pytest.raises(Killed), new_folder(tmp_path / "out") as folder:
+        (folder / "f").write_text("2")
+    monkeypatch.undo()
+    assert not (tmp_path / "out").exists()
+    sweep(tmp_path)
+    assert names(tmp_path) == ["out", "out/f"]
+    assert (tmp_path / "out" / "f").read_text() == "1"
+
+
+def test_sweep_after_a_kill_that_left_the_old_folder(tmp_path: Path) -> None:
+    fill(tmp_path / "out", "2")
+    (tmp_path / ".out.123.old").mkdir()
+    (tmp_path / ".out.123.old" / "f").write_text("1")
+    sweep(tmp_path)
+    assert names(tmp_path) == ["out", "out/f"]
+    assert (tmp_path / "out" / "f").read_text() == "2"
+
+
+def test_sweep_handles_names_with_dots(tmp_path: Path) -> None:
+    (tmp_path / ".v1.2-beta.77.old").mkdir()
+    sweep(tmp_path)
+    assert names(tmp_path) == ["v1.2-beta"]
+
+
+def test_sweep_removes_leftovers_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / ".x.json.9.tmp").write_text("{")
+    (tmp_path / ".out.9.tmp").mkdir()
+    (tmp_path / ".out.9.tmp" / "f").write_text("half")
+    for kept in ("x.tmp", "y.old", ".hidden"):
+        (tmp_path / kept).write_text("mine")
+    sweep(tmp_path)
+    assert names(tmp_path) == [".hidden", "x.tmp", "y.old"]
+
+
+def tree(folder: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = folder / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def test_digest_is_of_names_and_bytes(tmp_path: Path) -> None:
+    base = digest(tree(tmp_path / "1" / "out", a="1", b="2"))
+    assert digest(tree(tmp_path / "2" / "out", b="2", a="1")) == base
+    others = [
+        digest(tree(tmp_path / "3" / "out", a="1", b="3")),
+        digest(tree(tmp_path / "4" / "out", a="1", c="2")),
+        digest(tree(tmp_path / "5" / "out", a="2", b="1")),
+        digest(tree(tmp_path / "6" / "out", a="1")),
+        digest(tree(tmp_path / "7" / "out", a="1", b="2", c="")),
+        digest(tree(tmp_path / "8" / "out", a="1", x__b="2")),
+    ]
+    assert len({base, *others}) == len(others) + 1
+
+
+def test_digest_of_single_files(tmp_path: Path) -> None:
+    tree(tmp_path, a="1", b="1")
+    assert digest(tmp_path / "a") != digest(tmp_path / "b")
+    assert digest(tmp_path / "a", tmp_path / "b") != digest(tmp_path / "a")
+
+
+def test_digest_ignores_hidden_and_missing_files(tmp_path: Path) -> None:
+    folder = tree(tmp_path / "out", a="1")
+    before = digest(folder)
+    (folder / ".DS_Store").write_text("junk")
+    assert digest(folder) == before
+    assert digest(folder, tmp_path / "missing") == before
+
+
+def test_digest_ignores_what_lies_in_a_hidden_folder(tmp_path: Path) -> None:
+    folder = tree(tmp_path / "out", a="1")
+    before = digest(folder)
+    tree(folder, **{".cache__lock": "junk"})
+    assert digest(folder) == before
+
+
+def test_fingerprint_ignores_the_order_of_keys_alone() -> None:
+    assert fingerprint({"a": 1, "b": [1, 2]}) == fingerprint({"b": [1, 2], "a": 1})
+    assert fingerprint({"a": 1}) != fingerprint({"a": 2})
+    assert fingerprint([1, 2]) != fingerprint([2, 1])
+
+
+def test_claim_of_a_fresh_folder(tmp_path: Path) -> None:
+    RunDir(tmp_path / "runs" / "a").claim(RECIPE)
+    assert (tmp_path / "runs" / "a" / "recipe.yaml").read_text() == RECIPE
+
+
+def test_claim_of_an_empty_folder(tmp_path: Path) -> None:
+    RunDir(tmp_path).claim(RECIPE)
+    assert names(tmp_path) == ["recipe.yaml"]
+
+
+def test_claim_again_keeps_what_is_there(tmp_path: Path) -> None:
+    RunDir(tmp_path / "a").claim(RECIPE)
+    write_text(tmp_path / "a" / "heads.json", "{}")
+    changed = RECIPE.replace("pairs: 8", "pairs: 9")
+    for text in (RECIPE, changed):
+        RunDir(tmp_path / "a").claim(text)
+        assert names(tmp_path / "a") == ["heads.json", "recipe.yaml"]
+        assert (tmp_path / "a" / "recipe.yaml").read_text() == text
+
+
+OTHERS = [
+    RECIPE.replace("name: a", "name: b"),
+    RECIPE.replace("seed: 0", "seed: 1"),
+    RECIPE.replace("model: m", "model: n"),
+]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_claim_by_another_recipe_is_refused_and_changes_nothing(tmp_path: Path, other: str) -> None:
+    RunDir(tmp_path / "a").claim(RECIPE)
+    write_text(tmp_path / "a" / "heads.json", "{}")
+    with pytest.raises(RunError, match="overwrite"):
+        RunDir(tmp_path / "a").claim(other)
+    assert names(tmp_path / "a") == ["heads.json", "recipe.yaml"]
+    assert (tmp_path / "a" / "recipe.yaml").read_text() == RECIPE
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_overwrite_replaces(tmp_path: Path, other: str) -> None:
+    RunDir(tmp_path / "a").claim(RECIPE)
+    write_text(tmp_path / "a" / "heads.json", "{}")
+    RunDir(tmp_path / "a").claim(other, overwrite=True)
+    assert names(tmp_path / "a") == ["recipe.yaml"]
+    assert (tmp_path / "a" / "recipe.yaml").read_text() == other
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(RunError, match="run folder"):
+        RunDir(tmp_path).claim(RECIPE)
+    assert names(tmp_path) == ["thesis.tex"]
+
+
+def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("precious")
+    for overwrite in (False, True):
+        with pytest.raises(RunError, match="file"):
+            RunDir(tmp_path / "a").claim(RECIPE, overwrite)
+    assert (tmp_path / "a").read_text() == "precious"
+
+
+def test_a_claim_that_was_killed_can_be_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rundir.os, "replace", raise_killed)
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)  # a killed process tidies nothing
+    with pytest.raises(Killed):
+        RunDir(tmp_path / "a").claim(RECIPE)
+    monkeypatch.undo()
+    RunDir(tmp_path / "a").claim(RECIPE)
+    assert names(tmp_path / "a") == ["recipe.yaml"]
+
+
+def test_claim_sweeps(tmp_path: Path) -> None:
+    RunDir(tmp_path).claim(RECIPE)
+    (tmp_path / ".out.5.old").mkdir()
+    (tmp_path / ".f.5.tmp").write_text("half")
+    RunDir(tmp_path).claim(RECIPE)
+    assert names(tmp_path) == ["out", "recipe.yaml"]
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> tuple[RunDir, list[Path]]:
+    """A run whose stage `locate` is done."""
+    outputs = [tree(tmp_path / "figures", a="1"), tmp_path / "heads.json"]
+    write_json(outputs[1], {})
+    run = RunDir(tmp_path)
+    run.finish("locate", "key", outputs, 1.0)
+    return run, outputs
+
+
+def test_a_finished_stage_is_fresh(finished: tuple[RunDir, list[Path]]) -> None:
+    run, outputs = finished
+    assert run.is_fresh("locate", "key", outputs)
+    manifest = run.manifest("locate")
+    assert manifest is not None
+    assert manifest["key"] == "key"
+
+
+def test_a_stage_that_never_ran_is_not_fresh(finished: tuple[RunDir, list[Path]]) -> None:
+    run, outputs = finished
+    assert run.manifest("train") is None
+    assert not run.is_fresh("train", "key", outputs)
+
+
+def test_another_key_is_not_fresh(finished: tuple[RunDir, list[Path]]) -> None:
+    run, outputs = finished
+    assert not run.is_fresh("locate", "other", outputs)
+
+
+@pytest.mark.parametrize("touch", ["change", "add", "remove_one", "remove_all"])
+def test_touched_outputs_are_not_fresh(finished: tuple[RunDir, list[Path]], touch: str) -> None:
+    run, outputs = finished
+    if touch == "change":
+        outputs[1].write_text("[]")
+    elif touch == "add":
+        (outputs[0] / "b").write_text("2")
+    elif touch == "remove_one":
+        (outputs[0] / "a").unlink()
+    else:
+        outputs[1].unlink()
+    assert not run.is_fresh("locate", "key", outputs)
+
+
+def test_a_forgotten_stage_is_not_fresh(finished: tuple[RunDir, list[Path]]) -> None:
+    run, outputs = finished
+    run.forget("locate")
+    assert not run.is_fresh("locate", "key", outputs)
+    run.forget("locate")
+
+
+def test_a_second_finish_makes_changed_outputs_fresh(finished: tuple[RunDir, list[Path]]) -> None:
+    run, outputs = finished
+    outputs[1].write_text("[]")
+    run.finish("locate", "key", outputs, 1.0)
+    assert run.is_fresh("locate", "key", outputs)

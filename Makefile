@@ -13,7 +13,7 @@ $(VENV)/.installed: pyproject.toml
 ## The main job on the shipped checkpoint: locate, plan, splice, train, evaluate, export, into runs/quickstart/.
 demo: $(VENV)/.installed
 	$(BIN)/surgery run recipes/quickstart.yaml
-	$(BIN)/python -m tests.compare_quickstart runs/quickstart checkpoints/quickstart
+	$(BIN)/python bench/compare_runs.py runs/quickstart checkpoints/quickstart
 
 ## All tests, on pico models, without a network.
 test: $(VENV)/.installed

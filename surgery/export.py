@@ -6,16 +6,20 @@ transformers copies what they import.
 
 from __future__ import annotations
 
+import copy
 import json
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import ModelError
@@ -27,7 +31,7 @@ from surgery.rundir import new_folder, write_json, write_text
 def export(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
+    folder: Path | str,
     section: Export | None = None,
     card: str = "",
     plan: Plan | None = None,
@@ -50,12 +54,12 @@ def export(
         ModelError: a tensor is not finite, a silenced head is not silent, or the reloaded folder gives other logits.
     """
     section = section or Export()
-    with new_folder(folder) as new:
-        copy = _as_exported(model, section)
-        type(copy).register_for_auto_class("AutoModelForCausalLM")
-        type(copy.backbone).register_for_auto_class("AutoModel")
-        type(copy.config).register_for_auto_class()
-        copy.save_pretrained(new)
+    with new_folder(Path(folder)) as new:
+        exported = _as_exported(model, section)
+        type(exported).register_for_auto_class("AutoModelForCausalLM")
+        type(exported.config).register_for_auto_class()
+        exported.save_pretrained(new)
+        _name_backbone(new, type(exported.backbone).__name__)
         tokenizer.save_pretrained(new)
         _generation_config(model, tokenizer).save_pretrained(new)
         shutil.rmtree(new / "__pycache__", ignore_errors=True)
@@ -71,15 +75,13 @@ def export(
             shutil.copytree(figures, new / "figures", ignore=shutil.ignore_patterns("*.svg", "*.csv"))
         if card:
             write_text(new / "README.md", card)
-        report = verify(new, copy)
+        report = verify(new, exported)
         write_json(new / "export.json", report)
     return report
 
 
 def _as_exported(model: PreTrainedModel, section: Export) -> PreTrainedModel:
     """A copy in the export's dtype; what has to stay in fp32 does."""
-    import copy
-
     exported = copy.deepcopy(model).cpu().eval()
     dtype = getattr(torch, section.dtype)
     for name, parameter in exported.named_parameters():
@@ -90,6 +92,13 @@ def _as_exported(model: PreTrainedModel, section: Export) -> PreTrainedModel:
     exported.config.dtype = dtype
     exported.config.use_cache = True
     return exported
+
+
+def _name_backbone(folder: Path, name: str) -> None:
+    """transformers names the class that was saved; `AutoModel` finds the model without its head as well."""
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"]["AutoModel"] = config["auto_map"]["AutoModelForCausalLM"].split(".")[0] + "." + name
+    write_json(folder / "config.json", config)
 
 
 def _generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
@@ -121,10 +130,6 @@ def verify(folder: Path, model: PreTrainedModel, prompt_tokens: int = 24) -> dic
     Raises:
         ModelError: they differ, a tensor is not finite, or config and weights disagree.
     """
-    import tempfile
-
-    from safetensors.torch import load_file, save_file
-
     tensors = 0
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
@@ -155,18 +160,9 @@ def verify(folder: Path, model: PreTrainedModel, prompt_tokens: int = 24) -> dic
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:
     """This process's environment without secrets, and `extra`."""
-    import os
-
     hidden = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
     kept = {k: v for k, v in os.environ.items() if k not in hidden and k not in _LAUNCHER}
     return {**kept, **extra}
 
 
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def shipped_modules(folder: Path) -> list[str]:
-    """The modelling files of an exported folder, as its config names them and as those import one another."""
-    auto_map = json.loads((folder / "config.json").read_text())["auto_map"]
-    named = {value.split(".")[0].split("--")[-1] for value in auto_map.values()}
-    return sorted({f"{n}.py" for n in named} | {p.name for p in folder.glob("*.py")})

@@ -143,6 +143,18 @@ class Graft:
     init: Init
     reads: tuple[Reads, ...]
 
+    def __post_init__(self) -> None:
+        for name, allowed, values in (
+            ("mode", Mode, (self.mode,)),
+            ("init", Init, (self.init,)),
+            ("reads", Reads, self.reads),
+        ):
+            for value in values:
+                if value not in get_args(allowed):
+                    raise PlanError(f"graft.{name}", repr(value), f"Choose one of {', '.join(get_args(allowed))}.")
+        if len(self.reads) != len(self.heads):
+            raise PlanError("graft.reads", f"{len(self.reads)} for {len(self.heads)} heads", "Give one for each head.")
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -200,7 +212,9 @@ def head_set_from_json(data: Mapping[str, Any]) -> HeadSet:
             seed=int(data["seed"]),
             clean=_intervals(data["clean"]),
         )
-    except (KeyError, TypeError) as error:
+    except PlanError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PlanError("heads.json", repr(error), "It is not a HeadSet; make it with `surgery locate`.") from None
 
 
@@ -212,5 +226,7 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
             for g in data["grafts"]
         )
         return Plan(data["base"], data["geometry"], grafts, int(data["seed"]))
-    except (KeyError, TypeError) as error:
+    except PlanError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PlanError("plan.json", repr(error), "It is not a Plan; make it with `surgery plan`.") from None

@@ -186,7 +186,7 @@ def _train(run: Run, key: str) -> None:
 
 
 def _control(run: Run, key: str) -> None:
-    if run.recipe.train.no_splice:
+    if run.recipe.train.has_control:
         _train_arm(run, key, load_model(run.recipe.base), None, "no_splice", "no_splice_training")
     elif run.accelerator.is_main_process:
         shutil.rmtree(run.folder / "no_splice", ignore_errors=True)
@@ -303,7 +303,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("control", "training the control", ("base", "train"), (), (), _control, together=True),
     Stage("evaluate", "scoring every arm", ("base", "train", "locate", "evaluate"),
           ("trained", "no_splice", "spliced", "plan.json"), ("results.json",), _evaluate),
-    Stage("export", "exporting", ("base", "export", "train"),
+    Stage("export", "exporting", ("base", "locate", "splice", "train", "evaluate", "export"),
           ("trained", "results.json", "plan.json", "heads.json"), ("export",), _export),
 )  # fmt: skip
 STAGE_NAMES = tuple(stage.name for stage in STAGES)
@@ -348,7 +348,7 @@ def run_pipeline(
 
 def _run_stage(run: Run, stage: Stage, revision: str, forced: bool) -> None:
     outputs = [run.folder / name for name in stage.writes]
-    if stage.name == "control" and run.recipe.train.no_splice:
+    if stage.name == "control" and run.recipe.train.has_control:
         outputs += [run.folder / "no_splice", run.folder / "no_splice_training.json"]
     missing = [name for name in stage.reads if name != "no_splice" and not (run.folder / name).exists()]
     if missing:

@@ -6,18 +6,28 @@ default lives here. A section of a recipe is the input of the stage of the same 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from surgery.errors import RecipeError
 from surgery.heads import HeadId, Init, Mode
 
 Positive = Annotated[int, Field(gt=0)]
 Weight = Annotated[float, Field(ge=0)]
+
+
+def _pairs(value: int) -> int:
+    if not 2 <= value <= 100:
+        raise ValueError("values are distinct integers 0-99: choose 2 to 100 pairs")
+    return value
+
+
+Pairs = Annotated[int, AfterValidator(_pairs)]
 Task = Literal["kv_retrieval", "letter_choice", "option_text", "closed_book", "statement", "sentence"]
 
 
@@ -40,7 +50,7 @@ class Base(Section):
 class Locate(Section):
     """Where to operate: exact ablation of every head, roles by position, the sharpen test."""
 
-    pairs: Positive = Field(24, description="Key-value pairs a prompt. Choose it so that the base is at 0.6-0.95.")
+    pairs: Pairs = Field(24, description="Key-value pairs a prompt. Choose it so that the base is at 0.6-0.95.")
     examples: Positive = Field(128, description="Prompts.")
     batch_size: Positive = Field(32, description="Prompts at once.")
     top_k: Positive = Field(12, description="Heads that stay candidates for the second and further choices.")
@@ -83,7 +93,7 @@ class Source(Section):
 
     task: Task
     rows: Positive = Field(description="Documents a step, over all processes.")
-    pairs: tuple[int, int] = Field((2, 16), description="kv_retrieval: pairs of a step are drawn from this range.")
+    pairs: tuple[Pairs, Pairs] = Field((2, 16), description="kv_retrieval: pairs of a step are drawn from this range.")
     questions: Positive = Field(1, description="kv_retrieval: questions a document, at most.")
     half: Literal[0, 1] | None = Field(None, description="closed_book, statement, sentence: only this half of them.")
     weights: Weights
@@ -91,9 +101,25 @@ class Source(Section):
     @field_validator("pairs")
     @classmethod
     def _ordered(cls, value: tuple[int, int]) -> tuple[int, int]:
-        if not 2 <= value[0] <= value[1]:
-            raise ValueError("the range must satisfy 2 <= low <= high")
+        if value[0] > value[1]:
+            raise ValueError("the range is [low, high], with low <= high")
         return value
+
+    @model_validator(mode="after")
+    def _weights_have_a_meaning(self) -> Source:
+        if not any(self.weights.model_dump().values()):
+            raise ValueError("every weight is 0; give it one, or leave the source out")
+        if self.weights.answer > 0 and self.task in ("statement", "sentence"):
+            raise ValueError(f"{self.task} has no answers; give `answer` weight 0")
+        if self.weights.attention > 0 and self.task not in ("kv_retrieval", "letter_choice"):
+            raise ValueError(f"{self.task} has nothing to read; give `attention` weight 0")
+        return self
+
+    @model_validator(mode="after")
+    def _half_has_a_meaning(self) -> Source:
+        if self.half is not None and self.task not in ("closed_book", "statement", "sentence"):
+            raise ValueError(f"{self.task} has no halves; leave `half` out")
+        return self
 
 
 class Optimizer(Section):
@@ -117,11 +143,16 @@ class Train(Section):
     save_every: Positive = Field(50, description="Steps between checkpoints to resume from.")
     no_splice: bool = Field(True, description="Also train the control: the base, for the same steps, no splice.")
 
+    @property
+    def has_control(self) -> bool:
+        """Whether a control is trained; where only new heads train, the base itself is the control."""
+        return self.no_splice and self.trains == "all"
+
 
 class Evaluate(Section):
     """Every arm on the same prompts."""
 
-    pairs: tuple[Positive, ...] = Field((4, 8, 16, 32, 48, 64), min_length=1)
+    pairs: tuple[Pairs, ...] = Field((4, 8, 16, 32, 48, 64), min_length=1)
     examples: Positive = Field(400, description="Prompts for each number of pairs, and letter-choice questions.")
     sentences: Positive = Field(400, description="Sentences for perplexity.")
     batch_size: Positive = 64
@@ -156,7 +187,16 @@ class TinyMamba2(Section):
     state_size: Positive = 16
     n_groups: Positive = 1
     chunk_size: Positive = 32
-    vocab_size: Positive = Field(1024, le=2000, description="Entries of the tokenizer, at most.")
+    time_step: tuple[float, float] = Field((0.05, 0.5), description="Initial dt, log-uniform between these.")
+    decay: tuple[float, float] = Field((0.02, 1.0), description="Initial -A of the first and last head, log-spaced.")
+    vocab_size: int = Field(1024, ge=300, le=2000, description="Entries of the tokenizer, at most.")
+
+    @field_validator("time_step", "decay")
+    @classmethod
+    def _positive_range(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not 0 < value[0] <= value[1]:
+            raise ValueError("the range must satisfy 0 < low <= high")
+        return value
 
 
 class PretrainRecipe(Section):
@@ -168,6 +208,12 @@ class PretrainRecipe(Section):
     train: Train
     evaluate: Evaluate = Evaluate()
 
+    @model_validator(mode="after")
+    def _nothing_to_keep(self) -> PretrainRecipe:
+        if any(s.weights.keep or s.weights.attention for s in self.train.sources):
+            raise ValueError("a model that is made from nothing has no base to keep and no new head: weights 0")
+        return self
+
 
 class _UniqueKeyLoader(yaml.SafeLoader):
     """YAML's safe loader, except that a key given twice is an error instead of a silent last-one-wins."""
@@ -176,6 +222,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if not isinstance(key, Hashable):
+                raise yaml.constructor.ConstructorError(None, None, "a key is a plain word", key_node.start_mark)
             if key in seen:
                 raise RecipeError(f"line {key_node.start_mark.line + 1}", f"duplicate key {key!r}", "Keep one of them.")
             seen.add(key)
@@ -185,7 +233,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 # YAML 1.1 reads 1e-3 as a string; people mean a number.
 _UniqueKeyLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    __import__("re").compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
     list("-+0123456789"),
 )
 
@@ -230,28 +278,29 @@ def _override(data: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise RecipeError("override", repr(override), "Write key.path=value, such as train.steps=100.")
+    try:
+        value = yaml.load(text, _UniqueKeyLoader)  # noqa: S506
+    except yaml.YAMLError:
+        raise RecipeError("override", repr(override), "The part after = is not valid YAML.") from None
     *parents, last = key.split(".")
     node: Any = data
     for part in parents:
-        node = _step(node, part, key, create=True)
-    if isinstance(node, list):
-        node[_index(node, last, key)] = yaml.load(text, _UniqueKeyLoader)  # noqa: S506
-    else:
-        node[last] = yaml.load(text, _UniqueKeyLoader)  # noqa: S506
+        place = _place(node, part, key)
+        if isinstance(node, dict) and node.get(part) is None:
+            node[part] = {}
+        node = node[place]
+    node[_place(node, last, key)] = value
 
 
-def _index(node: list[Any], part: str, key: str) -> int:
-    if not part.isdigit() or int(part) >= len(node):
+def _place(node: Any, part: str, key: str) -> Any:
+    """The key of a mapping or the index of a list that `part` of the dotted `key` means."""
+    if isinstance(node, dict):
+        return part
+    if not isinstance(node, list):
+        raise RecipeError("override", key, f"{part!r} lies below a plain value.")
+    if not part.isdecimal() or int(part) >= len(node):
         raise RecipeError("override", key, f"{part!r} is not one of the {len(node)} entries, counted from 0.")
     return int(part)
-
-
-def _step(node: Any, part: str, key: str, create: bool) -> Any:
-    if isinstance(node, list):
-        return node[_index(node, part, key)]
-    if isinstance(node, dict):
-        return node.setdefault(part, {}) if create else node[part]
-    raise RecipeError("override", key, f"{part!r} lies below a plain value.")
 
 
 def to_yaml(recipe: Recipe | PretrainRecipe) -> str:

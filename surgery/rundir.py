@@ -85,7 +85,7 @@ def digest(*paths: Path) -> str:
     for path in paths:
         files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
         for file in files:
-            if not file.name.startswith("."):
+            if not any(part.startswith(".") for part in file.relative_to(path.parent).parts):
                 total.update(str(file.relative_to(path.parent)).encode() + b"\0")
                 with open(file, "rb") as handle:
                     for block in iter(lambda: handle.read(1 << 20), b""):
@@ -111,6 +111,8 @@ class RunDir:
             RunError: the folder holds something else, or a run of another recipe, and `overwrite` is not set.
         """
         stored = self.path / "recipe.yaml"
+        if self.path.is_dir():
+            sweep(self.path)
         if self.path.exists() and not self.path.is_dir():
             raise RunError("run folder", str(self.path), "It is a file; name the run otherwise.")
         if self.path.exists() and any(self.path.iterdir()):
@@ -121,7 +123,6 @@ class RunDir:
             if not mine:
                 shutil.rmtree(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
-        sweep(self.path)
         write_text(stored, recipe_yaml)
 
     def manifest(self, stage: str) -> Mapping[str, Any] | None:

@@ -82,10 +82,13 @@ class Family(Protocol):
         """What the mixer's output is multiplied with where it joins the residual stream."""
 
     def streams(self, mixer: nn.Module, projected: Tensor, conv_state: Tensor | None = None) -> Streams:
-        """The recurrence's inputs from the output of `in_proj`; `conv_state` (B,channels,kernel) came before."""
+        """The recurrence's inputs from the output of `in_proj`; `conv_state` (B,channels,kernel) came before.
+
+        At padding tokens these are not the model's (it zeroes them); real tokens are right, padded or not.
+        """
 
     def hidden_attention(self, mixer: nn.Module, streams: Streams) -> Tensor:
-        """(B,H,T,T): weight of token s in the scan's output at token t, without the skip D (METHOD 2.6)."""
+        """(B,H,T,T): weight of token s in the scan's output at token t, without the skip D. Unpadded prompts only."""
 
     def resume(
         self, model: PreTrainedModel, layer: int, hidden: Tensor, attention_mask: Tensor | None, keep_last: bool

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
 
 from surgery.families.base import HeadSlices, Streams
 from surgery.heads import MixerSpec
@@ -105,8 +106,11 @@ class Mamba2Family:
     ) -> Tensor:
         if attention_mask is not None and bool(attention_mask.all()):
             attention_mask = None
+        extra: dict[str, Any] = {}
+        if getattr(model.config, "splice", None):
+            extra["splice_mask"] = create_causal_mask(model.config, hidden, attention_mask, None)
         for block in model.backbone.layers[layer + 1 :]:
-            hidden = block(hidden, attention_mask=attention_mask)
+            hidden = block(hidden, attention_mask=attention_mask, **extra)
         hidden = model.backbone.norm_f(hidden[:, -1:] if keep_last else hidden)
         logits: Tensor = model.lm_head(hidden.to(model.lm_head.weight.dtype)).float()
         return logits

@@ -32,6 +32,7 @@ COLUMNS = {
     "answer_token": "the head reads the gold value perfectly, at the query",
 }
 Progress = Callable[[int, int], None]
+_ROUNDING = 1e-3  # logits; what two exact computations of one margin may differ by
 
 
 @dataclass
@@ -81,13 +82,28 @@ def locate(
         ModelError: an unknown model type, or a hook that never fired.
     """
     section, splice = section or Locate(), splice or Splice()
-    family = family_of(model.config)
     training = model.training
-    model.eval()
-    heads = [HeadId(s.layer, h) for s in family.mixers(model.config) for h in range(s.num_heads)]
+    try:
+        return _locate(model.eval(), tokenizer, section, splice, seed, name, revision, progress)
+    finally:
+        model.train(training)
+
+
+def _locate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    section: Locate,
+    splice: Splice,
+    seed: int,
+    name: str,
+    revision: str,
+    progress: Progress | None,
+) -> HeadSet:
+    layers = family_of(model.config).mixers(model.config)
+    heads = [HeadId(s.layer, h) for s in layers for h in range(s.num_heads)]
     sweeps = _sweeps(model, tokenizer, section, seed)
-    steps = len(sweeps) * (2 * len(family.mixers(model.config)) + 2) + splice.num_heads - 1
-    table, done = _Table(), 0
+    given = splice.num_heads - 1 if splice.select == "sharpen" else 0
+    steps, done = len(sweeps) * (2 * len(layers) + 2) + given, 0
 
     def tick() -> None:
         nonlocal done
@@ -95,6 +111,24 @@ def locate(
         if progress is not None:
             progress(done, steps)
 
+    table = _measure(sweeps, heads, tick)
+    if splice.select in _RANKED_BY:
+        _check_clean(table, section)
+    _check_moved(table)
+    scored = _score(heads, table, seed)
+    ranked = rank(scored, splice.select if splice.select in _RANKED_BY else "sharpen")
+    chosen = _choose(ranked, splice, section, sweeps, seed, tick)
+    n = len(table.margin(None))
+    clean = {
+        "accuracy": wilson(int(table.correct(None).sum()), n),
+        "margin": bootstrap_mean(table.margin(None)[None], seed)[0],
+    }
+    return HeadSet(name, revision, geometry_of(model.config), ranked, chosen, splice.select, seed, clean)
+
+
+def _measure(sweeps: Sequence[Sweep], heads: Sequence[HeadId], tick: Callable[[], None]) -> _Table:
+    """Every column, batch by batch."""
+    table = _Table()
     for sweep in sweeps:
         table.clean.append(sweep.clean)
         for column in ("ablation", "context"):
@@ -108,18 +142,7 @@ def locate(
         for reads in READS:
             table.add(reads, sweep.at_query([Variant(sharpen=((h, reads),)) for h in heads]))
         tick()
-    _check_clean(table, section)
-    _check_moved(table)
-    scored = _score(heads, table, seed)
-    ranked = rank(scored, splice.select if splice.select in _RANKED_BY else "sharpen")
-    chosen = _choose(ranked, splice, section, sweeps, seed, tick)
-    model.train(training)
-    n = len(table.margin(None))
-    clean = {
-        "accuracy": wilson(int(table.correct(None).sum()), n),
-        "margin": bootstrap_mean(table.margin(None)[None], seed)[0],
-    }
-    return HeadSet(name, revision, geometry_of(model.config), ranked, chosen, splice.select, seed, clean)
+    return table
 
 
 def _sweeps(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: Locate, seed: int) -> list[Sweep]:
@@ -130,21 +153,30 @@ def _sweeps(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section:
     batches = [
         encode(documents[i : i + section.batch_size], tokenizer, padding_side="left", until_answer=True) for i in starts
     ]
-    return [Sweep(model, family, batch.to(model.device)) for batch in batches]
+    sweeps = [Sweep(model, family, batch.to(model.device)) for batch in batches]
+    apart = (sweeps[0].at_query([Variant()])[0].margin - sweeps[0].clean.margin).abs().max()
+    if float(apart) > _ROUNDING * max(1.0, float(sweeps[0].clean.margin.abs().max())) and model.dtype == torch.float32:
+        hint = "Its cached decode step is not its forward pass (a finite time_step_limit does that)."
+        raise ModelError("locate", f"{float(apart):.3g} logits apart", hint)
+    return sweeps
 
 
 def _check_clean(table: _Table, section: Locate) -> None:
-    accuracy = float(table.correct(None).mean())
-    if accuracy < 2 / section.pairs or accuracy > 0.99:
-        state = "at chance" if accuracy < 0.5 else "at ceiling"
-        hint = (
-            f"The base is {state}, so no head can be told from another: choose {'fewer' if accuracy < 0.5 else 'more'}."
+    right = table.correct(None)
+    accuracy = wilson(int(right.sum()), len(right))
+    value = f"{section.pairs} (clean accuracy {accuracy.value:.2f})"
+    if accuracy.low <= 1 / section.pairs:
+        raise ProbeError(
+            "locate.pairs", value, "The base is at chance, so no head can be told from another: try fewer."
         )
-        raise ProbeError("locate.pairs", f"{section.pairs} (clean accuracy {accuracy:.2f})", hint)
+    if accuracy.value > 0.99:
+        raise ProbeError(
+            "locate.pairs", value, "The base is at ceiling, so no head can be told from another: try more."
+        )
 
 
 def _check_moved(table: _Table) -> None:
-    if float(np.abs(table.margin("ablation") - table.margin(None)).max()) == 0:
+    if float(np.abs(table.margin("ablation") - table.margin(None)).max()) < _ROUNDING:
         hint = "Removing heads moves no logit: they are all zero, or a kernel bypasses the hooks."
         raise ModelError("locate", "ablation", hint)
 

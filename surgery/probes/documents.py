@@ -126,11 +126,11 @@ def choice_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
     return int(ids[0])
 
 
-def _token_at(offsets: Sequence[Span], char: int) -> int:
-    """Index of the token that covers character `char` (the last one, where bytes of one character are split)."""
+def _token_at(offsets: Sequence[Span], char: int, first: bool = False) -> int:
+    """Index of the token that covers character `char`: the last one, or the first, where its bytes are split."""
     found = [i for i, (start, end) in enumerate(offsets) if start <= char < end]
     assert found, f"no token covers character {char}"
-    return found[-1]
+    return found[0 if first else -1]
 
 
 def encode(
@@ -192,7 +192,7 @@ def _positions(
     cache: dict[str, int],
 ) -> dict:
     """Token positions of one question. The answer's tokens are those of the whole text, never of a piece of it."""
-    first = _token_at(offsets, question.answer[0])
+    first = _token_at(offsets, question.answer[0], first=True)
     for text in question.choices:
         if text not in cache:
             cache[text] = choice_token(tokenizer, text)
@@ -210,9 +210,9 @@ def _positions(
         "query": first - 1,
         "target": ids[first],
         "answer": (first, _token_at(offsets, question.answer[1] - 1)),
-        "segment_start": _token_at(offsets, segment[0]) if segment else -1,
+        "segment_start": _token_at(offsets, segment[0], first=True) if segment else -1,
         "segment_end": _token_at(offsets, segment[1] - 1) if segment else -1,
-        "answer_token": _token_at(offsets, value[0]) if value else -1,
+        "answer_token": _token_at(offsets, value[0], first=True) if value else -1,
         "gold": question.gold,
         "choices": choices,
     }

@@ -36,7 +36,7 @@ def train(
     plan: Plan | None = None,
     base: PreTrainedModel | None = None,
     seed: int = 0,
-    folder: Path = Path("runs/train"),
+    folder: Path | str | None = None,
     accelerator: Accelerator | None = None,
     on_step: OnStep | None = None,
 ) -> list[dict[str, float]]:
@@ -46,14 +46,17 @@ def train(
         plan: what was spliced, so that attention supervision knows its heads; None trains without (the control).
         base: the frozen model for the `keep` objective.
         folder: for `step_*/`, the checkpoints to resume from; training goes on from the newest one that is there.
+            None trains without: an interrupted call begins anew.
         on_step: called with (step, losses) after each step.
 
     Raises:
         TrainingDiverged: loss or gradient is not finite; says which step, and keeps the last good one.
+        RunError: the folder holds the steps of another training.
     """
     grafts = plan.grafts if plan else ()
     accelerator = accelerator or make_accelerator()
-    return Trainer(model, tokenizer, section, seed, folder, accelerator, base, grafts, on_step).run()
+    steps = Path(folder) if folder is not None else None
+    return Trainer(model, tokenizer, section, seed, steps, accelerator, base, grafts, on_step).run()
 
 
 __all__ = ["make_accelerator", "train"]

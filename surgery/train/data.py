@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import cache
 from random import Random
 
-from surgery.errors import RecipeError
 from surgery.probes.documents import Document, Split, rng_of, split_of
 from surgery.probes.knowledge import Fact, fact_question, fact_statement, facts, letter_choice, option_text
 from surgery.probes.kv_retrieval import kv_document
@@ -32,14 +31,8 @@ def sentence_half(rng: Random, half: int | None, split: Split = "train") -> Docu
 
 
 def step_documents(source: Source, seed: int, index: int, step: int) -> list[Document]:
-    """The documents that `source`, the `index`-th of the recipe, contributes to `step`.
-
-    Raises:
-        RecipeError: a field that this source's task cannot use.
-    """
+    """The documents that `source`, the `index`-th of the recipe, contributes to `step`."""
     rng = rng_of("train", seed, index, step)
-    if source.half is not None and source.task not in ("closed_book", "statement", "sentence"):
-        raise RecipeError("train.sources.half", source.half, f"{source.task} has no halves; leave it out.")
     if source.task == "kv_retrieval":
         pairs = rng.randint(*source.pairs)
         questions = min(source.questions, pairs)

@@ -24,12 +24,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.errors import TrainingDiverged
+from surgery.errors import RunError, TrainingDiverged
 from surgery.heads import Graft
 from surgery.hybrid.attention import SplicedAttention
 from surgery.probes.documents import EncodedBatch, encode
 from surgery.recipe import Optimizer, Source, Train
-from surgery.rundir import new_folder, sweep
+from surgery.rundir import fingerprint, new_folder, sweep
 from surgery.train.data import step_documents
 from surgery.train.objectives import answer_loss, attention_loss, keep_loss, text_loss
 
@@ -44,7 +44,7 @@ class Trainer:
         model: trained in place.
         base: the frozen model that `keep` compares with; needed when a source gives `keep` a weight.
         grafts: the spliced heads, which `attention` supervises; none for a control or a pretraining.
-        folder: holds `step_*/`, the checkpoints to resume from; only the newest is kept.
+        folder: holds `step_*/`, the checkpoints to resume from; only the newest is kept. None keeps none.
         on_step: called on every process after each step with the losses.
     """
 
@@ -52,7 +52,7 @@ class Trainer:
     tokenizer: PreTrainedTokenizerBase
     section: Train
     seed: int
-    folder: Path
+    folder: Path | None
     accelerator: Accelerator
     base: PreTrainedModel | None = None
     grafts: tuple[Graft, ...] = ()
@@ -65,14 +65,14 @@ class Trainer:
         Raises:
             TrainingDiverged: loss or gradient is not finite; the last good checkpoint stays.
         """
-        self._check_keep()
+        self._check_sources()
         self.model.train()
         parameters = _trainable(self.model, self.section)
         optimizer = _adamw(self.model, parameters, self.section.optimizer)
         model, optimizer = self.accelerator.prepare(self.model, optimizer)
         if self.base is not None:
             self.base.eval().requires_grad_(False).to(self.accelerator.device)
-        start = self._resume(optimizer)
+        start = self._resume(self.folder, optimizer) if self.folder else 0
         for step in range(start, self.section.steps):
             began = time.perf_counter()
             _set_learning_rates(optimizer, self.section.optimizer, step, self.section.steps)
@@ -83,8 +83,8 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad()
             self.history.append({"step": step + 1, **losses, "seconds": round(time.perf_counter() - began, 4)})
-            if (step + 1) % self.section.save_every == 0 and step + 1 < self.section.steps:
-                self._save(optimizer, step + 1)
+            if self.folder and (step + 1) % self.section.save_every == 0 and step + 1 < self.section.steps:
+                self._save(self.folder, optimizer, step + 1)
             if self.on_step is not None:
                 self.on_step(step + 1, losses)
         self.model.eval()
@@ -130,44 +130,64 @@ class Trainer:
             terms["keep"] = weights.keep * keep_loss(output.logits, base, batch)
         if weights.text > 0:
             terms["text"] = weights.text * text_loss(output.logits, batch)
-        return terms or {"none": output.logits.sum() * 0}
+        return terms or {"none": output.logits.sum() * 0}  # attention alone, on a control
 
-    def _check_keep(self) -> None:
-        assert self.base is not None or all(s.weights.keep == 0 for s in self.section.sources), "keep needs a base"
+    def _check_sources(self) -> None:
+        """Raises RunError before the first step for what would fail in the middle."""
+        for index, source in enumerate(self.section.sources):
+            if source.rows < self.accelerator.num_processes:
+                hint = f"Give at least one row to each of the {self.accelerator.num_processes} processes."
+                raise RunError(f"train.sources.{index}.rows", source.rows, hint)
+            if source.weights.keep > 0 and self.base is None:
+                raise RunError(f"train.sources.{index}.weights.keep", source.weights.keep, "Give the frozen base too.")
+        if self.section.trains == "new_heads" and not spliced_parameters(self.model):
+            raise RunError("train.trains", "new_heads", "The model has no spliced heads: nothing would train.")
 
-    def _save(self, optimizer: Any, step: int) -> None:
+    def _save(self, where: Path, optimizer: Any, step: int) -> None:
         """Writes `step_*/` whole, then drops the older ones."""
         if self.accelerator.is_main_process:
-            target = self.folder / f"step_{step:06d}"
+            target = where / f"step_{step:06d}"
             with new_folder(target) as folder:
                 weights = {k: v.detach().cpu().contiguous() for k, v in self.model.named_parameters()}
                 save_file(weights, folder / "model.safetensors")
                 torch.save(optimizer.state_dict(), folder / "optimizer.pt")
-                (folder / "state.json").write_text(json.dumps({"step": step, "history": self.history}))
-            for old in checkpoints(self.folder):
+                (folder / "state.json").write_text(
+                    json.dumps({"step": step, "of": self._identity(), "history": self.history})
+                )
+            for old in checkpoints(where):
                 if old != target:
                     shutil.rmtree(old)
         self.accelerator.wait_for_everyone()
 
-    def _resume(self, optimizer: Any) -> int:
+    def _resume(self, where: Path, optimizer: Any) -> int:
         """Loads the newest checkpoint; returns the number of steps already done."""
-        if self.folder.exists() and self.accelerator.is_main_process:
-            sweep(self.folder)
+        if where.exists() and self.accelerator.is_main_process:
+            sweep(where)
         self.accelerator.wait_for_everyone()
-        found = checkpoints(self.folder)
+        found = checkpoints(where)
         if not found:
             return 0
+        state = json.loads((found[-1] / "state.json").read_text())
+        if state["of"] != self._identity():
+            raise RunError(
+                "steps", str(found[-1]), "It belongs to another training. Delete it, or name another folder."
+            )
         weights = load_file(found[-1] / "model.safetensors")
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(weights[name])
         optimizer.load_state_dict(torch.load(found[-1] / "optimizer.pt", weights_only=True))
-        state = json.loads((found[-1] / "state.json").read_text())
         self.history = state["history"]
         return int(state["step"])
 
+    def _identity(self) -> str:
+        """What two trainings have in common that may go on from each other's steps."""
+        shapes = {name: list(p.shape) for name, p in self.model.named_parameters()}
+        section = self.section.model_dump(mode="json", exclude={"save_every", "no_splice"})
+        return fingerprint([section, self.seed, shapes])
+
     def _diverged(self, step: int, loss: float) -> TrainingDiverged:
-        found = checkpoints(self.folder)
+        found = checkpoints(self.folder) if self.folder else []
         kept = f"The last good step is kept in {found[-1].name}." if found else "No step was saved yet."
         hint = f"{kept} Try smaller train.optimizer.lr and new_heads_lr, a longer warmup, or check the data."
         return TrainingDiverged(f"train step {step + 1}", f"loss {loss}", hint)

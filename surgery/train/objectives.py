@@ -22,13 +22,20 @@ def _next_token_loss(logits_BTV: Tensor, ids_BT: Tensor, counts_BT: Tensor) -> T
 
 
 def answer_loss(logits_BTV: Tensor, batch: EncodedBatch) -> Tensor:
-    """Retrieval cross-entropy: -log p of every answer token, and of nothing else."""
+    """Retrieval cross-entropy: -log p of every answer token, and of nothing else.
+
+    Raises:
+        ValueError: no document of the batch has an answer.
+    """
+    if not bool(batch.answers.any()):
+        raise ValueError("answer: no document has an answer; give this source weight 0.")
     return _next_token_loss(logits_BTV, batch.input_ids, batch.answers)
 
 
 def text_loss(logits_BTV: Tensor, batch: EncodedBatch) -> Tensor:
-    """Language modelling: -log p of every token but the first."""
-    return _next_token_loss(logits_BTV, batch.input_ids, batch.attention_mask.bool())
+    """Language modelling: -log p of every token but a document's first."""
+    real = batch.attention_mask.bool()
+    return _next_token_loss(logits_BTV, batch.input_ids, real & real.roll(1, dims=1))
 
 
 def keep_loss(logits_BTV: Tensor, base_logits_BTV: Tensor, batch: EncodedBatch) -> Tensor:

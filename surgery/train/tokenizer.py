@@ -1,7 +1,7 @@
 """Builds the small tokenizer of the shipped checkpoints. Owns: its vocabulary. Must never know: models.
 
 Byte-level BPE: any UTF-8 text survives encode and decode exactly. The syllables of the invented words are merged
-first and no two of them ever are, so that a key of a probe spans two tokens or more; integers 0-99 are one token.
+first, and the corpus holds no invented word, so that a key of a probe spans two tokens or more; integers 0-99 are one.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A module may import from its own floor (the modules of floor 3 call one another) and from those below, never from one
 above. Imports inside functions and under TYPE_CHECKING count too. `hybrid/` is shipped with checkpoints, so it sees the
-standard library, torch, transformers and its own siblings alone. `surgery.__version__` is a constant that any floor reads.
+standard library, torch, transformers and its own siblings alone. `surgery.__version__` is a constant for every floor.
 """
 
 from __future__ import annotations

@@ -152,12 +152,14 @@ class TestStreams:
         assert not weights.triu(1).any() and weights.isfinite().all()
 
     def test_hidden_attention_of_a_strong_decay_is_finite(self) -> None:
+        """Its gradient too: masked before the exponential, or what is masked overflows."""
         model = pico_base()
         family, _, mixer = of(model)
         mixer.A_log.data += 12
         _, trace = traced(model, tokens(1, 60))
         weights = family.hidden_attention(mixer, family.streams(mixer, trace.projected[1]))
-        assert weights.isfinite().all()
+        weights.sum().backward()
+        assert weights.isfinite().all() and mixer.A_log.grad.isfinite().all()
 
     @every_grouping
     @pytest.mark.parametrize("prefix", [1, 2, 20])

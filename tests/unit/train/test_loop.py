@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgery.errors import TrainingDiverged
+from surgery.errors import RunError, TrainingDiverged
 from surgery.heads import Graft, MixerSpec
 from surgery.recipe import Train
 from surgery.train import loop
@@ -71,6 +71,7 @@ def test_only_new_heads_train_when_asked_for(tmp_path: Path) -> None:
     new = {n for n in before if f"layers.{SITE}.mixer.attention." in n}
     assert len(new) == len(spliced_parameters(model)) > 0
     assert moved == new
+    assert {n for n, p in model.named_parameters() if p.requires_grad or p.grad is not None} == new
 
 
 def test_all_weights_train_when_asked_for(tmp_path: Path) -> None:
@@ -162,7 +163,29 @@ def test_a_half_written_checkpoint_is_ignored(tmp_path: Path, uninterrupted: Tra
     assert [p.name for p in tmp_path.iterdir()] == ["step_000004"]
 
 
+@pytest.mark.parametrize("change", ["steps", "seed", "model"])
+def test_the_steps_of_another_training_are_refused(tmp_path: Path, change: str) -> None:
+    with pytest.raises(Interrupted):
+        trainer(tmp_path, section(5), on_step=interrupt_at(2)).run()
+    model = pico_hybrid([pico_site(SITE, (1, 2))], **SHAPE) if change == "model" else hybrid()
+    again = trainer(tmp_path, section(6 if change == "steps" else 5), model)
+    again.seed = 1 if change == "seed" else 0
+    before = weights(model)
+    with pytest.raises(RunError, match="step_000002"):
+        again.run()
+    assert changed(before, model) == set()
+
+
+def test_a_training_without_a_folder_keeps_no_steps(tmp_path: Path, uninterrupted: Trainer) -> None:
+    again = trainer(tmp_path, section(5))
+    again.folder = None
+    again.run()
+    assert list(tmp_path.iterdir()) == []
+    assert changed(weights(uninterrupted.model), again.model) == set()
+
+
 def test_one_checkpoint_remains_and_holds_all_parameters(uninterrupted: Trainer) -> None:
+    assert uninterrupted.folder is not None
     assert [p.name for p in uninterrupted.folder.iterdir()] == ["step_000004"]
     stored = load_file(uninterrupted.folder / "step_000004" / "model.safetensors")
     assert set(stored) == set(weights(uninterrupted.model))
@@ -176,13 +199,13 @@ def test_checkpoints_come_oldest_first_and_nothing_else_counts(tmp_path: Path) -
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """The answers' loss is not a number at the `at`-th step."""
+    """The answers' loss is not a number at the `at`-th step, although its gradient is finite."""
     calls: list[int] = []
     real = loop.answer_loss
 
     def answer_loss(logits: Tensor, batch: Any) -> Tensor:
         calls.append(1)
-        return real(logits, batch) * (math.nan if len(calls) == at else 1.0)
+        return real(logits, batch) + (math.nan if len(calls) == at else 0.0)
 
     monkeypatch.setattr(loop, "answer_loss", answer_loss)
 

@@ -1,0 +1,50 @@
+"""The shipped base, and runs of a recipe small enough for CI."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BASE = ROOT / "checkpoints" / "pico-mamba2"
+RECIPE = ROOT / "recipes" / "quickstart.yaml"
+
+# The quickstart with little of everything: the same code, a few steps.
+SMALL = (
+    f"base.model={BASE}",
+    "locate.examples=16",
+    "locate.batch_size=16",
+    "train.steps=6",
+    "train.save_every=2",
+    "train.sources.0.rows=4",
+    "train.sources.0.pairs=[4, 6]",
+    "train.sources.1.rows=4",
+    "train.sources.2.rows=4",
+    "train.sources.3.rows=4",
+    "evaluate.pairs=[4, 8]",
+    "evaluate.examples=16",
+    "evaluate.sentences=16",
+)
+
+
+def surgery(*arguments: str, cwd: Path, **kwargs) -> subprocess.CompletedProcess:
+    """The command line as a user runs it, in a process of its own."""
+    command = [sys.executable, "-m", "surgery", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, **kwargs)
+
+
+def run_small(cwd: Path, *overrides: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    """The small quickstart, in `cwd`/runs."""
+    return surgery("run", str(RECIPE), *SMALL, *overrides, *options, cwd=cwd)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of one finished small quickstart; read it, do not change it."""
+    cwd = tmp_path_factory.mktemp("finished")
+    done = run_small(cwd)
+    assert done.returncode == 0, done.stderr
+    return cwd / "runs" / "quickstart"

@@ -1,0 +1,67 @@
+"""The other commands, and two real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from tests.integration.conftest import BASE, RECIPE, ROOT, SMALL, surgery
+
+
+def test_inspect_names_mixers_and_bytes(finished: Path, tmp_path: Path) -> None:
+    base = surgery("inspect", str(BASE), cwd=tmp_path)
+    assert base.returncode == 0 and "backbone.layers.3.mixer" in base.stdout
+    hybrid = surgery("inspect", str(finished / "export"), cwd=tmp_path)
+    assert hybrid.returncode == 0 and "spliced heads" in hybrid.stdout
+
+
+def test_validate_prints_the_recipe_in_full(tmp_path: Path) -> None:
+    done = surgery("validate", str(RECIPE), "train.steps=17", cwd=tmp_path)
+    assert done.returncode == 0
+    assert yaml.safe_load(done.stdout)["train"]["steps"] == 17
+
+
+def test_schema_is_json_schema(tmp_path: Path) -> None:
+    schema = json.loads(surgery("schema", cwd=tmp_path).stdout)
+    assert {"name", "base", "locate", "splice", "train", "evaluate", "export"} <= set(schema["properties"])
+
+
+def test_generate_goes_on_with_the_prompt(finished: Path, tmp_path: Path) -> None:
+    prompt = "Question: What is the job of"
+    done = surgery("generate", str(finished / "export"), prompt, "--max-new-tokens", "3", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith(prompt) and len(done.stdout) > len(prompt)
+
+
+def test_help_names_every_stage(tmp_path: Path) -> None:
+    text = surgery("--help", cwd=tmp_path).stdout
+    for command in ("run", "locate", "plan", "splice", "train", "evaluate", "export", "inspect", "generate", "schema"):
+        assert command in text
+
+
+def test_pretrain_writes_a_checkpoint_that_loads(tmp_path: Path) -> None:
+    recipe = ROOT / "recipes" / "pretrain-pico.yaml"
+    small = ["train.steps=2", "evaluate.examples=4", "evaluate.sentences=4", "evaluate.pairs=[4]"]
+    done = surgery("pretrain", str(recipe), *small, "--to", "made", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert surgery("inspect", "./made", cwd=tmp_path).returncode == 0
+    assert "surgery pretrain recipes/pretrain-pico.yaml" in (tmp_path / "made" / "README.md").read_text()
+    assert not (tmp_path / "made.steps").exists()
+
+
+def test_two_processes_train_one_model(tmp_path: Path) -> None:
+    """Rank 0 writes the run folder; both ranks train on their share of every batch."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0"]
+    command = [*torchrun, "-m", "surgery", "run", str(RECIPE), *SMALL, "--to", "train", "train.steps=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("train  done") == 1
+    weights = load_file(tmp_path / "runs" / "quickstart" / "trained" / "model.safetensors")
+    assert all(bool(torch.isfinite(w).all()) for w in weights.values())

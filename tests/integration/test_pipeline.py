@@ -1,0 +1,145 @@
+"""The main job end to end on the shipped base: what a run writes, skips, resumes, and ends with."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from surgery.heads import head_set_from_json, plan_from_json
+from tests.integration.conftest import RECIPE, SMALL, run_small, surgery
+
+
+def test_a_run_leaves_every_artifact(finished: Path) -> None:
+    for name in ("heads.json", "plan.json", "results.json", "spliced", "trained", "no_splice", "export", "recipe.yaml"):
+        assert (finished / name).exists(), name
+    assert not list(finished.glob(".*.tmp")) and not (finished / "steps").exists()
+    figures = {p.name for p in (finished / "figures").rglob("*.png")}
+    assert {"head_maps.png", "accuracy_by_pairs.png", "training.png"} <= figures
+
+
+def test_results_have_the_documented_form(finished: Path) -> None:
+    results = json.loads((finished / "results.json").read_text())
+    assert set(results["arms"]) == {"base", "hybrid", "no_splice"}
+    for arm in results["arms"].values():
+        assert set(arm["kv_retrieval"]) == {"4", "8"}
+        for entry in (arm["kv_retrieval"]["8"], arm["letter_choice"], arm["closed_book"], arm["closed_book_seen"]):
+            assert 0 <= entry["low"] <= entry["accuracy"] <= entry["high"] <= 1 and entry["n"] > 0
+        assert arm["perplexity"] > 1
+    assert set(results["seconds"]) == {"locate", "plan", "splice", "train", "control", "evaluate"}
+    assert results["versions"]["torch"] == torch.__version__
+
+
+def test_heads_plan_config_results_and_card_agree(finished: Path) -> None:
+    heads = head_set_from_json(json.loads((finished / "heads.json").read_text()))
+    plan = plan_from_json(json.loads((finished / "plan.json").read_text()))
+    config = json.loads((finished / "export" / "config.json").read_text())
+    card = (finished / "export" / "README.md").read_text()
+    from_config = [f"L{site['layer']}H{head}" for site in config["splice"] for head in site["heads"]]
+    assert sorted(str(s.head) for s in heads.chosen) == sorted(map(str, plan.heads)) == sorted(from_config)
+    assert json.loads((finished / "results.json").read_text())["heads"] == from_config
+    for head in from_config:
+        assert f"| {head} |" in card
+    for site, graft in zip(config["splice"], plan.grafts, strict=True):
+        assert (site["mode"], site["init"], site["reads"]) == (graft.mode, graft.init, list(graft.reads))
+
+
+def test_add_mode_starts_as_the_base(finished: Path) -> None:
+    gap = json.loads((finished / "splice.json").read_text())
+    assert gap == {"max_logit": 0.0, "kl": 0.0, "same_top": 1.0}
+
+
+def test_a_finished_run_is_skipped_stage_by_stage(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished.parent, tmp_path / "runs")
+    again = run_small(tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.count("skipped: finished before") == 7
+
+
+def test_a_changed_section_reruns_its_stage_and_those_below(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished.parent, tmp_path / "runs")
+    again = run_small(tmp_path, "evaluate.examples=8")
+    assert again.returncode == 0, again.stderr
+    skipped = [line.split()[0] for line in again.stdout.splitlines() if "skipped" in line]
+    assert skipped == ["locate", "plan", "splice", "train", "control"]
+    results = json.loads((tmp_path / "runs" / "quickstart" / "results.json").read_text())
+    assert results["arms"]["base"]["letter_choice"]["n"] == 8
+
+
+def test_a_stage_runs_alone(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished.parent, tmp_path / "runs")
+    again = surgery("plan", str(RECIPE), *SMALL, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "plan  done" in again.stdout and "locate" not in again.stdout.split("runs/")[0]
+
+
+def test_a_stage_without_its_input_says_which_one_writes_it(tmp_path: Path) -> None:
+    done = surgery("train", str(RECIPE), *SMALL, cwd=tmp_path)
+    assert done.returncode == 2 and "Run the stage splice first" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_run_folder_of_another_recipe_is_refused(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished.parent, tmp_path / "runs")
+    other = run_small(tmp_path, "seed=7", options=("--to", "plan"))
+    assert other.returncode == 2 and "--overwrite" in other.stderr
+    assert (tmp_path / "runs" / "quickstart" / "results.json").exists()
+    replaced = run_small(tmp_path, "seed=7", options=("--to", "plan", "--overwrite"))
+    assert replaced.returncode == 0, replaced.stderr
+    assert not (tmp_path / "runs" / "quickstart" / "results.json").exists()
+
+
+@pytest.mark.parametrize("moment", ["step_000002", "step_000004"])
+def test_killed_inside_training_it_ends_with_the_same_weights(finished: Path, tmp_path: Path, moment: str) -> None:
+    command = [sys.executable, "-m", "surgery", "run", str(RECIPE), *SMALL, "--to", "train"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.time() + 120
+    steps = tmp_path / "runs" / "quickstart" / "steps"
+    while not list(steps.glob(f"*/{moment}")) and process.poll() is None and time.time() < deadline:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert list(steps.glob("*/step_*")), "it was to be killed in the middle of training"
+    assert not (tmp_path / "runs" / "quickstart" / "trained").exists()
+    resumed = run_small(tmp_path, options=("--to", "train"))
+    assert resumed.returncode == 0, resumed.stderr
+    ours = load_file(tmp_path / "runs" / "quickstart" / "trained" / "model.safetensors")
+    whole = load_file(finished / "trained" / "model.safetensors")
+    assert set(ours) == set(whole)
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, ours[name]), name
+
+
+def test_dry_run_writes_nothing(tmp_path: Path) -> None:
+    done = run_small(tmp_path, options=("--dry-run",))
+    assert done.returncode == 0 and "new parameters" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [("splice.mode=replace",), ("splice.init=random", "splice.num_heads=2"), ("splice.select=random",)],
+    ids=["replace", "random init, two heads", "random site"],
+)
+def test_other_ways_to_splice_export_too(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    done = run_small(tmp_path, *overrides, "train.steps=2", "train.no_splice=false")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "runs" / "quickstart" / "export" / "export.json").read_text())
+    assert report["max_logit_difference"] == 0 and report["checked_without_surgery"]
+    if "splice.mode=replace" in overrides:
+        gap = json.loads((tmp_path / "runs" / "quickstart" / "splice.json").read_text())
+        assert gap["max_logit"] > 0
+        config = json.loads((tmp_path / "runs" / "quickstart" / "export" / "config.json").read_text())
+        weights = load_file(tmp_path / "runs" / "quickstart" / "export" / "model.safetensors")
+        for site in config["splice"]:
+            block = weights[f"backbone.layers.{site['layer']}.mixer.out_proj.weight"]
+            for head in site["heads"]:
+                assert not block[:, head * config["head_dim"] : (head + 1) * config["head_dim"]].any()

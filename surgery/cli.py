@@ -29,7 +29,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-out = Console()
+out = Console(width=None if sys.stdout.isatty() else 140)  # a pipe has no width: do not cut names
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file, such as recipes/quickstart.yaml.")]
 Overrides = Annotated[
@@ -112,10 +112,11 @@ def _run(
     bars = Bars()
     try:
         done = pipeline.run_pipeline(loaded, folder, first, last, overwrite, bars)
+        if done.accelerator.is_main_process:
+            _print_results(folder)
+        done.accelerator.end_training()
     finally:
         bars.stop()
-    if done.accelerator.is_main_process:
-        _print_results(folder)
 
 
 def _stage_command(name: str, what: str) -> None:

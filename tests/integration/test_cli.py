@@ -57,7 +57,7 @@ def test_pretrain_writes_a_checkpoint_that_loads(tmp_path: Path) -> None:
 
 def test_two_processes_train_one_model(tmp_path: Path) -> None:
     """Rank 0 writes the run folder; both ranks train on their share of every batch."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command = [*torchrun, "-m", "surgery", "run", str(RECIPE), *SMALL, "--to", "train", "train.steps=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)

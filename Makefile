@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint format pretrain clean
+.PHONY: demo test check lint format pretrain compat clean
 
 $(VENV)/.installed: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -17,7 +17,7 @@ demo: $(VENV)/.installed
 
 ## All tests, on pico models, without a network.
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2 tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests
 
 ## What CI runs: format, lint, types, tests.
 check: $(VENV)/.installed lint test
@@ -35,5 +35,10 @@ format: $(VENV)/.installed
 pretrain: $(VENV)/.installed
 	$(BIN)/surgery pretrain recipes/pretrain-pico.yaml --to checkpoints/pico-mamba2
 
+## The classes and the locating, on the oldest transformers that is supported.
+compat: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .compat "transformers==5.21.*"
+	OMP_NUM_THREADS=1 PYTHONPATH=.compat $(BIN)/python -m pytest tests/unit/hybrid tests/unit/families tests/unit/locate
+
 clean:
-	rm -rf runs $(VENV) .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	rm -rf runs $(VENV) .compat .pytest_cache .ruff_cache .mypy_cache build *.egg-info

@@ -1,312 +1,28 @@
-"""Stages in order: freshness, resume, who writes. Owns: what each stage reads and writes in the run folder.
+"""Runs the stages in order: freshness, resume, who writes. Must never know: how a stage does its work.
 
-Must never know: how a stage does its work (that is one call), how progress is drawn. A stage is fresh if its manifest
-matches the hashes of its inputs, its sections of the recipe and its version; else it runs again. Under a launcher every
-process trains; rank 0 alone does the rest and writes.
+A stage is fresh if its manifest matches the hashes of its inputs, its sections of the recipe and its version; else it
+runs again. Under a launcher every process trains; rank 0 alone does the rest and writes.
 """
 
 from __future__ import annotations
 
-import platform
-import shutil
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate import __version__ as accelerate_version
 from accelerate.utils import broadcast_object_list
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
-from transformers import __version__ as transformers_version
 
-from surgery import __version__
-from surgery.card import model_card, public_name
-from surgery.checkpoint import load_config, load_model, load_tokenizer, revision_of
+from surgery.checkpoint import load_config, revision_of
 from surgery.errors import RunError
-from surgery.evaluate import Arm, compare, evaluate, make_prompts
-from surgery.export import export
 from surgery.families import family_of, geometry_of
-from surgery.heads import HeadId, HeadSet, Plan, ScoredHead, head_set_from_json, plan_from_json, to_json
-from surgery.locate import locate
+from surgery.heads import HeadId, HeadSet, ScoredHead, head_set_from_json
 from surgery.plan import make_plan, splice_field
-from surgery.probes.documents import encode, rng_of
-from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Recipe, to_yaml
-from surgery.report.figures import accuracy_by_pairs, attention_map, head_maps, training_curve
-from surgery.rundir import RunDir, digest, fingerprint, new_folder, read_json, write_json
+from surgery.rundir import read_json
 from surgery.sizes import meta_model, sizes_of
-from surgery.splice import splice, step_zero_gap
-from surgery.train import make_accelerator, train
-
-
-class Reporter(Protocol):
-    """Where progress goes; the CLI draws it."""
-
-    def start(self, stage: str, what: str) -> None: ...
-
-    def progress(self, done: int, total: int, note: str = "") -> None: ...
-
-    def finish(self, stage: str, seconds: float) -> None: ...
-
-    def skip(self, stage: str, why: str) -> None: ...
-
-
-class Silent:
-    """No progress: for the Python API and for ranks other than 0."""
-
-    def start(self, stage: str, what: str) -> None:
-        """Ignores it."""
-
-    def progress(self, done: int, total: int, note: str = "") -> None:
-        """Ignores it."""
-
-    def finish(self, stage: str, seconds: float) -> None:
-        """Ignores it."""
-
-    def skip(self, stage: str, why: str) -> None:
-        """Ignores it."""
-
-
-@dataclass
-class Run:
-    """One recipe in one folder."""
-
-    recipe: Recipe
-    folder: Path
-    accelerator: Accelerator
-    reporter: Reporter = field(default_factory=Silent)
-
-    def __post_init__(self) -> None:
-        self.rundir = RunDir(self.folder)
-        self._base: PreTrainedModel | None = None
-        self._tokenizer: PreTrainedTokenizerBase | None = None
-
-    def base(self) -> PreTrainedModel:
-        """The pretrained model, loaded once; never trained."""
-        if self._base is None:
-            self._base = load_model(self.recipe.base).to(self.accelerator.device)
-        return self._base
-
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The base's tokenizer, loaded once."""
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.recipe.base)
-        return self._tokenizer
-
-    def model(self, name: str) -> PreTrainedModel:
-        """A model that a stage has saved in the run folder."""
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.folder / name, dtype="auto")
-        return model.to(self.accelerator.device)
-
-    def heads(self) -> HeadSet:
-        """What `locate` wrote."""
-        return head_set_from_json(read_json(self.folder / "heads.json"))
-
-    def plan(self) -> Plan:
-        """What `plan` wrote."""
-        return plan_from_json(read_json(self.folder / "plan.json"))
-
-    def save(self, model: PreTrainedModel, name: str) -> None:
-        """Writes a model folder whole; loads without remote code where `surgery.hybrid` is imported."""
-        with new_folder(self.folder / name) as folder:
-            model.save_pretrained(folder)
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One step of a run.
-
-    Attributes:
-        what: for the progress line.
-        sections: parts of the recipe that the result depends on.
-        reads, writes: files and folders of the run folder.
-        work: does it.
-        together: every process takes part, not rank 0 alone.
-        version: raised when the stage's result changes for the same inputs.
-    """
-
-    name: str
-    what: str
-    sections: tuple[str, ...]
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    work: Callable[[Run, str], None]
-    together: bool = False
-    version: int = 1
-
-    def key(self, run: Run, base_revision: str) -> str:
-        """Hash of all that the result depends on."""
-        recipe = run.recipe.model_dump(mode="json")
-        sections = {s: recipe[s] for s in ("seed", *self.sections)}
-        inputs = {r: digest(run.folder / r) for r in self.reads}
-        return fingerprint([self.name, self.version, base_revision, sections, inputs])
-
-
-def _locate(run: Run, key: str) -> None:
-    recipe = run.recipe
-    heads = locate(
-        run.base(),
-        run.tokenizer(),
-        recipe.locate,
-        recipe.splice,
-        recipe.seed,
-        public_name(recipe.base.model),
-        revision_of(recipe.base),
-        run.reporter.progress,
-    )
-    head_maps(heads, run.folder / "figures" / "locate")
-    write_json(run.folder / "heads.json", to_json(heads))
-
-
-def _plan(run: Run, key: str) -> None:
-    plan = make_plan(run.heads(), run.base().config, run.recipe.splice, run.recipe.seed)
-    write_json(run.folder / "plan.json", to_json(plan))
-
-
-def _splice(run: Run, key: str) -> None:
-    hybrid = splice(run.base(), run.plan(), run.recipe.splice)
-    batch = _sample(run, 8)
-    gap = step_zero_gap(run.base(), hybrid, batch.input_ids, batch.attention_mask)
-    run.save(hybrid, "spliced")
-    write_json(run.folder / "splice.json", {"max_logit": gap.max_logit, "kl": gap.kl, "same_top": gap.same_top})
-
-
-def _sample(run: Run, count: int, pairs: int = 0) -> Any:
-    """A few evaluation prompts of the size that locating uses, on the device."""
-    pairs = pairs or run.recipe.locate.pairs
-    documents = [kv_document(rng_of("sample", run.recipe.seed, i), pairs, split="eval") for i in range(count)]
-    return encode(documents, run.tokenizer(), until_answer=True).to(run.accelerator.device)
-
-
-def _train(run: Run, key: str) -> None:
-    _train_arm(run, key, run.model("spliced"), run.plan(), "trained", "training")
-
-
-def _control(run: Run, key: str) -> None:
-    if run.recipe.train.has_control:
-        _train_arm(run, key, load_model(run.recipe.base), None, "no_splice", "no_splice_training")
-    elif run.accelerator.is_main_process:
-        shutil.rmtree(run.folder / "no_splice", ignore_errors=True)
-
-
-def _train_arm(run: Run, key: str, model: PreTrainedModel, plan: Plan | None, name: str, curve: str) -> None:
-    """Trains one arm from the newest checkpoint of this very key; writes the model and its losses."""
-    section, steps = run.recipe.train, run.folder / "steps"
-    mine = steps / key[:16]
-    if run.accelerator.is_main_process and steps.is_dir():
-        for other in steps.iterdir():
-            if other != mine:
-                shutil.rmtree(other)
-    keeps = any(source.weights.keep > 0 for source in section.sources)
-
-    def on_step(step: int, losses: dict[str, float]) -> None:
-        run.reporter.progress(step, section.steps, f"loss {losses['loss']:.3f}")
-
-    history = train(
-        model,
-        run.tokenizer(),
-        section,
-        plan,
-        run.base() if keeps else None,
-        run.recipe.seed,
-        mine,
-        run.accelerator,
-        on_step,
-    )
-    if run.accelerator.is_main_process:
-        run.save(model, name)
-        write_json(run.folder / f"{curve}.json", history)
-        training_curve(history, run.folder / "figures" / curve, curve)
-        shutil.rmtree(steps, ignore_errors=True)
-
-
-def _evaluate(run: Run, key: str) -> None:
-    began = time.perf_counter()
-    recipe = run.recipe
-    prompts = make_prompts(recipe.evaluate, recipe.seed)
-    models: dict[str, Callable[[], PreTrainedModel]] = {"base": run.base}
-    if (run.folder / "no_splice").is_dir():
-        models["no_splice"] = lambda: run.model("no_splice")
-    models["hybrid"] = lambda: run.model("trained")
-    arms: dict[str, Arm] = {}
-    for index, (name, load) in enumerate(models.items()):
-
-        def progress(done: int, total: int, name: str = name, index: int = index) -> None:
-            run.reporter.progress(index * total + done, len(models) * total, name)
-
-        arms[name] = evaluate(load(), run.tokenizer(), recipe.evaluate, recipe.seed, prompts, progress)
-    _write_results(run, arms, began)
-
-
-def _write_results(run: Run, arms: dict[str, Arm], began: float) -> None:
-    recipe, figures = run.recipe, run.folder / "figures" / "evaluate"
-    summaries = {name: arm.summary for name, arm in arms.items()}
-    trained = [source.pairs for source in recipe.train.sources if source.task == "kv_retrieval"]
-    span = (min(p[0] for p in trained), max(p[1] for p in trained)) if trained else (0, 0)
-    accuracy_by_pairs({name: arm["kv_retrieval"] for name, arm in summaries.items()}, figures, span)
-    _draw_attention(run, figures)
-    seconds = {name: (run.rundir.manifest(name) or {}).get("seconds", 0.0) for name in STAGE_NAMES[:5]}
-    results = {
-        "heads": [str(h) for h in run.plan().heads],
-        "arms": summaries,
-        "p_values": compare(arms, "base"),
-        "step_zero_gap": read_json(run.folder / "splice.json"),
-        "seconds": {**seconds, "evaluate": round(time.perf_counter() - began, 2)},
-        "seed": recipe.seed,
-        "versions": versions(),
-    }
-    write_json(run.folder / "results.json", results)
-
-
-def _draw_attention(run: Run, figures: Path) -> None:
-    """The first spliced head's attention from the query over one prompt, before and after training."""
-    batch = _sample(run, 1, pairs=min(16, run.recipe.locate.pairs))
-    plan, rows = run.plan(), {}
-    for label, name in (("before training", "spliced"), ("after training", "trained")):
-        with torch.no_grad():
-            output = run.model(name)(batch.input_ids, use_cache=False, splice_queries=batch.query)
-        rows[label] = output.splice_attentions[0][0, 0, 0].cpu().numpy()
-    tokens = [run.tokenizer().decode([i]) for i in batch.input_ids[0].tolist()]
-    marks = {"segment end": batch.segment_end, "answer token": batch.answer_token, "query": batch.query}
-    places = {name: int(position[0, 0]) for name, position in marks.items()}
-    attention_map(rows, tokens, places, figures, str(plan.heads[0]))
-
-
-def _export(run: Run, key: str) -> None:
-    heads, plan = run.heads(), run.plan()
-    results = read_json(run.folder / "results.json")
-    card = model_card(run.recipe, heads, plan, results)
-    shared = public_recipe(run.recipe)
-    export(
-        run.model("trained"),
-        run.tokenizer(),
-        run.folder / "export",
-        run.recipe.export,
-        card,
-        plan,
-        heads,
-        to_yaml(shared),
-        results,
-        run.folder / "figures",
-    )
-
-
-STAGES: tuple[Stage, ...] = (
-    Stage("locate", "ablating every head", ("base", "locate", "splice"), (), ("heads.json",), _locate),
-    Stage("plan", "planning the grafts", ("base", "splice"), ("heads.json",), ("plan.json",), _plan),
-    Stage("splice", "splicing", ("base", "splice"), ("plan.json",), ("spliced", "splice.json"), _splice),
-    Stage("train", "training the hybrid", ("base", "train"), ("spliced", "plan.json"), ("trained", "training.json"),
-          _train, together=True),
-    Stage("control", "training the control", ("base", "train"), (), (), _control, together=True),
-    Stage("evaluate", "scoring every arm", ("base", "train", "locate", "evaluate"),
-          ("trained", "no_splice", "spliced", "plan.json"), ("results.json",), _evaluate),
-    Stage("export", "exporting", ("base", "locate", "splice", "train", "evaluate", "export"),
-          ("trained", "results.json", "plan.json", "heads.json"), ("export",), _export),
-)  # fmt: skip
-STAGE_NAMES = tuple(stage.name for stage in STAGES)
+from surgery.stages import STAGE_NAMES, STAGES, Reporter, Run, Silent, Stage
+from surgery.train import make_accelerator
 
 
 def run_pipeline(
@@ -377,17 +93,6 @@ def _run_stage(run: Run, stage: Stage, revision: str, forced: bool) -> None:
     run.reporter.finish(stage.name, seconds)
 
 
-def versions() -> dict[str, str]:
-    """Of everything that a number may depend on."""
-    return {
-        "surgery": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers_version,
-        "accelerate": accelerate_version,
-    }
-
-
 def dry_run(recipe: Recipe, folder: Path) -> dict[str, Any]:
     """What a run would do, from configs alone: no weights are read and nothing is written.
 
@@ -422,14 +127,3 @@ def dry_run(recipe: Recipe, folder: Path) -> dict[str, Any]:
         "steps": recipe.train.steps,
         "documents": recipe.train.steps * sum(source.rows for source in recipe.train.sources),
     }
-
-
-def public_recipe(recipe: Recipe) -> Recipe:
-    """The recipe as it may be published: a folder of this machine becomes its last part."""
-    base = recipe.base.model_copy(
-        update={
-            "model": public_name(recipe.base.model),
-            "tokenizer": public_name(recipe.base.tokenizer) if recipe.base.tokenizer else None,
-        }
-    )
-    return recipe.model_copy(update={"base": base})

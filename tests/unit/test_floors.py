@@ -27,7 +27,7 @@ FLOORS = {
     **dict.fromkeys(("families", "probes", "capture", "checkpoint"), 2),
     **dict.fromkeys(("locate", "plan", "splice", "train", "evaluate", "report", "sizes"), 3),
     **dict.fromkeys(("export", "card", "hub", "inspect"), 3),
-    **dict.fromkeys(("pipeline", "pretrain"), 4),
+    **dict.fromkeys(("pipeline", "stages"), 4),
     **dict.fromkeys(("cli", "__init__", "__main__"), 5),
 }
 WITHOUT_TORCH = ("heads", "errors", "recipe", "rundir")

@@ -33,7 +33,7 @@ format: $(VENV)/.installed
 
 ## Makes checkpoints/pico-mamba2 again. Not part of any check.
 pretrain: $(VENV)/.installed
-	$(BIN)/surgery pretrain recipes/pretrain-pico.yaml --to checkpoints/pico-mamba2
+	$(BIN)/surgery pretrain recipes/pretrain-pico.yaml --to checkpoints/pico-mamba2 --overwrite
 
 ## The classes and the locating, on the oldest transformers that is supported.
 compat: $(VENV)/.installed

@@ -125,7 +125,7 @@ def base_card(
         "purpose: its state holds a few pairs, so it has the retrieval gap of a large state-space model. It is of no "
         "use but to try the toolkit.\n\n"
         f"Made with `surgery pretrain recipes/pretrain-{recipe.name.split('-')[0]}.yaml`, seed {recipe.seed}, in "
-        f"{minutes:.0f} minutes of step time on 2 cores ({json.dumps(found)}).\n\n"
+        f"{minutes:.0f} minutes with {torch.get_num_threads()} threads ({json.dumps(found)}).\n\n"
         f"Accuracy on the evaluation split ({recipe.evaluate.examples} prompts each) by training step:\n\n"
         + "\n".join(lines)
         + "\n\n![Training losses](training.png)\n\n"

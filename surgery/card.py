@@ -28,7 +28,7 @@ def model_card(recipe: Recipe, heads: HeadSet, plan: Plan, results: Mapping[str,
     }
     if "/" in base:
         front["base_model"] = base
-    shared = recipe.model_copy(update={"base": recipe.base.model_copy(update={"model": base})})
+    shared = public_recipe(recipe)
     parts = [
         "---\n" + yaml.safe_dump(front, sort_keys=False) + "---",
         f"# {recipe.name}",
@@ -44,7 +44,18 @@ def model_card(recipe: Recipe, heads: HeadSet, plan: Plan, results: Mapping[str,
 
 def public_name(model: str) -> str:
     """A Hub id as it is; of a folder, its last part."""
-    return model if model.count("/") == 1 and not Path(model).exists() else Path(model).name
+    return model if model.count("/") == 1 and not Path(model).exists() else Path(model).resolve().name
+
+
+def public_recipe(recipe: Recipe) -> Recipe:
+    """The recipe as it may be published: a folder of this machine becomes its last part."""
+    base = recipe.base.model_copy(
+        update={
+            "model": public_name(recipe.base.model),
+            "tokenizer": public_name(recipe.base.tokenizer) if recipe.base.tokenizer else None,
+        }
+    )
+    return recipe.model_copy(update={"base": base})
 
 
 def _what(base: str, heads: HeadSet, plan: Plan) -> str:

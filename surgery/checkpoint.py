@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -46,7 +48,7 @@ def load_config(base: Base) -> PreTrainedConfig:
             raise ModelError("base.model", base.model, f"It has no config.json (it holds {found or 'nothing'}).")
     try:
         return AutoConfig.from_pretrained(base.model, revision=base.revision, trust_remote_code=base.trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise ModelError("base.model", base.model, _first_line(error)) from None
 
 
@@ -70,7 +72,7 @@ def load_model(base: Base) -> PreTrainedModel:
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, EOFError, ValueError, KeyError, RuntimeError, SafetensorError, UnpicklingError) as error:
         raise ModelError("base.model", base.model, _first_line(error)) from None
     faults = [f"missing {sorted(info['missing_keys'])[:4]}"] if info["missing_keys"] else []
     faults += [f"unexpected {sorted(info['unexpected_keys'])[:4]}"] if info["unexpected_keys"] else []
@@ -95,6 +97,8 @@ def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError("base.tokenizer", source, _first_line(error)) from None
+    if not tokenizer("a 7", add_special_tokens=False)["input_ids"]:
+        raise ModelError("base.tokenizer", source, "There is no tokenizer there; say in base.tokenizer where it is.")
     if not tokenizer.is_fast:
         raise ModelError("base.tokenizer", source, "It is not a fast tokenizer; probes need character offsets.")
     if tokenizer.pad_token_id is None:
@@ -105,8 +109,15 @@ def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
 def revision_of(base: Base) -> str:
     """What identifies the weights: the commit of a Hub id, a hash of the files of a folder."""
     if Path(base.model).is_dir():
-        return digest(*_files(Path(base.model)))[:16]
-    return str(getattr(load_config(base), "_commit_hash", None) or base.revision or "")
+        return _with_tokenizer(base, digest(*_files(Path(base.model)))[:16])
+    return _with_tokenizer(base, str(getattr(load_config(base), "_commit_hash", None) or base.revision or ""))
+
+
+def _with_tokenizer(base: Base, revision: str) -> str:
+    """A tokenizer from another folder counts too."""
+    if base.tokenizer is None or not Path(base.tokenizer).is_dir():
+        return revision
+    return f"{revision}+{digest(*sorted(Path(base.tokenizer).glob('tokenizer*.json')))[:8]}"
 
 
 def _files(folder: Path) -> list[Path]:
@@ -137,4 +148,4 @@ def _check_files(folder: Path) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from surgery import __version__
 from surgery.errors import SurgeryError
-from surgery.recipe import Base, PretrainRecipe, Recipe, load_recipe, to_yaml
+from surgery.recipe import Base, PretrainRecipe, Recipe, is_pretraining, load_recipe, to_yaml
 
 app = typer.Typer(
     help="Give a Mamba a memory: locate its retrieval heads, splice attention in there, train briefly, export.",
@@ -112,7 +112,7 @@ def _run(
     bars = Bars()
     try:
         done = pipeline.run_pipeline(loaded, folder, first, last, overwrite, bars)
-        if done.accelerator.is_main_process:
+        if done.accelerator.is_main_process and "evaluate" in done.stages:
             _print_results(folder)
         done.accelerator.end_training()
     finally:
@@ -144,7 +144,7 @@ for _name, _what in {
 @app.command()
 def validate(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Check a recipe and print it in full, defaults included."""
-    if recipe.name.startswith("pretrain"):
+    if is_pretraining(recipe):
         print(to_yaml(load_recipe(recipe, overrides or (), PretrainRecipe)), end="")
     else:
         print(to_yaml(load_recipe(recipe, overrides or ())), end="")
@@ -281,6 +281,6 @@ def main() -> None:
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     try:
         app()
-    except SurgeryError as error:
+    except (SurgeryError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -22,7 +22,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.errors import ModelError
+from surgery.errors import ModelError, RunError
+from surgery.families import family_of
 from surgery.heads import HeadSet, Plan, to_json
 from surgery.recipe import Export
 from surgery.rundir import new_folder, write_json, write_text
@@ -39,11 +40,12 @@ def export(
     recipe_yaml: str | None = None,
     results: Mapping[str, Any] | None = None,
     figures: Path | None = None,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Writes the folder whole, verified, or not at all.
 
     Args:
-        folder: replaced if it is there.
+        folder: must not be there, or be empty, or hold an export; `overwrite` replaces whatever it is.
         card: text of README.md.
         plan, heads, recipe_yaml, results, figures: the evidence that travels with the weights.
 
@@ -51,14 +53,17 @@ def export(
         What the verification found: `max_logit_difference`, `tensors`, `checked_without_surgery`.
 
     Raises:
+        RunError: the folder holds something else.
         ModelError: a tensor is not finite, a silenced head is not silent, or the reloaded folder gives other logits.
     """
     section = section or Export()
+    there = Path(folder)
+    taken = there.is_file() or (there.is_dir() and any(there.iterdir()) and not (there / "export.json").is_file())
+    if taken and not overwrite:
+        raise RunError("folder", str(folder), "It holds something that is no export. Name another folder.")
     with new_folder(Path(folder)) as new:
         exported = _as_exported(model, section)
-        type(exported).register_for_auto_class("AutoModelForCausalLM")
-        type(exported.config).register_for_auto_class()
-        exported.save_pretrained(new)
+        _save_with_code(exported, new)
         _name_backbone(new, type(exported.backbone).__name__)
         tokenizer.save_pretrained(new)
         _generation_config(model, tokenizer).save_pretrained(new)
@@ -71,7 +76,7 @@ def export(
             write_text(new / "recipe.yaml", recipe_yaml)
         if results is not None:
             write_json(new / "results.json", results)
-        if figures is not None:
+        if figures is not None and figures.is_dir():
             shutil.copytree(figures, new / "figures", ignore=shutil.ignore_patterns("*.svg", "*.csv"))
         if card:
             write_text(new / "README.md", card)
@@ -94,6 +99,17 @@ def _as_exported(model: PreTrainedModel, section: Export) -> PreTrainedModel:
     return exported
 
 
+def _save_with_code(model: PreTrainedModel, folder: Path) -> None:
+    """Saves with the modelling files. The mark that asks for them sits on the class; it is taken off again."""
+    model_class, config_class = type(model), type(model.config)
+    try:
+        model_class.register_for_auto_class("AutoModelForCausalLM")
+        config_class.register_for_auto_class()
+        model.save_pretrained(folder)
+    finally:
+        model_class._auto_class = config_class._auto_class = None
+
+
 def _name_backbone(folder: Path, name: str) -> None:
     """transformers names the class that was saved; `AutoModel` finds the model without its head as well."""
     config = json.loads((folder / "config.json").read_text())
@@ -102,7 +118,7 @@ def _name_backbone(folder: Path, name: str) -> None:
 
 
 def _generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    config = model.generation_config or GenerationConfig()
+    config = copy.deepcopy(model.generation_config) or GenerationConfig()
     config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
     return config
 
@@ -128,8 +144,9 @@ def verify(folder: Path, model: PreTrainedModel, prompt_tokens: int = 24) -> dic
     """Reloads the folder where `surgery` cannot be imported and compares logits and a generation with `model`'s.
 
     Raises:
-        ModelError: they differ, a tensor is not finite, or config and weights disagree.
+        ModelError: they differ, a tensor is not finite, or a replaced head is not silent.
     """
+    _check_silence(model)
     tensors = 0
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
@@ -156,6 +173,17 @@ def verify(folder: Path, model: PreTrainedModel, prompt_tokens: int = 24) -> dic
     if difference != 0 or not torch.equal(text, reloaded["text"]):
         raise ModelError("export", f"logits differ by {difference}", "The reloaded folder is another model.")
     return {"checked_without_surgery": True, "max_logit_difference": difference, "tensors": tensors}
+
+
+def _check_silence(model: PreTrainedModel) -> None:
+    """Where heads were replaced, their columns of `out_proj` are still zero."""
+    family = family_of(model.config)
+    specs = {spec.layer: spec for spec in family.mixers(model.config)}
+    for site in getattr(model.config, "splice", None) or []:
+        out_proj = family.out_proj(family.mixer(model, site["layer"]))
+        for head in site["heads"] if site["mode"] == "replace" else []:
+            if bool(out_proj.weight[:, family.weight_slices(specs[site["layer"]], head).out].any()):
+                raise ModelError("export", f"L{site['layer']}H{head}", "It was replaced, and is not silent any more.")
 
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:

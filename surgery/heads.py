@@ -118,7 +118,7 @@ class HeadSet:
         geometry: `geometry_hash` of the model that was measured.
         heads: every head of the model with its scores, ranked by `method`.
         chosen: the heads that `method` selects for splicing, with the column that each won by.
-        method: `sharpen | aggregate | gather | ablation | list`.
+        method: `sharpen | aggregate | gather | ablation | random | list`.
         seed: seed of the probe.
         clean: accuracy and margin of the untouched model on the same prompts.
     """
@@ -154,11 +154,14 @@ class Graft:
                     raise PlanError(f"graft.{name}", repr(value), f"Choose one of {', '.join(get_args(allowed))}.")
         if len(self.reads) != len(self.heads):
             raise PlanError("graft.reads", f"{len(self.reads)} for {len(self.heads)} heads", "Give one for each head.")
+        if len(set(self.heads)) < len(self.heads) or not all(0 <= h < self.site.num_heads for h in self.heads):
+            hint = f"Name different heads from 0 to {self.site.num_heads - 1}."
+            raise PlanError(f"graft.heads of layer {self.site.layer}", list(self.heads), hint)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that splicing needs besides the weights. Pure: made without torch, printed by `--dry-run`."""
+    """All that splicing needs besides the weights; made from a config alone, printed by `--dry-run`."""
 
     base: str
     geometry: str

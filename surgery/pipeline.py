@@ -14,12 +14,12 @@ import torch
 from accelerate.utils import broadcast_object_list
 
 from surgery.checkpoint import load_config, revision_of
-from surgery.errors import RunError
+from surgery.errors import PlanError, RunError
 from surgery.families import family_of, geometry_of
 from surgery.heads import HeadId, HeadSet, ScoredHead, head_set_from_json
-from surgery.plan import make_plan, splice_field
+from surgery.plan import check_in_range, check_not_spliced, make_plan, splice_field
 from surgery.recipe import Recipe, to_yaml
-from surgery.rundir import read_json
+from surgery.rundir import RunDir, read_json
 from surgery.sizes import meta_model, sizes_of
 from surgery.stages import STAGE_NAMES, STAGES, Reporter, Run, Silent, Stage
 from surgery.train import make_accelerator
@@ -37,7 +37,7 @@ def run_pipeline(
 
     Args:
         folder: of the run; taken for this recipe, or refused.
-        first: run this stage even if it is fresh, and begin there; what it reads must be there.
+        first: run this stage even if it is fresh, and begin there; those above must be finished with this recipe.
         last: stop after this stage.
 
     Raises:
@@ -47,14 +47,18 @@ def run_pipeline(
     for option, name in (("--from", first), ("--to", last)):
         if name is not None and name not in STAGE_NAMES:
             raise RunError(option, name, f"Stages are: {', '.join(STAGE_NAMES)}.")
-    accelerator = make_accelerator()
-    is_main = accelerator.is_main_process
-    run = Run(recipe, folder, accelerator, reporter if reporter is not None and is_main else Silent())
     begin = STAGE_NAMES.index(first) if first else 0
     end = STAGE_NAMES.index(last) if last else len(STAGES) - 1
-    revision = revision_of(recipe.base)  # also the first look at the base: nothing is written before
-    run.base()
+    if begin > end:
+        raise RunError("--to", last, f"It comes before {first}.")
+    accelerator = make_accelerator()
+    is_main = accelerator.is_main_process
+    names = tuple(stage.name for stage in STAGES[begin : end + 1])
+    run = Run(recipe, folder, accelerator, reporter if reporter is not None and is_main else Silent(), names)
+    _look_first(run)
+    revision = revision_of(recipe.base)
     if is_main:
+        _check_above(run, STAGES[:begin], revision)
         run.rundir.claim(to_yaml(recipe), overwrite)
     accelerator.wait_for_everyone()
     for stage in STAGES[begin : end + 1]:
@@ -62,18 +66,36 @@ def run_pipeline(
     return run
 
 
+def _look_first(run: Run) -> None:
+    """Everything about the base and the heads that can be refused before anything is written or measured."""
+    recipe = run.recipe
+    config = load_config(recipe.base)
+    specs = {spec.layer: spec for spec in family_of(config).mixers(config)}
+    check_not_spliced(config)
+    for head in map(HeadId.parse, recipe.splice.heads):
+        check_in_range(head, specs)
+    heads = sum(spec.num_heads for spec in specs.values())
+    if recipe.splice.num_heads > heads:
+        raise PlanError("splice.num_heads", recipe.splice.num_heads, f"The model has {heads} heads.")
+    if recipe.splice.select == "sharpen" and recipe.splice.num_heads > recipe.locate.top_k:
+        raise PlanError("splice.num_heads", recipe.splice.num_heads, "Raise locate.top_k to at least that number.")
+    run.tokenizer()
+    run.base()
+
+
+def _check_above(run: Run, stages: tuple[Stage, ...], revision: str) -> None:
+    """Stages that are not run again must have been finished with these very settings; edits by hand are welcome."""
+    for stage in stages:
+        if not run.rundir.is_finished(stage.name, stage.key(run, revision), stage.outputs(run)):
+            hint = f"It is not finished, or was with other settings. Run the stage {stage.name} first."
+            raise RunError(run.stages[0], f"needs {stage.name}", hint)
+
+
 def _run_stage(run: Run, stage: Stage, revision: str, forced: bool) -> None:
-    outputs = [run.folder / name for name in stage.writes]
-    if stage.name == "control" and run.recipe.train.has_control:
-        outputs += [run.folder / "no_splice", run.folder / "no_splice_training.json"]
-    missing = [name for name in stage.reads if name != "no_splice" and not (run.folder / name).exists()]
-    if missing:
-        writer = next(s.name for s in STAGES if missing[0] in s.writes)
-        raise RunError(stage.name, f"{missing[0]} is missing", f"Run the stage {writer} first.")
     decided: list[Any] = [None, None]
     if run.accelerator.is_main_process:
         key = stage.key(run, revision)
-        decided = [key, not forced and run.rundir.is_fresh(stage.name, key, outputs)]
+        decided = [key, not forced and run.rundir.is_fresh(stage.name, key, stage.outputs(run))]
     if run.accelerator.num_processes > 1:
         broadcast_object_list(decided)
     key, fresh = decided
@@ -89,7 +111,7 @@ def _run_stage(run: Run, stage: Stage, revision: str, forced: bool) -> None:
     run.accelerator.wait_for_everyone()
     seconds = time.perf_counter() - began
     if run.accelerator.is_main_process:
-        run.rundir.finish(stage.name, key, outputs, seconds)
+        run.rundir.finish(stage.name, key, stage.outputs(run), seconds)
     run.reporter.finish(stage.name, seconds)
 
 
@@ -101,14 +123,14 @@ def dry_run(recipe: Recipe, folder: Path) -> dict[str, Any]:
     config = load_config(recipe.base)
     family = family_of(config)
     specs = family.mixers(config)
-    located = (folder / "heads.json").is_file()
-    if located:
-        heads = head_set_from_json(read_json(folder / "heads.json"))
-    else:
-        middle = specs[len(specs) // 2]
-        named = [HeadId.parse(h) for h in recipe.splice.heads]
-        stand_in = named or [HeadId(middle.layer, h) for h in range(recipe.splice.num_heads)]
-        chosen = tuple(ScoredHead(h, "neither", "answer_token", {}) for h in stand_in)
+    heads = _located(recipe, folder)
+    located = heads is not None
+    if heads is None:
+        middle = specs[len(specs) // 2].layer
+        order = sorted(specs, key=lambda spec: abs(spec.layer - middle))
+        free = [HeadId(spec.layer, h) for spec in order for h in range(spec.num_heads)]
+        named = [HeadId.parse(h) for h in recipe.splice.heads] or free[: recipe.splice.num_heads]
+        chosen = tuple(ScoredHead(h, "neither", "answer_token", {}) for h in named)
         heads = HeadSet(recipe.base.model, "", geometry_of(config), (), chosen, "stand-in", recipe.seed)
     plan = make_plan(heads, config, recipe.splice, recipe.seed)
     fields = splice_field(plan, recipe.splice, config.conv_kernel)
@@ -127,3 +149,13 @@ def dry_run(recipe: Recipe, folder: Path) -> dict[str, Any]:
         "steps": recipe.train.steps,
         "documents": recipe.train.steps * sum(source.rows for source in recipe.train.sources),
     }
+
+
+def _located(recipe: Recipe, folder: Path) -> HeadSet | None:
+    """The heads of an earlier run, if they were located with these very settings."""
+    manifest = RunDir(folder).manifest("locate")
+    if manifest is None or not (folder / "heads.json").is_file():
+        return None
+    run = Run(recipe, folder, make_accelerator())
+    fresh = manifest["key"] == STAGES[0].key(run, revision_of(recipe.base))
+    return head_set_from_json(read_json(folder / "heads.json")) if fresh else None

@@ -1,7 +1,7 @@
 """The recipe: one YAML file that says everything a run does. Owns: schema, defaults, loading, overrides.
 
 Must never know: torch, transformers, run folders. Unknown keys are forbidden, duplicate keys refused, and every
-default lives here. A section of a recipe is the input of the stage of the same name.
+default lives here. A stage depends on the sections that `stages.STAGES` names.
 """
 
 from __future__ import annotations
@@ -12,22 +12,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from surgery.errors import RecipeError
 from surgery.heads import HeadId, Init, Mode
 
-Positive = Annotated[int, Field(gt=0)]
+Positive = Annotated[int, Field(gt=0, strict=True)]
+Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 Weight = Annotated[float, Field(ge=0)]
-
-
-def _pairs(value: int) -> int:
-    if not 2 <= value <= 100:
-        raise ValueError("values are distinct integers 0-99: choose 2 to 100 pairs")
-    return value
-
-
-Pairs = Annotated[int, AfterValidator(_pairs)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Rate = Annotated[float, Field(gt=0, le=1)]
+Pairs = Annotated[int, Field(ge=2, le=100, strict=True, description="Values are distinct integers 0-99.")]
 Task = Literal["kv_retrieval", "letter_choice", "option_text", "closed_book", "statement", "sentence"]
 
 
@@ -125,9 +120,9 @@ class Source(Section):
 class Optimizer(Section):
     """AdamW, with one learning rate for the new heads and one for the rest."""
 
-    lr: float = Field(2e-3, gt=0, description="Learning rate of the weights that the base had.")
-    new_heads_lr: float = Field(6e-3, gt=0, description="Learning rate of the spliced heads.")
-    betas: tuple[float, float] = (0.9, 0.98)
+    lr: Rate = Field(2e-3, description="Learning rate of the weights that the base had.")
+    new_heads_lr: Rate = Field(6e-3, description="Learning rate of the spliced heads.")
+    betas: tuple[Beta, Beta] = (0.9, 0.98)
     weight_decay: Weight = 0.0
     warmup: int = Field(20, ge=0, description="Steps of linear warm-up; a cosine to zero follows.")
     max_grad_norm: float = Field(1.0, gt=0)
@@ -169,7 +164,7 @@ class Recipe(Section):
     """One operation, from a pretrained model to an exported hybrid."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Names the run folder, runs/NAME.")
-    seed: int = Field(0, ge=0)
+    seed: Seed = 0
     base: Base
     locate: Locate = Locate()
     splice: Splice = Splice()
@@ -191,6 +186,12 @@ class TinyMamba2(Section):
     decay: tuple[float, float] = Field((0.02, 1.0), description="Initial -A of the first and last head, log-spaced.")
     vocab_size: int = Field(1024, ge=300, le=2000, description="Entries of the tokenizer, at most.")
 
+    @model_validator(mode="after")
+    def _heads_fit(self) -> TinyMamba2:
+        if 2 * self.hidden_size % self.head_dim or (2 * self.hidden_size // self.head_dim) % self.n_groups:
+            raise ValueError("head_dim must divide 2 * hidden_size, and n_groups the number of heads that gives")
+        return self
+
     @field_validator("time_step", "decay")
     @classmethod
     def _positive_range(cls, value: tuple[float, float]) -> tuple[float, float]:
@@ -203,7 +204,7 @@ class PretrainRecipe(Section):
     """How a small checkpoint of this repository was made."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    seed: int = Field(0, ge=0)
+    seed: Seed = 0
     model: TinyMamba2 = TinyMamba2()
     train: Train
     evaluate: Evaluate = Evaluate()
@@ -221,6 +222,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
             key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
             if not isinstance(key, Hashable):
                 raise yaml.constructor.ConstructorError(None, None, "a key is a plain word", key_node.start_mark)
@@ -251,13 +254,24 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: type[R] =
         raise RecipeError("recipe", str(path), "There is no such file.")
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)  # noqa: S506  (a SafeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except RecipeError:
+        raise
+    except (yaml.YAMLError, ValueError) as error:
         raise RecipeError(str(path), " ".join(str(error).split()), "It is not valid YAML.") from None
     if not isinstance(data, dict):
         raise RecipeError(str(path), type(data).__name__, "A recipe is a mapping of keys to values.")
     for override in overrides:
         _override(data, override)
     return check_recipe(data, kind)
+
+
+def is_pretraining(path: Path) -> bool:
+    """Whether a file is a recipe that makes a model from nothing: it names no base."""
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, ValueError):
+        return False
+    return isinstance(data, dict) and "model" in data and "base" not in data
 
 
 def check_recipe(data: dict[str, Any], kind: type[R] = Recipe) -> R:  # type: ignore[assignment]
@@ -280,7 +294,9 @@ def _override(data: dict[str, Any], override: str) -> None:
         raise RecipeError("override", repr(override), "Write key.path=value, such as train.steps=100.")
     try:
         value = yaml.load(text, _UniqueKeyLoader)  # noqa: S506
-    except yaml.YAMLError:
+    except RecipeError:
+        raise
+    except (yaml.YAMLError, ValueError):
         raise RecipeError("override", repr(override), "The part after = is not valid YAML.") from None
     *parents, last = key.split(".")
     node: Any = data

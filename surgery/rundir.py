@@ -133,9 +133,14 @@ class RunDir:
     def is_fresh(self, stage: str, key: str, outputs: Sequence[Path]) -> bool:
         """True when the stage finished with this key and its outputs are as it left them."""
         manifest = self.manifest(stage)
-        if manifest is None or manifest["key"] != key or not all(p.exists() for p in outputs):
-            return False
-        return manifest["outputs"] == digest(*outputs)
+        return (
+            self.is_finished(stage, key, outputs) and manifest is not None and manifest["outputs"] == digest(*outputs)
+        )
+
+    def is_finished(self, stage: str, key: str, outputs: Sequence[Path]) -> bool:
+        """True when the stage finished with this key and its outputs are there; they may have been edited since."""
+        manifest = self.manifest(stage)
+        return manifest is not None and manifest["key"] == key and all(p.exists() for p in outputs)
 
     def finish(self, stage: str, key: str, outputs: Sequence[Path], seconds: float) -> None:
         """Writes the stage's manifest: from now on it is fresh."""

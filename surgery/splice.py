@@ -6,6 +6,7 @@ B as key and x as value, so the branch starts from its own copies of those rows 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from dataclasses import dataclass
 
@@ -54,7 +55,7 @@ def splice(model: PreTrainedModel, plan: Plan, section: Splice | None = None) ->
     for name, parameter in hybrid.named_parameters():
         kept = name.rsplit(".", 1)[-1] in hybrid._keep_in_fp32_modules_strict
         parameter.data = parameter.data.to(torch.float32 if kept else model.dtype)
-    hybrid.generation_config = model.generation_config
+    hybrid.generation_config = copy.deepcopy(model.generation_config)
     return hybrid
 
 

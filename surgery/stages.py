@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import torch
 from accelerate import Accelerator
 from accelerate import __version__ as accelerate_version
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers import __version__ as transformers_version
 
 from surgery import __version__
-from surgery.card import model_card, public_name
+from surgery.card import model_card, public_name, public_recipe
 from surgery.checkpoint import load_model, load_tokenizer, revision_of
 from surgery.evaluate import Arm, compare, evaluate, make_prompts
 from surgery.export import export
@@ -29,7 +29,7 @@ from surgery.locate import locate
 from surgery.plan import make_plan
 from surgery.probes.documents import encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
-from surgery.recipe import Recipe, to_yaml
+from surgery.recipe import Base, Recipe, to_yaml
 from surgery.report.figures import accuracy_by_pairs, attention_map, head_maps, training_curve
 from surgery.rundir import RunDir, digest, fingerprint, new_folder, read_json, write_json
 from surgery.splice import splice, step_zero_gap
@@ -66,12 +66,13 @@ class Silent:
 
 @dataclass
 class Run:
-    """One recipe in one folder."""
+    """One recipe in one folder; `stages` are those that this call goes through."""
 
     recipe: Recipe
     folder: Path
     accelerator: Accelerator
     reporter: Reporter = field(default_factory=Silent)
+    stages: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.rundir = RunDir(self.folder)
@@ -92,8 +93,7 @@ class Run:
 
     def model(self, name: str) -> PreTrainedModel:
         """A model that a stage has saved in the run folder."""
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.folder / name, dtype="auto")
-        return model.to(self.accelerator.device)
+        return load_model(Base(model=str(self.folder / name), dtype="auto")).to(self.accelerator.device)
 
     def heads(self) -> HeadSet:
         """What `locate` wrote."""
@@ -132,11 +132,25 @@ class Stage:
     version: int = 1
 
     def key(self, run: Run, base_revision: str) -> str:
-        """Hash of all that the result depends on."""
+        """Hash of all that the result depends on. A part is a section, or one field of it: `splice.select`."""
         recipe = run.recipe.model_dump(mode="json")
-        sections = {s: recipe[s] for s in ("seed", *self.sections)}
+        for unused in ("no_splice", "save_every"):
+            recipe["train"].pop(unused)
+        recipe["train"]["control"] = run.recipe.train.has_control and self.name in ("control", "evaluate", "export")
+        parts = {}
+        for part in ("seed", *self.sections):
+            section, _, name = part.partition(".")
+            parts[part] = recipe[section][name] if name else recipe[section]
         inputs = {r: digest(run.folder / r) for r in self.reads}
-        return fingerprint([self.name, self.version, base_revision, sections, inputs])
+        return fingerprint([self.name, self.version, base_revision, parts, inputs])
+
+    def outputs(self, run: Run) -> list[Path]:
+        """The files and folders that it leaves for this recipe."""
+        control = _CONTROL if self.name == "control" and run.recipe.train.has_control else ()
+        return [run.folder / name for name in (*self.writes, *control)]
+
+
+_CONTROL = ("no_splice", "no_splice_training.json", "figures/no_splice_training")
 
 
 def _locate(run: Run, key: str) -> None:
@@ -151,7 +165,8 @@ def _locate(run: Run, key: str) -> None:
         revision_of(recipe.base),
         run.reporter.progress,
     )
-    head_maps(heads, run.folder / "figures" / "locate")
+    with new_folder(run.folder / "figures" / "locate") as figures:
+        head_maps(heads, figures)
     write_json(run.folder / "heads.json", to_json(heads))
 
 
@@ -183,7 +198,9 @@ def _control(run: Run, key: str) -> None:
     if run.recipe.train.has_control:
         _train_arm(run, key, load_model(run.recipe.base), None, "no_splice", "no_splice_training")
     elif run.accelerator.is_main_process:
-        shutil.rmtree(run.folder / "no_splice", ignore_errors=True)
+        for name in _CONTROL:
+            path = run.folder / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _train_arm(run: Run, key: str, model: PreTrainedModel, plan: Plan | None, name: str, curve: str) -> None:
@@ -213,7 +230,8 @@ def _train_arm(run: Run, key: str, model: PreTrainedModel, plan: Plan | None, na
     if run.accelerator.is_main_process:
         run.save(model, name)
         write_json(run.folder / f"{curve}.json", history)
-        training_curve(history, run.folder / "figures" / curve, curve)
+        with new_folder(run.folder / "figures" / curve) as figures:
+            training_curve(history, figures, curve)
         shutil.rmtree(steps, ignore_errors=True)
 
 
@@ -222,7 +240,7 @@ def _evaluate(run: Run, key: str) -> None:
     recipe = run.recipe
     prompts = make_prompts(recipe.evaluate, recipe.seed)
     models: dict[str, Callable[[], PreTrainedModel]] = {"base": run.base}
-    if (run.folder / "no_splice").is_dir():
+    if recipe.train.has_control:
         models["no_splice"] = lambda: run.model("no_splice")
     models["hybrid"] = lambda: run.model("trained")
     arms: dict[str, Arm] = {}
@@ -236,12 +254,13 @@ def _evaluate(run: Run, key: str) -> None:
 
 
 def _write_results(run: Run, arms: dict[str, Arm], began: float) -> None:
-    recipe, figures = run.recipe, run.folder / "figures" / "evaluate"
+    recipe = run.recipe
     summaries = {name: arm.summary for name, arm in arms.items()}
     trained = [source.pairs for source in recipe.train.sources if source.task == "kv_retrieval"]
-    span = (min(p[0] for p in trained), max(p[1] for p in trained)) if trained else (0, 0)
-    accuracy_by_pairs({name: arm["kv_retrieval"] for name, arm in summaries.items()}, figures, span)
-    _draw_attention(run, figures)
+    span = (min(p[0] for p in trained), max(p[1] for p in trained)) if trained else None
+    with new_folder(run.folder / "figures" / "evaluate") as figures:
+        accuracy_by_pairs({name: arm["kv_retrieval"] for name, arm in summaries.items()}, figures, span)
+        _draw_attention(run, figures)
     seconds = {name: (run.rundir.manifest(name) or {}).get("seconds", 0.0) for name in STAGE_NAMES[:5]}
     results = {
         "heads": [str(h) for h in run.plan().heads],
@@ -285,6 +304,7 @@ def _export(run: Run, key: str) -> None:
         to_yaml(shared),
         results,
         run.folder / "figures",
+        overwrite=True,
     )
 
 
@@ -299,26 +319,17 @@ def versions() -> dict[str, str]:
     }
 
 
-def public_recipe(recipe: Recipe) -> Recipe:
-    """The recipe as it may be published: a folder of this machine becomes its last part."""
-    base = recipe.base.model_copy(
-        update={
-            "model": public_name(recipe.base.model),
-            "tokenizer": public_name(recipe.base.tokenizer) if recipe.base.tokenizer else None,
-        }
-    )
-    return recipe.model_copy(update={"base": base})
-
-
 STAGES: tuple[Stage, ...] = (
-    Stage("locate", "ablating every head", ("base", "locate", "splice"), (), ("heads.json",), _locate),
+    Stage("locate", "ablating every head",
+          ("base", "locate", "splice.select", "splice.num_heads", "splice.heads"),
+          (), ("heads.json", "figures/locate"), _locate),
     Stage("plan", "planning the grafts", ("base", "splice"), ("heads.json",), ("plan.json",), _plan),
     Stage("splice", "splicing", ("base", "splice"), ("plan.json",), ("spliced", "splice.json"), _splice),
-    Stage("train", "training the hybrid", ("base", "train"), ("spliced", "plan.json"), ("trained", "training.json"),
-          _train, together=True),
+    Stage("train", "training the hybrid", ("base", "train"), ("spliced", "plan.json"),
+          ("trained", "training.json", "figures/training"), _train, together=True),
     Stage("control", "training the control", ("base", "train"), (), (), _control, together=True),
-    Stage("evaluate", "scoring every arm", ("base", "train", "locate", "evaluate"),
-          ("trained", "no_splice", "spliced", "plan.json"), ("results.json",), _evaluate),
+    Stage("evaluate", "scoring every arm", ("base", "train", "locate.pairs", "evaluate"),
+          ("trained", "no_splice", "spliced", "plan.json"), ("results.json", "figures/evaluate"), _evaluate),
     Stage("export", "exporting", ("base", "locate", "splice", "train", "evaluate", "export"),
           ("trained", "results.json", "plan.json", "heads.json"), ("export",), _export),
 )  # fmt: skip

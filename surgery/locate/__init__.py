@@ -5,7 +5,7 @@ Must never know: files, splicing. The methods and their cost: METHOD 2, docs/ARC
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -101,7 +101,7 @@ def _locate(
 ) -> HeadSet:
     layers = family_of(model.config).mixers(model.config)
     heads = [HeadId(s.layer, h) for s in layers for h in range(s.num_heads)]
-    sweeps = _sweeps(model, tokenizer, section, seed)
+    sweeps = _Sweeps(model, tokenizer, section, seed)
     given = splice.num_heads - 1 if splice.select == "sharpen" else 0
     steps, done = len(sweeps) * (2 * len(layers) + 2) + given, 0
 
@@ -126,7 +126,7 @@ def _locate(
     return HeadSet(name, revision, geometry_of(model.config), ranked, chosen, splice.select, seed, clean)
 
 
-def _measure(sweeps: Sequence[Sweep], heads: Sequence[HeadId], tick: Callable[[], None]) -> _Table:
+def _measure(sweeps: Iterable[Sweep], heads: Sequence[HeadId], tick: Callable[[], None]) -> _Table:
     """Every column, batch by batch."""
     table = _Table()
     for sweep in sweeps:
@@ -145,20 +145,33 @@ def _measure(sweeps: Sequence[Sweep], heads: Sequence[HeadId], tick: Callable[[]
     return table
 
 
-def _sweeps(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: Locate, seed: int) -> list[Sweep]:
-    """The clean passes over all prompts, from the evaluation words."""
-    family = family_of(model.config)
-    documents = [kv_document(rng_of("locate", seed, i), section.pairs, split="eval") for i in range(section.examples)]
-    starts = range(0, len(documents), section.batch_size)
-    batches = [
-        encode(documents[i : i + section.batch_size], tokenizer, padding_side="left", until_answer=True) for i in starts
-    ]
-    sweeps = [Sweep(model, family, batch.to(model.device)) for batch in batches]
-    apart = (sweeps[0].at_query([Variant()])[0].margin - sweeps[0].clean.margin).abs().max()
-    if float(apart) > _ROUNDING * max(1.0, float(sweeps[0].clean.margin.abs().max())) and model.dtype == torch.float32:
-        hint = "Its cached decode step is not its forward pass (a finite time_step_limit does that)."
-        raise ModelError("locate", f"{float(apart):.3g} logits apart", hint)
-    return sweeps
+class _Sweeps:
+    """The clean passes over all prompts, one batch in memory at a time; prompts are made of evaluation words."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: Locate, seed: int) -> None:
+        n, size = section.examples, section.batch_size
+        documents = [kv_document(rng_of("locate", seed, i), section.pairs, split="eval") for i in range(n)]
+        chunks = [documents[i : i + size] for i in range(0, n, size)]
+        self._batches = [encode(c, tokenizer, padding_side="left", until_answer=True) for c in chunks]
+        self._model, self._family = model, family_of(model.config)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Sweep]:
+        for index, batch in enumerate(self._batches):
+            sweep = Sweep(self._model, self._family, batch.to(self._model.device))
+            if index == 0:
+                self._check_decode(sweep)
+            yield sweep
+
+    def _check_decode(self, sweep: Sweep) -> None:
+        """Measuring at the query needs a cached step that is the forward pass."""
+        clean = sweep.clean.margin
+        apart = float((sweep.at_query([Variant()])[0].margin - clean).abs().max())
+        if self._model.dtype == torch.float32 and apart > _ROUNDING * max(1.0, float(clean.abs().max())):
+            hint = "Its cached decode step is not its forward pass (a finite time_step_limit does that)."
+            raise ModelError("locate", f"{apart:.3g} logits apart", hint)
 
 
 def _check_clean(table: _Table, section: Locate) -> None:
@@ -227,7 +240,7 @@ def _choose(
     ranked: tuple[ScoredHead, ...],
     splice: Splice,
     section: Locate,
-    sweeps: Sequence[Sweep],
+    sweeps: Iterable[Sweep],
     seed: int,
     tick: Callable[[], None],
 ) -> tuple[ScoredHead, ...]:
@@ -253,7 +266,7 @@ def _choose(
 
 
 def _next_given(
-    chosen: Sequence[ScoredHead], candidates: Sequence[ScoredHead], sweeps: Sequence[Sweep], seed: int
+    chosen: Sequence[ScoredHead], candidates: Sequence[ScoredHead], sweeps: Iterable[Sweep], seed: int
 ) -> ScoredHead:
     """The head that gains most from a perfect read while those already chosen read perfectly."""
     taken = tuple((s.head, s.reads) for s in chosen)

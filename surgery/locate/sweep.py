@@ -24,6 +24,7 @@ from surgery.evaluate.scoring import ChoiceScores, choice_scores
 from surgery.families import Family
 from surgery.heads import HeadId, MixerSpec, Reads
 from surgery.probes.documents import EncodedBatch
+from surgery.sizes import state_bytes
 
 READS: tuple[Reads, ...] = ("segment_end", "answer_token")
 
@@ -41,11 +42,12 @@ class Sweep:
 
     Args:
         batch: left-padded prompts that end at the query (`encode(..., padding_side="left", until_answer=True)`).
-        rows_at_once: how many rows one folded forward pass may have.
+        memory: bytes that the states or the residual streams of one folded pass may take. The clean pass of the
+            batch comes on top: all layers' streams, about 4 * (D + 5 I) bytes a token and layer.
     """
 
-    def __init__(self, model: PreTrainedModel, family: Family, batch: EncodedBatch, rows_at_once: int = 256) -> None:
-        self.model, self.family, self.batch, self.rows_at_once = model, family, batch, rows_at_once
+    def __init__(self, model: PreTrainedModel, family: Family, batch: EncodedBatch, memory: int = 2**29) -> None:
+        self.model, self.family, self.batch, self.memory = model, family, batch, memory
         self.specs: tuple[MixerSpec, ...] = family.mixers(model.config)
         self.mask = None if bool(batch.attention_mask.all()) else batch.attention_mask
         with torch.no_grad(), record(model, family, [s.layer for s in self.specs]) as trace:
@@ -67,7 +69,8 @@ class Sweep:
         scale = self.family.residual_scale(self.model.config)
         residual, u = self.trace.residual[spec.layer], self.trace.heads[spec.layer]
         found = []
-        for group in _chunks(list(heads), max(1, self.rows_at_once // len(self.batch))):
+        row = 64 * residual[0].numel()  # what a block needs for one prompt: its streams are several times wider
+        for group in _chunks(list(heads), max(1, self.memory // (row * len(self.batch)))):
             hidden = []
             for head in group:
                 columns = self.family.weight_slices(spec, head).out
@@ -100,7 +103,8 @@ class Sweep:
     @torch.no_grad()
     def at_query(self, variants: Sequence[Variant], naive: bool = False) -> list[ChoiceScores]:
         """The model with each variant's heads changed at the query token alone."""
-        at_once = 1 if naive else max(1, self.rows_at_once * 16 // len(self.batch))
+        row = 4 * state_bytes(self.model.config)  # a copy of the states, and what one step makes of them
+        at_once = 1 if naive else max(1, self.memory // (row * len(self.batch)))
         found: list[ChoiceScores] = []
         for group in _chunks(list(variants), at_once):
             found += self._run_naively(group[0]) if naive else self._decode(group)

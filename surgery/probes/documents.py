@@ -129,7 +129,8 @@ def choice_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
 def _token_at(offsets: Sequence[Span], char: int, first: bool = False) -> int:
     """Index of the token that covers character `char`: the last one, or the first, where its bytes are split."""
     found = [i for i, (start, end) in enumerate(offsets) if start <= char < end]
-    assert found, f"no token covers character {char}"
+    if not found:
+        raise ProbeError("tokenizer", f"no token covers character {char}", "It drops text; probes need all of it.")
     return found[0 if first else -1]
 
 

@@ -45,14 +45,14 @@ _Curves = Mapping[str, NDArray[np.float64]]
 def accuracy_by_pairs(
     arms: Mapping[str, Mapping[str, Mapping[str, float]]],
     folder: Path,
-    trained: tuple[int, int],
+    trained: tuple[int, int] | None = None,
     title: str = "Retrieval accuracy by number of pairs",
 ) -> list[Path]:
     """Draws one line an arm against the number of pairs in the prompt: `accuracy_by_pairs.*`. Returns the paths.
 
     Args:
         arms: arm -> number of pairs -> `accuracy`, `low`, `high` (shares, 0 to 1) and `n` prompts.
-        trained: the least and the greatest number of pairs that was trained on.
+        trained: the least and the greatest number of pairs that was trained on; None if none was.
 
     Raises:
         SurgeryError: no arms, an arm without numbers, a number of pairs below 1, a range that is none.
@@ -63,7 +63,8 @@ def accuracy_by_pairs(
     table = {arm: sorted((int(k), v) for k, v in given.items()) for arm, given in arms.items()}
     numbers = sorted({k for points in table.values() for k, _ in points})
     require(numbers[0] >= 1, "pairs", numbers[0], "Give 1 pair or more.")
-    require(1 <= trained[0] <= trained[1], "trained", trained, "Give the least and the greatest number of pairs.")
+    ordered = trained is None or 1 <= trained[0] <= trained[1]
+    require(ordered, "trained", trained, "Give the least and the greatest number of pairs.")
     figure = new_figure(7.2, 4.4)
     note = f"KV-retrieval; bars: 95% intervals, {_prompts(table)}. Dotted: chance, 1 / pairs."
     add_heading(figure, title, note)
@@ -92,10 +93,11 @@ def _prompts(table: Mapping[str, Sequence[tuple[int, Mapping[str, float]]]]) -> 
     return f"{counts[0]} prompts a point" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} prompts a point"
 
 
-def _pairs_axes(axes: Axes, numbers: Sequence[int], trained: tuple[int, int]) -> None:
+def _pairs_axes(axes: Axes, numbers: Sequence[int], trained: tuple[int, int] | None) -> None:
     """Log axis with the numbers given, the range trained on, the line of chance."""
     axes.set_xscale("log", base=2)
-    axes.set_xlim(min(numbers[0], trained[0]) / 2**0.25, max(numbers[-1], trained[1]) * 2**0.25)
+    least, greatest = trained or (numbers[0], numbers[-1])
+    axes.set_xlim(min(numbers[0], least) / 2**0.25, max(numbers[-1], greatest) * 2**0.25)
     axes.set_ylim(0, 1.03)
     axes.set_xticks(list(numbers), [str(k) for k in numbers])
     axes.xaxis.set_minor_formatter(NullFormatter())
@@ -104,18 +106,11 @@ def _pairs_axes(axes: Axes, numbers: Sequence[int], trained: tuple[int, int]) ->
     axes.set_ylabel("accuracy (share of prompts answered right)")
     axes.grid(axis="y", color=FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
-    span = "trained on " + " to ".join(str(k) for k in sorted(set(trained)))
-    low, high = trained[0] / 2**0.1, trained[1] * 2**0.1
-    axes.axvspan(low, high, color="#eef3f7", linewidth=0, zorder=0)
-    axes.text(
-        math.sqrt(low * high),
-        1.035,
-        span,
-        size=8,
-        color=MUTED,
-        ha="center",
-        va="bottom",
-    )
+    if trained is not None:
+        span = "trained on " + " to ".join(str(k) for k in sorted(set(trained)))
+        low, high = trained[0] / 2**0.1, trained[1] * 2**0.1
+        axes.axvspan(low, high, color="#eef3f7", linewidth=0, zorder=0)
+        axes.text(math.sqrt(low * high), 1.035, span, size=8, color=MUTED, ha="center", va="bottom")
     left, right = axes.get_xlim()
     x = np.geomspace(left, right, 60)
     axes.plot(x, 1 / x, color=MUTED, linewidth=1.1, linestyle=":")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import RunError
@@ -21,7 +23,9 @@ def make_accelerator() -> Accelerator:
     Raises:
         RunError: a launcher started several processes and each of them sees itself alone; they would all write.
     """
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    # Rank 0 locates, evaluates and exports while the others wait for it.
+    patience = InitProcessGroupKwargs(timeout=timedelta(days=1))
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[patience])
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != world:
         value = f"{accelerator.num_processes} of {world}"

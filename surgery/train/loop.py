@@ -80,13 +80,16 @@ class Trainer:
             norm = self.accelerator.clip_grad_norm_(parameters, self.section.optimizer.max_grad_norm)
             if not (math.isfinite(losses["loss"]) and math.isfinite(float(norm))):
                 raise self._diverged(step, losses["loss"])
+            if self.folder and step > start and step % self.section.save_every == 0:
+                self._save(self.folder, optimizer, step)  # only now: with these weights the next loss is finite
             optimizer.step()
             optimizer.zero_grad()
             self.history.append({"step": step + 1, **losses, "seconds": round(time.perf_counter() - began, 4)})
-            if self.folder and (step + 1) % self.section.save_every == 0 and step + 1 < self.section.steps:
-                self._save(self.folder, optimizer, step + 1)
             if self.on_step is not None:
                 self.on_step(step + 1, losses)
+        if not all(bool(p.isfinite().all()) for p in parameters):
+            raise self._diverged(self.section.steps - 1, math.nan)
+        self.accelerator.free_memory()
         self.model.eval()
         return self.history
 
@@ -130,7 +133,9 @@ class Trainer:
             terms["keep"] = weights.keep * keep_loss(output.logits, base, batch)
         if weights.text > 0:
             terms["text"] = weights.text * text_loss(output.logits, batch)
-        return terms or {"none": output.logits.sum() * 0}  # attention alone, on a control
+        if "answer" not in terms and "text" not in terms and "keep" not in terms:
+            terms["none"] = output.logits.sum() * 0  # every parameter takes part, or DDP waits for it
+        return terms
 
     def _check_sources(self) -> None:
         """Raises RunError before the first step for what would fail in the middle."""
@@ -176,7 +181,7 @@ class Trainer:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(weights[name])
-        optimizer.load_state_dict(torch.load(found[-1] / "optimizer.pt", weights_only=True))
+        optimizer.load_state_dict(torch.load(found[-1] / "optimizer.pt", weights_only=True, map_location="cpu"))
         self.history = state["history"]
         return int(state["step"])
 

@@ -72,12 +72,17 @@ def pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None = N
     """
     if folder.exists() and not overwrite:
         raise RunError("--to", str(folder), "It is there already; give --overwrite, or another folder.")
+    accelerator = make_accelerator()
+    if accelerator.num_processes > 1:
+        raise RunError("num_processes", accelerator.num_processes, "Small bases are trained by one process.")
     tokenizer = build_tokenizer(recipe.model.vocab_size)
     model = build_model(recipe.model, tokenizer, recipe.seed)
     steps = folder.with_name(folder.name + ".steps")
     prompts = make_prompts(recipe.evaluate, recipe.seed)
     marks = {math.ceil(recipe.train.steps * tenth / 10) for tenth in range(1, 11)}
     scores_file = steps / "scores.json"
+    if not list(steps.glob("step_*")):
+        scores_file.unlink(missing_ok=True)
 
     def on_step(step: int, losses: dict[str, float]) -> None:
         if progress is not None:
@@ -88,7 +93,7 @@ def pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None = N
             write_json(scores_file, scores)
 
     history = train(
-        model, tokenizer, recipe.train, seed=recipe.seed, folder=steps, accelerator=make_accelerator(), on_step=on_step
+        model, tokenizer, recipe.train, seed=recipe.seed, folder=steps, accelerator=accelerator, on_step=on_step
     )
     scores = read_json(scores_file)
     with new_folder(folder) as new:
@@ -124,7 +129,7 @@ def base_card(
         "text: KV-retrieval, letter choice, facts about invented people, plain sentences. It is small on "
         "purpose: its state holds a few pairs, so it has the retrieval gap of a large state-space model. It is of no "
         "use but to try the toolkit.\n\n"
-        f"Made with `surgery pretrain recipes/pretrain-{recipe.name.split('-')[0]}.yaml`, seed {recipe.seed}, in "
+        f"Made with `surgery pretrain` and the recipe below, seed {recipe.seed}, in "
         f"{minutes:.0f} minutes with {torch.get_num_threads()} threads ({json.dumps(found)}).\n\n"
         f"Accuracy on the evaluation split ({recipe.evaluate.examples} prompts each) by training step:\n\n"
         + "\n".join(lines)

@@ -50,8 +50,8 @@ def build_tokenizer(vocab_size: int = 1024) -> PreTrainedTokenizerFast:
         bos_token=END,
         model_max_length=1_000_000,
         clean_up_tokenization_spaces=False,
+        padding_side="left",
     )
-    fast.padding_side = "left"
     return fast
 
 

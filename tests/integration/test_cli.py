@@ -51,7 +51,7 @@ def test_pretrain_writes_a_checkpoint_that_loads(tmp_path: Path) -> None:
     done = surgery("pretrain", str(recipe), *small, "--to", "made", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert surgery("inspect", "./made", cwd=tmp_path).returncode == 0
-    assert "surgery pretrain recipes/pretrain-pico.yaml" in (tmp_path / "made" / "README.md").read_text()
+    assert "surgery pretrain" in (tmp_path / "made" / "README.md").read_text()
     assert not (tmp_path / "made.steps").exists()
 
 

@@ -27,7 +27,10 @@ def refused(done, *words: str) -> None:
         ("train.stepz=3", ("train.stepz", "not known")),
         ("train.steps=many", ("train.steps", "many")),
         ("splice.mode=subtract", ("splice.mode", "subtract", "add")),
-        ("locate.pairs=200", ("locate.pairs", "200", "2 to 100")),
+        ("locate.pairs=200", ("locate.pairs", "200", "100")),
+        ("train.optimizer.betas=[1.5, 0.9]", ("betas", "1.5")),
+        ("train.steps=true", ("train.steps", "True")),
+        ("splice.num_heads=99", ("splice.num_heads", "99", "32 heads")),
         ("nonsense", ("nonsense", "key.path=value")),
         ("base.model=no/such/folder", ("base.model", "no/such/folder", "no such folder")),
     ],
@@ -79,6 +82,7 @@ def test_renamed_and_misshapen_tensors(base_copy: Path, tmp_path: Path) -> None:
 
 def test_a_head_out_of_range(tmp_path: Path) -> None:
     refused(run_small(tmp_path, "splice.select=list", "splice.heads=[L9H0]"), "L9H0", "L0H0 to L3H7")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_heads_of_another_geometry(finished: Path, tmp_path: Path) -> None:
@@ -91,10 +95,27 @@ def test_heads_of_another_geometry(finished: Path, tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_a_number(tmp_path: Path) -> None:
     done = run_small(
-        tmp_path, "train.optimizer.lr=1e30", "train.optimizer.warmup=0", "train.save_every=1", options=("--to", "train")
+        tmp_path,
+        "train.optimizer.lr=1.0",
+        "train.optimizer.new_heads_lr=1.0",
+        "train.sources.0.weights.answer=1e38",
+        "train.optimizer.warmup=0",
+        "train.save_every=1",
+        options=("--to", "train"),
     )
-    refused(done, "train step", "last good step", "lr")
+    refused(done, "train step", "lr")
     assert not (tmp_path / "runs" / "quickstart" / "trained").exists()
+
+
+def test_a_base_without_a_tokenizer(base_copy: Path, tmp_path: Path) -> None:
+    for file in base_copy.glob("tokenizer*"):
+        file.unlink()
+    refused(run_small(tmp_path, "base.model=./base"), "base.tokenizer", "no tokenizer")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_stages_in_the_wrong_order(tmp_path: Path) -> None:
+    refused(run_small(tmp_path, options=("--from", "train", "--to", "splice")), "--to", "splice", "before train")
 
 
 def test_an_unknown_stage(tmp_path: Path) -> None:

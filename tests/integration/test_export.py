@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import surgery.hybrid
+from surgery import export
 from surgery.checkpoint import load_model
+from surgery.errors import RunError
 from surgery.recipe import Base
 
 LIBRARY = Path(surgery.hybrid.__file__).parent
@@ -61,6 +63,23 @@ def test_stock_pipeline_generates(folder: Path) -> None:
     assert [t[0]["generated_text"] for t in together] == alone
 
 
+def test_the_tokenizer_pads_left(folder: Path) -> None:
+    """Batched generation from a right-padded batch would go on from padding."""
+    assert AutoTokenizer.from_pretrained(folder).padding_side == "left"
+
+
+def test_a_folder_that_holds_something_else_is_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    with pytest.raises(RunError, match="no export"):
+        export(model, tokenizer, tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_automodel_finds_the_model_without_its_head(folder: Path) -> None:
+    assert type(AutoModel.from_pretrained(folder, trust_remote_code=True)).__name__ == "Mamba2HybridModel"
+
+
 def test_saving_and_loading_again_changes_nothing(folder: Path, tmp_path: Path) -> None:
     first = AutoModelForCausalLM.from_pretrained(folder).eval()
     first.save_pretrained(tmp_path)
@@ -75,7 +94,9 @@ def test_nothing_of_this_machine_is_in_the_folder(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.suffix in (".json", ".md", ".yaml", ".py"):
             text = path.read_text()
-            assert str(Path.home()) not in text and str(LIBRARY.parents[1]) not in text, path.name
+            assert (
+                str(Path.home()) not in text and str(folder.parent) not in text and str(LIBRARY.parents[1]) not in text
+            ), path.name
 
 
 def test_the_card_holds_the_measured_numbers(folder: Path) -> None:

@@ -79,12 +79,31 @@ def test_a_stage_runs_alone(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished.parent, tmp_path / "runs")
     again = surgery("plan", str(RECIPE), *SMALL, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
-    assert "plan  done" in again.stdout and "locate" not in again.stdout.split("runs/")[0]
+    assert "plan  done" in again.stdout and "locate" not in again.stdout
 
 
 def test_a_stage_without_its_input_says_which_one_writes_it(tmp_path: Path) -> None:
     done = surgery("train", str(RECIPE), *SMALL, cwd=tmp_path)
-    assert done.returncode == 2 and "Run the stage splice first" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "Run the stage locate first" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_stage_alone_refuses_what_was_made_with_other_settings(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished.parent, tmp_path / "runs")
+    done = surgery("export", str(RECIPE), *SMALL, "train.steps=1000", cwd=tmp_path)
+    assert done.returncode == 2 and "train" in done.stderr
+    assert "1000" not in (tmp_path / "runs" / "quickstart" / "recipe.yaml").read_text()
+
+
+def test_without_the_control_nothing_of_it_is_left(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished.parent, tmp_path / "runs")
+    done = run_small(tmp_path, "train.no_splice=false")
+    assert done.returncode == 0, done.stderr
+    skipped = [line.split()[0] for line in done.stdout.splitlines() if "skipped" in line]
+    assert skipped == ["locate", "plan", "splice", "train"]
+    run = tmp_path / "runs" / "quickstart"
+    assert not list(run.rglob("*no_splice*"))
+    assert set(json.loads((run / "results.json").read_text())["arms"]) == {"base", "hybrid"}
 
 
 def test_the_run_folder_of_another_recipe_is_refused(finished: Path, tmp_path: Path) -> None:

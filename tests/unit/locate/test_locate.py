@@ -240,7 +240,7 @@ class TestLocate:
         """Ablation columns are what is lost, sharpen columns what is gained: against one naive margin each."""
         model = self._model()
         found = {s.head: s for s in locate(model, pico_tokenizer(), PROMPTS).heads}
-        sweeps = locating._sweeps(model, pico_tokenizer(), PROMPTS, 0)
+        sweeps = locating._Sweeps(model, pico_tokenizer(), PROMPTS, 0)
         head = HeadId(0, 2)
 
         def mean(run: Any) -> float:

@@ -35,9 +35,9 @@ COMBINED = [
 ]
 
 
-def sweep_of(make: Any, lengths: tuple[int, ...] = BATCHES["padded"], rows_at_once: int = 256) -> Sweep:
+def sweep_of(make: Any, lengths: tuple[int, ...] = BATCHES["padded"], memory: int = 2**29) -> Sweep:
     model = make()
-    return Sweep(model, family_of(model.config), prompts(lengths), rows_at_once)
+    return Sweep(model, family_of(model.config), prompts(lengths), memory)
 
 
 def assert_same(fast: list[ChoiceScores], naive: list[ChoiceScores]) -> None:
@@ -91,8 +91,8 @@ def test_at_query_equals_naive(lengths: tuple[int, ...], make: Any) -> None:
 def test_chunks_change_nothing(make: Any) -> None:
     """One variant at a time, or an uneven last group."""
     whole = sweep_of(make)
-    for rows in (1, 7):
-        parts = sweep_of(make, rows_at_once=rows)
+    for memory in (1, 300_000):
+        parts = sweep_of(make, memory=memory)
         for spec in whole.specs:
             assert_same(parts.ablated(spec), whole.ablated(spec))
         assert_same(parts.at_query(COMBINED), whole.at_query(COMBINED))

@@ -89,7 +89,7 @@ def run(
     overwrite: Overwrite = False,
     runs: Runs = Path("runs"),
 ) -> None:
-    """Carry out a recipe: locate, plan, splice, train, evaluate, export, into RUNS/NAME."""
+    """Carry out a recipe, all stages, into RUNS/NAME."""
     _run(recipe, overrides, first, last, overwrite, runs, dry_run)
 
 
@@ -125,25 +125,25 @@ def _stage_command(name: str, what: str) -> None:
     ) -> None:
         _run(recipe, overrides, name, name, overwrite, runs)
 
-    command.__doc__ = f"Run the stage {name} alone, again if it is finished: {what}."
+    command.__doc__ = f"{what}. This stage alone, again if it is finished."
     app.command(name)(command)
 
 
 for _name, _what in {
-    "locate": "measure every head, write heads.json",
-    "plan": "heads.json to plan.json",
-    "splice": "plan.json to a loadable hybrid, untrained",
-    "train": "train the hybrid, from the newest checkpoint if it was interrupted",
-    "control": "train the control without a splice",
-    "evaluate": "score every arm, write results.json and figures",
-    "export": "write the checkpoint folder, verified",
+    "locate": "Measure every head, write heads.json",
+    "plan": "From heads.json to plan.json",
+    "splice": "From plan.json to a hybrid, untrained",
+    "train": "Train the hybrid, or go on with it",
+    "control": "Train the control, without a splice",
+    "evaluate": "Score every arm, write results.json",
+    "export": "Write the checkpoint folder, verified",
 }.items():
     _stage_command(_name, _what)
 
 
 @app.command()
 def validate(recipe: RecipePath, overrides: Overrides = None) -> None:
-    """Check a recipe and print it in full, defaults included."""
+    """Check a recipe and print it with all defaults."""
     if is_pretraining(recipe):
         print(to_yaml(load_recipe(recipe, overrides or (), PretrainRecipe)), end="")
     else:
@@ -162,7 +162,7 @@ def inspect(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code it brings.")] = False,
 ) -> None:
-    """Mixers, heads, widths, parameters, and the bytes that decoding keeps, from the config alone."""
+    """Mixers, heads, parameters, state and KV bytes of a model."""
     from surgery.checkpoint import load_config
     from surgery.families import family_of, geometry_of
     from surgery.sizes import meta_model, sizes_of
@@ -195,7 +195,7 @@ def generate(
     sample: Annotated[bool, typer.Option("--sample", help="Sample instead of taking the likeliest.")] = False,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code it brings.")] = False,
 ) -> None:
-    """Let a checkpoint, base or hybrid, go on with a text."""
+    """Let a checkpoint go on with a text."""
     from surgery.checkpoint import load_model, load_tokenizer
 
     base = Base(model=checkpoint, dtype="auto", trust_remote_code=trust_remote_code)
@@ -214,7 +214,7 @@ def pretrain(
     to: Annotated[Path, typer.Option("--to", help="The checkpoint folder to write.")] = Path("runs/pretrained"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it is there.")] = False,
 ) -> None:
-    """Train a small base from nothing, as the ones that ship with the repository were."""
+    """Train a small base from nothing, as the shipped one was."""
     loaded = load_recipe(recipe, overrides or (), PretrainRecipe)
     from surgery.train.pretrain import pretrain as work
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.integration.conftest import BASE, RECIPE, SMALL, run_small, surgery
 
 
-def refused(done, *words: str) -> None:
+def assert_refused(done, *words: str) -> None:
     assert done.returncode == 2, (done.returncode, done.stderr)
     assert "Traceback" not in done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -36,26 +36,26 @@ def refused(done, *words: str) -> None:
     ],
 )
 def test_bad_values(tmp_path: Path, override: str, words: tuple[str, ...]) -> None:
-    refused(run_small(tmp_path, override), *words)
+    assert_refused(run_small(tmp_path, override), *words)
 
 
 def test_a_duplicate_key(tmp_path: Path) -> None:
     recipe = tmp_path / "twice.yaml"
     recipe.write_text(RECIPE.read_text() + "\nseed: 1\n")
-    refused(surgery("validate", str(recipe), cwd=tmp_path), "duplicate key", "seed")
+    assert_refused(surgery("validate", str(recipe), cwd=tmp_path), "duplicate key", "seed")
 
 
 def test_an_empty_model_folder(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    refused(surgery("inspect", "./empty", cwd=tmp_path), "config.json")
-    refused(run_small(tmp_path, "base.model=./empty"), "config.json")
+    assert_refused(surgery("inspect", "./empty", cwd=tmp_path), "config.json")
+    assert_refused(run_small(tmp_path, "base.model=./empty"), "config.json")
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_model_without_ssm_mixers(tmp_path: Path) -> None:
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 32}))
-    refused(surgery("inspect", "./llama", cwd=tmp_path), "llama", "mamba2")
+    assert_refused(surgery("inspect", "./llama", cwd=tmp_path), "llama", "mamba2")
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def base_copy(tmp_path: Path) -> Path:
 def test_truncated_weights(base_copy: Path, tmp_path: Path) -> None:
     file = base_copy / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    refused(run_small(tmp_path, "base.model=./base"), "model.safetensors", "header says")
+    assert_refused(run_small(tmp_path, "base.model=./base"), "model.safetensors", "header says")
     assert not (tmp_path / "runs").exists()
 
 
@@ -77,11 +77,11 @@ def test_renamed_and_misshapen_tensors(base_copy: Path, tmp_path: Path) -> None:
     weights["backbone.layers.1.mixer.D"] = weights["backbone.layers.1.mixer.D"][:3].clone()
     save_file(weights, file, metadata={"format": "pt"})
     done = run_small(tmp_path, "base.model=./base")
-    refused(done, "missing", "in_proj.weight", "unexpected", "in_projection", "misshapen", "(3,)")
+    assert_refused(done, "missing", "in_proj.weight", "unexpected", "in_projection", "misshapen", "(3,)")
 
 
 def test_a_head_out_of_range(tmp_path: Path) -> None:
-    refused(run_small(tmp_path, "splice.select=list", "splice.heads=[L9H0]"), "L9H0", "L0H0 to L3H7")
+    assert_refused(run_small(tmp_path, "splice.select=list", "splice.heads=[L9H0]"), "L9H0", "L0H0 to L3H7")
     assert not (tmp_path / "runs").exists()
 
 
@@ -90,7 +90,7 @@ def test_heads_of_another_geometry(finished: Path, tmp_path: Path) -> None:
     file = tmp_path / "runs" / "quickstart" / "heads.json"
     heads = json.loads(file.read_text())
     file.write_text(json.dumps({**heads, "geometry": "0123456789abcdef"}))
-    refused(surgery("plan", str(RECIPE), *SMALL, cwd=tmp_path), "geometry", "0123456789abcdef", "Locate again")
+    assert_refused(surgery("plan", str(RECIPE), *SMALL, cwd=tmp_path), "geometry", "0123456789abcdef", "Locate again")
 
 
 def test_a_loss_that_is_not_a_number(tmp_path: Path) -> None:
@@ -103,20 +103,20 @@ def test_a_loss_that_is_not_a_number(tmp_path: Path) -> None:
         "train.save_every=1",
         options=("--to", "train"),
     )
-    refused(done, "train step", "lr")
+    assert_refused(done, "train step", "lr")
     assert not (tmp_path / "runs" / "quickstart" / "trained").exists()
 
 
 def test_a_base_without_a_tokenizer(base_copy: Path, tmp_path: Path) -> None:
     for file in base_copy.glob("tokenizer*"):
         file.unlink()
-    refused(run_small(tmp_path, "base.model=./base"), "base.tokenizer", "no tokenizer")
+    assert_refused(run_small(tmp_path, "base.model=./base"), "base.tokenizer", "no tokenizer")
     assert not (tmp_path / "runs").exists()
 
 
 def test_stages_in_the_wrong_order(tmp_path: Path) -> None:
-    refused(run_small(tmp_path, options=("--from", "train", "--to", "splice")), "--to", "splice", "before train")
+    assert_refused(run_small(tmp_path, options=("--from", "train", "--to", "splice")), "--to", "splice", "before train")
 
 
 def test_an_unknown_stage(tmp_path: Path) -> None:
-    refused(run_small(tmp_path, options=("--to", "lunch")), "--to", "lunch", "locate")
+    assert_refused(run_small(tmp_path, options=("--to", "lunch")), "--to", "lunch", "locate")

@@ -42,7 +42,7 @@ def write(tmp_path: Path) -> Write:
     return write_file
 
 
-def refused(path: Path, *overrides: str) -> RecipeError:
+def assert_refused(path: Path, *overrides: str) -> RecipeError:
     with pytest.raises(RecipeError) as caught:
         load_recipe(path, overrides)
     assert caught.value.hint
@@ -96,52 +96,52 @@ def test_a_minimal_recipe_gets_the_defaults_of_the_schema(write: Write) -> None:
     ],
 )
 def test_a_bad_value_is_refused_by_field_and_value(write: Write, override: str, field: str, value: str) -> None:
-    error = refused(write(MINIMAL), override)
+    error = assert_refused(write(MINIMAL), override)
     assert field in error.field
     assert value in str(error)
 
 
 def test_an_unknown_key_is_called_so(write: Write) -> None:
-    error = refused(write(MINIMAL + "epochs: 3\n"))
+    error = assert_refused(write(MINIMAL + "epochs: 3\n"))
     assert error.field == "epochs"
     assert "not known" in error.hint
 
 
 def test_a_missing_key_is_called_so(write: Write) -> None:
-    error = refused(write(MINIMAL.replace("  model: some/folder", "  revision: main")))
+    error = assert_refused(write(MINIMAL.replace("  model: some/folder", "  revision: main")))
     assert error.field == "base.model"
     assert error.value == "missing"
 
 
 def test_further_faults_are_counted_and_named(write: Write) -> None:
-    error = refused(write(MINIMAL), "seed=-1", "train.steps=0", "splice.mode=glue")
+    error = assert_refused(write(MINIMAL), "seed=-1", "train.steps=0", "splice.mode=glue")
     assert "2 more" in str(error)
     for field in ("seed", "train.steps", "splice.mode"):
         assert field in str(error)
 
 
 def test_a_duplicate_key_is_refused_by_line(write: Write) -> None:
-    error = refused(write(MINIMAL + "seed: 1\nseed: 2\n"))
+    error = assert_refused(write(MINIMAL + "seed: 1\nseed: 2\n"))
     assert "'seed'" in str(error)
     assert "line 12" in str(error)
 
 
 def test_a_duplicate_key_further_in_is_refused(write: Write) -> None:
-    assert "'rows'" in str(refused(write(MINIMAL.replace("rows: 2,", "rows: 2, rows: 3,"))))
+    assert "'rows'" in str(assert_refused(write(MINIMAL.replace("rows: 2,", "rows: 2, rows: 3,"))))
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    assert "no_such.yaml" in str(refused(tmp_path / "no_such.yaml"))
+    assert "no_such.yaml" in str(assert_refused(tmp_path / "no_such.yaml"))
 
 
 def test_a_folder_is_refused(tmp_path: Path) -> None:
-    assert str(tmp_path) in str(refused(tmp_path))
+    assert str(tmp_path) in str(assert_refused(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["", "- a\n- b\n", "just text\n", "5\n"])
 def test_what_is_no_mapping_is_refused(write: Write, text: str) -> None:
     path = write(text)
-    error = refused(path)
+    error = assert_refused(path)
     assert str(path) in str(error)
     assert "mapping" in error.hint
 
@@ -151,7 +151,7 @@ def test_what_is_no_mapping_is_refused(write: Write, text: str) -> None:
 )
 def test_what_is_no_yaml_is_refused(write: Write, text: str) -> None:
     path = write(text)
-    error = refused(path)
+    error = assert_refused(path)
     assert str(path) in str(error)
     assert "YAML" in error.hint
 
@@ -159,7 +159,7 @@ def test_what_is_no_yaml_is_refused(write: Write, text: str) -> None:
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_bytes(b"name: \xff\xfe\n")
-    assert "YAML" in refused(path).hint
+    assert "YAML" in assert_refused(path).hint
 
 
 def test_overrides_reach_nested_keys_lists_and_absent_sections(write: Write) -> None:
@@ -188,7 +188,7 @@ def test_the_last_override_wins(write: Write) -> None:
 
 @pytest.mark.parametrize("override", ["train.steps", "=5", "", "train.steps 5"])
 def test_a_malformed_override_is_refused_with_the_form_that_would_do(write: Write, override: str) -> None:
-    error = refused(write(MINIMAL), override)
+    error = assert_refused(write(MINIMAL), override)
     assert repr(override) in str(error)
     assert "key.path=value" in error.hint
 
@@ -196,18 +196,18 @@ def test_a_malformed_override_is_refused_with_the_form_that_would_do(write: Writ
 @pytest.mark.parametrize("part", ["2", "-1", "first", "²"])
 def test_a_list_index_out_of_range_is_refused(write: Write, part: str) -> None:
     for override in (f"train.sources.{part}.rows=8", f"train.sources.{part}=8"):
-        error = refused(write(MINIMAL), override)
+        error = assert_refused(write(MINIMAL), override)
         assert str(error.value).startswith("train.sources.")
         assert "2 entries" in error.hint
 
 
 def test_an_override_below_a_plain_value_is_refused(write: Write) -> None:
-    assert "plain value" in refused(write(MINIMAL), "name.a.b=1").hint
+    assert "plain value" in assert_refused(write(MINIMAL), "name.a.b=1").hint
 
 
 @pytest.mark.parametrize("override", ["name.a=1", "train.sources.0.rows.x=1"])
 def test_an_override_one_step_below_a_plain_value_is_refused(write: Write, override: str) -> None:
-    refused(write(MINIMAL), override)
+    assert_refused(write(MINIMAL), override)
 
 
 def test_an_override_below_an_empty_section_is_refused_or_fills_it(write: Write) -> None:
@@ -220,7 +220,7 @@ def test_an_override_below_an_empty_section_is_refused_or_fills_it(write: Write)
 
 @pytest.mark.parametrize("text", ["[1", "{a: 1, a: 2}", "'x"])
 def test_an_override_whose_value_is_no_yaml_is_refused(write: Write, text: str) -> None:
-    refused(write(MINIMAL), f"train.steps={text}")
+    assert_refused(write(MINIMAL), f"train.steps={text}")
 
 
 @pytest.mark.parametrize("text", ["1e-3", "1E-3", "0.001", "+1e-3", "1.0e-3", "1.e-3"])

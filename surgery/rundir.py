@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -67,16 +68,22 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(beside, ignore_errors=True)
 
 
+_LEFT_OVER = re.compile(r"\.(.+)\.\d+\.(tmp|old)")  # what `write_text` and `new_folder` call their own
+
+
 def sweep(folder: Path) -> None:
     """Removes what a killed process left half-written; brings back a folder that was being replaced."""
-    for entry in folder.glob(".*.old"):
-        target = folder / entry.name[1:].rsplit(".", 2)[0]
-        if target.exists():
+    for entry in list(folder.iterdir()):
+        match = _LEFT_OVER.fullmatch(entry.name)
+        if match is None:
+            continue
+        target = folder / match[1]
+        if match[2] == "old" and not target.exists():
+            os.rename(entry, target)
+        elif entry.is_dir():
             shutil.rmtree(entry)
         else:
-            os.rename(entry, target)
-    for entry in folder.glob(".*.tmp"):
-        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            entry.unlink()
 
 
 def digest(*paths: Path) -> str:
@@ -111,11 +118,10 @@ class RunDir:
             RunError: the folder holds something else, or a run of another recipe, and `overwrite` is not set.
         """
         stored = self.path / "recipe.yaml"
-        if self.path.is_dir():
-            sweep(self.path)
         if self.path.exists() and not self.path.is_dir():
             raise RunError("run folder", str(self.path), "It is a file; name the run otherwise.")
-        if self.path.exists() and any(self.path.iterdir()):
+        # A claim that was killed leaves nothing but its half-written recipe.
+        if self.path.exists() and not all(p.match(".recipe.yaml.*.tmp") for p in self.path.iterdir()):
             mine = stored.is_file() and _base_of(stored.read_text(encoding="utf-8")) == _base_of(recipe_yaml)
             if not mine and not overwrite:
                 hint = "It belongs to another recipe or run. Give --overwrite, or another `name`."
@@ -123,6 +129,8 @@ class RunDir:
             if not mine:
                 shutil.rmtree(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
+        for folder in (self.path, *(p for p in self.path.iterdir() if p.is_dir())):
+            sweep(folder)
         write_text(stored, recipe_yaml)
 
     def manifest(self, stage: str) -> Mapping[str, Any] | None:

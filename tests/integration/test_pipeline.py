@@ -116,17 +116,22 @@ def test_the_run_folder_of_another_recipe_is_refused(finished: Path, tmp_path: P
     assert not (tmp_path / "runs" / "quickstart" / "results.json").exists()
 
 
-@pytest.mark.parametrize("moment", ["step_000002", "step_000004"])
-def test_killed_inside_training_it_ends_with_the_same_weights(finished: Path, tmp_path: Path, moment: str) -> None:
-    command = [sys.executable, "-m", "surgery", "run", str(RECIPE), *SMALL, "--to", "train"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.time() + 120
-    steps = tmp_path / "runs" / "quickstart" / "steps"
-    while not list(steps.glob(f"*/{moment}")) and process.poll() is None and time.time() < deadline:
+def kill_when(cwd: Path, pattern: str, seconds_later: float, *options: str) -> None:
+    """Starts the small run and kills it, without a chance to clean up, once `pattern` is in its folder."""
+    command = [sys.executable, "-m", "surgery", "run", str(RECIPE), *SMALL, *options]
+    process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    folder, deadline = cwd / "runs" / "quickstart", time.time() + 120
+    while not list(folder.glob(pattern)) and process.poll() is None and time.time() < deadline:
         time.sleep(0.01)
+    time.sleep(seconds_later)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    assert list(steps.glob("*/step_*")), "it was to be killed in the middle of training"
+    assert list(folder.glob(pattern))
+
+
+@pytest.mark.parametrize("moment", ["step_000002", "step_000004"])
+def test_killed_inside_training_it_ends_with_the_same_weights(finished: Path, tmp_path: Path, moment: str) -> None:
+    kill_when(tmp_path, f"steps/*/{moment}", 0, "--to", "train")
     assert not (tmp_path / "runs" / "quickstart" / "trained").exists()
     resumed = run_small(tmp_path, options=("--to", "train"))
     assert resumed.returncode == 0, resumed.stderr
@@ -135,6 +140,21 @@ def test_killed_inside_training_it_ends_with_the_same_weights(finished: Path, tm
     assert set(ours) == set(whole)
     for name, tensor in whole.items():
         assert torch.equal(tensor, ours[name]), name
+
+
+@pytest.mark.parametrize(
+    ("pattern", "later"), [(".stages/locate.json", 0.05), (".stages/control.json", 0.4), ("results.json", 1.0)]
+)
+def test_killed_elsewhere_it_goes_on(finished: Path, tmp_path: Path, pattern: str, later: float) -> None:
+    """Between the early stages, while arms are scored, and inside the export."""
+    kill_when(tmp_path, pattern, later)
+    run = tmp_path / "runs" / "quickstart"
+    resumed = run_small(tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "locate  skipped" in resumed.stdout
+    arms, whole = (json.loads((r / "results.json").read_text())["arms"] for r in (run, finished))
+    assert arms == whole
+    assert (run / "export" / "export.json").is_file() and not list(run.rglob(".*.tmp"))
 
 
 def test_dry_run_writes_nothing(tmp_path: Path) -> None:

@@ -272,12 +272,23 @@ def test_a_claim_that_was_killed_can_be_made_again(tmp_path: Path, monkeypatch: 
     assert names(tmp_path / "a") == ["recipe.yaml"]
 
 
+def test_claim_leaves_what_is_not_its_own_untouched(tmp_path: Path) -> None:
+    (tmp_path / ".notes.5.tmp").write_text("somebody else's")
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(RunError):
+        RunDir(tmp_path).claim(RECIPE)
+    assert (tmp_path / ".notes.5.tmp").exists() and (tmp_path / "thesis.txt").exists()
+
+
 def test_claim_sweeps(tmp_path: Path) -> None:
     RunDir(tmp_path).claim(RECIPE)
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / ".locate.5.tmp").mkdir()
     (tmp_path / ".out.5.old").mkdir()
     (tmp_path / ".f.5.tmp").write_text("half")
     RunDir(tmp_path).claim(RECIPE)
-    assert names(tmp_path) == ["out", "recipe.yaml"]
+    assert names(tmp_path) == ["figures", "out", "recipe.yaml"]
+    assert not list((tmp_path / "figures").iterdir())
 
 
 @pytest.fixture

@@ -129,7 +129,8 @@ class RunDir:
             if not mine:
                 shutil.rmtree(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
-        for folder in (self.path, *(p for p in self.path.iterdir() if p.is_dir())):
+        sweep(self.path)
+        for folder in [p for p in self.path.iterdir() if p.is_dir()]:
             sweep(folder)
         write_text(stored, recipe_yaml)
 

@@ -85,7 +85,7 @@ def run(
     overrides: Overrides = None,
     first: Annotated[str | None, typer.Option("--from", help="Run this stage again, and begin there.")] = None,
     last: Annotated[str | None, typer.Option("--to", help="Stop after this stage.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; read no weights.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; load no weights.")] = False,
     overwrite: Overwrite = False,
     runs: Runs = Path("runs"),
 ) -> None:

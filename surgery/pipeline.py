@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 
-from surgery.checkpoint import load_config, revision_of
+from surgery.checkpoint import load_config
 from surgery.errors import PlanError, RunError
 from surgery.families import family_of, geometry_of
 from surgery.heads import HeadId, HeadSet, ScoredHead, head_set_from_json
@@ -56,13 +56,12 @@ def run_pipeline(
     names = tuple(stage.name for stage in STAGES[begin : end + 1])
     run = Run(recipe, folder, accelerator, reporter if reporter is not None and is_main else Silent(), names)
     _look_first(run)
-    revision = revision_of(recipe.base)
     if is_main:
-        _check_above(run, STAGES[:begin], revision)
+        _check_above(run, STAGES[:begin])
         run.rundir.claim(to_yaml(recipe), overwrite)
     accelerator.wait_for_everyone()
     for stage in STAGES[begin : end + 1]:
-        _run_stage(run, stage, revision, forced=stage.name == first)
+        _run_stage(run, stage, forced=stage.name == first)
     return run
 
 
@@ -83,18 +82,18 @@ def _look_first(run: Run) -> None:
     run.base()
 
 
-def _check_above(run: Run, stages: tuple[Stage, ...], revision: str) -> None:
+def _check_above(run: Run, stages: tuple[Stage, ...]) -> None:
     """Stages that are not run again must have been finished with these very settings; edits by hand are welcome."""
     for stage in stages:
-        if not run.rundir.is_finished(stage.name, stage.key(run, revision), stage.outputs(run)):
+        if not run.rundir.is_finished(stage.name, stage.key(run), stage.outputs(run)):
             hint = f"It is not finished, or was with other settings. Run the stage {stage.name} first."
             raise RunError(run.stages[0], f"needs {stage.name}", hint)
 
 
-def _run_stage(run: Run, stage: Stage, revision: str, forced: bool) -> None:
+def _run_stage(run: Run, stage: Stage, forced: bool) -> None:
     decided: list[Any] = [None, None]
     if run.accelerator.is_main_process:
-        key = stage.key(run, revision)
+        key = stage.key(run)
         decided = [key, not forced and run.rundir.is_fresh(stage.name, key, stage.outputs(run))]
     if run.accelerator.num_processes > 1:
         broadcast_object_list(decided)
@@ -116,7 +115,7 @@ def _run_stage(run: Run, stage: Stage, revision: str, forced: bool) -> None:
 
 
 def dry_run(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """What a run would do, from configs alone: no weights are read and nothing is written.
+    """What a run would do, from configs alone: no weights are loaded and nothing is written.
 
     Heads that are not located yet are stood in for by the first heads of the middle layer: counts are the same.
     """
@@ -157,5 +156,5 @@ def _located(recipe: Recipe, folder: Path) -> HeadSet | None:
     if manifest is None or not (folder / "heads.json").is_file():
         return None
     run = Run(recipe, folder, make_accelerator())
-    fresh = manifest["key"] == STAGES[0].key(run, revision_of(recipe.base))
+    fresh = manifest["key"] == STAGES[0].key(run)
     return head_set_from_json(read_json(folder / "heads.json")) if fresh else None

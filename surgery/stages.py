@@ -78,6 +78,13 @@ class Run:
         self.rundir = RunDir(self.folder)
         self._base: PreTrainedModel | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._revision: str | None = None
+
+    def revision(self) -> str:
+        """What identifies the base and its tokenizer; their files are hashed once."""
+        if self._revision is None:
+            self._revision = revision_of(self.recipe.base)
+        return self._revision
 
     def base(self) -> PreTrainedModel:
         """The pretrained model, loaded once; never trained."""
@@ -131,7 +138,7 @@ class Stage:
     together: bool = False
     version: int = 1
 
-    def key(self, run: Run, base_revision: str) -> str:
+    def key(self, run: Run) -> str:
         """Hash of all that the result depends on. A part is a section, or one field of it: `splice.select`."""
         recipe = run.recipe.model_dump(mode="json")
         for unused in ("no_splice", "save_every"):
@@ -142,7 +149,7 @@ class Stage:
             section, _, name = part.partition(".")
             parts[part] = recipe[section][name] if name else recipe[section]
         inputs = {r: digest(run.folder / r) for r in self.reads}
-        return fingerprint([self.name, self.version, base_revision, parts, inputs])
+        return fingerprint([self.name, self.version, run.revision(), parts, inputs])
 
     def outputs(self, run: Run) -> list[Path]:
         """The files and folders that it leaves for this recipe."""
@@ -162,7 +169,7 @@ def _locate(run: Run, key: str) -> None:
         recipe.splice,
         recipe.seed,
         public_name(recipe.base.model),
-        revision_of(recipe.base),
+        run.revision(),
         run.reporter.progress,
     )
     with new_folder(run.folder / "figures" / "locate") as figures:

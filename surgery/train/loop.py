@@ -133,7 +133,7 @@ class Trainer:
             terms["keep"] = weights.keep * keep_loss(output.logits, base, batch)
         if weights.text > 0:
             terms["text"] = weights.text * text_loss(output.logits, batch)
-        if "answer" not in terms and "text" not in terms and "keep" not in terms:
+        if not terms.keys() & {"answer", "keep", "text"}:
             terms["none"] = output.logits.sum() * 0  # every parameter takes part, or DDP waits for it
         return terms
 

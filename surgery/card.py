@@ -24,7 +24,7 @@ def model_card(recipe: Recipe, heads: HeadSet, plan: Plan, results: Mapping[str,
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "license": recipe.export.license,
-        "tags": ["mamba2", "hybrid", "retrieval", "ssm-surgery"],
+        "tags": [plan.grafts[0].site.kind, "hybrid", "retrieval", "ssm-surgery"],
     }
     if "/" in base:
         front["base_model"] = base
@@ -55,7 +55,11 @@ def public_recipe(recipe: Recipe) -> Recipe:
             "tokenizer": public_name(recipe.base.tokenizer) if recipe.base.tokenizer else None,
         }
     )
-    return recipe.model_copy(update={"base": base})
+    splice = recipe.splice
+    if splice.teacher is not None:
+        teacher = splice.teacher.model_copy(update={"model": public_name(splice.teacher.model)})
+        splice = splice.model_copy(update={"teacher": teacher})
+    return recipe.model_copy(update={"base": base, "splice": splice})
 
 
 def _what(base: str, heads: HeadSet, plan: Plan) -> str:
@@ -67,6 +71,10 @@ def _what(base: str, heads: HeadSet, plan: Plan) -> str:
     ]
     roles = {s.head: s.role for s in heads.heads}
     for graft in plan.grafts:
+        if graft.unit == "layer":
+            donor = f"{graft.donors[0]} of {public_name(plan.teacher)}"
+            lines.append(f"| L{graft.site.layer}, the whole layer | {graft.mode} | {donor} | | |")
+            continue
         for head, reads in zip(graft.heads, graft.reads, strict=True):
             role = roles[HeadId(graft.site.layer, head)]
             name = f"L{graft.site.layer}H{head}"

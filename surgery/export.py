@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import ModelError, RunError
-from surgery.families import family_of
+from surgery.families import family_of, mixer_of, structure_of
+from surgery.families.runtime import restore_chunks
 from surgery.heads import HeadSet, Plan, to_json
 from surgery.recipe import Export
 from surgery.rundir import new_folder, write_json, write_text
@@ -64,7 +65,7 @@ def export(
     with new_folder(Path(folder)) as new:
         exported = _as_exported(model, section)
         _save_with_code(exported, new)
-        _name_backbone(new, type(exported.backbone).__name__)
+        _name_backbone(new, type(exported.base_model).__name__)
         tokenizer.save_pretrained(new)
         _generation_config(model, tokenizer).save_pretrained(new)
         shutil.rmtree(new / "__pycache__", ignore_errors=True)
@@ -88,6 +89,7 @@ def export(
 def _as_exported(model: PreTrainedModel, section: Export) -> PreTrainedModel:
     """A copy in the export's dtype; what has to stay in fp32 does."""
     exported = copy.deepcopy(model).cpu().eval()
+    restore_chunks(exported)
     dtype = getattr(torch, section.dtype)
     for name, parameter in exported.named_parameters():
         if not bool(parameter.isfinite().all()):
@@ -177,13 +179,13 @@ def verify(folder: Path, model: PreTrainedModel, prompt_tokens: int = 24) -> dic
 
 def _check_silence(model: PreTrainedModel) -> None:
     """Where heads were replaced, their columns of `out_proj` are still zero."""
-    family = family_of(model.config)
-    specs = {spec.layer: spec for spec in family.mixers(model.config)}
+    specs = {spec.layer: spec for spec in family_of(model.config).mixers(model.config) if spec.is_ssm}
     for site in getattr(model.config, "splice", None) or []:
-        out_proj = family.out_proj(family.mixer(model, site["layer"]))
+        spec = specs[site["layer"]]
+        out_proj = structure_of(spec).out_proj(mixer_of(model, spec))
         for head in site["heads"] if site["mode"] == "replace" else []:
-            if bool(out_proj.weight[:, family.weight_slices(specs[site["layer"]], head).out].any()):
-                raise ModelError("export", f"L{site['layer']}H{head}", "It was replaced, and is not silent any more.")
+            if bool(out_proj.weight[:, structure_of(spec).weight_slices(spec, head).out].any()):
+                raise ModelError("export", f"L{spec.layer}H{head}", "It was replaced, and is not silent any more.")
 
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:

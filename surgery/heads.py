@@ -19,42 +19,57 @@ from surgery.errors import PlanError
 Role = Literal["gather", "aggregate", "both", "neither"]
 Reads = Literal["segment_end", "answer_token"]
 Mode = Literal["add", "replace"]
-Init = Literal["ssm", "random"]
+Init = Literal["ssm", "random", "teacher"]
+Unit = Literal["head", "layer"]
 
-_HEAD_NAME = re.compile(r"L(\d+)H(\d+)")
+Letter = Literal["H", "A"]
+
+_HEAD_NAME = re.compile(r"L(\d+)([HA])(\d+)")
 
 
 @dataclass(frozen=True, order=True)
 class HeadId:
-    """One head of one mixer. `str()` and `parse()` are inverse: `HeadId.parse("L1H2") == HeadId(1, 2)`."""
+    """One head of one mixer. `str()` and `parse()` are inverse: `HeadId.parse("L1H2") == HeadId(1, 2)`.
+
+    Attributes:
+        letter: `A` for the attention heads of a model that has SSM heads too, where one layer may have both; else `H`.
+    """
 
     layer: int
     head: int
+    letter: Letter = "H"
 
     def __str__(self) -> str:
-        return f"L{self.layer}H{self.head}"
+        return f"{self.mixer}{self.head}"
+
+    @property
+    def mixer(self) -> str:
+        """The `MixerSpec.name` of the mixer that it belongs to."""
+        return f"L{self.layer}{self.letter}"
 
     @classmethod
     def parse(cls, name: str) -> HeadId:
-        """Raises PlanError when `name` is not of the form L<layer>H<head>."""
+        """Raises PlanError when `name` is not of the form L<layer>H<head> or L<layer>A<head>."""
         match = _HEAD_NAME.fullmatch(name)
         if match is None:
             raise PlanError("head", repr(name), "Write a head as L<layer>H<head>, both from 0: 'L1H2'.")
-        return cls(int(match[1]), int(match[2]))
+        return cls(int(match[1]), int(match[3]), "A" if match[2] == "A" else "H")
 
 
 @dataclass(frozen=True)
 class MixerSpec:
-    """One SSM mixer, known from the config alone.
+    """One mixer, known from the config alone.
 
     Attributes:
         layer: index of the block it sits in.
         path: dotted module path from the ForCausalLM model, e.g. `backbone.layers.1.mixer`.
-        kind: structure of the recurrence: `mamba2`.
+        kind: its structure: `mamba2`, `mamba1`, `attention`, ...; see `families.STRUCTURES`.
         num_heads, head_dim: H and P; the inner width is H * P.
-        num_groups: G; heads of one group share B and C.
-        state_size: N, the width of B and C.
+        num_groups: G; heads of one group share B and C, or a key and a value.
+        state_size: N, the width of B and C; of query and key.
         native_heads: False where "heads" are groups of channels that the model itself does not know.
+        conv_kernel: width of the short convolution; 0 where there is none.
+        letter: as in `HeadId`.
     """
 
     layer: int
@@ -65,6 +80,21 @@ class MixerSpec:
     num_groups: int
     state_size: int
     native_heads: bool = True
+    conv_kernel: int = 4
+    letter: Letter = "H"
+
+    @property
+    def name(self) -> str:
+        """What tells this mixer from the others of a model: `L17H`, or `L17A` for attention beside SSM heads."""
+        return f"L{self.layer}{self.letter}"
+
+    @property
+    def is_ssm(self) -> bool:
+        return not self.kind.endswith("attention")
+
+    @property
+    def heads(self) -> tuple[HeadId, ...]:
+        return tuple(HeadId(self.layer, head, self.letter) for head in range(self.num_heads))
 
     def group_of(self, head: int) -> int:
         """The B/C group that head reads."""
@@ -135,18 +165,26 @@ class HeadSet:
 
 @dataclass(frozen=True)
 class Graft:
-    """What is spliced into one mixer: its heads, in order, with the position that each one reads."""
+    """What is spliced into one mixer: its heads, in order, with the position that each one reads.
+
+    Attributes:
+        unit: `layer` puts a teacher's whole attention in the place of the mixer; `heads` are then the teacher's.
+        donors: with `init: teacher`: the teacher's head for each head, or its layer, such as `L17`.
+    """
 
     site: MixerSpec
     heads: tuple[int, ...]
     mode: Mode
     init: Init
     reads: tuple[Reads, ...]
+    unit: Unit = "head"
+    donors: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, allowed, values in (
             ("mode", Mode, (self.mode,)),
             ("init", Init, (self.init,)),
+            ("unit", Unit, (self.unit,)),
             ("reads", Reads, self.reads),
         ):
             for value in values:
@@ -154,6 +192,8 @@ class Graft:
                     raise PlanError(f"graft.{name}", repr(value), f"Choose one of {', '.join(get_args(allowed))}.")
         if len(self.reads) != len(self.heads):
             raise PlanError("graft.reads", f"{len(self.reads)} for {len(self.heads)} heads", "Give one for each head.")
+        if self.unit == "layer":
+            return
         if len(set(self.heads)) < len(self.heads) or not all(0 <= h < self.site.num_heads for h in self.heads):
             hint = f"Name different heads from 0 to {self.site.num_heads - 1}."
             raise PlanError(f"graft.heads of layer {self.site.layer}", list(self.heads), hint)
@@ -167,6 +207,7 @@ class Plan:
     geometry: str
     grafts: tuple[Graft, ...]
     seed: int
+    teacher: str = ""
 
     @property
     def heads(self) -> tuple[HeadId, ...]:
@@ -225,10 +266,18 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
     """Raises PlanError when a field is missing or malformed."""
     try:
         grafts = tuple(
-            Graft(MixerSpec(**g["site"]), tuple(g["heads"]), g["mode"], g["init"], tuple(g["reads"]))
+            Graft(
+                MixerSpec(**g["site"]),
+                tuple(g["heads"]),
+                g["mode"],
+                g["init"],
+                tuple(g["reads"]),
+                g.get("unit", "head"),
+                tuple(g.get("donors", ())),
+            )
             for g in data["grafts"]
         )
-        return Plan(data["base"], data["geometry"], grafts, int(data["seed"]))
+        return Plan(data["base"], data["geometry"], grafts, int(data["seed"]), data.get("teacher", ""))
     except PlanError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:

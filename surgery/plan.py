@@ -5,28 +5,36 @@ Pure: no weights, no files. Must never know: how heads were found, how a graft i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from surgery.errors import PlanError
-from surgery.families import family_of, geometry_of
+from surgery.families import family_of, geometry_of, structure_of
+from surgery.families.donors import donor_fields, donor_mixers
 from surgery.heads import Graft, HeadId, HeadSet, MixerSpec, Plan, ScoredHead
 from surgery.recipe import Splice
 
 CONV_KERNEL = 4  # of a randomly initialised branch; the short convolution of Mamba-2
 
 
-def make_plan(head_set: HeadSet, config: PreTrainedConfig, splice: Splice | None = None, seed: int = 0) -> Plan:
+def make_plan(
+    head_set: HeadSet,
+    config: PreTrainedConfig,
+    splice: Splice | None = None,
+    seed: int = 0,
+    teacher: PreTrainedConfig | None = None,
+) -> Plan:
     """Groups the chosen heads by layer.
 
     Args:
         head_set: `chosen` says which heads and what each is to read.
         config: of the model that is to be spliced.
+        teacher: config of the teacher, with `init: teacher`.
 
     Raises:
-        PlanError: the heads were located in a model of another geometry, are out of range, or the model is a hybrid.
+        PlanError: the heads were located in a model of another geometry, are out of range, or the model is a hybrid;
+            the teacher has no such head, or is not as wide as the model.
     """
     splice = splice or Splice()
     geometry = geometry_of(config)
@@ -34,16 +42,39 @@ def make_plan(head_set: HeadSet, config: PreTrainedConfig, splice: Splice | None
         value = f"{head_set.geometry}, and the model's is {geometry}"
         raise PlanError("heads.json geometry", value, "The heads were located in another model. Locate again.")
     check_not_spliced(config)
-    specs = {spec.layer: spec for spec in family_of(config).mixers(config)}
+    check_splices(config)
+    specs = {spec.layer: spec for spec in family_of(config).sites(config)}
     by_layer: dict[int, list[ScoredHead]] = {}
     for scored in head_set.chosen:
-        check_in_range(scored.head, specs)
+        check_in_range(scored.head, config)
         by_layer.setdefault(scored.head.layer, []).append(scored)
-    grafts = tuple(
-        Graft(specs[layer], tuple(s.head.head for s in heads), splice.mode, splice.init, tuple(s.reads for s in heads))
-        for layer, heads in sorted(by_layer.items())
-    )
-    return Plan(head_set.model, geometry, grafts, seed)
+    grafts = tuple(_graft(specs[layer], heads, splice, teacher) for layer, heads in sorted(by_layer.items()))
+    if teacher is not None and teacher.hidden_size != config.hidden_size:
+        value = f"hidden size {teacher.hidden_size}, and the base's is {config.hidden_size}"
+        raise PlanError("splice.teacher.model", value, "Attention can be transplanted between equal widths only.")
+    return Plan(head_set.model, geometry, grafts, seed, splice.teacher.model if splice.teacher else "")
+
+
+def _graft(site: MixerSpec, heads: list[ScoredHead], splice: Splice, teacher: PreTrainedConfig | None) -> Graft:
+    """What goes into one mixer."""
+    if splice.unit == "layer" and site.kind not in TAKES_LAYERS:
+        raise PlanError("splice.unit", "layer", f"Whole layers can be put into {', '.join(TAKES_LAYERS)} models only.")
+    numbers, reads = tuple(s.head.head for s in heads), tuple(s.reads for s in heads)
+    if splice.init != "teacher":
+        return Graft(site, numbers, splice.mode, splice.init, reads)
+    assert teacher is not None and splice.teacher is not None
+    names = splice.teacher.donors
+    donors = tuple(HeadId.parse(names.get(str(s.head), f"L{s.head.layer}H{s.head.head}")) for s in heads)
+    for donor in donors:
+        if donor not in {head for spec in donor_mixers(teacher) for head in spec.heads}:
+            raise PlanError("splice.teacher.donors", str(donor), "The teacher has no such head.")
+    if splice.unit == "head":
+        return Graft(site, numbers, splice.mode, splice.init, reads, "head", tuple(map(str, donors)))
+    count = donor_mixers(teacher)[donors[0].layer].num_heads
+    return Graft(site, tuple(range(count)), "replace", "teacher", reads[:1] * count, "layer", (f"L{donors[0].layer}",))
+
+
+TAKES_LAYERS = ("llamba",)
 
 
 def check_not_spliced(config: PreTrainedConfig) -> None:
@@ -53,34 +84,117 @@ def check_not_spliced(config: PreTrainedConfig) -> None:
         raise PlanError("base.model", config.model_type, hint)
 
 
-def check_in_range(head: HeadId, specs: Mapping[int, MixerSpec]) -> None:
-    """Raises PlanError when the model has no such head; `specs` are its mixers by layer."""
-    spec = specs.get(head.layer)
+def check_splices(config: PreTrainedConfig) -> None:
+    """Raises PlanError when nothing can be spliced into models of this type."""
+    family = family_of(config)
+    if family.hybrid is None:
+        hint = f"It can be inspected and located, not spliced: {family.refuses}"
+        raise PlanError("base.model", config.model_type, hint)
+
+
+def check_in_range(head: HeadId, config: PreTrainedConfig) -> None:
+    """Raises PlanError when the model has no such head, or none that can be spliced there."""
+    family = family_of(config)
+    mixers = {spec.name: spec for spec in family.mixers(config)}
+    spec = mixers.get(head.mixer)
     if spec is None or head.head >= spec.num_heads:
-        last = max(specs)
-        hint = f"Heads go from L{min(specs)}H0 to L{last}H{specs[last].num_heads - 1}."
+        names = [str(h) for s in mixers.values() for h in s.heads]
+        raise PlanError("head", str(head), f"Heads go from {names[0]} to {names[-1]}.")
+    if spec not in family.sites(config):
+        layers = sorted({s.layer for s in family.sites(config)})
+        hint = f"That layer has keys and values of its own; layers that can be spliced: {layers}."
         raise PlanError("head", str(head), hint)
 
 
-def splice_field(plan: Plan, splice: Splice | None = None, conv_kernel: int = CONV_KERNEL) -> list[dict[str, Any]]:
+def check_sites(plan: Plan, config: PreTrainedConfig) -> None:
+    """Raises PlanError when a graft is for no site of the model, or two are for one; plans are edited by hand too."""
+    check_splices(config)
+    sites = family_of(config).sites(config)
+    layers = [site.layer for site in sites]
+    for graft in plan.grafts:
+        if graft.site not in sites:
+            hint = (
+                f"No site of the model, or one with keys and values of its own. Layers that can be spliced: {layers}."
+            )
+            raise PlanError("plan.json site", graft.site.name, hint)
+    spliced = [graft.site.layer for graft in plan.grafts]
+    if len(set(spliced)) < len(spliced):
+        raise PlanError("plan.json grafts", f"layers {spliced}", "Put all heads of one layer into one graft.")
+
+
+def splice_field(
+    plan: Plan, config: PreTrainedConfig, splice: Splice | None = None, teacher: PreTrainedConfig | None = None
+) -> list[dict[str, Any]]:
     """The config field `splice`: one plain entry for each graft; the one source of what is spliced where.
 
-    With `init: ssm` query and key are as wide as the state N, with `random` as `splice.random_width`; values are as
-    wide as the head.
+    With `init: ssm` query and key are as wide as the state N, with `random` as `splice.random_width`, and values as
+    wide as the head; with `teacher` all are as wide as the teacher's.
+
+    Args:
+        config: of the base: what a branch takes over from it, such as biases.
+        teacher: config of the teacher, with `init: teacher`.
+
+    Raises:
+        PlanError: as `check_sites`.
     """
-    width = (splice or Splice()).random_width
+    check_sites(plan, config)
     return [
         {
             "layer": graft.site.layer,
             "heads": list(graft.heads),
             "mode": graft.mode,
             "init": graft.init,
+            "unit": graft.unit,
             "reads": list(graft.reads),
-            "qk_width": graft.site.state_size if graft.init == "ssm" else width,
-            "v_width": graft.site.head_dim,
-            "conv_kernel": conv_kernel,
-            "activation": "silu" if graft.init == "ssm" else None,
-            "gate": graft.init == "ssm",
+            **family_of(config).branch_fields(config),
+            **_branch_fields(graft, config, splice or Splice(), teacher),
         }
         for graft in plan.grafts
     ]
+
+
+def _branch_fields(
+    graft: Graft, config: PreTrainedConfig, splice: Splice, teacher: PreTrainedConfig | None
+) -> dict[str, Any]:
+    """What the branch is made of, where `init` decides."""
+    if graft.init == "teacher":
+        assert teacher is not None
+        spec, heads = donor_of(graft, teacher)
+        return {"donors": list(graft.donors), **donor_fields(teacher, spec, heads)}
+    copied = graft.init == "ssm"
+    fields: dict[str, Any] = {} if copied else {"activation": None}
+    return {
+        "qk_width": graft.site.state_size if copied else splice.random_width,
+        "v_width": graft.site.head_dim,
+        "conv_kernel": _conv_kernel(graft),
+        "gate": copied,
+        **fields,
+    }
+
+
+def donor_of(graft: Graft, teacher: PreTrainedConfig) -> tuple[MixerSpec, list[int] | None]:
+    """The teacher's attention that a graft comes from, and its heads there; None for all of a layer.
+
+    Raises:
+        PlanError: heads of different layers in one graft.
+    """
+    mixers = {spec.layer: spec for spec in donor_mixers(teacher)}
+    if graft.unit == "layer":
+        return mixers[int(graft.donors[0].removeprefix("L"))], None
+    heads = [HeadId.parse(name) for name in graft.donors]
+    if len({head.layer for head in heads}) > 1:
+        hint = "The donors of one layer's heads must come from one layer of the teacher."
+        raise PlanError("splice.teacher.donors", list(graft.donors), hint)
+    return mixers[heads[0].layer], [head.head for head in heads]
+
+
+def _conv_kernel(graft: Graft) -> int:
+    """Of the branch's own short convolution; a branch that reads the mixer's streams has none."""
+    if graft.init == "ssm":
+        return 0 if reads_streams(graft.site) else graft.site.conv_kernel
+    return CONV_KERNEL
+
+
+def reads_streams(site: MixerSpec) -> bool:
+    """Whether copies of a head would be copies of the layer, so that its branch reads the mixer's streams."""
+    return structure_of(site).weight_slices(site, 0).query is None

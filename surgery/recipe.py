@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from surgery.errors import RecipeError
-from surgery.heads import HeadId, Init, Mode
+from surgery.heads import HeadId, Init, Mode, Unit
 
 Positive = Annotated[int, Field(gt=0, strict=True)]
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
@@ -40,6 +40,9 @@ class Base(Section):
     tokenizer: str | None = Field(None, description="Where the tokenizer is, if not with the model.")
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("float32", description="Of the weights in memory.")
     trust_remote_code: bool = Field(False, description="Run code that the checkpoint brings along.")
+    channels_per_head: Positive | None = Field(
+        None, description="Mamba-1 has channels and no heads: how many of them are taken as one. 64 if not said."
+    )
 
 
 class Locate(Section):
@@ -49,6 +52,34 @@ class Locate(Section):
     examples: Positive = Field(128, description="Prompts.")
     batch_size: Positive = Field(32, description="Prompts at once.")
     top_k: Positive = Field(12, description="Heads that stay candidates for the second and further choices.")
+    at: Literal["everywhere", "query"] = Field(
+        "everywhere",
+        description="`query`: only what one decode step shows, for large models on small machines; no Gather heads.",
+    )
+
+
+class Teacher(Section):
+    """A Transformer whose attention is transplanted. It has to be as wide as the base."""
+
+    model: str = Field(description="Folder of a checkpoint, or its id on the Hub.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a Hub id.")
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("float32", description="Of its weights in memory.")
+    donors: dict[str, str] = Field(
+        {},
+        description="Its head for a head of the base, such as {L17H3: L17H24}; the one of the same name if not said.",
+    )
+
+    @field_validator("donors")
+    @classmethod
+    def _heads(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in (*value, *value.values()):
+            HeadId.parse(name)
+        return value
+
+    @property
+    def as_base(self) -> Base:
+        """The same checkpoint, as what loads one wants it."""
+        return Base(model=self.model, revision=self.revision, dtype=self.dtype)
 
 
 class Splice(Section):
@@ -60,7 +91,18 @@ class Splice(Section):
     num_heads: Positive = Field(1, description="How many heads to splice.")
     heads: tuple[str, ...] = Field((), description="With `select: list`: the heads, such as L1H2.")
     mode: Mode = Field("add", description="`add`: a branch beside the SSM, zero at first. `replace`: the head goes.")
-    init: Init = Field("ssm", description="`ssm`: copies of the head's own C, B, x and gate. `random`: the control.")
+    init: Init = Field(
+        "ssm",
+        description="`ssm`: copies of the head's C, B, x and gate. `teacher`: a Transformer's. `random`: the control.",
+    )
+    unit: Unit = Field(
+        "head",
+        description="`layer` puts the teacher's whole attention in the place of each chosen head's mixer (Llamba).",
+    )
+    with_block: bool = Field(
+        False, description="With `unit: layer`: the teacher's norms and MLP of that layer as well."
+    )
+    teacher: Teacher | None = Field(None, description="With `init: teacher`: whose attention.")
     random_width: Positive = Field(32, description="Query and key width of a randomly initialised head.")
 
     @model_validator(mode="after")
@@ -71,6 +113,12 @@ class Splice(Section):
             raise ValueError("the same head is listed twice")
         if (self.select == "list") != bool(self.heads):
             raise ValueError("`heads` goes with `select: list`, and only with it")
+        if (self.init == "teacher") != (self.teacher is not None):
+            raise ValueError("`teacher` goes with `init: teacher`, and only with it")
+        if self.unit == "layer" and (self.init, self.mode) != ("teacher", "replace"):
+            raise ValueError("`unit: layer` needs `init: teacher` and `mode: replace`")
+        if self.with_block and self.unit != "layer":
+            raise ValueError("`with_block` goes with `unit: layer`")
         return self
 
 
@@ -160,6 +208,14 @@ class Export(Section):
     license: str = Field("apache-2.0", description="Licence for the card's front matter: that of the base.")
 
 
+class Hardware(Section):
+    """What it is to run on. Nothing depends on it but what `--dry-run` says of the fit."""
+
+    gpu: str | None = Field(None, description="Name of the GPU, such as A100-80GB.")
+    count: Positive = Field(1, description="How many; each holds the whole model and its share of a step's documents.")
+    memory_gib: float | None = Field(None, gt=0, description="Memory of one, in GiB.")
+
+
 class Recipe(Section):
     """One operation, from a pretrained model to an exported hybrid."""
 
@@ -171,6 +227,13 @@ class Recipe(Section):
     train: Train
     evaluate: Evaluate = Evaluate()
     export: Export = Export()
+    hardware: Hardware = Hardware()
+
+    @model_validator(mode="after")
+    def _choice_is_measured(self) -> Recipe:
+        if self.locate.at == "query" and self.splice.select in ("ablation", "gather"):
+            raise ValueError(f"splice.select: {self.splice.select} needs locate.at: everywhere")
+        return self
 
 
 class TinyMamba2(Section):

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from surgery.families import family_of
-from surgery.hybrid.attention import SplicedAttention
+from surgery.families import family_of, structure_of
+from surgery.hybrid.attention import SplicedAttention, is_whole
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Sizes:
     Attributes:
         parameters: all of them, tied ones once; `new_parameters` of them belong to spliced heads.
         state_bytes: convolution and recurrent states, the branches' convolution states too; independent of length.
-        kv_bytes_per_token: keys and values of the spliced layers, for each token.
+        kv_bytes_per_token: keys and values, of the spliced layers and of the model's own attention, for each token.
     """
 
     parameters: int
@@ -51,21 +51,24 @@ def sizes_of(model: PreTrainedModel, itemsize: int = 4) -> Sizes:
         parameters=sum(p.numel() for p in model.parameters()),
         new_parameters=new,
         state_bytes=state_bytes(model.config, itemsize),
-        kv_bytes_per_token=kv_bytes_per_token(splice, itemsize),
+        kv_bytes_per_token=kv_bytes_per_token(splice, itemsize) + own_kv_bytes_per_token(model.config, itemsize),
     )
 
 
 def kv_bytes_per_token(splice: Sequence[dict[str, Any]], itemsize: int = 4) -> int:
-    """`itemsize * sum over spliced layers of heads * (d_qk + d_v)`."""
-    return itemsize * sum(len(site["heads"]) * (site["qk_width"] + site["v_width"]) for site in splice)
+    """`itemsize * sum over spliced layers of heads * (d_qk + d_v)`; whole layers count as the model's own attention."""
+    branches = [site for site in splice if not is_whole(site)]
+    return itemsize * sum(len(site["heads"]) * (site["qk_width"] + site["v_width"]) for site in branches)
+
+
+def own_kv_bytes_per_token(config: PreTrainedConfig, itemsize: int = 4) -> int:
+    """Of the attention layers that the model has without a splice."""
+    return itemsize * sum(structure_of(spec).kv_numel(spec) for spec in family_of(config).mixers(config))
 
 
 def state_bytes(config: PreTrainedConfig, itemsize: int = 4) -> int:
-    """Convolution state of I + 2GN channels and recurrent state of H*P*N, by mixer; the branches'."""
-    total = 0
-    for spec in family_of(config).mixers(config):
-        inner = spec.num_heads * spec.head_dim
-        total += (inner + 2 * spec.num_groups * spec.state_size) * config.conv_kernel + inner * spec.state_size
+    """Convolution and recurrent states, by mixer; the branches' convolution states."""
+    total = sum(structure_of(spec).state_numel(spec) for spec in family_of(config).mixers(config))
     for site in getattr(config, "splice", None) or []:
         total += len(site["heads"]) * (2 * site["qk_width"] + site["v_width"]) * site["conv_kernel"]
     return total * itemsize

@@ -1,13 +1,15 @@
 """Plan and weights -> a hybrid. Owns: initial values of the branch, silencing, the gap at step 0.
 
 Must never know: how heads were chosen, files, training. METHOD 4: an SSM head is linear attention with C as query,
-B as key and x as value, so the branch starts from its own copies of those rows and of their short convolutions.
+B as key and x as value, so the branch starts from its own copies of those rows and of their short convolutions, or
+reads them where the mixer makes them (Mamba-1).
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,20 +17,25 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgery.errors import PlanError
-from surgery.families import Family, family_of, geometry_of
+from surgery.families import HeadSlices, block_of, family_of, geometry_of, mixer_of, structure_of
+from surgery.families.donors import donor_weights
 from surgery.heads import Graft, Plan
-from surgery.hybrid.attention import SplicedAttention
-from surgery.plan import splice_field
+from surgery.hybrid.attention import SplicedAttention, is_whole
+from surgery.hybrid.donor import DonorAttention
+from surgery.plan import donor_of, reads_streams, splice_field
 from surgery.recipe import Splice
 
 
 @torch.no_grad()
-def splice(model: PreTrainedModel, plan: Plan, section: Splice | None = None) -> PreTrainedModel:
+def splice(
+    model: PreTrainedModel, plan: Plan, section: Splice | None = None, teacher: PreTrainedModel | None = None
+) -> PreTrainedModel:
     """Builds the hybrid. The base is not changed, and shares no memory with it.
 
     Args:
         model: the base whose geometry the plan was made for.
-        section: widths of randomly initialised heads.
+        section: widths of randomly initialised heads; whether a teacher's norms and MLP come too.
+        teacher: whose attention is transplanted, with `init: teacher`.
 
     Returns:
         The hybrid in eval mode, in the base's dtype. With `mode: add` its logits equal the base's bit for bit.
@@ -39,51 +46,104 @@ def splice(model: PreTrainedModel, plan: Plan, section: Splice | None = None) ->
     family = family_of(model.config)
     if plan.geometry != geometry_of(model.config):
         raise PlanError("plan.json geometry", plan.geometry, "The plan was made for another model. Plan again.")
-    fields = splice_field(plan, section, model.config.conv_kernel)
+    fields = splice_field(plan, model.config, section, None if teacher is None else teacher.config)
     config = family.hybrid_config(model.config, fields)
     config._attn_implementation = "sdpa"
-    hybrid = family.build_hybrid(config)
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    missing, unexpected = hybrid.load_state_dict(state, strict=False, assign=True)
-    new = {name for name, _ in hybrid.named_parameters() if ".attention." in name}
-    assert not unexpected and set(missing) <= new, (missing, unexpected)
-    hybrid.tie_weights()
+    with torch.device("meta"):
+        hybrid = family.build_hybrid(config)
+    _take_over(model, hybrid)
     for graft in plan.grafts:
-        source, target = family.mixer(model, graft.site.layer), family.mixer(hybrid, graft.site.layer)
-        _initialize(family, source, target, graft, plan.seed)
+        source, target = mixer_of(model, graft.site), mixer_of(hybrid, graft.site)
+        branch: SplicedAttention = target.attention.to_empty(device=model.device)
+        branch.initialize()
+        if graft.init == "teacher":
+            assert teacher is not None
+            _transplant(branch, graft, teacher)
+        if graft.unit == "head":
+            _initialize(branch, source, target, graft, plan.seed)
+        elif section is not None and section.with_block:
+            _transplant_block(block_of(hybrid, graft.site.layer, graft.site), graft, teacher)
     hybrid.to(model.device).eval()
     for name, parameter in hybrid.named_parameters():
         kept = name.rsplit(".", 1)[-1] in hybrid._keep_in_fp32_modules_strict
         parameter.data = parameter.data.to(torch.float32 if kept else model.dtype)
+    for spec in family.mixers(config):
+        if spec.kind == "mamba2":
+            mixer_of(hybrid, spec).chunk_size = mixer_of(model, spec).chunk_size  # the same rounding as the base
     hybrid.generation_config = copy.deepcopy(model.generation_config)
     return hybrid
 
 
-def _initialize(family: Family, source: nn.Module, target: nn.Module, graft: Graft, seed: int) -> None:
-    """Fills the branch of one layer and, in `replace` mode, silences the heads whose place it takes."""
-    branch: SplicedAttention = target.attention
-    slices = [family.weight_slices(graft.site, head) for head in graft.heads]
+def _take_over(model: PreTrainedModel, hybrid: PreTrainedModel) -> None:
+    """Copies of the base's weights and buffers; weights that share memory in the base share their copies."""
+    copies: dict[int, Tensor] = {}
+    state = {name: copies.setdefault(t.data_ptr(), t.clone()) for name, t in model.state_dict().items()}
+    missing, unexpected = hybrid.load_state_dict(state, strict=False, assign=True)
+    new = {name for name, _ in hybrid.named_parameters() if ".attention." in name}
+    whole = tuple(f"layers.{site['layer']}.mixer." for site in hybrid.config.splice if is_whole(site))
+    left = [name for name in unexpected if not any(part in name for part in whole)]
+    assert not left and set(missing) <= new, (missing, left)
+    hybrid.tie_weights()
+    for name, buffer in model.named_buffers():
+        owner, _, last = name.rpartition(".")
+        hybrid.get_submodule(owner).register_buffer(last, buffer.clone(), persistent=False)
+
+
+def _initialize(branch: SplicedAttention, source: nn.Module, target: nn.Module, graft: Graft, seed: int) -> None:
+    """Fills the branch of some heads and, in `replace` mode, silences the heads whose place it takes."""
+    structure = structure_of(graft.site)
+    slices = [structure.weight_slices(graft.site, head) for head in graft.heads]
     if graft.init == "ssm":
-        in_proj, conv = family.in_proj(source), source.conv1d
-        rows = [s.query for s in slices] + [s.key for s in slices] + [s.value for s in slices]
-        channels = [s.conv_query for s in slices] + [s.conv_key for s in slices] + [s.conv_value for s in slices]
-        _copy(branch.qkv_proj, in_proj, rows)
-        _copy(branch.conv1d, conv, channels)
-        _copy(branch.gate_proj, in_proj, [s.gate for s in slices])
-        branch.scale.fill_(1.0)
-    else:
+        _copy_inputs(branch, source, graft, slices)
+    elif graft.init == "random":
         _randomize(branch, f"{seed}:L{graft.site.layer}")
-    out_proj = family.out_proj(target)
     if graft.mode == "add":
         branch.o_proj.weight.zero_()
         return
-    norm = family.gated_norm(source).weight
-    blocks = [out_proj.weight[:, s.out] * norm[s.out] for s in slices]
-    branch.o_proj.weight.copy_(torch.cat(blocks, dim=1))
-    silence(target, family, graft)
+    silence(structure.out_proj(target), graft)
+    if graft.init == "teacher":
+        return
+    norm = structure.norm_weight(source)
+    folded = structure.out_proj(source).weight if norm is None else structure.out_proj(source).weight * norm
+    branch.o_proj.weight.copy_(torch.cat([folded[:, s.out] for s in slices], dim=1))
 
 
-def _copy(target: nn.Module, source: nn.Module, rows: list[slice]) -> None:
+def _transplant(branch: SplicedAttention, graft: Graft, teacher: PreTrainedModel) -> None:
+    """The teacher's own weights, all of them."""
+    assert isinstance(branch, DonorAttention)
+    branch.restore_rotary()
+    weights = donor_weights(teacher, *donor_of(graft, teacher.config))
+    missing, unexpected = branch.load_state_dict(weights, strict=False)
+    assert missing == ["scale"] and not unexpected, (missing, unexpected)
+
+
+def _transplant_block(block: nn.Module, graft: Graft, teacher: PreTrainedModel | None) -> None:
+    """The norms and the MLP around a transplanted layer. Raises PlanError where they are not of the same shapes."""
+    assert teacher is not None
+    spec, _ = donor_of(graft, teacher.config)
+    donor = block_of(teacher, spec.layer, spec).state_dict()
+    own = {name: tensor for name, tensor in block.state_dict().items() if not name.startswith("mixer.")}
+    for name, tensor in own.items():
+        found = None if name not in donor else tuple(donor[name].shape)
+        if found != tuple(tensor.shape):
+            hint = f"The teacher's block has {found or 'no such tensor'} where the base's has {tuple(tensor.shape)}."
+            raise PlanError("splice.with_block", name, hint)
+        tensor.copy_(donor[name])
+
+
+def _copy_inputs(branch: SplicedAttention, source: nn.Module, graft: Graft, slices: Sequence[HeadSlices]) -> None:
+    """Own copies of the heads' C, B, x and gate rows and of their short convolutions, as far as they have their own."""
+    in_proj = structure_of(graft.site).in_proj(source)
+    assert in_proj is not None and branch.gate_proj is not None
+    _copy(branch.gate_proj, in_proj, [s.gate for s in slices])
+    if reads_streams(graft.site):
+        return
+    _copy(branch.qkv_proj, in_proj, [getattr(s, part) for part in ("query", "key", "value") for s in slices])
+    channels = [getattr(s, part) for part in ("conv_query", "conv_key", "conv_value") for s in slices]
+    _copy(branch.conv1d, source.conv1d, channels)
+
+
+def _copy(target: nn.Module, source: nn.Module, rows: Sequence[slice | None]) -> None:
     """Own copies of the source's rows, weights and biases, in the order given."""
     target.weight.copy_(torch.cat([source.weight[r] for r in rows]))
     if target.bias is not None:
@@ -104,10 +164,10 @@ def _randomize(branch: SplicedAttention, key: str) -> None:
 
 
 @torch.no_grad()
-def silence(mixer: nn.Module, family: Family, graft: Graft) -> None:
-    """Zeroes the heads' columns of `out_proj`. Training leaves them zero; merging into `out_proj` needs it again."""
+def silence(out_proj: nn.Linear, graft: Graft) -> None:
+    """Zeroes the heads' columns of `out_proj`. Training leaves them zero; merging into it needs this again."""
     for head in graft.heads:
-        family.out_proj(mixer).weight[:, family.weight_slices(graft.site, head).out] = 0
+        out_proj.weight[:, structure_of(graft.site).weight_slices(graft.site, head).out] = 0
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from typing import Any, Protocol
 import torch
 from accelerate import Accelerator
 from accelerate import __version__ as accelerate_version
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers import __version__ as transformers_version
 
 from surgery import __version__
 from surgery.card import model_card, public_name, public_recipe
-from surgery.checkpoint import load_model, load_tokenizer, revision_of
+from surgery.checkpoint import load_config, load_model, load_tokenizer, revision_of
 from surgery.evaluate import Arm, compare, evaluate, make_prompts
 from surgery.export import export
 from surgery.heads import HeadSet, Plan, head_set_from_json, plan_from_json, to_json
@@ -81,9 +81,11 @@ class Run:
         self._revision: str | None = None
 
     def revision(self) -> str:
-        """What identifies the base and its tokenizer; their files are hashed once."""
+        """What identifies the base, its tokenizer and the teacher; their files are hashed once."""
         if self._revision is None:
-            self._revision = revision_of(self.recipe.base)
+            teacher = self.recipe.splice.teacher
+            given = revision_of(teacher.as_base) if teacher else ""
+            self._revision = revision_of(self.recipe.base) + (f"+{given}" if given else "")
         return self._revision
 
     def base(self) -> PreTrainedModel:
@@ -97,6 +99,16 @@ class Run:
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self.recipe.base)
         return self._tokenizer
+
+    def teacher(self) -> PreTrainedModel | None:
+        """Whose attention is transplanted, if any."""
+        teacher = self.recipe.splice.teacher
+        return load_model(teacher.as_base).to(self.accelerator.device) if teacher else None
+
+    def teacher_config(self) -> PreTrainedConfig | None:
+        """Its config alone."""
+        teacher = self.recipe.splice.teacher
+        return load_config(teacher.as_base) if teacher else None
 
     def model(self, name: str) -> PreTrainedModel:
         """A model that a stage has saved in the run folder."""
@@ -178,12 +190,12 @@ def _locate(run: Run, key: str) -> None:
 
 
 def _plan(run: Run, key: str) -> None:
-    plan = make_plan(run.heads(), run.base().config, run.recipe.splice, run.recipe.seed)
+    plan = make_plan(run.heads(), run.base().config, run.recipe.splice, run.recipe.seed, run.teacher_config())
     write_json(run.folder / "plan.json", to_json(plan))
 
 
 def _splice(run: Run, key: str) -> None:
-    hybrid = splice(run.base(), run.plan(), run.recipe.splice)
+    hybrid = splice(run.base(), run.plan(), run.recipe.splice, run.teacher())
     batch = _sample(run, 8)
     gap = step_zero_gap(run.base(), hybrid, batch.input_ids, batch.attention_mask)
     run.save(hybrid, "spliced")

@@ -3,6 +3,7 @@
     pico_base()                            a Mamba-2: 3 layers of 4 heads, hidden 32
     pico_hybrid([pico_site(1, [2])])       the same weights, and attention beside L1H2
     prompts([9, 14])                       two left-padded prompts that end at a question
+    pico_family("zamba2")                  a model of another family, 3 or 4 layers
 
 Every tensor is drawn from a seed of its own, made of the model's seed and the tensor's name: a base and a hybrid of
 the same seed agree wherever both have a tensor. Nothing is left at 0 or 1: a wrong sign or a swapped head has to show.
@@ -17,9 +18,27 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import Mamba2Config, Mamba2ForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    BambaConfig,
+    FalconH1Config,
+    FalconMambaConfig,
+    GPTNeoXConfig,
+    GraniteMoeHybridConfig,
+    LlamaConfig,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MambaConfig,
+    NemotronHConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Zamba2Config,
+)
 
 from surgery.hybrid import Mamba2HybridConfig, Mamba2HybridForCausalLM
+from surgery.hybrid.modeling_llamba import LlambaConfig
 from surgery.probes.documents import EncodedBatch
 from surgery.train.tokenizer import build_tokenizer
 
@@ -55,8 +74,8 @@ def pico_site(
 ) -> dict[str, Any]:
     """One entry of `config.splice`: copies of an SSM head by default."""
     names = {"layer": layer, "heads": list(heads), "mode": mode, "init": "ssm", "reads": ["segment_end"] * len(heads)}
-    widths = {"qk_width": qk_width, "v_width": v_width, "conv_kernel": 4}
-    return {**names, **widths, "activation": activation, "gate": gate}
+    widths = {"qk_width": qk_width, "v_width": v_width, "conv_kernel": 4, "norm_eps": 1e-5}
+    return {**names, **widths, "activation": activation, "gate": gate, "bias": False, "conv_bias": True}
 
 
 def random_site(layer: int, heads: Sequence[int] = (2,), mode: Literal["add", "replace"] = "add") -> dict[str, Any]:
@@ -93,14 +112,77 @@ def randomise(model: PreTrainedModel, seed: int, keep: str | None = None) -> Any
             value = torch.empty(p.shape).uniform_(-3, 0, generator=rng)
         elif last == "A_log":
             value = torch.empty(p.shape).uniform_(-2, 1, generator=rng)
+        elif name.endswith("dt_proj.bias"):
+            value = torch.empty(p.shape).uniform_(-3, 0, generator=rng)
         elif "norm" in name or last in ("scale", "D"):
             value = torch.empty(p.shape).uniform_(0.5, 1.5, generator=rng)
-        elif "embeddings" in name or p.ndim == 1:
+        elif "embed" in name or p.ndim == 1:
             value = torch.randn(p.shape, generator=rng) * (1 if p.ndim > 1 else 0.3)
         else:
             value = torch.randn(p.shape, generator=rng) * (p[0].numel() ** -0.5)
         p.copy_(value)
     return model
+
+
+_TOKENS = {"vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": None, "eos_token_id": None}
+_ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+_BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+_MAMBA1 = {"state_size": 4, "num_hidden_layers": 3, "channels_per_head": 16, "time_step_rank": 3}
+_ZAMBA2_LAYERS = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
+_BAMBA_LAYERS = ["linear_attention", "full_attention", "linear_attention"]
+
+# By family: config class, and the fields of a tiny model. The traps of a family are in its model: groups, shared
+# blocks, multipliers, adapters, layers without a mixer.
+_FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "mamba2": (Mamba2Config, {"num_heads": 4, "head_dim": 16, "state_size": 8, "chunk_size": 8, "n_groups": 2,
+                              "num_hidden_layers": 3}),
+    "mamba": (MambaConfig, _MAMBA1),
+    "falcon_mamba": (FalconMambaConfig, _MAMBA1),
+    "llamba": (LlambaConfig, {"d_model": HIDDEN, "n_layer": 3, "pad_vocab_size_multiple": 1, "tie_embeddings": True,
+                              "mlp_cfg": {"intermediate_size": 48, "bias": False, "act_fn": "silu"},
+                              "ssm_cfg": {"d_state": 8, "n_v_heads": 4, "n_qk_heads": 2, "expand": 1, "chunk_size": 8,
+                                          "activation": "identity", "bias": False}}),
+    "zamba2": (Zamba2Config, {**_ATTENTION, "num_hidden_layers": 4, "layers_block_type": _ZAMBA2_LAYERS,
+                              "n_mamba_heads": 4, "mamba_ngroups": 2, "mamba_d_state": 8, "chunk_size": 8,
+                              "num_mem_blocks": 1, "use_mem_rope": True, "use_shared_attention_adapter": True,
+                              "adapter_rank": 4, "num_key_value_heads": 4, "intermediate_size": 48}),
+    "bamba": (BambaConfig, {**_ATTENTION, **_BAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1],
+                            "intermediate_size": 48}),
+    "granite": (GraniteMoeHybridConfig, {**_ATTENTION, **_BAMBA, "num_hidden_layers": 3, "layer_types": _BAMBA_LAYERS,
+                                         "shared_intermediate_size": 48, "num_local_experts": 2,
+                                         "intermediate_size": 24, "residual_multiplier": 0.5,
+                                         "embedding_multiplier": 2.0, "logits_scaling": 1.5,
+                                         "position_embedding_type": "rope"}),
+    "nemotron_h": (NemotronHConfig, {**_ATTENTION, "layers_block_type":
+                                     ["linear_attention", "mlp", "full_attention", "linear_attention"],
+                                     "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8,
+                                     "chunk_size": 8, "intermediate_size": 48, "head_dim": 8}),
+    "falcon_h1": (FalconH1Config, {**_ATTENTION, **_BAMBA, "num_hidden_layers": 3, "intermediate_size": 48,
+                                   "mamba_d_ssm": 64, "head_dim": 8, "ssm_out_multiplier": 0.7,
+                                   "attention_out_multiplier": 1.3, "ssm_multipliers": [0.9, 1.1, 1.2, 0.8, 1.3]}),
+    "llama": (LlamaConfig, {**_ATTENTION, "num_hidden_layers": 3, "intermediate_size": 48}),
+    "qwen2": (Qwen2Config, {**_ATTENTION, "num_hidden_layers": 3, "intermediate_size": 48}),
+    "gpt_neox": (GPTNeoXConfig, {"num_attention_heads": 4, "max_position_embeddings": 256, "num_hidden_layers": 3,
+                                 "intermediate_size": 48}),
+}  # fmt: skip
+FAMILY_NAMES = tuple(_FAMILIES)
+SPLICED_FAMILIES = ("mamba2", "mamba", "falcon_mamba", "llamba", "zamba2", "bamba", "granite", "nemotron_h")
+
+
+def pico_family_config(name: str, **more: Any) -> PreTrainedConfig:
+    """The config of a tiny model of a family; `more` changes single fields."""
+    config_class, fields = _FAMILIES[name]
+    hidden = {} if name == "llamba" else {"hidden_size": HIDDEN}
+    return config_class(**{**_TOKENS, **hidden, **fields, **more})
+
+
+def pico_family(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:
+    """A tiny model of a family with random weights, in eval mode."""
+    config = pico_family_config(name, **more)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+    return randomise(model, seed).eval()
 
 
 @cache

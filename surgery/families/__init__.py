@@ -1,25 +1,71 @@
-"""One file for each mixer structure, and the way from a config to its family."""
+"""One file for each mixer structure, the table of model types, and the way from a config to its family."""
 
 from __future__ import annotations
 
-from transformers import PreTrainedConfig
+import difflib
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import ModelError
-from surgery.families.base import Family, HeadSlices, Streams
-from surgery.families.mamba2 import Mamba2Family
-from surgery.heads import geometry_hash
+from surgery.families.attention import (
+    AttentionStructure,
+    DonorAttentionStructure,
+    MambaSsmAttentionStructure,
+    NeoXAttentionStructure,
+)
+from surgery.families.base import Family, HeadSlices, Streams, Structure
+from surgery.families.llamba import LlambaStructure
+from surgery.families.mamba1 import FalconMambaStructure, Mamba1Structure
+from surgery.families.mamba2 import FalconH1Structure, Mamba2Structure
+from surgery.families.models import FAMILIES
+from surgery.heads import MixerSpec, geometry_hash
 
-FAMILIES: tuple[Family, ...] = (Mamba2Family(),)
+STRUCTURES: dict[str, Structure] = {
+    structure.kind: structure
+    for structure in (
+        Mamba2Structure(),
+        FalconH1Structure(),
+        Mamba1Structure(),
+        FalconMambaStructure(),
+        LlambaStructure(),
+        AttentionStructure(),
+        NeoXAttentionStructure(),
+        MambaSsmAttentionStructure(),
+        DonorAttentionStructure(),
+    )
+}
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """Raises ModelError for a model type that no family describes."""
+    """Raises ModelError for a model type that no family describes; it names the nearest one."""
     for family in FAMILIES:
         if config.model_type in family.model_types:
             return family
-    known = ", ".join(t for f in FAMILIES for t in f.model_types)
-    hint = f"It has no SSM mixers that this toolkit knows. Supported model types: {known}."
+    known = [t for f in FAMILIES for t in f.model_types if not t.endswith("_hybrid")]
+    near = difflib.get_close_matches(config.model_type, known, n=1, cutoff=0.5)
+    nearest = f"The nearest is {near[0]}. " if near else ""
+    hint = (
+        f"No family describes it. {nearest}Supported model types: {', '.join(known)}. "
+        "To add one, give surgery/families/models.py its layout and write surgery/hybrid/modeling_<name>_hybrid.py."
+    )
     raise ModelError("model_type", config.model_type, hint)
+
+
+def structure_of(spec: MixerSpec) -> Structure:
+    """What is known about the kind of this mixer."""
+    return STRUCTURES[spec.kind]
+
+
+def mixer_of(model: PreTrainedModel, spec: MixerSpec) -> nn.Module:
+    """The mixer itself."""
+    return model.get_submodule(spec.path)
+
+
+def block_of(model: PreTrainedModel, layer: int, spec: MixerSpec) -> nn.Module:
+    """The block at `layer`, whose output is the residual stream above it; `spec` is any mixer of the model."""
+    prefix = spec.path.split(".layers.")[0]
+    return model.get_submodule(f"{prefix}.layers.{layer}")
 
 
 def geometry_of(config: PreTrainedConfig) -> str:
@@ -27,4 +73,16 @@ def geometry_of(config: PreTrainedConfig) -> str:
     return geometry_hash(family_of(config).mixers(config), config.hidden_size, config.vocab_size)
 
 
-__all__ = ["FAMILIES", "Family", "HeadSlices", "Streams", "family_of", "geometry_of"]
+__all__ = [
+    "FAMILIES",
+    "STRUCTURES",
+    "Family",
+    "HeadSlices",
+    "Streams",
+    "Structure",
+    "block_of",
+    "family_of",
+    "geometry_of",
+    "mixer_of",
+    "structure_of",
+]

@@ -1,4 +1,4 @@
-"""Mamba-2 as transformers has it: `mamba2`, and our own hybrids of it. Owns: its layout.
+"""Mamba-2's mixer, wherever it sits: transformers' `mamba2`, and the SSM layers of its hybrids.
 
 Layout of `in_proj`'s rows and of the convolution's channels: [z | x | B | C | dt] and [x | B | C]
 (Dao and Gu, arXiv 2405.21060; transformers' `Mamba2Mixer`).
@@ -6,60 +6,33 @@ Layout of `in_proj`'s rows and of the convolution's channels: [z | x | B | C | d
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import create_causal_mask
 
 from surgery.families.base import HeadSlices, Streams
 from surgery.heads import MixerSpec
-from surgery.hybrid import Mamba2HybridConfig, Mamba2HybridForCausalLM
 
 
-class Mamba2Family:
-    """See `Family` for what each function answers."""
+class Mamba2Structure:
+    """See `Structure` for what each function answers."""
 
-    name = "mamba2"
-    model_types: tuple[str, ...] = ("mamba2", "mamba2_hybrid")
-
-    def mixers(self, config: PreTrainedConfig) -> tuple[MixerSpec, ...]:
-        return tuple(
-            MixerSpec(
-                layer=layer,
-                path=f"backbone.layers.{layer}.mixer",
-                kind=self.name,
-                num_heads=config.num_heads,
-                head_dim=config.head_dim,
-                num_groups=config.n_groups,
-                state_size=config.state_size,
-            )
-            for layer in range(config.num_hidden_layers)
-        )
+    kind = "mamba2"
 
     def weight_slices(self, spec: MixerSpec, head: int) -> HeadSlices:
         inner, groups = spec.num_heads * spec.head_dim, spec.num_groups * spec.state_size
-        own = _span(head, spec.head_dim)
-        shared = _span(spec.group_of(head), spec.state_size)
+        own = span(head, spec.head_dim)
+        shared = span(spec.group_of(head), spec.state_size)
         return HeadSlices(
-            gate=own,
-            value=_shift(own, inner),
-            key=_shift(shared, 2 * inner),
-            query=_shift(shared, 2 * inner + groups),
-            step=_shift(_span(head, 1), 2 * inner + 2 * groups),
-            conv_value=own,
-            conv_key=_shift(shared, inner),
-            conv_query=_shift(shared, inner + groups),
             out=own,
+            gate=own,
+            value=shift(own, inner),
+            key=shift(shared, 2 * inner),
+            query=shift(shared, 2 * inner + groups),
+            conv_value=own,
+            conv_key=shift(shared, inner),
+            conv_query=shift(shared, inner + groups),
         )
-
-    def block(self, model: PreTrainedModel, layer: int) -> nn.Module:
-        return model.backbone.layers[layer]
-
-    def mixer(self, model: PreTrainedModel, layer: int) -> nn.Module:
-        return model.backbone.layers[layer].mixer
 
     def in_proj(self, mixer: nn.Module) -> nn.Module:
         return mixer.in_proj
@@ -67,68 +40,89 @@ class Mamba2Family:
     def out_proj(self, mixer: nn.Module) -> nn.Linear:
         return mixer.out_proj
 
-    def gated_norm(self, mixer: nn.Module) -> nn.Module:
+    def scan_reader(self, mixer: nn.Module) -> nn.Module:
+        """The gated norm: the last place where heads are apart before they are mixed."""
         return mixer.norm
 
-    def residual_scale(self, config: PreTrainedConfig) -> float:
-        return 1.0
+    def norm_weight(self, mixer: nn.Module) -> Tensor | None:
+        return mixer.norm.weight
 
-    def streams(self, mixer: nn.Module, projected: Tensor, conv_state: Tensor | None = None) -> Streams:
-        inner, conv, heads = mixer.intermediate_size, mixer.conv_dim, mixer.num_heads
-        _, mixed_BTC, step_BTH = projected.split([inner, conv, heads], dim=-1)
-        T, width = mixed_BTC.shape[1], mixer.conv_kernel_size - 1
-        mixed_BCT = mixed_BTC.transpose(1, 2)
-        before = torch.zeros_like(mixed_BCT[..., :1]).expand(-1, -1, width) if conv_state is None else conv_state
-        mixed_BCT = torch.cat([before[..., -width:], mixed_BCT], dim=-1)
-        mixed_BCT = F.conv1d(mixed_BCT, mixer.conv1d.weight, mixer.conv1d.bias, groups=conv)[..., -T:]
-        x, key, query = (
-            mixer.act(mixed_BCT).transpose(1, 2).split([inner, (conv - inner) // 2, (conv - inner) // 2], -1)
-        )
+    def streams(self, mixer: nn.Module, spec: MixerSpec, projected: Tensor, before: Tensor | None = None) -> Streams:
+        inner, groups = spec.num_heads * spec.head_dim, spec.num_groups * spec.state_size
+        _, mixed_BTC, step_BTH = projected.split([inner, inner + 2 * groups, spec.num_heads], dim=-1)
+        mixed_BTC = mixer.act(short_conv(mixer.conv1d, mixed_BTC, before))
+        x, key, query = mixed_BTC.split([inner, groups, groups], -1)
         step_BTH = F.softplus(step_BTH + mixer.dt_bias).clamp(*mixer.time_step_limit)
-        groups = (mixer.n_groups, mixer.ssm_state_size)
+        grouped = (spec.num_groups, spec.state_size)
         return Streams(
-            x.unflatten(-1, (heads, mixer.head_dim)), key.unflatten(-1, groups), query.unflatten(-1, groups), step_BTH
+            x.unflatten(-1, (spec.num_heads, spec.head_dim)),
+            key.unflatten(-1, grouped),
+            query.unflatten(-1, grouped),
+            step_BTH,
         )
 
-    def hidden_attention(self, mixer: nn.Module, streams: Streams) -> Tensor:
+    def skip(self, mixer: nn.Module, x_BHP: Tensor) -> Tensor:
+        return mixer.D[:, None] * x_BHP
+
+    def hidden_attention(self, mixer: nn.Module, spec: MixerSpec, streams: Streams) -> Tensor:
         """`a[t,s] = (C_t . B_s) exp(A sum_{k=s+1..t} dt_k) dt_s`, masked before the exponential."""
-        T = streams.x.shape[1]
-        per_group = mixer.num_heads // mixer.n_groups
-        scores_BHTS = torch.einsum("btgn,bsgn->bgts", streams.query, streams.key).repeat_interleave(per_group, 1)
-        decay_BHT = (-mixer.A_log.exp() * streams.step).cumsum(1).transpose(1, 2)
-        log_decay = decay_BHT[..., :, None] - decay_BHT[..., None, :]
-        causal = torch.ones(T, T, dtype=torch.bool, device=log_decay.device).tril()
-        decay_BHTS = log_decay.masked_fill(~causal, -torch.inf).exp()
-        return scores_BHTS * decay_BHTS * streams.step.transpose(1, 2)[:, :, None, :]
+        weights_BHTS = decayed_scores(streams, -mixer.A_log.exp() * streams.step, spec)
+        return weights_BHTS * streams.step.transpose(1, 2)[:, :, None, :]
 
-    def resume(
-        self, model: PreTrainedModel, layer: int, hidden: Tensor, attention_mask: Tensor | None, keep_last: bool
-    ) -> Tensor:
-        if attention_mask is not None and bool(attention_mask.all()):
-            attention_mask = None
-        extra: dict[str, Any] = {}
-        if getattr(model.config, "splice", None):
-            extra["splice_mask"] = create_causal_mask(model.config, hidden, attention_mask, None)
-        for block in model.backbone.layers[layer + 1 :]:
-            hidden = block(hidden, attention_mask=attention_mask, **extra)
-        hidden = model.backbone.norm_f(hidden[:, -1:] if keep_last else hidden)
-        logits: Tensor = model.lm_head(hidden.to(model.lm_head.weight.dtype)).float()
-        return logits
+    def state_numel(self, spec: MixerSpec) -> int:
+        inner = spec.num_heads * spec.head_dim
+        return (inner + 2 * spec.num_groups * spec.state_size) * spec.conv_kernel + inner * spec.state_size
 
-    def hybrid_config(self, config: PreTrainedConfig, splice: list[dict[str, Any]]) -> Mamba2HybridConfig:
-        fields = {k: v for k, v in config.to_dict().items() if k not in _DERIVED}
-        return Mamba2HybridConfig(**fields, splice=splice)
-
-    def build_hybrid(self, config: PreTrainedConfig) -> Mamba2HybridForCausalLM:
-        return Mamba2HybridForCausalLM(config)
+    def kv_numel(self, spec: MixerSpec) -> int:
+        return 0
 
 
-_DERIVED = ("model_type", "architectures", "auto_map", "transformers_version", "layer_types", "splice", "_name_or_path")
+class FalconH1Structure(Mamba2Structure):
+    """Mamba-2 whose projections are multiplied by constants, and whose gated norm is optional."""
+
+    kind = "falcon_h1"
+
+    def scan_reader(self, mixer: nn.Module) -> nn.Module:
+        return mixer.norm if mixer.mamba_rms_norm else mixer.out_proj
+
+    def norm_weight(self, mixer: nn.Module) -> Tensor | None:
+        return mixer.norm.weight if mixer.mamba_rms_norm else None
+
+    def streams(self, mixer: nn.Module, spec: MixerSpec, projected: Tensor, before: Tensor | None = None) -> Streams:
+        projected = projected * mixer.mup_vector
+        found = super().streams(mixer, spec, projected, before)
+        if mixer.mamba_rms_norm:
+            return found
+        gate = F.silu(projected[..., : spec.num_heads * spec.head_dim])
+        return Streams(found.x, found.key, found.query, found.step, gate)
 
 
-def _span(index: int, width: int) -> slice:
+def short_conv(conv1d: nn.Module, mixed_BTC: Tensor, conv_state: Tensor | None) -> Tensor:
+    """The causal depthwise convolution of (B,T,channels); `conv_state` (B,channels,kernel) came before."""
+    T, width = mixed_BTC.shape[1], conv1d.weight.shape[-1] - 1
+    mixed_BCT = mixed_BTC.transpose(1, 2)
+    before = torch.zeros_like(mixed_BCT[..., :1]).expand(-1, -1, width) if conv_state is None else conv_state
+    mixed_BCT = torch.cat([before[..., before.shape[-1] - width :], mixed_BCT], dim=-1)
+    mixed_BCT = F.conv1d(mixed_BCT, conv1d.weight, conv1d.bias, groups=mixed_BCT.shape[1])
+    return mixed_BCT[..., -T:].transpose(1, 2)
+
+
+def decayed_scores(streams: Streams, log_decay_BTH: Tensor, spec: MixerSpec) -> Tensor:
+    """(B,H,T,T): `(C_t . B_s) exp(sum of the log decay after s, up to t)`, zero above the diagonal."""
+    T = streams.x.shape[1]
+    per_group = spec.num_heads // spec.num_groups
+    scores_BHTS = torch.einsum("btgn,bsgn->bgts", streams.query, streams.key).repeat_interleave(per_group, 1)
+    total_BHT = log_decay_BTH.cumsum(1).transpose(1, 2)
+    between = total_BHT[..., :, None] - total_BHT[..., None, :]
+    causal = torch.ones(T, T, dtype=torch.bool, device=between.device).tril()
+    return scores_BHTS * between.masked_fill(~causal, -torch.inf).exp()
+
+
+def span(index: int, width: int) -> slice:
+    """The `index`-th block of `width`."""
     return slice(index * width, (index + 1) * width)
 
 
-def _shift(span: slice, by: int) -> slice:
-    return slice(span.start + by, span.stop + by)
+def shift(block: slice, by: int) -> slice:
+    """The block, further on."""
+    return slice(block.start + by, block.stop + by)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import ModelError, PlanError, ProbeError
 from surgery.evaluate.scoring import ChoiceScores
 from surgery.families import family_of, geometry_of
-from surgery.heads import HeadId, HeadSet, Interval, Reads, Role, ScoredHead
+from surgery.heads import HeadId, HeadSet, Interval, MixerSpec, Reads, Role, ScoredHead
 from surgery.locate.statistics import bootstrap_mean, holm, mcnemar, wilson
 from surgery.locate.sweep import READS, Sweep, Variant
 from surgery.probes.documents import encode, rng_of
@@ -100,10 +100,11 @@ def _locate(
     progress: Progress | None,
 ) -> HeadSet:
     layers = family_of(model.config).mixers(model.config)
-    heads = [HeadId(s.layer, h) for s in layers for h in range(s.num_heads)]
+    heads = [head for spec in layers for head in spec.heads]
     sweeps = _Sweeps(model, tokenizer, section, seed)
     given = splice.num_heads - 1 if splice.select == "sharpen" else 0
-    steps, done = len(sweeps) * (2 * len(layers) + 2) + given, 0
+    everywhere = () if section.at == "query" else ("ablation", "context")
+    steps, done = len(sweeps) * (len(everywhere) * len(layers) + 2) + given, 0
 
     def tick() -> None:
         nonlocal done
@@ -111,13 +112,14 @@ def _locate(
         if progress is not None:
             progress(done, steps)
 
-    table = _measure(sweeps, heads, tick)
+    table = _measure(sweeps, heads, everywhere, tick)
     if splice.select in _RANKED_BY:
         _check_clean(table, section)
     _check_moved(table)
     scored = _score(heads, table, seed)
     ranked = rank(scored, splice.select if splice.select in _RANKED_BY else "sharpen")
-    chosen = _choose(ranked, splice, section, sweeps, seed, tick)
+    sites = family_of(model.config).sites(model.config)
+    chosen = _choose(ranked, sites, splice, section, sweeps, seed, tick)
     n = len(table.margin(None))
     clean = {
         "accuracy": wilson(int(table.correct(None).sum()), n),
@@ -126,12 +128,14 @@ def _locate(
     return HeadSet(name, revision, geometry_of(model.config), ranked, chosen, splice.select, seed, clean)
 
 
-def _measure(sweeps: Iterable[Sweep], heads: Sequence[HeadId], tick: Callable[[], None]) -> _Table:
-    """Every column, batch by batch."""
+def _measure(
+    sweeps: Iterable[Sweep], heads: Sequence[HeadId], everywhere: Sequence[str], tick: Callable[[], None]
+) -> _Table:
+    """The columns `everywhere`, and those at the query, batch by batch."""
     table = _Table()
     for sweep in sweeps:
         table.clean.append(sweep.clean)
-        for column in ("ablation", "context"):
+        for column in everywhere:
             scores = []
             for spec in sweep.specs:
                 scores += sweep.ablated(spec, context_only=column == "context")
@@ -153,14 +157,14 @@ class _Sweeps:
         documents = [kv_document(rng_of("locate", seed, i), section.pairs, split="eval") for i in range(n)]
         chunks = [documents[i : i + size] for i in range(0, n, size)]
         self._batches = [encode(c, tokenizer, padding_side="left", until_answer=True) for c in chunks]
-        self._model, self._family = model, family_of(model.config)
+        self._model = model
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Sweep]:
         for index, batch in enumerate(self._batches):
-            sweep = Sweep(self._model, self._family, batch.to(self._model.device))
+            sweep = Sweep(self._model, batch.to(self._model.device))
             if index == 0:
                 self._check_decode(sweep)
             yield sweep
@@ -189,22 +193,23 @@ def _check_clean(table: _Table, section: Locate) -> None:
 
 
 def _check_moved(table: _Table) -> None:
-    if float(np.abs(table.margin("ablation") - table.margin(None)).max()) < _ROUNDING:
+    if float(np.abs(table.margin("query") - table.margin(None)).max()) < _ROUNDING:
         hint = "Removing heads moves no logit: they are all zero, or a kernel bypasses the hooks."
-        raise ModelError("locate", "ablation", hint)
+        raise ModelError("locate", "ablation at the query", hint)
 
 
 def _score(heads: Sequence[HeadId], table: _Table, seed: int) -> tuple[ScoredHead, ...]:
     """Intervals for every head and column, the role by position, and the better column to read."""
     clean, right = table.margin(None), table.correct(None)
     scores: dict[str, list[Interval]] = {}
-    for column in COLUMNS:
+    for column in table.columns:
         sign = 1 if column in READS else -1
         scores[column] = bootstrap_mean(sign * (table.margin(column) - clean), seed)
         change = sign * (table.correct(column).astype(float) - right)
         scores[f"{column}_accuracy"] = bootstrap_mean(change, seed)
     aggregates = holm([mcnemar(right, after) for after in table.correct("query")])
-    gathers = holm([mcnemar(right, after) for after in table.correct("context")])
+    measured = "context" in table.columns
+    gathers = holm([mcnemar(right, after) for after in table.correct("context")]) if measured else [False] * len(heads)
     found = []
     for i, head in enumerate(heads):
         own = {name: column[i] for name, column in scores.items()}
@@ -238,21 +243,26 @@ def rank(heads: Sequence[ScoredHead], method: str) -> tuple[ScoredHead, ...]:
 
 def _choose(
     ranked: tuple[ScoredHead, ...],
+    sites: Sequence[MixerSpec],
     splice: Splice,
     section: Locate,
     sweeps: Iterable[Sweep],
     seed: int,
     tick: Callable[[], None],
 ) -> tuple[ScoredHead, ...]:
-    """The heads to splice, in order."""
+    """The heads to splice, in order; none where nothing can be spliced."""
+    mixers = {spec.name for spec in sites}
+    ranked = tuple(s for s in ranked if s.head.mixer in mixers)
+    if not ranked:
+        return ()
     if splice.num_heads > len(ranked):
-        raise PlanError("splice.num_heads", splice.num_heads, f"The model has {len(ranked)} heads.")
+        raise PlanError("splice.num_heads", splice.num_heads, f"{len(ranked)} heads of the model can be spliced.")
     by_name = {str(s.head): s for s in ranked}
     if splice.select == "list":
         unknown = [name for name in splice.heads if name not in by_name]
         if unknown:
-            layers, last = max(s.head.layer for s in ranked), max(s.head.head for s in ranked)
-            raise PlanError("splice.heads", unknown[0], f"Heads go from L0H0 to L{layers}H{last}.")
+            first, last = min(s.head for s in ranked), max(s.head for s in ranked)
+            raise PlanError("splice.heads", unknown[0], f"Heads that can be spliced go from {first} to {last}.")
         return tuple(by_name[name] for name in splice.heads)
     if splice.select == "random":
         return tuple(rng_of("random heads", seed).sample(sorted(ranked, key=lambda s: s.head), splice.num_heads))

@@ -2,8 +2,8 @@
 
 Owns: what is run and how it is reused. Must never know: files, selection, statistics. METHOD 2.1-2.3:
 
-- `out_proj` is linear, so ablating a head subtracts `scale * u_h W_h` from the residual stream above the mixer; the
-  mixer itself and everything below are never run again.
+- `out_proj` is linear, so ablating a head subtracts `u_h W_h` from the mixer's output; the mixer itself and everything
+  below are never run again.
 - At the query alone, ablation and the perfect read need one decode step from cached states, all heads in one batch.
 
 Every fast path has a naive one (`naive=True`): the whole model, once for each head, with the head changed in place.
@@ -12,19 +12,31 @@ Shape legend: B prompts, T tokens, W variants, L layers, H heads, P head width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgery.capture import PerfectRead, Trace, expand_cache, intervene, record
+from surgery.capture import (
+    PerfectRead,
+    Trace,
+    expand_cache,
+    from_block,
+    from_mixer,
+    intervene,
+    mixed_at_query,
+    record,
+    values_at,
+)
 from surgery.evaluate.scoring import ChoiceScores, choice_scores
-from surgery.families import Family
+from surgery.families import block_of, family_of, mixer_of, structure_of
 from surgery.heads import HeadId, MixerSpec, Reads
 from surgery.probes.documents import EncodedBatch
-from surgery.sizes import state_bytes
+from surgery.sizes import own_kv_bytes_per_token, state_bytes
 
 READS: tuple[Reads, ...] = ("segment_end", "answer_token")
 
@@ -46,107 +58,131 @@ class Sweep:
             batch comes on top: all layers' streams, about 4 * (D + 5 I) bytes a token and layer.
     """
 
-    def __init__(self, model: PreTrainedModel, family: Family, batch: EncodedBatch, memory: int = 2**29) -> None:
-        self.model, self.family, self.batch, self.memory = model, family, batch, memory
+    def __init__(self, model: PreTrainedModel, batch: EncodedBatch, memory: int = 2**29) -> None:
+        self.model, self.batch, self.memory = model, batch, memory
+        family = family_of(model.config)
         self.specs: tuple[MixerSpec, ...] = family.mixers(model.config)
+        self.by_name = {spec.name: spec for spec in self.specs}
+        self.cache_argument = family.cache_argument
         self.mask = None if bool(batch.attention_mask.all()) else batch.attention_mask
-        with torch.no_grad(), record(model, family, [s.layer for s in self.specs]) as trace:
-            output = model(batch.input_ids, attention_mask=self.mask, use_cache=False, logits_to_keep=1)
+        with torch.no_grad(), record(model, self.specs) as trace:
             self.trace: Trace = trace
-            self.clean: ChoiceScores = choice_scores(output.logits[:, -1], batch)
+            self.clean: ChoiceScores = choice_scores(self._run(1), batch)
         with torch.no_grad():
             prefix = None if self.mask is None else self.mask[:, :-1]
-            self.cache = model(batch.input_ids[:, :-1], attention_mask=prefix, use_cache=True).cache_params
-        self._values: dict[tuple[int, Reads], Tensor] = {}
+            inputs = self._inputs(batch.input_ids[:, :-1], prefix)
+            self.cache = getattr(model(**inputs, use_cache=True, logits_to_keep=1), self.cache_argument)
+        self._values: dict[tuple[str, Reads], Tensor] = {}
+
+    def _inputs(self, input_ids: Tensor, mask: Tensor | None, past: int = 0) -> dict[str, Tensor | None]:
+        """Arguments of a forward pass; models with positions count from the first real token."""
+        if self.cache_argument == "cache_params":
+            # A plain Mamba-1 would multiply its one new token with the whole mask.
+            stateless = past > 0 and not getattr(self.model.config, "splice", None)
+            return {"input_ids": input_ids, "attention_mask": None if stateless else mask}
+        seen = mask if mask is not None else input_ids.new_ones(len(input_ids), past + input_ids.shape[1])
+        positions = (seen.long().cumsum(1) - 1).clamp(min=0)[:, past:]
+        return {"input_ids": input_ids, "attention_mask": mask, "position_ids": positions}
+
+    def _run(self, variants: int) -> Tensor:
+        """(W*B,V) logits at the query of the prompts, repeated for the variants."""
+        mask = None if self.mask is None else self.mask.repeat(variants, 1)
+        inputs = self._inputs(self.batch.input_ids.repeat(variants, 1), mask)
+        logits: Tensor = self.model(**inputs, use_cache=False, logits_to_keep=1).logits[:, -1]
+        return logits
 
     @torch.no_grad()
     def ablated(self, spec: MixerSpec, context_only: bool = False, naive: bool = False) -> list[ChoiceScores]:
-        """Every head of one layer removed in turn, at all tokens or at all but the query."""
+        """Every head of one mixer removed in turn, at all tokens or at all but the query."""
         heads = range(spec.num_heads)
         if naive:
             return [self._ablated_naively(spec, head, context_only) for head in heads]
-        out_proj = self.family.out_proj(self.family.mixer(self.model, spec.layer))
-        scale = self.family.residual_scale(self.model.config)
-        residual, u = self.trace.residual[spec.layer], self.trace.heads[spec.layer]
+        structure = structure_of(spec)
+        weight = structure.out_proj(mixer_of(self.model, spec)).weight
+        u, output = self.trace.heads[spec.name], self.trace.output[spec.name]
         found = []
-        row = 64 * residual[0].numel()  # what a block needs for one prompt: its streams are several times wider
+        row = 64 * output[0].numel()  # what a block needs for one prompt: its streams are several times wider
         for group in _chunks(list(heads), max(1, self.memory // (row * len(self.batch)))):
-            hidden = []
+            changed = []
             for head in group:
-                columns = self.family.weight_slices(spec, head).out
-                contribution = (u[..., columns] @ out_proj.weight[:, columns].T).to(residual.dtype) * scale
+                columns = structure.weight_slices(spec, head).out
+                contribution = (u[..., columns] @ weight[:, columns].T).to(output.dtype)
                 if context_only:
                     contribution = torch.cat([contribution[:, :-1], torch.zeros_like(contribution[:, -1:])], 1)
-                hidden.append(residual - contribution)
-            mask = None if self.mask is None else self.mask.repeat(len(group), 1)
-            logits = self.family.resume(self.model, spec.layer, torch.cat(hidden), mask, keep_last=True)
-            found += [choice_scores(x, self.batch) for x in logits[:, -1].chunk(len(group))]
+                changed.append(output - contribution)
+            with from_mixer(self.model, spec, self.trace, torch.cat(changed)):
+                logits = self._run(len(group))
+            found += [choice_scores(x, self.batch) for x in logits.chunk(len(group))]
         return found
 
     def _ablated_naively(self, spec: MixerSpec, head: int, context_only: bool) -> ChoiceScores:
         """The head's columns of `out_proj` are zeroed, at all tokens or at all but the last."""
-        out_proj = self.family.out_proj(self.family.mixer(self.model, spec.layer))
-        columns = self.family.weight_slices(spec, head).out
-
-        def zero(_: torch.nn.Module, args: tuple) -> tuple:
-            u = args[0].clone()
-            u[:, : u.shape[1] - int(context_only), columns] = 0
-            return (u,)
-
-        handle = out_proj.register_forward_pre_hook(zero)
-        try:
-            output = self.model(self.batch.input_ids, attention_mask=self.mask, use_cache=False, logits_to_keep=1)
-        finally:
-            handle.remove()
-        return choice_scores(output.logits[:, -1], self.batch)
+        structure = structure_of(spec)
+        columns = structure.weight_slices(spec, head).out
+        upto = -1 if context_only else None
+        with _zeroed_input(self.model, spec, columns, upto):
+            return choice_scores(self._run(1), self.batch)
 
     @torch.no_grad()
     def at_query(self, variants: Sequence[Variant], naive: bool = False) -> list[ChoiceScores]:
         """The model with each variant's heads changed at the query token alone."""
-        row = 4 * state_bytes(self.model.config)  # a copy of the states, and what one step makes of them
+        row = 4 * self._cache_bytes()  # a copy of the states, and what one step makes of them
         at_once = 1 if naive else max(1, self.memory // (row * len(self.batch)))
         found: list[ChoiceScores] = []
         for group in _chunks(list(variants), at_once):
             found += self._run_naively(group[0]) if naive else self._decode(group)
         return found
 
+    def _cache_bytes(self) -> int:
+        """Of one prompt."""
+        config, tokens = self.model.config, self.batch.input_ids.shape[1]
+        return state_bytes(config) + tokens * own_kv_bytes_per_token(config)
+
     def _decode(self, variants: Sequence[Variant]) -> list[ChoiceScores]:
-        """One decode step from the cached states, variants folded into the batch."""
+        """One decode step from the cached states, variants folded into the batch, from the lowest changed block on."""
         W = len(variants)
-        cache = expand_cache(self.cache, W)
-        states = {s.layer: cache.layers[s.layer].conv_states[0].clone() for s in self.specs}
-        ids = self.batch.input_ids[:, -1:].repeat(W, 1)
+        touched = [h for v in variants for h in (*v.ablate, *(head for head, _ in v.sharpen))]
+        lowest = min((self.by_name[h.mixer] for h in touched), key=lambda s: s.layer, default=self.specs[0])
+        cache = expand_cache(self.cache, W, lowest.layer)
+        states = {
+            spec.name: cache.layers[spec.layer].conv_states[0].clone()
+            for spec in self.specs
+            if spec.is_ssm and spec.layer >= lowest.layer
+        }
+        below = self.trace.below[lowest.layer][:, -1:].repeat(W, 1, 1)
         mask = None if self.mask is None else self.mask.repeat(W, 1)
-        with intervene(self.model, self.family, *self._masks(variants), conv_states=states):
-            logits = self.model(ids, cache_params=cache, use_cache=True, attention_mask=mask).logits[:, -1]
+        past = self.batch.input_ids.shape[1] - 1
+        inputs = self._inputs(self.batch.input_ids[:, -1:].repeat(W, 1), mask, past)
+        ablate, sharpen = self._masks(variants)
+        with (
+            from_block(self.model, lowest, self.trace, below),
+            intervene(self.model, self.specs, ablate, sharpen, conv_states=states),
+        ):
+            logits = self.model(**inputs, **{self.cache_argument: cache}, use_cache=True).logits[:, -1]
         return [choice_scores(x, self.batch) for x in logits.chunk(W)]
 
     def _run_naively(self, variant: Variant) -> list[ChoiceScores]:
-        with intervene(self.model, self.family, *self._masks([variant])):
-            output = self.model(self.batch.input_ids, attention_mask=self.mask, use_cache=False, logits_to_keep=1)
-        return [choice_scores(output.logits[:, -1], self.batch)]
+        with intervene(self.model, self.specs, *self._masks([variant])):
+            return [choice_scores(self._run(1), self.batch)]
 
-    def _masks(self, variants: Sequence[Variant]) -> tuple[dict[int, Tensor], dict[int, PerfectRead]]:
-        """The variants by layer, as `intervene` takes them."""
-        W, device = len(variants), self.batch.input_ids.device
-        ablate: dict[int, Tensor] = {}
-        sharpen: dict[int, PerfectRead] = {}
-        for spec in self.specs:
-            off = torch.zeros(W, spec.num_heads, dtype=torch.bool, device=device)
-            read = torch.zeros_like(off)
-            value = torch.zeros(W, len(self.batch), spec.num_heads, spec.head_dim, device=device)
-            for w, variant in enumerate(variants):
-                for head in variant.ablate:
-                    if head.layer == spec.layer:
-                        off[w, head.head] = True
-                for head, column in variant.sharpen:
-                    if head.layer == spec.layer:
-                        read[w, head.head] = True
-                        value[w, :, head.head] = self.perfect_values(spec, column)[:, head.head]
-            if bool(off.any()):
-                ablate[spec.layer] = off
-            if bool(read.any()):
-                sharpen[spec.layer] = PerfectRead(read, value)
+    def _masks(self, variants: Sequence[Variant]) -> tuple[dict[str, Tensor], dict[str, PerfectRead]]:
+        """The variants by mixer, as `intervene` takes them."""
+        W, B, device = len(variants), len(self.batch), self.batch.input_ids.device
+        ablate: dict[str, Tensor] = {}
+        sharpen: dict[str, PerfectRead] = {}
+        for w, variant in enumerate(variants):
+            for head in variant.ablate:
+                H = self.by_name[head.mixer].num_heads
+                off = ablate.setdefault(head.mixer, torch.zeros(W, H, dtype=torch.bool, device=device))
+                off[w, head.head] = True
+            for head, column in variant.sharpen:
+                spec = self.by_name[head.mixer]
+                if head.mixer not in sharpen:
+                    read = torch.zeros(W, spec.num_heads, dtype=torch.bool, device=device)
+                    value = torch.zeros(W, B, spec.num_heads, spec.head_dim, device=device)
+                    sharpen[head.mixer] = PerfectRead(read, value)
+                sharpen[head.mixer].heads[w, head.head] = True
+                sharpen[head.mixer].value[w, :, head.head] = self.perfect_values(spec, column)[:, head.head]
         return ablate, sharpen
 
     def perfect_values(self, spec: MixerSpec, reads: Reads) -> Tensor:
@@ -154,18 +190,45 @@ class Sweep:
 
         The usual output is the root mean square, over the prompts, of the norm of what the head mixes in at the query.
         """
-        key = (spec.layer, reads)
+        key = (spec.name, reads)
         if key not in self._values:
-            mixer = self.family.mixer(self.model, spec.layer)
-            streams = self.family.streams(mixer, self.trace.projected[spec.layer])
             gold = getattr(self.batch, reads)[:, -1]
-            x_BHP = streams.x[torch.arange(len(self.batch)), gold]
-            scan = self.trace.scan[spec.layer][:, -1].view(x_BHP.shape)
-            mixed_BHP = scan - mixer.D[:, None] * streams.x[:, -1]
-            usual_H = mixed_BHP.pow(2).sum(-1).mean(0).sqrt()
+            x_BHP = values_at(self.model, spec, self.trace, self.cache, gold).float()
+            usual_H = mixed_at_query(self.model, spec, self.trace).float().pow(2).sum(-1).mean(0).sqrt()
             unit = x_BHP / x_BHP.norm(dim=-1, keepdim=True).clamp(min=1e-9)
             self._values[key] = unit * usual_H[:, None]
         return self._values[key]
+
+
+@contextmanager
+def _zeroed_input(model: PreTrainedModel, spec: MixerSpec, columns: slice, upto: int | None) -> Iterator[None]:
+    """Zeroes channels at the input of one layer's `out_proj`, which layers above may share."""
+    inside = False
+
+    def enter(_: torch.nn.Module, __: tuple) -> None:
+        nonlocal inside
+        inside = True
+
+    def leave(_: torch.nn.Module, __: tuple, ___: Any) -> None:
+        nonlocal inside
+        inside = False
+
+    def zero(_: torch.nn.Module, args: tuple) -> tuple | None:
+        if not inside:
+            return None
+        u = args[0].clone()
+        u[:, :upto, columns] = 0
+        return (u,)
+
+    block = block_of(model, spec.layer, spec)
+    out_proj = structure_of(spec).out_proj(mixer_of(model, spec))
+    handles = [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
+    handles.append(out_proj.register_forward_pre_hook(zero))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _chunks(items: list, size: int) -> list[list]:

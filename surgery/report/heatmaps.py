@@ -19,7 +19,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.transforms import ScaledTranslation
 from numpy.typing import NDArray
 
-from surgery.heads import HeadId, HeadSet
+from surgery.heads import HeadId, HeadSet, ScoredHead
 from surgery.report.canvas import INK, MUTED, POINTS, add_axes, add_heading, new_figure, require, save, style
 
 Point = NDArray[np.float64]  # (x, y)
@@ -43,15 +43,15 @@ class _Map:
     """Values and where they are drawn.
 
     Attributes:
-        values_CLH: logits; NaN where a layer has fewer heads.
-        layers: layer numbers, row by row.
+        values_CLH: logits; NaN where a layer has fewer heads, or where a column was not measured.
+        layers: names of the rows: layer numbers, with an A where they are attention heads beside SSM heads.
         cell: width and height of a cell in inches.
         limit: end of the colour scale, in logits.
         marks: (row, head, letters) of heads with a role; `chosen`: (row, head, name).
     """
 
     values_CLH: NDArray[np.float64]
-    layers: tuple[int, ...]
+    layers: tuple[str, ...]
     cell: tuple[float, float]
     limit: float
     marks: tuple[tuple[int, int, str], ...]
@@ -76,10 +76,10 @@ class _Map:
 def head_maps(head_set: HeadSet, folder: Path) -> list[Path]:
     """Draws every head in every column: `head_maps.png`, `.svg` and `.csv` in `folder`.
 
-    One colour scale, in logits, serves all panels. Returns the paths written.
+    One colour scale, in logits, serves all panels; columns that were not measured say so. Returns the paths written.
 
     Raises:
-        SurgeryError: no heads, or a head without one of the columns.
+        SurgeryError: no heads, or a head without a column that others have.
     """
     found = _layout(head_set)
     width, height = found.size
@@ -108,23 +108,29 @@ def _is_small(layers: int, heads: int) -> bool:
 def _layout(head_set: HeadSet) -> _Map:
     """Checks the HeadSet and finds the size of its cells."""
     require(bool(head_set.heads), "head_set.heads", "empty", "Give a HeadSet that holds every head; locate again.")
-    layers = tuple(sorted({s.head.layer for s in head_set.heads}))
-    rows = {layer: row for row, layer in enumerate(layers)}
+    mixers = {s.head.mixer: (s.head.layer, s.head.letter == "A") for s in head_set.heads}
+    names = sorted(mixers, key=lambda name: mixers[name])
+    layers = tuple(f"{mixers[name][0]}{'A' if mixers[name][1] else ''}" for name in names)
+    rows = {name: row for row, name in enumerate(names)}
     num_heads = max(s.head.head for s in head_set.heads) + 1
     values_CLH = np.full((len(PANELS), len(layers), num_heads), np.nan)
+    measured = {column for scored in head_set.heads for column in scored.scores}
     for scored in head_set.heads:
         for c, column in enumerate(PANELS):
+            if column not in measured:
+                continue
             require(column in scored.scores, f"scores of {scored.head}", f"no {column!r}", "Locate again.")
-            values_CLH[c, rows[scored.head.layer], scored.head.head] = scored.scores[column].value
-    strangers = [s.head for s in head_set.chosen if s.head.layer not in rows or s.head.head >= num_heads]
+            values_CLH[c, rows[scored.head.mixer], scored.head.head] = scored.scores[column].value
+    require(not np.isnan(values_CLH).all(), "head_set.heads", "no scores", "Locate again.")
+    strangers = [s.head for s in head_set.chosen if s.head.mixer not in rows or s.head.head >= num_heads]
     require(not strangers, "head_set.chosen", str(strangers[:1]), "Chosen heads must be among the heads.")
     if _is_small(len(layers), num_heads):
         cell = (max(0.43, 3.0 / num_heads), 0.37)
     else:
         side = min(0.19, max(4.6 / num_heads, 0.055))
         cell = (max(side, 3.0 / num_heads), min(side, 5.2 / len(layers)))
-    marks = tuple((rows[s.head.layer], s.head.head, _LETTERS[s.role]) for s in head_set.heads if _LETTERS[s.role])
-    chosen = tuple((rows[s.head.layer], s.head.head, str(s.head)) for s in head_set.chosen)
+    marks = tuple((rows[s.head.mixer], s.head.head, _LETTERS[s.role]) for s in head_set.heads if _LETTERS[s.role])
+    chosen = tuple((rows[s.head.mixer], s.head.head, str(s.head)) for s in head_set.chosen)
     limit = float(np.nanmax(np.abs(values_CLH))) or 1.0
     return _Map(values_CLH, layers, cell, limit, marks, chosen)
 
@@ -139,12 +145,15 @@ def _panel(axes: Axes, found: _Map, index: int, column: str) -> Any:
     axes.text(0, 1, PANELS[column], transform=_above(axes, 5), size=8, color=MUTED, va="bottom")
     axes.set_xticks(_sparse(H, found.cell[0]))
     ticks = _sparse(L, found.cell[1])
-    axes.set_yticks(ticks, [str(found.layers[i]) for i in ticks])
+    axes.set_yticks(ticks, [found.layers[i] for i in ticks])
     axes.tick_params(labelsize=7.5, length=2, pad=2)
     axes.set_xlabel("head", size=8.5, labelpad=1)
     axes.set_ylabel("layer", size=8.5, labelpad=2)
     for spine in axes.spines.values():
         spine.set(visible=True, color="#bbbbbb", linewidth=0.6)
+    if np.isnan(values_LH).all():
+        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, size=9, color=MUTED, ha="center", va="center")
+        return image
     if found.is_small:
         _write_cells(axes, values_LH, found)
     else:
@@ -300,7 +309,13 @@ def _rows(head_set: HeadSet) -> Sequence[Sequence[Any]]:
     """One row a head, in the HeadSet's order; `chosen` is its place among the chosen, from 1, or empty."""
     place: dict[HeadId, int] = {s.head: i + 1 for i, s in enumerate(head_set.chosen)}
     return [
-        [s.head, s.head.layer, s.head.head, s.role, s.reads, place.get(s.head, ""), s.scores["ablation"].n]
-        + [v for column in PANELS for v in (s.scores[column].value, s.scores[column].low, s.scores[column].high)]
+        [s.head, s.head.layer, s.head.head, s.role, s.reads, place.get(s.head, ""), s.scores["query"].n]
+        + [value for column in PANELS for value in _cells(s, column)]
         for s in head_set.heads
     ]
+
+
+def _cells(scored: ScoredHead, column: str) -> tuple[Any, Any, Any]:
+    """Value and interval; empty where the column was not measured."""
+    found = scored.scores.get(column)
+    return ("", "", "") if found is None else (found.value, found.low, found.high)

@@ -1,0 +1,65 @@
+"""Llamba's mixer, a discrete Mamba-2: the decay of each head comes straight from the input.
+
+Layout of `in_proj`'s rows and of the convolution's channels: [x | B | C | z | a] and [x | B | C] (arXiv 2408.10189; our
+`LlambaMixer`).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from surgery.families.base import HeadSlices, Streams
+from surgery.families.mamba2 import Mamba2Structure, decayed_scores, shift, short_conv, span
+from surgery.heads import MixerSpec
+
+
+class LlambaStructure(Mamba2Structure):
+    """See `Structure` for what each function answers."""
+
+    kind = "llamba"
+
+    def weight_slices(self, spec: MixerSpec, head: int) -> HeadSlices:
+        inner, groups = spec.num_heads * spec.head_dim, spec.num_groups * spec.state_size
+        own = span(head, spec.head_dim)
+        shared = span(spec.group_of(head), spec.state_size)
+        return HeadSlices(
+            out=own,
+            gate=shift(own, inner + 2 * groups),
+            value=own,
+            key=shift(shared, inner),
+            query=shift(shared, inner + groups),
+            conv_value=own,
+            conv_key=shift(shared, inner),
+            conv_query=shift(shared, inner + groups),
+        )
+
+    def scan_reader(self, mixer: nn.Module) -> nn.Module:
+        return mixer.out_proj
+
+    def norm_weight(self, mixer: nn.Module) -> Tensor | None:
+        return None
+
+    def streams(
+        self, mixer: nn.Module, spec: MixerSpec, projected: Tensor, conv_state: Tensor | None = None
+    ) -> Streams:
+        inner, groups = spec.num_heads * spec.head_dim, spec.num_groups * spec.state_size
+        mixed_BTC, gate_BTI, step_BTH = projected.split([inner + 2 * groups, inner, spec.num_heads], dim=-1)
+        x, key, query = mixer.act(short_conv(mixer.conv1d, mixed_BTC, conv_state)).split([inner, groups, groups], -1)
+        if mixer.z_bias is not None:
+            gate_BTI = gate_BTI + mixer.z_bias
+        # fp32 at least, as in the model: sums of it are exponentiated.
+        log_decay_BTH = -F.softplus(step_BTH.to(torch.promote_types(step_BTH.dtype, torch.float32)))
+        grouped = (spec.num_groups, spec.state_size)
+        return Streams(
+            x.unflatten(-1, (spec.num_heads, spec.head_dim)),
+            key.unflatten(-1, grouped),
+            query.unflatten(-1, grouped),
+            log_decay_BTH,
+            F.silu(gate_BTI),
+        )
+
+    def hidden_attention(self, mixer: nn.Module, spec: MixerSpec, streams: Streams) -> Tensor:
+        """`a[t,s] = (C_t . B_s) exp(-sum_{k=s+1..t} softplus(a_k))`, masked before the exponential."""
+        return decayed_scores(streams, streams.step, spec)

@@ -1,0 +1,38 @@
+"""Settings of this process that are not part of a checkpoint. Owns: the length of Mamba-2's chunks without kernels.
+
+transformers' own scan builds a tensor of tokens x chunk x heads x state. With the published 256 tokens a chunk that is
+800 MB a layer and prompt at mamba2-130m's shape; 32 give the same numbers but for rounding, as fast or faster.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from surgery.families.models import FAMILIES
+
+CHUNK_WITHOUT_KERNELS = 32
+
+
+def shorten_chunks(model: PreTrainedModel) -> None:
+    """Sets chunks of at most 32 tokens where there is no kernel for the scan."""
+    if find_spec("mamba_ssm") is None:
+        for mixer, published in _chunked(model):
+            mixer.chunk_size = min(published, CHUNK_WITHOUT_KERNELS)
+
+
+def restore_chunks(model: PreTrainedModel) -> None:
+    """Sets the chunks that the config names, as whoever loads the checkpoint will have them."""
+    for mixer, published in _chunked(model):
+        mixer.chunk_size = published
+
+
+def _chunked(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
+    """The Mamba-2 mixers, and the config's chunk size."""
+    family = next((f for f in FAMILIES if model.config.model_type in f.model_types), None)
+    specs = family.mixers(model.config) if family else ()
+    config = model.config.to_dict()
+    published = config.get("chunk_size") or config.get("mamba_chunk_size")
+    return [(model.get_submodule(s.path), published) for s in specs if s.kind in ("mamba2", "falcon_h1")]

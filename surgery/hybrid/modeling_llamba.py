@@ -1,0 +1,372 @@
+"""Llamba, which transformers does not have: config, model and causal language model, with spliced heads or without.
+
+Shipped with every exported checkpoint, so it imports the standard library, torch and transformers only. It must never
+know how heads are found or planned. Configs and tensor names are those of the published checkpoints (Bick et al.,
+arXiv 2502.14458): Llama's blocks with a discrete Mamba-2 in attention's place (arXiv 2408.10189),
+
+    h_t = exp(-softplus(a_t)) h_{t-1} + x_t B_t^T        y_t = h_t C_t + D x_t
+
+with one a_t a head, straight from the input: no step size, no A, no norm. State and decay are fp32 whatever the weights
+are.
+
+Shape legend: B batch, T tokens, D model width, I inner width (H heads of P), G key heads, N state width, V vocabulary.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.masking_utils import create_recurrent_attention_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.utils.generic import maybe_autocast
+
+from .attention import HybridInitMixin, HybridMixerMixin, is_whole, splice_sites
+from .discrete_scan import chunked_scan, scan_step
+from .donor import BRANCHES, DonorMixer
+from .mixins import HybridCausalLMMixin, HybridConfigMixin, HybridModelMixin
+
+BLOCK_NORM_EPSILON = 1e-5  # of the norms in a block, whatever `norm_epsilon` says: that is the final norm's
+CONV_ACTIVATIONS = {"identity": nn.Identity, "silu": nn.SiLU, "swish": nn.SiLU}
+MLP_DEFAULTS = {"intermediate_size": 14336, "bias": False, "act_fn": "silu"}
+SSM_DEFAULTS = {
+    "d_state": 64,
+    "n_v_heads": 32,
+    "n_qk_heads": 32,
+    "d_conv": 4,
+    "expand": 1,
+    "chunk_size": 128,
+    "activation": "identity",
+    "bias": False,
+    "conv_bias": True,
+}
+
+
+class LlambaConfig(HybridConfigMixin, PreTrainedConfig):
+    """The published fields, `splice`, and transformers' usual names for both.
+
+    Args:
+        vocab_size: rounded up to a multiple of `pad_vocab_size_multiple`, as the tensors are.
+        lm_head_bias: read where the embeddings are not tied.
+        norm_epsilon: of the final norm; the blocks' is 1e-5.
+        mlp_cfg: `intermediate_size`, `bias`, `act_fn`; missing keys take the 8B model's values.
+        ssm_cfg: `d_state`, `n_v_heads`, `n_qk_heads`, `d_conv`, `expand`, `chunk_size`, `activation` (of the short
+            convolution), `bias` (of the projections), `conv_bias`; likewise.
+
+    Raises:
+        ValueError: widths that do not divide, or an unknown activation.
+    """
+
+    model_type = "llamba"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    attribute_map = {
+        "hidden_size": "d_model",
+        "num_hidden_layers": "n_layer",
+        "tie_word_embeddings": "tie_embeddings",
+        "layer_norm_epsilon": "norm_epsilon",
+        "rms_norm_eps": "norm_epsilon",
+    }
+
+    vocab_size: int = 128256
+    pad_vocab_size_multiple: int = 8
+    d_model: int = 4096
+    n_layer: int = 32
+    tie_embeddings: bool = False
+    lm_head_bias: bool = False
+    norm_epsilon: float = 1e-5
+    mlp_cfg: dict | None = None
+    ssm_cfg: dict | None = None
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    splice: list | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.mlp_cfg = {**MLP_DEFAULTS, **(self.mlp_cfg or {})}
+        self.ssm_cfg = {**SSM_DEFAULTS, **(self.ssm_cfg or {})}
+        super().__post_init__(**kwargs)
+        self.vocab_size += -self.vocab_size % self.pad_vocab_size_multiple
+        self._check_widths()
+
+    def _check_widths(self) -> None:
+        inner, heads, key_heads = self.expand * self.d_model, self.num_heads, self.n_groups
+        if inner % heads:
+            raise ValueError(f"ssm_cfg.n_v_heads: {heads} heads do not divide expand * d_model = {inner}")
+        if heads % key_heads:
+            raise ValueError(f"ssm_cfg.n_qk_heads: {key_heads} key heads do not divide n_v_heads = {heads}")
+        if self.conv_activation not in CONV_ACTIVATIONS:
+            known = ", ".join(CONV_ACTIVATIONS)
+            raise ValueError(f"ssm_cfg.activation: {self.conv_activation!r} is unknown; known: {known}")
+
+    @property
+    def layer_types(self) -> list[str]:
+        """What the cache keeps for each layer."""
+        return self.cache_types(["linear_attention"] * self.n_layer)
+
+    num_heads = property(lambda self: self.ssm_cfg["n_v_heads"])
+    head_dim = property(lambda self: self.expand * self.d_model // self.num_heads)
+    n_groups = property(lambda self: self.ssm_cfg["n_qk_heads"])
+    state_size = property(lambda self: self.ssm_cfg["d_state"])
+    expand = property(lambda self: self.ssm_cfg["expand"])
+    conv_kernel = property(lambda self: self.ssm_cfg["d_conv"])
+    chunk_size = property(lambda self: self.ssm_cfg["chunk_size"])
+    use_bias = property(lambda self: self.ssm_cfg["bias"])
+    use_conv_bias = property(lambda self: self.ssm_cfg["conv_bias"])
+    conv_activation = property(lambda self: self.ssm_cfg["activation"])
+    intermediate_size = property(lambda self: self.mlp_cfg["intermediate_size"])
+    mlp_bias = property(lambda self: self.mlp_cfg["bias"])
+    hidden_act = property(lambda self: self.mlp_cfg["act_fn"])
+
+
+def _masked(x_BTI: Tensor, mask_BT: Tensor | None) -> Tensor:
+    return x_BTI if mask_BT is None else x_BTI * mask_BT[:, :, None].to(x_BTI.dtype)
+
+
+class LlambaMixer(nn.Module):
+    """The discrete Mamba-2. Rows of `in_proj`: [x | B | C | z | a]; channels of `conv1d`: [x | B | C]."""
+
+    def __init__(self, config: LlambaConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx, self.chunk_size = layer_idx, config.chunk_size
+        self.num_heads, self.head_dim, self.n_groups = config.num_heads, config.head_dim, config.n_groups
+        self.ssm_state_size, self.conv_kernel_size = config.state_size, config.conv_kernel
+        self.intermediate_size = self.num_heads * self.head_dim
+        self.key_size = self.n_groups * self.ssm_state_size
+        self.conv_dim = self.intermediate_size + 2 * self.key_size
+        rows = self.conv_dim + self.intermediate_size + self.num_heads
+        self.in_proj = nn.Linear(config.d_model, rows, bias=config.use_bias)
+        self.conv1d = nn.Conv1d(
+            self.conv_dim, self.conv_dim, self.conv_kernel_size, groups=self.conv_dim, bias=config.use_conv_bias
+        )
+        self.act = CONV_ACTIVATIONS[config.conv_activation]()
+        self.z_bias = None if config.use_bias else nn.Parameter(torch.zeros(self.intermediate_size))
+        self.D = nn.Parameter(torch.ones(self.num_heads))
+        self.out_proj = nn.Linear(self.intermediate_size, config.d_model, bias=config.use_bias)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cache_params: Any = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """(B,T,D) -> (B,T,D).
+
+        Args:
+            cache_params: a transformers Cache; updated in place. Any number of new tokens may follow a filled one.
+            attention_mask: (B,T) of the new tokens, 0 on padding; None when there is none.
+        """
+        u_BTD = _masked(hidden_states, attention_mask)
+        state = cache_params.get_recurrent_state(self.layer_idx) if cache_params is not None else None
+        mixed, gate, decay = self.in_proj(u_BTD).split([self.conv_dim, self.intermediate_size, self.num_heads], dim=-1)
+        mixed = _masked(self._convolve(mixed, cache_params), attention_mask)
+        with maybe_autocast(device_type=u_BTD.device.type, enabled=False):
+            y_BTHP, state = self._recur(mixed, decay, state)
+            if self.z_bias is not None:
+                gate = gate + self.z_bias
+            y_BTI = y_BTHP.flatten(2) * F.silu(gate.to(y_BTHP.dtype))
+        if cache_params is not None:
+            cache_params.update_recurrent_state(state, layer_idx=self.layer_idx)
+        return self.out_proj(y_BTI.to(u_BTD.dtype))
+
+    def _convolve(self, mixed_BTI: Tensor, cache: Any) -> Tensor:
+        """The short causal convolution over [x|B|C]."""
+        mixed_BIT, T = mixed_BTI.transpose(1, 2), mixed_BTI.shape[1]
+        if cache is not None:
+            mixed_BIT = cache.update_conv_state(mixed_BIT, self.layer_idx, conv_kernel_size=self.conv_kernel_size)
+        past = self.conv_kernel_size - 1
+        mixed_BIT = F.pad(mixed_BIT, (past, 0))[..., -(past + T) :]
+        return self.act(self.conv1d(mixed_BIT)).transpose(1, 2)
+
+    def _recur(self, mixed_BTI: Tensor, decay_BTH: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The recurrence and the skip, in fp32 at least: (B,T,H,P) and the last state (B,H,P,N)."""
+        dtype = torch.promote_types(mixed_BTI.dtype, torch.float32)
+        x, key, query = mixed_BTI.to(dtype).split([self.intermediate_size, self.key_size, self.key_size], dim=-1)
+        x_BTHP = x.unflatten(-1, (self.num_heads, self.head_dim))
+        key_BTGN, query_BTGN = (v.unflatten(-1, (self.n_groups, self.ssm_state_size)) for v in (key, query))
+        log_decay_BTH = -F.softplus(decay_BTH.to(dtype))
+        if state is None:
+            state = x_BTHP.new_zeros(x_BTHP.shape[0], self.num_heads, self.head_dim, self.ssm_state_size)
+        if x_BTHP.shape[1] == 1:
+            y_BHP, state = scan_step(x_BTHP[:, 0], key_BTGN[:, 0], query_BTGN[:, 0], log_decay_BTH[:, 0], state)
+            y_BTHP = y_BHP[:, None]
+        else:
+            y_BTHP, state = chunked_scan(x_BTHP, key_BTGN, query_BTGN, log_decay_BTH, state, self.chunk_size)
+        return y_BTHP + self.D[:, None] * x_BTHP, state
+
+    def initialize(self) -> None:
+        """Initial values of what transformers does not know how to initialise."""
+        init.ones_(self.D)
+        init.kaiming_uniform_(self.conv1d.weight, a=math.sqrt(5))
+        if self.z_bias is not None:
+            init.zeros_(self.z_bias)
+
+
+class LlambaHybridMixer(HybridMixerMixin, LlambaMixer):
+    """`LlambaMixer` with a branch where the config splices one."""
+
+    branches = BRANCHES
+
+    def __init__(self, config: LlambaConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.splice_attention(config, layer_idx)
+
+
+class LlambaBlock(GradientCheckpointingLayer):
+    """Llama's block with another mixer."""
+
+    def __init__(self, config: LlambaConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.input_layernorm = LlamaRMSNorm(config.d_model, eps=BLOCK_NORM_EPSILON)
+        site = splice_sites(config.splice).get(layer_idx)
+        if site is not None and is_whole(site):
+            self.mixer = DonorMixer(config, site, layer_idx)
+        else:
+            self.mixer = LlambaHybridMixer(config, layer_idx)
+        self.post_attention_layernorm = LlamaRMSNorm(config.d_model, eps=BLOCK_NORM_EPSILON)
+        self.mlp = LlamaMLP(config)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """(B,T,D) -> (B,T,D); the mask is of the new tokens."""
+        mixed = self.mixer(
+            self.input_layernorm(hidden_states), cache_params=past_key_values, attention_mask=attention_mask, **kwargs
+        )
+        hidden_states = hidden_states + mixed
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class LlambaPreTrainedModel(HybridInitMixin, PreTrainedModel):
+    """Flags and initialisation common to all classes."""
+
+    config_class = LlambaConfig
+    base_model_prefix = "backbone"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["LlambaBlock"]
+    _is_stateful = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, LlambaMixer):
+            module.initialize()
+
+
+class PlainLlambaModel(LlambaPreTrainedModel):
+    """The forward that `LlambaModel` prepares the arguments of."""
+
+    def __init__(self, config: LlambaConfig) -> None:
+        super().__init__(config)
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.layers = nn.ModuleList(LlambaBlock(config, index) for index in range(config.n_layer))
+        self.final_layernorm = LlamaRMSNorm(config.d_model, eps=config.norm_epsilon)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embedding = value
+
+    def forward(
+        self,
+        inputs_embeds: Tensor,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """(B,T,D) -> (B,T,D). There are no positions: `position_ids` is for `generate`, which passes them."""
+        if isinstance(attention_mask, dict):  # made by `generate` for a cache that compiles
+            mask = attention_mask.get("linear_attention")
+        else:
+            mask = create_recurrent_attention_mask(self.config, inputs_embeds, attention_mask, past_key_values)
+        hidden, seen = inputs_embeds, []
+        for block in self.layers:
+            seen.append(hidden)
+            hidden = block(hidden, past_key_values=past_key_values, attention_mask=mask, **kwargs)
+        hidden = self.final_layernorm(hidden)
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=(*seen, hidden) if wanted else None,
+        )
+
+
+class LlambaModel(HybridModelMixin, PlainLlambaModel):
+    """Llamba without its head."""
+
+
+class PlainLlambaForCausalLM(LlambaPreTrainedModel, GenerationMixin):
+    """The forward that `LlambaForCausalLM` prepares the arguments of."""
+
+    _tied_weights_keys = {"lm_head.weight": "backbone.embedding.weight"}
+
+    def __init__(self, config: LlambaConfig) -> None:
+        super().__init__(config)
+        self.backbone = LlambaModel(config)
+        self.lm_head = nn.Linear(
+            config.d_model, config.vocab_size, bias=config.lm_head_bias and not config.tie_embeddings
+        )
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.backbone.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.backbone.set_input_embeddings(value)
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """As transformers', rounded up to `pad_vocab_size_multiple` too, so that the result loads again."""
+        if new_num_tokens is not None or pad_to_multiple_of is not None:
+            pad_to_multiple_of = math.lcm(pad_to_multiple_of or 1, self.config.pad_vocab_size_multiple)
+        return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+
+    def _supports_default_dynamic_cache(self) -> bool:
+        """Without attention layers `generate` must not make the cache: it asks the cache for a length, which raises."""
+        return bool(self.config.splice)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits (B,T,V) in fp32. `labels` are shifted here; -100 is ignored."""
+        output = self.backbone(input_ids, attention_mask=attention_mask, **kwargs)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        hidden = output.last_hidden_state[:, kept]
+        logits = self.lm_head(hidden.to(self.lm_head.weight.dtype)).float()
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
+        )
+
+
+class LlambaForCausalLM(HybridCausalLMMixin, PlainLlambaForCausalLM):
+    """The Llamba language model; with `config.splice`, a hybrid."""
+
+
+__all__ = ["LlambaConfig", "LlambaForCausalLM", "LlambaModel", "LlambaPreTrainedModel"]

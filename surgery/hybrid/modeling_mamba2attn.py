@@ -1,0 +1,242 @@
+"""Mamba-2 with the attention layers and MLPs that mamba_ssm's models may have (`mamba2attn-*`), and spliced heads.
+
+Shipped with every exported checkpoint, so it imports the standard library, torch and transformers only. The layouts are
+mamba_ssm's (`modules/mha.py`, `mlp.py`, `block.py`; arXiv 2405.21060, section 9.2), and so are the tensor names.
+
+Decoding equals the full forward pass here. mamba_ssm's own decoding keeps the convolution's output as its state, which
+its full pass does not.
+
+Shape legend: B batch, T new tokens, S tokens in the cache and new ones, H query heads, G key/value heads, P head width,
+C channels of q, k and v together, K half the rotated width, D model width.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Block, Mamba2ForCausalLM, Mamba2Model, Mamba2RMSNorm
+
+from .attention import SplicePass, eager_attention_forward
+from .modeling_mamba2_hybrid import (
+    Mamba2HybridConfig,
+    Mamba2HybridForCausalLM,
+    Mamba2HybridModel,
+    Mamba2HybridPreTrainedModel,
+)
+
+# The keys of mamba_ssm's `attn_cfg` that are kept, and its defaults. `causal` has to be true and is not kept.
+ATTENTION_DEFAULTS = {
+    "num_heads_kv": None,
+    "head_dim": None,
+    "qkv_proj_bias": True,
+    "out_proj_bias": True,
+    "softmax_scale": None,
+    "d_conv": 0,
+    "rotary_emb_dim": 0,
+    "rotary_emb_base": 10000.0,
+    "rotary_emb_interleaved": False,
+}
+MLP_MULTIPLE = 128  # mamba_ssm rounds `d_intermediate` up to it
+
+
+class Mamba2AttnConfig(Mamba2HybridConfig):
+    """Mamba2HybridConfig, and what mamba_ssm's config says of attention and MLPs, under its names.
+
+    Fields:
+        attn_layer_idx: layers whose mixer is attention.
+        attn_cfg: `num_heads` and the keys of `ATTENTION_DEFAULTS`; the same for all those layers.
+        d_intermediate: width of the gated MLP after every mixer, before it is rounded up; 0 for none.
+    """
+
+    model_type = "mamba2attn_hybrid"
+
+    attn_layer_idx: list | None = None
+    attn_cfg: dict | None = None
+    d_intermediate: int = 0
+
+    @property
+    def layer_types(self) -> list[str]:
+        """What the cache keeps for each layer."""
+        own = "hybrid" if (self.attn_cfg or {}).get("d_conv") else "full_attention"
+        attention = set(self.attn_layer_idx or ())
+        return self.cache_types([own if i in attention else "linear_attention" for i in range(self.num_hidden_layers)])
+
+
+def _eager(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """The reference with shared keys and values: (B,H,T,P), (B,G,S,P), (B,G,S,P) -> (B,T,H,P), (B,H,T,S)."""
+    key, value = (x.repeat_interleave(module.num_key_value_groups, dim=1) for x in (key, value))
+    return eager_attention_forward(module, query, key, value, attention_mask, scaling)
+
+
+class MambaSsmAttention(nn.Module):
+    """Causal attention as in mamba_ssm's `MHA`: projection, short convolution if any, rotary if any, softmax.
+
+    Args:
+        config: `hidden_size`, `attn_cfg` and `_attn_implementation` are read.
+        layer_idx: index of the layer, which is also its slot in the cache.
+    """
+
+    is_causal = True
+
+    def __init__(self, config: Mamba2AttnConfig, layer_idx: int) -> None:
+        super().__init__()
+        own = {**ATTENTION_DEFAULTS, **(config.attn_cfg or {})}
+        self.config, self.layer_idx = config, layer_idx
+        self.num_heads = own["num_heads"]
+        self.num_kv_heads = own["num_heads_kv"] or self.num_heads
+        self.num_key_value_groups = self.num_heads // self.num_kv_heads
+        self.head_dim = own["head_dim"] or config.hidden_size // self.num_heads
+        self.scaling = own["softmax_scale"] or self.head_dim**-0.5
+        self.conv_kernel, self.rotary_dim = own["d_conv"], own["rotary_emb_dim"]
+        self.rotary_base, self.interleaved = own["rotary_emb_base"], own["rotary_emb_interleaved"]
+        self.widths = [self.head_dim * n for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+        channels = sum(self.widths)
+        self.in_proj = nn.Linear(config.hidden_size, channels, bias=own["qkv_proj_bias"])
+        if self.conv_kernel:
+            self.conv1d = nn.Conv1d(channels, channels, self.conv_kernel, groups=channels)
+        self.out_proj = nn.Linear(self.widths[0], config.hidden_size, bias=own["out_proj_bias"])
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cache_params: Any = None,
+        attention_mask: Tensor | None = None,
+        splice_pass: SplicePass | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """(B,T,D) -> (B,T,D).
+
+        Args:
+            cache_params: a transformers Cache, updated in place; None for none.
+            attention_mask: (B,T), 0 on padding; None when there is none.
+            splice_pass: brings the causal mask; without one there must be no padding.
+        """
+        past = 0 if cache_params is None else cache_params.get_seq_length(self.layer_idx)
+        qkv_BTC = self.in_proj(hidden_states)
+        if self.conv_kernel:
+            qkv_BTC = self._convolve(qkv_BTC, cache_params, attention_mask)
+        query, key, value = (
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in qkv_BTC.split(self.widths, dim=-1)
+        )
+        if self.rotary_dim:
+            query, key = self._rotate(query, past), self._rotate(key, past)
+        if cache_params is not None:
+            key, value = cache_params.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager)
+        causal = splice_pass.causal if splice_pass is not None else None
+        mixed_BTHP, _ = attend(self, query, key, value, causal, scaling=self.scaling, dropout=0.0)
+        return self.out_proj(mixed_BTHP.flatten(2))
+
+    def _convolve(self, qkv_BTC: Tensor, cache: Any, padding: Tensor | None) -> Tensor:
+        """The short causal convolution over all channels, without activation; its state lies in the cache."""
+        if padding is not None:  # after the projection, whose bias padding would have too
+            qkv_BTC = qkv_BTC * padding[:, :, None].to(qkv_BTC.dtype)
+        x_BCT, T = qkv_BTC.transpose(1, 2), qkv_BTC.shape[1]
+        if cache is not None:
+            x_BCT = cache.update_conv_state(x_BCT, self.layer_idx, conv_kernel_size=self.conv_kernel)
+        x_BCT = F.pad(x_BCT, (self.conv_kernel - 1, 0))
+        x_BCT = F.conv1d(x_BCT, self.conv1d.weight, self.conv1d.bias, groups=x_BCT.shape[1])[..., -T:]
+        return x_BCT.transpose(1, 2)
+
+    def _rotate(self, x_BHTP: Tensor, past: int | Tensor) -> Tensor:
+        """Rotary positions on the first `rotary_dim` dimensions; left padding only shifts all positions of a row."""
+        dtype = torch.promote_types(x_BHTP.dtype, torch.float32)
+        fraction_K = torch.arange(0, self.rotary_dim, 2, device=x_BHTP.device, dtype=dtype) / self.rotary_dim
+        place_T = past + torch.arange(x_BHTP.shape[2], device=x_BHTP.device)
+        angle_TK = place_T[:, None].to(dtype) * self.rotary_base**-fraction_K
+        cos, sin = angle_TK.cos(), angle_TK.sin()
+        turned, kept = x_BHTP[..., : self.rotary_dim].to(dtype), x_BHTP[..., self.rotary_dim :]
+        if self.interleaved:
+            first, second = turned[..., 0::2], turned[..., 1::2]
+        else:
+            first, second = turned.chunk(2, dim=-1)
+        parts = (first * cos - second * sin, first * sin + second * cos)
+        turned = torch.stack(parts, dim=-1).flatten(-2) if self.interleaved else torch.cat(parts, dim=-1)
+        return torch.cat((turned.to(x_BHTP.dtype), kept), dim=-1)
+
+
+class MambaSsmMLP(nn.Module):
+    """mamba_ssm's `GatedMLP`: rows of `fc1` are [value | gate]."""
+
+    def __init__(self, config: Mamba2AttnConfig) -> None:
+        super().__init__()
+        width = -(-config.d_intermediate // MLP_MULTIPLE) * MLP_MULTIPLE
+        self.fc1 = nn.Linear(config.hidden_size, 2 * width, bias=False)
+        self.fc2 = nn.Linear(width, config.hidden_size, bias=False)
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        """(B,T,D) -> (B,T,D)."""
+        value, gate = self.fc1(hidden_BTD).chunk(2, dim=-1)
+        return self.fc2(value * F.silu(gate))
+
+
+class Mamba2AttnBlock(Mamba2Block):
+    """`Mamba2Block` around a mixer that is there already, with an MLP and a norm of its own after it."""
+
+    def __init__(self, config: Mamba2AttnConfig, layer_idx: int, mixer: nn.Module) -> None:
+        super(Mamba2Block, self).__init__()  # its own __init__ would build a mixer
+        self.config, self.layer_idx, self.residual_in_fp32 = config, layer_idx, config.residual_in_fp32
+        self.norm = Mamba2RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.mixer = mixer
+        self.norm2 = Mamba2RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.mlp = MambaSsmMLP(config)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """(B,T,D) -> (B,T,D)."""
+        residual = super().forward(hidden_states, *args, **kwargs)
+        return residual + self.mlp(self.norm2(residual.to(self.norm2.weight.dtype)))
+
+
+class MaskedMamba2Model(Mamba2Model):
+    """Below `HybridModelMixin`, which makes masks only where there is a splice: attention layers always want them."""
+
+    def forward(
+        self,
+        inputs_embeds: Tensor,
+        attention_mask: Any = None,
+        cache_params: Any = None,
+        splice_pass: SplicePass | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As `Mamba2Model.forward`, from embeddings."""
+        if splice_pass is None:
+            attention_mask, kwargs = self._splice_arguments(inputs_embeds, attention_mask, cache_params, None, kwargs)
+        else:
+            kwargs["splice_pass"] = splice_pass
+        return super().forward(
+            inputs_embeds=inputs_embeds, attention_mask=attention_mask, cache_params=cache_params, **kwargs
+        )
+
+
+class Mamba2AttnModel(Mamba2HybridModel, MaskedMamba2Model):
+    """`Mamba2HybridModel` whose layers may be attention, and may have MLPs."""
+
+    config_class = Mamba2AttnConfig
+    _no_split_modules = ["Mamba2Block", "Mamba2AttnBlock"]
+
+    def __init__(self, config: Mamba2AttnConfig) -> None:
+        super().__init__(config)
+        for index in config.attn_layer_idx or ():
+            self.layers[index].mixer = MambaSsmAttention(config, index)
+        if config.d_intermediate:
+            blocks = [Mamba2AttnBlock(config, index, block.mixer) for index, block in enumerate(self.layers)]
+            self.layers = nn.ModuleList(blocks)
+        self.post_init()
+
+
+class Mamba2AttnForCausalLM(Mamba2HybridForCausalLM):
+    """Mamba-2 language model with attention layers; "Mamba" in the name makes `generate` pass `cache_params`."""
+
+    config_class = Mamba2AttnConfig
+    _no_split_modules = ["Mamba2Block", "Mamba2AttnBlock"]
+
+    def __init__(self, config: Mamba2AttnConfig) -> None:
+        super(Mamba2ForCausalLM, self).__init__(config)
+        self._build(Mamba2AttnModel(config))
+
+
+__all__ = ["Mamba2AttnConfig", "Mamba2AttnForCausalLM", "Mamba2AttnModel", "Mamba2HybridPreTrainedModel"]

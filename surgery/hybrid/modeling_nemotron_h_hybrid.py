@@ -1,0 +1,81 @@
+"""Nemotron-H with spliced attention heads: config, model and causal language model.
+
+Shipped with every exported checkpoint, so it imports the standard library, torch and transformers only. Everything
+but the branch is transformers' own Nemotron-H (arXiv 2504.03624).
+"""
+
+from transformers import NemotronHConfig
+from transformers.models.nemotron_h.modeling_nemotron_h import (
+    NemotronHForCausalLM,
+    NemotronHMamba2Mixer,
+    NemotronHModel,
+    NemotronHPreTrainedModel,
+)
+
+from .attention import HybridInitMixin, HybridMixerMixin
+from .donor import BRANCHES
+from .mixins import HybridCausalLMMixin, HybridConfigMixin, HybridModelMixin
+
+
+class NemotronHHybridConfig(HybridConfigMixin, NemotronHConfig):
+    """NemotronHConfig and the field `splice`."""
+
+    model_type = "nemotron_h_hybrid"
+    attribute_map = {"num_local_experts": "n_routed_experts"}
+
+    splice: list | None = None
+
+    @property
+    def layer_types(self) -> list[str]:
+        """What the cache keeps for each layer; `layers_block_type` still says what is built."""
+        return self.cache_types(self.layers_block_type) if self.layers_block_type else self.layers_block_type
+
+    @layer_types.setter
+    def layer_types(self, value: list[str]) -> None:
+        """The parent sets the block types under this name."""
+        self.layers_block_type = value
+
+
+class NemotronHHybridMixer(HybridMixerMixin, NemotronHMamba2Mixer):
+    """`NemotronHMamba2Mixer` with a branch where the config splices one."""
+
+    branches = BRANCHES
+
+    def __init__(self, config: NemotronHHybridConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.splice_attention(config, layer_idx)
+
+
+class NemotronHHybridPreTrainedModel(HybridInitMixin, NemotronHPreTrainedModel):
+    """Flags and initialisation common to both classes."""
+
+    config_class = NemotronHHybridConfig
+    _keep_in_fp32_modules_strict = {"A_log", "dt_bias", "D", "e_score_correction_bias"}
+
+
+class NemotronHHybridModel(HybridModelMixin, NemotronHHybridPreTrainedModel, NemotronHModel):
+    """`NemotronHModel` whose SSM mixers may have a branch."""
+
+    def __init__(self, config: NemotronHHybridConfig) -> None:
+        super().__init__(config)
+        for index, block in enumerate(self.layers):
+            if config.layers_block_type[index] == "linear_attention":
+                block.mixer = NemotronHHybridMixer(config, index)
+        self.post_init()
+
+
+class NemotronHHybridForCausalLM(HybridCausalLMMixin, NemotronHHybridPreTrainedModel, NemotronHForCausalLM):
+    """Nemotron-H language model with spliced attention heads."""
+
+    def __init__(self, config: NemotronHHybridConfig) -> None:
+        super().__init__(config)
+        self.model = NemotronHHybridModel(config)
+        self.post_init()
+
+
+__all__ = [
+    "NemotronHHybridConfig",
+    "NemotronHHybridForCausalLM",
+    "NemotronHHybridModel",
+    "NemotronHHybridPreTrainedModel",
+]

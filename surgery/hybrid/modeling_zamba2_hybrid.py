@@ -1,0 +1,71 @@
+"""Zamba2 with spliced attention heads: config, model and causal language model.
+
+Shipped with every exported checkpoint, so it imports the standard library, torch and transformers only. Everything
+but the branch is transformers' own Zamba2 (arXiv 2411.15242). Layers with a shared transformer keep its keys and
+values in their cache slot and are not spliced.
+"""
+
+from transformers import Zamba2Config
+from transformers.models.zamba2.modeling_zamba2 import (
+    Zamba2ForCausalLM,
+    Zamba2MambaMixer,
+    Zamba2Model,
+    Zamba2PreTrainedModel,
+)
+
+from .attention import HybridInitMixin, HybridMixerMixin
+from .donor import BRANCHES
+from .mixins import HybridCausalLMMixin, HybridConfigMixin, HybridModelMixin
+
+
+class Zamba2HybridConfig(HybridConfigMixin, Zamba2Config):
+    """Zamba2Config and the field `splice`."""
+
+    model_type = "zamba2_hybrid"
+    attribute_map = {"head_dim": "attention_head_dim"}
+
+    splice: list | None = None
+
+    @property
+    def layer_types(self) -> list[str]:
+        """What the cache keeps for each layer; `layers_block_type` still says what is built."""
+        return self.cache_types(self.layers_block_type)
+
+
+class Zamba2HybridMixer(HybridMixerMixin, Zamba2MambaMixer):
+    """`Zamba2MambaMixer` with a branch where the config splices one."""
+
+    branches = BRANCHES
+
+    def __init__(self, config: Zamba2HybridConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.splice_attention(config, layer_idx)
+
+
+class Zamba2HybridPreTrainedModel(HybridInitMixin, Zamba2PreTrainedModel):
+    """Flags and initialisation common to both classes."""
+
+    config_class = Zamba2HybridConfig
+
+
+class Zamba2HybridModel(HybridModelMixin, Zamba2HybridPreTrainedModel, Zamba2Model):
+    """`Zamba2Model` whose SSM mixers may have a branch."""
+
+    def __init__(self, config: Zamba2HybridConfig) -> None:
+        super().__init__(config)
+        for index, block in enumerate(self.layers):
+            holder = block.mamba_decoder if config.layers_block_type[index] == "hybrid" else block
+            holder.mamba = Zamba2HybridMixer(config, index)
+        self.post_init()
+
+
+class Zamba2HybridForCausalLM(HybridCausalLMMixin, Zamba2HybridPreTrainedModel, Zamba2ForCausalLM):
+    """Zamba2 language model with spliced attention heads."""
+
+    def __init__(self, config: Zamba2HybridConfig) -> None:
+        super().__init__(config)
+        self.model = Zamba2HybridModel(config)
+        self.post_init()
+
+
+__all__ = ["Zamba2HybridConfig", "Zamba2HybridForCausalLM", "Zamba2HybridModel", "Zamba2HybridPreTrainedModel"]

@@ -1,0 +1,128 @@
+"""The chunked scan is the step, many times: values, states and gradients, wherever the tokens are cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
+
+from surgery.hybrid.discrete_scan import chunked_scan, scan_step
+
+B, H, P, N = 2, 4, 5, 3
+every_grouping = pytest.mark.parametrize("groups", [1, 2, 4])
+
+
+def inputs(T: int, groups: int = 2, seed: int = 0) -> list[Tensor]:
+    """x, key, query, log decay, state: fp64."""
+    rng = torch.Generator().manual_seed(seed)
+    shapes = [(B, T, H, P), (B, T, groups, N), (B, T, groups, N), (B, T, H), (B, H, P, N)]
+    x, key, query, decay, state = (torch.randn(s, generator=rng, dtype=torch.double) for s in shapes)
+    return [x, key, query, -decay.abs(), state]
+
+
+def stepped(x: Tensor, key: Tensor, query: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, a token at a time."""
+    out = []
+    for t in range(x.shape[1]):
+        y, state = scan_step(x[:, t], key[:, t], query[:, t], decay[:, t], state)
+        out.append(y)
+    return torch.stack(out, 1), state
+
+
+def looped(x: Tensor, key: Tensor, query: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, from the formula, a token and a head at a time."""
+    out, states = torch.zeros_like(x), state.clone()
+    shared = H // key.shape[2]
+    for b in range(B):
+        for h in range(H):
+            for t in range(x.shape[1]):
+                states[b, h] = decay[b, t, h].exp() * states[b, h] + torch.outer(x[b, t, h], key[b, t, h // shared])
+                out[b, t, h] = states[b, h] @ query[b, t, h // shared]
+    return out, states
+
+
+def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
+
+
+class TestValues:
+    @every_grouping
+    def test_step_is_the_formula(self, groups: int) -> None:
+        assert_same(stepped(*inputs(9, groups)), looped(*inputs(9, groups)))
+
+    @every_grouping
+    @pytest.mark.parametrize("chunk", [1, 3, 8, 64])
+    @pytest.mark.parametrize("T", [1, 2, 8, 21])
+    def test_chunks_are_steps(self, T: int, chunk: int, groups: int) -> None:
+        assert_same(chunked_scan(*inputs(T, groups), chunk), stepped(*inputs(T, groups)))
+
+    @every_grouping
+    def test_published_way_to_call_mamba2(self, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The authors divide x by its step size and call Mamba-2's scan, which multiplies by it; here transformers'."""
+        monkeypatch.setattr(Tensor, "float", Tensor.double)
+        x, key, query, _, state = inputs(21, groups)
+        a, minus_one = torch.linspace(-3, 3, B * 21 * H).double().view(B, 21, H), -torch.ones(H).double()
+        settings = {"dt_softplus": True, "initial_states": state, "return_final_states": True}
+        expected = mamba2_chunk_scan(x / F.softplus(a)[..., None], a, minus_one, key, query, 8, **settings)
+        assert_same(chunked_scan(x, key, query, -F.softplus(a), state, 8), expected)
+
+    @pytest.mark.parametrize("cut", [1, 4, 8, 20])
+    def test_cut_anywhere(self, cut: int) -> None:
+        x, key, query, decay, state = inputs(21)
+        first, state_between = chunked_scan(x[:, :cut], key[:, :cut], query[:, :cut], decay[:, :cut], state, 8)
+        second, last = chunked_scan(x[:, cut:], key[:, cut:], query[:, cut:], decay[:, cut:], state_between, 8)
+        assert_same((torch.cat([first, second], 1), last), chunked_scan(x, key, query, decay, state, 8))
+
+    @pytest.mark.parametrize("chunk", [4, 32])
+    def test_gradients(self, chunk: int) -> None:
+        found, expected = ([v.requires_grad_() for v in inputs(13)] for _ in range(2))
+        for leaves, (y, state) in ((found, chunked_scan(*found, chunk)), (expected, stepped(*expected))):
+            (y.sin().sum() + state.cos().sum()).backward()
+            assert all(v.grad.abs().max() > 1e-3 for v in leaves)
+        assert_same(tuple(v.grad for v in found), tuple(v.grad for v in expected))
+
+
+class TestNumerics:
+    def test_complete_forgetting_is_finite(self) -> None:
+        """Its gradients too."""
+        x, key, query, decay, state = inputs(21)
+        decay[:, 5] = -1e4
+        decay.requires_grad_()
+        y, last = chunked_scan(x, key, query, decay, state, 8)
+        (y.sum() + last.sum()).backward()
+        assert y.isfinite().all() and last.isfinite().all() and decay.grad.isfinite().all()
+        forgotten = chunked_scan(x[:, 5:], key[:, 5:], query[:, 5:], decay[:, 5:], torch.zeros_like(state), 8)
+        assert_same((y[:, 5:], last), forgotten)
+
+    def test_weak_decay_after_a_strong_one_keeps_its_digits(self) -> None:
+        x, key, query, decay, state = inputs(32)
+        decay = decay * 0.01
+        decay[:, 3] = -3000.0
+        exact, _ = stepped(x, key, query, decay, state)
+        found, _ = chunked_scan(*(v.float() for v in (x, key, query, decay, state)), 32)
+        torch.testing.assert_close(found.double(), exact, atol=2e-5, rtol=1e-5)
+
+    def test_nothing_is_larger_than_the_squares_of_the_chunks(self) -> None:
+        """No tensor of tokens by tokens by heads by state."""
+
+        class Largest(TorchDispatchMode):
+            numel = 0
+
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                result = func(*args, **(kwargs or {}))
+                for each in result if isinstance(result, tuple | list) else [result]:
+                    self.numel = max(self.numel, each.numel() if isinstance(each, Tensor) else 0)
+                return result
+
+        T, chunk = 64, 16
+        leaves = [v.requires_grad_() for v in inputs(T)]
+        with Largest() as seen:
+            y, _ = chunked_scan(*leaves, chunk)
+            y.sum().backward()
+        assert seen.numel == B * T * H * chunk

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
@@ -206,6 +207,69 @@ def _instead(module: nn.Module, forward: Callable[..., Tensor], as_tuple: bool) 
         del module.forward  # the class's own shows again
     if not calls:
         raise ModelError("hook", type(module).__name__, "Its forward was never called, so nothing was measured.")
+
+
+@contextmanager
+def altered(
+    model: PreTrainedModel,
+    specs: Sequence[MixerSpec],
+    off: Mapping[str, Sequence[int]],
+    layers: int | None = None,
+    mask_last_row: bool = False,
+) -> Iterator[None]:
+    """The paper's procedures, for every forward pass that runs inside (arXiv 2504.18574).
+
+    Args:
+        specs: every mixer of the model.
+        off: by `MixerSpec.name`, heads whose contribution is removed at every token.
+        layers: only so many blocks are run, from below.
+        mask_last_row: what attention brings to the last token is removed: its row of the attention matrix is masked.
+    """
+    with _hooks(model, specs) as hooks, _cut(model, specs[0], layers):
+        for spec in specs:
+            if layers is not None and spec.layer >= layers:
+                continue
+            out_proj = structure_of(spec).out_proj(mixer_of(model, spec))
+            if spec.name in off:
+                heads = torch.zeros(spec.num_heads, dtype=torch.bool, device=model.device)
+                heads[list(off[spec.name])] = True
+                hooks.before(spec.layer, f"{spec.name} out_proj", out_proj, partial(_ablate, heads))
+            if mask_last_row and not spec.is_ssm:
+                every = torch.ones(1, spec.num_heads, dtype=torch.bool, device=model.device)
+                hooks.before(spec.layer, f"{spec.name} last row", out_proj, partial(_ablate_last, every))
+        yield
+
+
+@contextmanager
+def _cut(model: PreTrainedModel, spec: MixerSpec, layers: int | None) -> Iterator[None]:
+    """The model with its first blocks alone."""
+    backbone = model.get_submodule(spec.path.split(".layers.")[0])
+    blocks = backbone.layers
+    try:
+        if layers is not None:
+            backbone.layers = nn.ModuleList(list(blocks)[:layers])
+        yield
+    finally:
+        backbone.layers = blocks
+
+
+def _ablate(heads_H: Tensor, args: tuple) -> tuple:
+    """Zeroes heads of (B,T,I) at every token."""
+    u_BTHP = args[0].unflatten(-1, (len(heads_H), -1))
+    return ((u_BTHP * ~heads_H[:, None]).flatten(2), *args[1:])
+
+
+@contextmanager
+def only_logits(model: PreTrainedModel, token_ids: Tensor) -> Iterator[None]:
+    """Inside, the language model's head gives the logits of these tokens alone, in their order: (...,U).
+
+    What a model does with its logits afterwards, such as a scale, is still its own.
+    """
+    head = model.get_output_embeddings()
+    weight = head.weight[token_ids]
+    bias = None if head.bias is None else head.bias[token_ids]
+    with _instead(head, lambda hidden: F.linear(hidden, weight, bias), as_tuple=False):
+        yield
 
 
 @dataclass(frozen=True)

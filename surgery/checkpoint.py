@@ -1,19 +1,20 @@
 """Reads pretrained checkpoints: folders and Hub ids. Owns: every check before and after loading.
 
 Must never know: surgery, recipes' other sections. transformers would fill a missing tensor with random numbers and
-say so in a table; here it is an error. Pickles load with `weights_only=True` (transformers' default), and remote
-code runs only when asked for.
+say so in a table; here it is an error. Pickles hold tensors alone, and remote code runs only when asked for.
 """
 
 from __future__ import annotations
 
-import json
-import struct
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -25,63 +26,192 @@ from transformers import (
 )
 
 import surgery.hybrid  # noqa: F401  (registers the hybrid classes)
+from surgery import formats, weights
 from surgery.errors import ModelError
+from surgery.families.runtime import check_release, shorten_chunks
 from surgery.recipe import Base
 from surgery.rundir import digest
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_LISTED = 4  # tensors that an error names
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where a pretrained model lies, and what its config says.
+
+    Attributes:
+        model: a folder, or the id of a repository on the Hub.
+        revision: the commit on the Hub; for a folder it means nothing.
+        config: as transformers has it.
+        is_mamba_ssm: whether the files are in mamba_ssm's format, which the config has been converted from.
+    """
+
+    model: str
+    revision: str | None
+    config: PreTrainedConfig
+    is_mamba_ssm: bool
+
+    @property
+    def folder(self) -> Path | None:
+        """None on the Hub."""
+        return Path(self.model) if Path(self.model).is_dir() else None
+
+    def find(self, name: str) -> Path | None:
+        """The local path of a file, downloaded if need be; None where there is none."""
+        if self.folder is not None:
+            path = self.folder / name
+            return path if path.is_file() else None
+        try:
+            return Path(hf_hub_download(self.model, name, revision=self.revision))
+        except EntryNotFoundError:
+            return None
+
+    def weight_files(self) -> tuple[Path, ...]:
+        """Raises ModelError where there are none, or one is damaged or holds anything but tensors."""
+        files = weights.weight_files(self.find)
+        if not files:
+            raise ModelError("base.model", self.model, "It holds no weights (*.safetensors or pytorch_model.bin).")
+        for file in files:
+            weights.check_file(file)
+        return files
+
+    def tensors(self) -> dict[str, weights.Stored]:
+        """What the weight files hold, under transformers' names, not read yet.
+
+        Raises:
+            ModelError: as `weight_files`; tied embeddings that differ.
+        """
+        stored = weights.inventory(self.weight_files())
+        if not self.is_mamba_ssm:
+            return stored
+        stored = {formats.to_transformers(n): s for n, s in stored.items() if not formats.is_derived(n)}
+        tied = [stored[name] for name in formats.TIED if name in stored]
+        if self.config.tie_word_embeddings and len(tied) == 2:
+            embedding, head = weights.read_tensors(tied)
+            if not torch.equal(embedding, head):
+                hint = (
+                    f"It is not {formats.TIED[0]}, although the config's tie_embeddings says so. Correct one of them."
+                )
+                raise ModelError("base.model", formats.TIED[1], hint)
+            del stored[formats.TIED[1]]
+        return stored
+
+
+def open_checkpoint(base: Base) -> Checkpoint:
+    """Reads the config alone.
+
+    Raises:
+        ModelError: no such folder or repository, no config, a broken one, an unknown model type or format.
+    """
+    model, revision = source_of(base.model, base.revision)
+    if not _is_hub_id(model):
+        if not Path(model).is_dir():
+            raise ModelError("base.model", model, "There is no such folder.")
+        if not (Path(model) / "config.json").is_file():
+            found = sorted(p.name for p in Path(model).iterdir())[:5]
+            raise ModelError("base.model", model, f"It has no config.json (it holds {found or 'nothing'}).")
+    try:
+        data, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
+        if _is_hub_id(model):
+            revision = _commit_of(hf_hub_download(model, "config.json", revision=revision)) or revision
+        is_mamba_ssm = formats.is_mamba_ssm(data)
+        if is_mamba_ssm:
+            config = formats.convert_config(data)
+        else:
+            config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=base.trust_remote_code)
+    except ModelError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        raise ModelError("base.model", base.model, _first_line(error)) from None
+    return Checkpoint(model, revision, _with_channels(config, base), is_mamba_ssm)
+
+
+def _commit_of(file: str) -> str | None:
+    """Files in the Hub's cache lie in a folder that is named after their commit."""
+    match = re.search(r"/snapshots/([0-9a-f]{40})/", Path(file).as_posix())
+    return match[1] if match else None
+
+
+def _with_channels(config: PreTrainedConfig, base: Base) -> PreTrainedConfig:
+    """What makes a head of a Mamba-1 is the user's choice; it stays with the config."""
+    if base.channels_per_head is not None:
+        inner = getattr(config, "intermediate_size", 0) if config.model_type in ("mamba", "falcon_mamba") else 0
+        if not inner or inner % base.channels_per_head:
+            hint = f"Name a divisor of the {inner} channels." if inner else "Only Mamba-1 has no heads of its own."
+            raise ModelError("base.channels_per_head", base.channels_per_head, hint)
+        config.channels_per_head = base.channels_per_head
+    return config
 
 
 def load_config(base: Base) -> PreTrainedConfig:
-    """The config alone.
-
-    Raises:
-        ModelError: no such folder or repository, no config, a broken one, an unknown model type.
-    """
-    folder = Path(base.model)
-    looks_local = folder.exists() or base.model.count("/") != 1 or base.model.startswith((".", "~"))
-    if looks_local:
-        if not folder.is_dir():
-            raise ModelError("base.model", base.model, "There is no such folder.")
-        if not (folder / "config.json").is_file():
-            found = sorted(p.name for p in folder.iterdir())[:5]
-            raise ModelError("base.model", base.model, f"It has no config.json (it holds {found or 'nothing'}).")
-    try:
-        return AutoConfig.from_pretrained(base.model, revision=base.revision, trust_remote_code=base.trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        raise ModelError("base.model", base.model, _first_line(error)) from None
+    """The config alone. Raises ModelError as `open_checkpoint`."""
+    return open_checkpoint(base).config
 
 
 def load_model(base: Base) -> PreTrainedModel:
     """The model in eval mode on the CPU, in `base.dtype`.
 
     Raises:
-        ModelError: as `load_config`; truncated files; missing, unexpected or misshapen tensors, by name.
+        ModelError: as `open_checkpoint`; damaged files; missing, unexpected or misshapen tensors, by name; a release
+            of transformers that computes another model.
     """
-    config = load_config(base)
-    if Path(base.model).is_dir():
-        _check_files(Path(base.model))
+    found = open_checkpoint(base)
+    check_release(found.config)
     dtype = "auto" if base.dtype == "auto" else getattr(torch, base.dtype)
+    options = {"config": found.config, "dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            base.model,
-            config=config,
-            revision=base.revision,
-            trust_remote_code=base.trust_remote_code,
-            dtype=dtype,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    except (OSError, EOFError, ValueError, KeyError, RuntimeError, SafetensorError, UnpicklingError) as error:
+        if found.is_mamba_ssm:
+            tensors = found.tensors()
+            state = dict(zip(tensors, weights.read_tensors(tensors.values()), strict=True))
+            # Not `key_mapping`: transformers would undo the renaming when the model is saved.
+            model, info = formats.model_class(found.config).from_pretrained(None, state_dict=state, **options)
+            model.name_or_path = model.config.name_or_path = base.model
+        else:
+            if found.folder is not None:
+                found.weight_files()
+            options |= {"revision": found.revision, "trust_remote_code": base.trust_remote_code}
+            model, info = AutoModelForCausalLM.from_pretrained(found.model, **options)
+    except ModelError:
+        raise
+    except UnpicklingError as error:
+        raise ModelError("base.model", base.model, weights.why_refused(error)) from None
+    except (OSError, EOFError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError("base.model", base.model, _first_line(error)) from None
-    faults = [f"missing {sorted(info['missing_keys'])[:4]}"] if info["missing_keys"] else []
-    faults += [f"unexpected {sorted(info['unexpected_keys'])[:4]}"] if info["unexpected_keys"] else []
-    shapes = [f"{n} is {tuple(a)}, expected {tuple(b)}" for n, a, b in sorted(info["mismatched_keys"])[:4]]
-    faults += [f"misshapen {shapes}"] if shapes else []
-    if faults:
-        hint = "Its tensors are not those of its config. Download it again, or correct config.json."
-        raise ModelError("base.model", f"{base.model}: {'; '.join(faults)}", hint)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    misshapen = {name: tuple(shape) for name, shape, _ in info["mismatched_keys"]}
+    refuse_faults(base.model, expected, info["missing_keys"], info["unexpected_keys"], misshapen)
+    shorten_chunks(model)
     return model.eval()
+
+
+def refuse_faults(
+    model: str,
+    expected: Mapping[str, tuple[int, ...]],
+    missing: Iterable[str],
+    unexpected: Iterable[str],
+    misshapen: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Raises ModelError if there are any faults, with the names of the first tensors and the shapes they should have.
+
+    Args:
+        expected: shape by name, for all tensors of the model.
+        misshapen: shape in the files by name.
+    """
+    faults = {
+        "missing": [f"{name} {expected.get(name, '')}".strip() for name in sorted(missing)],
+        "unexpected": sorted(unexpected),
+        "misshapen": [f"{name} {shape}, expected {expected[name]}" for name, shape in sorted(misshapen.items())],
+    }
+    text = [f"{kind} {_first(names)}" for kind, names in faults.items() if names]
+    if text:
+        hint = "Its tensors are not those of its config. Download it again, or correct config.json."
+        raise ModelError("base.model", f"{model}: {'; '.join(text)}", hint)
+
+
+def _first(names: list[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return "; ".join(names[:_LISTED]) + more
 
 
 def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
@@ -91,14 +221,16 @@ def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
         ModelError: there is none, or it is not a fast one (probes need character offsets).
     """
     source = base.tokenizer or base.model
+    name, revision = source_of(source, None if base.tokenizer else base.revision)
+    none = ModelError("base.tokenizer", source, "There is no tokenizer there; say in base.tokenizer where it is.")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source, revision=None if base.tokenizer else base.revision, trust_remote_code=base.trust_remote_code
-        )
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=base.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
+        if Path(name).is_dir() and not any(Path(name).glob("*token*")):
+            raise none from None
         raise ModelError("base.tokenizer", source, _first_line(error)) from None
     if not tokenizer("a 7", add_special_tokens=False)["input_ids"]:
-        raise ModelError("base.tokenizer", source, "There is no tokenizer there; say in base.tokenizer where it is.")
+        raise none
     if not tokenizer.is_fast:
         raise ModelError("base.tokenizer", source, "It is not a fast tokenizer; probes need character offsets.")
     if tokenizer.pad_token_id is None:
@@ -106,11 +238,31 @@ def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def source_of(model: str, revision: str | None) -> tuple[str, str | None]:
+    """A folder or Hub id, and the revision, which may be written behind it: `repo@revision`.
+
+    Raises:
+        ModelError: two revisions, or none behind the @.
+    """
+    name, at, written = model.partition("@")
+    if not at or Path(model).exists() or not _is_hub_id(name):
+        return model, revision
+    if not written:
+        raise ModelError("base.model", model, "There is no revision behind the @.")
+    if revision not in (None, written):
+        raise ModelError("base.revision", revision, f"base.model names another one: {model}. Give it once.")
+    return name, written
+
+
+def _is_hub_id(model: str) -> bool:
+    return not Path(model).exists() and model.count("/") == 1 and not model.startswith((".", "~", "/"))
+
+
 def revision_of(base: Base) -> str:
     """What identifies the weights: the commit of a Hub id, a hash of the files of a folder."""
     if Path(base.model).is_dir():
         return _with_tokenizer(base, digest(*_files(Path(base.model)))[:16])
-    return _with_tokenizer(base, str(getattr(load_config(base), "_commit_hash", None) or base.revision or ""))
+    return _with_tokenizer(base, open_checkpoint(base).revision or "")
 
 
 def _with_tokenizer(base: Base, revision: str) -> str:
@@ -123,28 +275,6 @@ def _with_tokenizer(base: Base, revision: str) -> str:
 def _files(folder: Path) -> list[Path]:
     patterns = ("config.json", "tokenizer*.json", *_WEIGHTS)
     return sorted(p for pattern in patterns for p in folder.glob(pattern))
-
-
-def _check_files(folder: Path) -> None:
-    """Every safetensors file is as long as its header says; there are weights at all."""
-    if not any(p for pattern in _WEIGHTS for p in folder.glob(pattern)):
-        raise ModelError("base.model", str(folder), "It holds no weights (*.safetensors or pytorch_model.bin).")
-    for file in folder.glob("*.safetensors"):
-        size = file.stat().st_size
-        try:
-            with open(file, "rb") as handle:
-                (length,) = struct.unpack("<Q", handle.read(8))
-                if length > size:
-                    raise ValueError
-                header = json.loads(handle.read(length))
-            expected = (
-                8 + length + max((t["data_offsets"][1] for k, t in header.items() if k != "__metadata__"), default=0)
-            )
-        except (struct.error, ValueError, KeyError, TypeError):
-            raise ModelError("base.model", str(file), "Its header is broken. Download it again.") from None
-        if expected != size:
-            hint = f"It is {size} bytes long, and its header says {expected}. Download it again."
-            raise ModelError("base.model", str(file), hint)
 
 
 def _first_line(error: Exception) -> str:

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from surgery import __version__
 from surgery.errors import SurgeryError
-from surgery.recipe import Base, PretrainRecipe, Recipe, is_pretraining, load_recipe, to_yaml
+from surgery.recipe import AnalysisRecipe, Base, PretrainRecipe, Recipe, load_any, load_recipe, to_yaml
 
 app = typer.Typer(
     help="Give a Mamba a memory: locate its retrieval heads, splice attention in there, train briefly, export.",
@@ -103,12 +103,14 @@ def _run(
     dry: bool = False,
 ) -> None:
     loaded = load_recipe(path, overrides or ())
-    from surgery import pipeline
-
     folder = runs / loaded.name
     if dry:
-        _print_plan(pipeline.dry_run(loaded, folder))
+        from surgery.dryrun import dry_run
+
+        _print_plan(dry_run(loaded, folder, path))
         return
+    from surgery import pipeline
+
     bars = Bars()
     try:
         done = pipeline.run_pipeline(loaded, folder, first, last, overwrite, bars)
@@ -144,16 +146,37 @@ for _name, _what in {
 @app.command()
 def validate(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Check a recipe and print it with all defaults."""
-    if is_pretraining(recipe):
-        print(to_yaml(load_recipe(recipe, overrides or (), PretrainRecipe)), end="")
-    else:
-        print(to_yaml(load_recipe(recipe, overrides or ())), end="")
+    print(to_yaml(load_any(recipe, overrides or ())), end="")
 
 
 @app.command()
-def schema(pretrain: Annotated[bool, typer.Option("--pretrain", help="Of pretraining recipes.")] = False) -> None:
+def schema(
+    pretrain: Annotated[bool, typer.Option("--pretrain", help="Of pretraining recipes.")] = False,
+    analysis: Annotated[bool, typer.Option("--analysis", help="Of analysis recipes.")] = False,
+) -> None:
     """Print the JSON schema of recipes, for editors."""
-    print(json.dumps((PretrainRecipe if pretrain else Recipe).model_json_schema(), indent=1))
+    kind = AnalysisRecipe if analysis else PretrainRecipe if pretrain else Recipe
+    print(json.dumps(kind.model_json_schema(), indent=1))
+
+
+@app.command()
+def analyse(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it is there.")] = False,
+    runs: Runs = Path("runs"),
+) -> None:
+    """Score a model with parts of it gone: heads off, fewer layers, attention masked. Nothing is trained."""
+    loaded = load_recipe(recipe, overrides or (), AnalysisRecipe)
+    from surgery.analyse import analyse as work
+
+    bars = Bars()
+    bars.start("analyse", f"scoring {len(loaded.changes) + 1} arms")
+    try:
+        found = work(loaded, runs / loaded.name, overwrite, bars.progress)
+    finally:
+        bars.stop()
+    _print_arms(f"{runs / loaded.name}", found["arms"])
 
 
 @app.command()
@@ -162,7 +185,7 @@ def inspect(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code it brings.")] = False,
 ) -> None:
-    """Mixers, heads, parameters, state and KV bytes of a model."""
+    """Family, mixers, heads, parameters, state and KV bytes of a model."""
     from surgery.checkpoint import load_config
     from surgery.families import family_of, geometry_of
     from surgery.sizes import meta_model, sizes_of
@@ -173,13 +196,17 @@ def inspect(
     out.print(f"{model}: {config.model_type}, family {family.name}, geometry {geometry_of(config)}", highlight=False)
     new = f", {sizes.new_parameters:,} of them in spliced heads" if sizes.new_parameters else ""
     out.print(f"{sizes.parameters:,} parameters{new}", highlight=False)
+    sites = family.sites(config)
+    where = f"into {len(sites)} of its layers" if sites else f"nowhere: {family.refuses}"
+    out.print(f"attention can be spliced {where}", highlight=False)
     spliced = {site["layer"]: site for site in getattr(config, "splice", None) or []}
-    table = Table("layer", "mixer", "heads", "head width", "groups", "state", "spliced heads")
+    table = Table("mixer", "module", "kind", "heads", "head width", "groups", "state", "spliced heads")
     for spec in family.mixers(config):
-        site = spliced.get(spec.layer)
+        site = spliced.get(spec.layer) if spec.is_ssm else None
         note = f"{site['heads']} {site['mode']}, init {site['init']}" if site else ""
-        table.add_row(*map(str, (spec.layer, spec.path, spec.num_heads, spec.head_dim, spec.num_groups,
-                                 spec.state_size, note)))  # fmt: skip
+        heads = str(spec.num_heads) if spec.native_heads else f"{spec.num_heads} groups of channels"
+        table.add_row(spec.name, spec.path, spec.kind, heads, str(spec.head_dim), str(spec.num_groups),
+                      str(spec.state_size), note)  # fmt: skip
     out.print(table)
     table = Table("tokens", "state bytes", "KV bytes", title="Kept for one sequence, fp32")
     for label, tokens in (("1k", 1024), ("32k", 32 * 1024), ("1M", 1024 * 1024)):
@@ -227,17 +254,69 @@ def pretrain(
     out.print(f"wrote {to}", highlight=False)
 
 
+@app.command()
+def convert(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder or a Hub id; repo@revision too.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The checkpoint folder to write.")],
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; as stored if not given.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it is there.")] = False,
+) -> None:
+    """Rewrite a checkpoint, mamba_ssm's format too, as safetensors for transformers."""
+    from surgery.convert import convert as work
+
+    done = work(Base(model=model), folder, dtype, overwrite)
+    out.print(f"wrote {folder}: {done.tensors} tensors in {done.shards} file(s)", highlight=False)
+
+
 def _print_plan(found: dict[str, Any]) -> None:
     table = Table(title="What the run would do", show_header=False)
+    if found["shapes_from"]:
+        table.add_row("shapes", f"from {found['shapes_from']}; the checkpoint itself is not at hand")
     located = "as located" if found["located"] else "not located yet: counted as if they were"
     table.add_row("heads", f"{', '.join(found['heads'])} ({located})")
     for site in found["sites"]:
         text = f"{len(site['heads'])} heads, {site['mode']}, init {site['init']}, query/key {site['qk_width']}, "
         table.add_row(f"layer {site['layer']}", text + f"value {site['v_width']}")
-    for key in ("parameters", "new_parameters", "trainable_parameters", "kv_bytes_per_token", "steps", "documents"):
+    for key in ("parameters", "new_parameters", "trainable_parameters", "steps", "documents"):
         table.add_row(key.replace("_", " "), f"{found[key]:,}")
-    table.add_row("state bytes", f"base {found['state_bytes']['base']:,}, hybrid {found['state_bytes']['hybrid']:,}")
-    out.print(table)
+    tokens, flops = found["tokens"], found["flops"]
+    arms = ", the control included" if found["arms"] > 1 else ""
+    table.add_row("tokens", f"{tokens['step']:,} a step, {tokens['run']:,} in all{arms}")
+    table.add_row("", f"counted with {found['tokens_counted_with']}")
+    table.add_row("FLOPs", f"{flops['step']:.2e} a step, {flops['run']:.2e} in all{arms}; elementwise work not counted")
+    out.print(table, highlight=False)
+    _print_memory(found)
+    table = Table("cache of one sequence", "state", *(f"{length}, with keys and values" for length in LENGTHS_SHOWN))
+    for name, cache in found["cache"].items():
+        table.add_row(name, _size(cache["state"]), *(_size(cache[length]) for length in LENGTHS_SHOWN))
+    out.print(table, highlight=False)
+
+
+LENGTHS_SHOWN = ("1k", "8k", "32k", "128k")
+
+
+def _print_memory(found: dict[str, Any]) -> None:
+    """The memory table, and whether it fits."""
+    largest, memory, fits = found["largest"], found["memory"], found["fits"]
+    batch = f"{largest['rows']} documents of {largest['tokens']} tokens, {largest['source']}"
+    table = Table("training, on each device", "bytes", "", title=f"Memory; largest micro-batch: {batch}")
+    notes = {"activations": "without kernels", "temporaries": "without kernels", "optimizer": "AdamW, fp32"}
+    for key, size in memory.items():
+        table.add_row(key.replace("_", " "), _size(size), notes.get(key, ""))
+    out.print(table, highlight=False)
+    if fits is None:
+        out.print("Name the GPU's memory (hardware.memory_gib) to be told whether it fits.", highlight=False)
+        return
+    verdict = f"fits, {_size(fits['left'])} left" if fits["fits"] else f"does not fit: {_size(-fits['left'])} too much"
+    out.print(f"{fits['count']} x {fits['gpu']}, {fits['memory_gib']:g} GiB: {verdict}", highlight=False)
+
+
+def _size(count: int) -> str:
+    """Bytes as a person reads them."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:,.2f} {unit}"
+    return f"{count:,} B"
 
 
 def _print_results(folder: Path) -> None:
@@ -246,8 +325,14 @@ def _print_results(folder: Path) -> None:
     if not path.is_file():
         return
     results = json.loads(path.read_text(encoding="utf-8"))
-    arms = results["arms"]
-    table = Table(title=f"{folder}: heads {', '.join(results['heads'])}")
+    _print_arms(f"{folder}: heads {', '.join(results['heads'])}", results["arms"])
+    if (folder / "export").is_dir():
+        out.print(f"hybrid checkpoint: {folder / 'export'}; figures: {folder / 'figures'}", highlight=False)
+
+
+def _print_arms(title: str, arms: dict[str, Any]) -> None:
+    """Every task by arm."""
+    table = Table(title=title)
     table.add_column("")
     for name in arms:
         table.add_column(name.replace("_", " "), justify="right")
@@ -258,8 +343,6 @@ def _print_results(folder: Path) -> None:
     for key in ("perplexity", "perplexity_seen"):
         table.add_row(key.replace("_", " "), *(f"{arm[key]:.3f}" for arm in arms.values()))
     out.print(table)
-    if (folder / "export").is_dir():
-        out.print(f"hybrid checkpoint: {folder / 'export'}; figures: {folder / 'figures'}", highlight=False)
 
 
 @app.callback(invoke_without_command=True)

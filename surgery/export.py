@@ -64,10 +64,10 @@ def export(
         raise RunError("folder", str(folder), "It holds something that is no export. Name another folder.")
     with new_folder(Path(folder)) as new:
         exported = _as_exported(model, section)
+        exported.generation_config = _generation_config(model, tokenizer)
         _save_with_code(exported, new)
         _name_backbone(new, type(exported.base_model).__name__)
         tokenizer.save_pretrained(new)
-        _generation_config(model, tokenizer).save_pretrained(new)
         shutil.rmtree(new / "__pycache__", ignore_errors=True)
         if plan is not None:
             write_json(new / "plan.json", to_json(plan))
@@ -88,7 +88,8 @@ def export(
 
 def _as_exported(model: PreTrainedModel, section: Export) -> PreTrainedModel:
     """A copy in the export's dtype; what has to stay in fp32 does."""
-    exported = copy.deepcopy(model).cpu().eval()
+    # As loading leaves it: torch rounds some products differently where a weight takes no gradient.
+    exported = copy.deepcopy(model).cpu().eval().requires_grad_(True)
     restore_chunks(exported)
     dtype = getattr(torch, section.dtype)
     for name, parameter in exported.named_parameters():

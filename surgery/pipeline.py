@@ -10,17 +10,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.utils import broadcast_object_list
 
 from surgery.checkpoint import load_config
 from surgery.errors import PlanError, RunError
-from surgery.families import family_of, geometry_of
-from surgery.heads import HeadId, HeadSet, ScoredHead, head_set_from_json
-from surgery.plan import check_in_range, check_not_spliced, make_plan, splice_field
+from surgery.families import family_of
+from surgery.families.donors import donor_mixers
+from surgery.heads import HeadId
+from surgery.plan import check_in_range, check_not_spliced, check_splices
 from surgery.recipe import Recipe, to_yaml
-from surgery.rundir import RunDir, read_json
-from surgery.sizes import meta_model, sizes_of
 from surgery.stages import STAGE_NAMES, STAGES, Reporter, Run, Silent, Stage
 from surgery.train import make_accelerator
 
@@ -69,11 +67,18 @@ def _look_first(run: Run) -> None:
     """Everything about the base and the heads that can be refused before anything is written or measured."""
     recipe = run.recipe
     config = load_config(recipe.base)
-    specs = {spec.layer: spec for spec in family_of(config).mixers(config)}
     check_not_spliced(config)
+    if run.stages[-1] == "locate":  # analysis alone: models that nothing can be spliced into are welcome
+        run.tokenizer()
+        run.base()
+        return
+    check_splices(config)
+    teacher = run.teacher_config()
+    if teacher is not None:
+        donor_mixers(teacher)
     for head in map(HeadId.parse, recipe.splice.heads):
-        check_in_range(head, specs)
-    heads = sum(spec.num_heads for spec in specs.values())
+        check_in_range(head, config)
+    heads = sum(spec.num_heads for spec in family_of(config).sites(config))
     if recipe.splice.num_heads > heads:
         raise PlanError("splice.num_heads", recipe.splice.num_heads, f"The model has {heads} heads.")
     if recipe.splice.select == "sharpen" and recipe.splice.num_heads > recipe.locate.top_k:
@@ -112,49 +117,3 @@ def _run_stage(run: Run, stage: Stage, forced: bool) -> None:
     if run.accelerator.is_main_process:
         run.rundir.finish(stage.name, key, stage.outputs(run), seconds)
     run.reporter.finish(stage.name, seconds)
-
-
-def dry_run(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """What a run would do, from configs alone: no weights are loaded and nothing is written.
-
-    Heads that are not located yet are stood in for by the first heads of the middle layer: counts are the same.
-    """
-    config = load_config(recipe.base)
-    family = family_of(config)
-    specs = family.mixers(config)
-    heads = _located(recipe, folder)
-    located = heads is not None
-    if heads is None:
-        middle = specs[len(specs) // 2].layer
-        order = sorted(specs, key=lambda spec: abs(spec.layer - middle))
-        free = [HeadId(spec.layer, h) for spec in order for h in range(spec.num_heads)]
-        named = [HeadId.parse(h) for h in recipe.splice.heads] or free[: recipe.splice.num_heads]
-        chosen = tuple(ScoredHead(h, "neither", "answer_token", {}) for h in named)
-        heads = HeadSet(recipe.base.model, "", geometry_of(config), (), chosen, "stand-in", recipe.seed)
-    plan = make_plan(heads, config, recipe.splice, recipe.seed)
-    fields = splice_field(plan, recipe.splice, config.conv_kernel)
-    with torch.device("meta"):
-        hybrid = family.build_hybrid(family.hybrid_config(config, fields))
-    base, after = sizes_of(meta_model(config)), sizes_of(hybrid)
-    return {
-        "heads": [str(h) for h in plan.heads],
-        "located": located,
-        "sites": fields,
-        "parameters": base.parameters,
-        "new_parameters": after.new_parameters,
-        "trainable_parameters": after.new_parameters if recipe.train.trains == "new_heads" else after.parameters,
-        "state_bytes": {"base": base.state_bytes, "hybrid": after.state_bytes},
-        "kv_bytes_per_token": after.kv_bytes_per_token,
-        "steps": recipe.train.steps,
-        "documents": recipe.train.steps * sum(source.rows for source in recipe.train.sources),
-    }
-
-
-def _located(recipe: Recipe, folder: Path) -> HeadSet | None:
-    """The heads of an earlier run, if they were located with these very settings."""
-    manifest = RunDir(folder).manifest("locate")
-    if manifest is None or not (folder / "heads.json").is_file():
-        return None
-    run = Run(recipe, folder, make_accelerator())
-    fresh = manifest["key"] == STAGES[0].key(run)
-    return head_set_from_json(read_json(folder / "heads.json")) if fresh else None

@@ -236,6 +236,43 @@ class Recipe(Section):
         return self
 
 
+class Change(Section):
+    """One of the paper's procedures: a model that is changed while it runs, its weights are not."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_]*$", description="Names the arm.")
+    disable: tuple[str, ...] = Field(
+        (), description="Heads whose contribution is removed at every token, such as L17H24."
+    )
+    layers: Positive | None = Field(None, description="Only so many layers are run, from below.")
+    mask_last_row: bool = Field(False, description="The last token's attention sees nothing, in every attention layer.")
+
+    @model_validator(mode="after")
+    def _changes_something(self) -> Change:
+        for head in self.disable:
+            HeadId.parse(head)
+        if not (self.disable or self.layers or self.mask_last_row):
+            raise ValueError("it changes nothing: name heads in `disable`, `layers`, or `mask_last_row: true`")
+        return self
+
+
+class AnalysisRecipe(Section):
+    """What a model can do with parts of it gone: retrieval and knowledge side by side. Nothing is trained."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Names the run folder, runs/NAME.")
+    seed: Seed = 0
+    base: Base
+    changes: tuple[Change, ...] = Field(min_length=1)
+    evaluate: Evaluate = Evaluate()
+    hardware: Hardware = Hardware()
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> AnalysisRecipe:
+        names = [change.name for change in self.changes]
+        if len({"base", *names}) <= len(names):
+            raise ValueError("every change needs a name of its own, other than `base`")
+        return self
+
+
 class TinyMamba2(Section):
     """Shape of a small Mamba-2 that is pretrained here."""
 
@@ -303,7 +340,7 @@ _UniqueKeyLoader.add_implicit_resolver(
     list("-+0123456789"),
 )
 
-R = TypeVar("R", Recipe, PretrainRecipe)
+R = TypeVar("R", Recipe, PretrainRecipe, AnalysisRecipe)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: type[R] = Recipe) -> R:  # type: ignore[assignment]
@@ -328,13 +365,24 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: type[R] =
     return check_recipe(data, kind)
 
 
-def is_pretraining(path: Path) -> bool:
-    """Whether a file is a recipe that makes a model from nothing: it names no base."""
+AnyRecipe = Recipe | PretrainRecipe | AnalysisRecipe
+
+
+def load_any(path: Path, overrides: Sequence[str] = ()) -> AnyRecipe:
+    """Reads whichever kind of recipe a file holds.
+
+    One that makes a model from nothing has no `base`; one that analyses a model has `changes`. What cannot be read is
+    taken for a Recipe, whose loading says what is wrong.
+    """
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, ValueError):
-        return False
-    return isinstance(data, dict) and "model" in data and "base" not in data
+        data = None
+    if isinstance(data, dict) and "changes" in data:
+        return load_recipe(path, overrides, AnalysisRecipe)
+    if isinstance(data, dict) and "model" in data and "base" not in data:
+        return load_recipe(path, overrides, PretrainRecipe)
+    return load_recipe(path, overrides)
 
 
 def check_recipe(data: dict[str, Any], kind: type[R] = Recipe) -> R:  # type: ignore[assignment]
@@ -382,6 +430,6 @@ def _place(node: Any, part: str, key: str) -> Any:
     return int(part)
 
 
-def to_yaml(recipe: Recipe | PretrainRecipe) -> str:
+def to_yaml(recipe: AnyRecipe) -> str:
     """The recipe in full, defaults included."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)

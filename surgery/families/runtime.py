@@ -1,4 +1,4 @@
-"""Settings of this process that are not part of a checkpoint. Owns: the length of Mamba-2's chunks without kernels.
+"""What this process adds to a checkpoint. Owns: the length of Mamba-2's chunks without kernels, flaws of old releases.
 
 transformers' own scan builds a tensor of tokens x chunk x heads x state. With the published 256 tokens a chunk that is
 800 MB a layer and prompt at mamba2-130m's shape; 32 give the same numbers but for rounding, as fast or faster.
@@ -9,11 +9,27 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils.versions import require_version
 
+from surgery.errors import ModelError
 from surgery.families.models import FAMILIES
 
 CHUNK_WITHOUT_KERNELS = 32
+# The gated norm of these types is that of mamba_ssm from here on; before, it took one mean square over all groups.
+_NORM_BY_GROUP, _NORM_WAS_WHOLE = "transformers>=5.23,<6", ("mamba2", "bamba", "granitemoehybrid")
+
+
+def check_release(config: PreTrainedConfig) -> None:
+    """Raises ModelError where this transformers would silently compute another model than the one that was trained."""
+    groups = getattr(config, "n_groups", None) or getattr(config, "mamba_n_groups", 1)
+    if groups == 1 or config.model_type not in _NORM_WAS_WHOLE:
+        return
+    try:
+        require_version(_NORM_BY_GROUP)
+    except ImportError:
+        hint = f"Older releases of transformers normalise its groups as one: pip install '{_NORM_BY_GROUP}'."
+        raise ModelError("base.model", f"{config.model_type} with {groups} groups", hint) from None
 
 
 def shorten_chunks(model: PreTrainedModel) -> None:

@@ -11,6 +11,7 @@ from transformers.models.bamba.modeling_bamba import (
     BambaModel,
     BambaPreTrainedModel,
 )
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from .attention import HybridInitMixin, HybridMixerMixin
 from .donor import BRANCHES
@@ -38,6 +39,9 @@ class BambaHybridMixer(HybridMixerMixin, BambaMixer):
 
     def __init__(self, config: BambaHybridConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
+        # The family's own takes one mean square over all groups in releases before 5.23; from there on they are equal.
+        width = self.intermediate_size
+        self.norm = Zamba2RMSNormGated(width, width // self.n_groups, eps=self.norm.variance_epsilon)
         self.splice_attention(config, layer_idx)
 
 

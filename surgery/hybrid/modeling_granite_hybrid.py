@@ -13,6 +13,7 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
     GraniteMoeHybridModel,
     GraniteMoeHybridPreTrainedModel,
 )
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from .attention import HybridInitMixin, HybridMixerMixin
 from .donor import BRANCHES
@@ -47,6 +48,9 @@ class GraniteHybridMixer(HybridMixerMixin, GraniteMoeHybridMambaLayer):
 
     def __init__(self, config: GraniteHybridConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
+        # The family's own takes one mean square over all groups in releases before 5.23; from there on they are equal.
+        width = self.intermediate_size
+        self.norm = Zamba2RMSNormGated(width, width // self.n_groups, eps=self.norm.variance_epsilon)
         self.splice_attention(config, layer_idx)
 
 

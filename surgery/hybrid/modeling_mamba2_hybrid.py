@@ -11,6 +11,7 @@ from transformers.models.mamba2.modeling_mamba2 import (
     Mamba2Model,
     Mamba2PreTrainedModel,
 )
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from .attention import HybridInitMixin, HybridMixerMixin
 from .donor import BRANCHES
@@ -37,6 +38,9 @@ class Mamba2HybridMixer(HybridMixerMixin, Mamba2Mixer):
 
     def __init__(self, config: Mamba2HybridConfig, layer_idx: int, initialize_mixer_weights: bool = False) -> None:
         super().__init__(config, layer_idx, initialize_mixer_weights)
+        # The family's own takes one mean square over all groups in releases before 5.23; from there on they are equal.
+        width = self.intermediate_size
+        self.norm = Zamba2RMSNormGated(width, width // self.n_groups, eps=self.norm.variance_epsilon)
         self.splice_attention(config, layer_idx)
 
 

@@ -64,14 +64,6 @@ class Mamba2AttnConfig(Mamba2HybridConfig):
         return self.cache_types([own if i in attention else "linear_attention" for i in range(self.num_hidden_layers)])
 
 
-def _eager(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float, **kwargs: Any
-) -> tuple[Tensor, Tensor]:
-    """The reference with shared keys and values: (B,H,T,P), (B,G,S,P), (B,G,S,P) -> (B,T,H,P), (B,H,T,S)."""
-    key, value = (x.repeat_interleave(module.num_key_value_groups, dim=1) for x in (key, value))
-    return eager_attention_forward(module, query, key, value, attention_mask, scaling)
-
-
 class MambaSsmAttention(nn.Module):
     """Causal attention as in mamba_ssm's `MHA`: projection, short convolution if any, rotary if any, softmax.
 
@@ -126,7 +118,7 @@ class MambaSsmAttention(nn.Module):
             query, key = self._rotate(query, past), self._rotate(key, past)
         if cache_params is not None:
             key, value = cache_params.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         causal = splice_pass.causal if splice_pass is not None else None
         mixed_BTHP, _ = attend(self, query, key, value, causal, scaling=self.scaling, dropout=0.0)
         return self.out_proj(mixed_BTHP.flatten(2))

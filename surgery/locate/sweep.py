@@ -13,8 +13,8 @@ Shape legend: B prompts, T tokens, W variants, L layers, H heads, P head width.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from surgery.capture import (
     from_mixer,
     intervene,
     mixed_at_query,
+    only_logits,
     record,
     values_at,
 )
@@ -65,9 +66,10 @@ class Sweep:
         self.by_name = {spec.name: spec for spec in self.specs}
         self.cache_argument = family.cache_argument
         self.mask = None if bool(batch.attention_mask.all()) else batch.attention_mask
+        self.tokens, self.narrow = _narrowed(batch)
         with torch.no_grad(), record(model, self.specs) as trace:
             self.trace: Trace = trace
-            self.clean: ChoiceScores = choice_scores(self._run(1), batch)
+            self.clean: ChoiceScores = self._score(self._run(1))[0]
         with torch.no_grad():
             prefix = None if self.mask is None else self.mask[:, :-1]
             inputs = self._inputs(batch.input_ids[:, :-1], prefix)
@@ -84,12 +86,17 @@ class Sweep:
         positions = (seen.long().cumsum(1) - 1).clamp(min=0)[:, past:]
         return {"input_ids": input_ids, "attention_mask": mask, "position_ids": positions}
 
-    def _run(self, variants: int) -> Tensor:
-        """(W*B,V) logits at the query of the prompts, repeated for the variants."""
+    def _run(self, variants: int, whole: bool = False) -> Tensor:
+        """(W*B,U) logits at the query of the prompts, repeated for the variants; of all V tokens if `whole`."""
         mask = None if self.mask is None else self.mask.repeat(variants, 1)
         inputs = self._inputs(self.batch.input_ids.repeat(variants, 1), mask)
-        logits: Tensor = self.model(**inputs, use_cache=False, logits_to_keep=1).logits[:, -1]
+        with nullcontext() if whole else only_logits(self.model, self.tokens):
+            logits: Tensor = self.model(**inputs, use_cache=False, logits_to_keep=1).logits[:, -1]
         return logits
+
+    def _score(self, logits: Tensor) -> list[ChoiceScores]:
+        """By variant."""
+        return [choice_scores(x, self.narrow) for x in logits.split(len(self.batch))]
 
     @torch.no_grad()
     def ablated(self, spec: MixerSpec, context_only: bool = False, naive: bool = False) -> list[ChoiceScores]:
@@ -112,7 +119,7 @@ class Sweep:
                 changed.append(output - contribution)
             with from_mixer(self.model, spec, self.trace, torch.cat(changed)):
                 logits = self._run(len(group))
-            found += [choice_scores(x, self.batch) for x in logits.chunk(len(group))]
+            found += self._score(logits)
         return found
 
     def _ablated_naively(self, spec: MixerSpec, head: int, context_only: bool) -> ChoiceScores:
@@ -121,7 +128,7 @@ class Sweep:
         columns = structure.weight_slices(spec, head).out
         upto = -1 if context_only else None
         with _zeroed_input(self.model, spec, columns, upto):
-            return choice_scores(self._run(1), self.batch)
+            return choice_scores(self._run(1, whole=True), self.batch)
 
     @torch.no_grad()
     def at_query(self, variants: Sequence[Variant], naive: bool = False) -> list[ChoiceScores]:
@@ -157,13 +164,14 @@ class Sweep:
         with (
             from_block(self.model, lowest, self.trace, below),
             intervene(self.model, self.specs, ablate, sharpen, conv_states=states),
+            only_logits(self.model, self.tokens),
         ):
             logits = self.model(**inputs, **{self.cache_argument: cache}, use_cache=True).logits[:, -1]
-        return [choice_scores(x, self.batch) for x in logits.chunk(W)]
+        return self._score(logits)
 
     def _run_naively(self, variant: Variant) -> list[ChoiceScores]:
         with intervene(self.model, self.specs, *self._masks([variant])):
-            return [choice_scores(self._run(1), self.batch)]
+            return [choice_scores(self._run(1, whole=True), self.batch)]
 
     def _masks(self, variants: Sequence[Variant]) -> tuple[dict[str, Tensor], dict[str, PerfectRead]]:
         """The variants by mixer, as `intervene` takes them."""
@@ -198,6 +206,12 @@ class Sweep:
             unit = x_BHP / x_BHP.norm(dim=-1, keepdim=True).clamp(min=1e-9)
             self._values[key] = unit * usual_H[:, None]
         return self._values[key]
+
+
+def _narrowed(batch: EncodedBatch) -> tuple[Tensor, EncodedBatch]:
+    """The tokens that are choices of some prompt, (U,), and the batch with choices that index them."""
+    tokens, places = batch.choice_ids.clamp(min=0).unique(return_inverse=True)
+    return tokens, replace(batch, choice_ids=places.where(batch.choice_ids >= 0, -1))
 
 
 @contextmanager

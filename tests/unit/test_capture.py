@@ -7,14 +7,28 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from surgery.capture import PerfectRead, expand_cache, intervene, record
+from surgery.capture import PerfectRead, Trace, expand_cache, from_mixer, intervene, record
 from surgery.errors import ModelError
-from surgery.families import family_of
-from tests.pico import HEAD_DIM, HEADS, HIDDEN, pad, pico_base, pico_hybrid, pico_site, random_site, tokens
+from surgery.families import family_of, mixer_of, structure_of
+from surgery.heads import MixerSpec
+from tests.pico import (
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    SPLICED_FAMILIES,
+    pad,
+    pico_base,
+    pico_family,
+    pico_hybrid,
+    pico_site,
+    prompts,
+    random_site,
+    tokens,
+)
 
-FAMILY = family_of(pico_base().config)
+SPECS = family_of(pico_base().config).mixers(pico_base().config)
 MODELS = {
     "base": lambda: pico_base(n_groups=2),
     "hybrid": lambda: pico_hybrid([pico_site(0, [1, 3]), random_site(2, [0], "replace")]),
@@ -45,48 +59,168 @@ class TestRecord:
     def test_sees_what_the_model_computed(self, make: Any) -> None:
         model, ids = make(), tokens()
         plain = model(ids, use_cache=False, output_hidden_states=True)
-        with record(model, FAMILY, [0, 2]) as trace:
+        with record(model, [SPECS[0], SPECS[2]]) as trace:
             assert torch.equal(logits(model, ids), plain.logits)
-        for layer in (0, 2):
-            mixer = FAMILY.mixer(model, layer)
-            assert torch.equal(trace.residual[layer], plain.hidden_states[layer])
-            assert trace.scan[layer].shape == trace.heads[layer].shape == (2, 21, HEADS * HEAD_DIM)
-            gate = trace.projected[layer][..., : HEADS * HEAD_DIM]
-            normed = mixer.norm(trace.scan[layer], gate)
-            torch.testing.assert_close(trace.heads[layer], normed)
-        assert set(trace.residual) == set(trace.scan) == set(trace.projected) == set(trace.heads) == {0, 2}
+        residual = (model.get_input_embeddings()(ids), *plain.hidden_states)
+        for layer, name in ((0, "L0H"), (2, "L2H")):
+            mixer = model.backbone.layers[layer].mixer
+            assert torch.equal(trace.below[layer], residual[layer])
+            torch.testing.assert_close(trace.output[name], residual[layer + 1] - residual[layer])
+            assert trace.scan[name].shape == trace.heads[name].shape == (2, 21, HEADS * HEAD_DIM)
+            gate = trace.projected[name][..., : HEADS * HEAD_DIM]
+            normed = mixer.norm(trace.scan[name], gate)
+            torch.testing.assert_close(trace.heads[name], normed)
+        stored = (trace.scan, trace.projected, trace.heads, trace.output)
+        assert all(set(store) == {"L0H", "L2H"} for store in stored) and set(trace.below) == {0, 2}
+        assert not trace.tuples
 
     @every_model
     def test_leaves_no_hook(self, make: Any) -> None:
         model = make()
         before = hooks(model)
-        with record(model, FAMILY, range(3)):
-            assert len(hooks(model)) == len(before) + 12
+        with record(model, SPECS):
+            # A layer: the block's start and end, what it takes, and four places in its mixer.
+            assert len(hooks(model)) == len(before) + 3 * 7
             logits(model, tokens())
         assert hooks(model) == before
 
     def test_holds_no_graph(self) -> None:
         model = pico_base()
-        with record(model, FAMILY, [1]) as trace:
+        with record(model, SPECS) as trace:
             model(tokens())
-        assert not any(t.requires_grad for t in (trace.heads[1], trace.scan[1], trace.projected[1], trace.residual[1]))
+        held = [t for store in vars(trace).values() if isinstance(store, dict) for t in store.values()]
+        assert len(held) == 5 * 3 and not any(t.requires_grad for t in held)
+
+    def test_a_module_of_two_layers_is_seen_once_for_each(self) -> None:
+        """As some models share a transformer block: a hook acts while its own layer runs, and at no other time."""
+        model, ids = pico_base(), tokens()
+        shared = model.backbone.layers[2].mixer.out_proj = model.backbone.layers[0].mixer.out_proj
+        seen: list[Tensor] = []
+        handle = shared.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+        with record(model, SPECS) as trace:
+            plain = logits(model, ids)
+        handle.remove()
+        assert len(seen) == 2 and not torch.equal(*seen)
+        assert torch.equal(trace.heads["L0H"], seen[0]) and torch.equal(trace.heads["L2H"], seen[1])
+        with record(model, SPECS[2:]) as alone:
+            logits(model, ids)
+        assert torch.equal(alone.heads["L2H"], seen[1])
+        outputs = []
+        for name in ("L0H", "L2H"):
+            with intervene(model, SPECS, {name: off(1, (0, 1))}, {}), record(model, SPECS) as changed:
+                outputs.append(logits(model, ids))
+            assert torch.equal(changed.below[2], trace.below[2]) == (name == "L2H")
+        assert all((output - plain)[:, -1].abs().max() > 1e-3 for output in outputs)
+
+
+class TestFromMixer:
+    """A pass that begins after one mixer."""
+
+    MODELS = {
+        "base": lambda: pico_base(n_groups=2),
+        "hybrid-sdpa": lambda: pico_hybrid([pico_site(0, [1, 3]), random_site(2, [0])], attn_implementation="sdpa"),
+        "hybrid-eager": lambda: pico_hybrid([pico_site(0, [1, 3]), random_site(2, [0])], attn_implementation="eager"),
+        **{name: lambda name=name: pico_family(name) for name in (*SPLICED_FAMILIES[1:], "falcon_h1", "gpt_neox")},
+    }
+    every_kind = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+
+    @staticmethod
+    def _clean(model: Any, batch: Any) -> tuple[Tensor, Trace, tuple[MixerSpec, ...]]:
+        specs = family_of(model.config).mixers(model.config)
+        with record(model, specs) as trace:
+            return logits(model, batch.input_ids, attention_mask=batch.attention_mask), trace, specs
+
+    @every_kind
+    @pytest.mark.parametrize("padded", [False, True])
+    def test_from_each_mixer(self, make: Any, padded: bool) -> None:
+        """With its own output it is the whole pass again, for every copy of the prompts."""
+        model, batch = make(), prompts((9, 14, 12) if padded else (14, 14))
+        plain, trace, specs = self._clean(model, batch)
+        real, mask = batch.attention_mask.bool(), batch.attention_mask.repeat(2, 1)
+        for spec in specs:
+            with from_mixer(model, spec, trace, trace.output[spec.name].repeat(2, 1, 1)):
+                again = logits(model, batch.input_ids.repeat(2, 1), attention_mask=mask)
+            for found in again.chunk(2):
+                torch.testing.assert_close(found[real], plain[real], atol=1e-5, rtol=1e-5)
+            assert torch.equal(logits(model, batch.input_ids, attention_mask=batch.attention_mask), plain)
+
+    @every_kind
+    def test_sees_what_is_changed(self, make: Any) -> None:
+        """The second copy's output is another one: its logits move, and the first copy's do not."""
+        model, batch = make(), prompts((14, 14))
+        plain, trace, specs = self._clean(model, batch)
+        for spec in specs:
+            output = trace.output[spec.name]
+            with from_mixer(model, spec, trace, torch.cat([output, output + torch.randn(output.shape[-1])])):
+                same, other = logits(model, batch.input_ids.repeat(2, 1)).chunk(2)
+            torch.testing.assert_close(same, plain, atol=1e-5, rtol=1e-5)
+            assert (other - plain)[:, -1].abs().max() > 1e-3, spec.name
+
+    @every_kind
+    def test_runs_nothing_below(self, make: Any) -> None:
+        model, batch = make(), prompts((14, 14))
+        _, trace, specs = self._clean(model, batch)
+        for spec in specs:
+            below = [mixer_of(model, s) for s in specs if s.layer < spec.layer]
+            above = [mixer_of(model, s) for s in specs if s.layer >= spec.layer]
+            with from_mixer(model, spec, trace, trace.output[spec.name]):
+                ran = self._projections_that_run(model, specs, batch)
+            assert ran == len(above) - 1 == len(specs) - len(below) - 1
+        assert self._projections_that_run(model, specs, batch) == len(specs)
+
+    @staticmethod
+    def _projections_that_run(model: Any, specs: tuple[MixerSpec, ...], batch: Any) -> int:
+        ran: list[nn.Module] = []
+        projections = [structure_of(spec).out_proj(mixer_of(model, spec)) for spec in specs]
+        handles = [p.register_forward_hook(lambda module, *_: ran.append(module)) for p in projections]
+        logits(model, batch.input_ids)
+        for handle in handles:
+            handle.remove()
+        return len(ran)
+
+    def test_leaves_no_patch(self) -> None:
+        """Not after an error either."""
+        model, batch = pico_base(), prompts((14, 14))
+        plain, trace, _ = self._clean(model, batch)
+        for error in (False, True):
+            try:
+                with from_mixer(model, SPECS[1], trace, trace.output["L1H"]):
+                    logits(model, batch.input_ids)
+                    if error:
+                        raise KeyError("mine")
+            except KeyError:
+                assert error
+            assert not any("forward" in vars(module) for module in model.modules())
+            assert torch.equal(logits(model, batch.input_ids), plain)
+
+    def test_one_that_never_ran_is_an_error(self) -> None:
+        model, batch = pico_base(), prompts((14, 14))
+        _, trace, _ = self._clean(model, batch)
+        with (
+            pytest.raises(ModelError, match="never called"),
+            from_mixer(model, SPECS[1], trace, trace.output["L1H"]),
+        ):
+            pass
+        assert not any("forward" in vars(module) for module in model.modules())
 
 
 class TestHooks:
     def test_one_that_never_fired_is_an_error(self) -> None:
         model = pico_base()
-        with pytest.raises(ModelError, match=r"hook: L\d .*kernel"), record(model, FAMILY, [0, 1]):
+        with pytest.raises(ModelError, match=r"hook: L\d.*kernel"), record(model, SPECS[:2]):
             model.backbone.layers[0](torch.randn(1, 3, HIDDEN))
         assert not hooks(model)
-        with pytest.raises(ModelError, match="L1 out_proj"), intervene(model, FAMILY, {1: off(1, (0, 2))}, {}):
+        ablate = {"L1H": off(1, (0, 2))}
+        with pytest.raises(ModelError, match="L1H out_proj"), intervene(model, SPECS, ablate, {}):
             pass
         assert not hooks(model)
 
     def test_a_kernel_that_reads_the_weight_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As the fused training kernel does."""
         model = pico_base()
-        monkeypatch.setattr(FAMILY.mixer(model, 1), "forward", lambda u, **_: u @ torch.ones(HIDDEN, HIDDEN))
-        with pytest.raises(ModelError, match="hook"), intervene(model, FAMILY, {1: off(1, (0, 2))}, {}):
+        monkeypatch.setattr(mixer_of(model, SPECS[1]), "forward", lambda u, **_: u @ torch.ones(HIDDEN, HIDDEN))
+        ablate = {"L1H": off(1, (0, 2))}
+        with pytest.raises(ModelError, match="hook"), intervene(model, SPECS, ablate, {}):
             logits(model, tokens())
 
     @pytest.mark.parametrize("fires", [False, True])
@@ -94,8 +228,8 @@ class TestHooks:
         model = pico_base()
         read = PerfectRead(off(1, (0, 1)), torch.zeros(1, 2, HEADS, HEAD_DIM))
         for context in (
-            lambda: record(model, FAMILY, range(3)),
-            lambda: intervene(model, FAMILY, {0: off(1, (0, 2))}, {1: read}),
+            lambda: record(model, SPECS),
+            lambda: intervene(model, SPECS, {"L0H": off(1, (0, 2))}, {"L1H": read}),
         ):
             with pytest.raises(KeyError, match="mine"), context():
                 if fires:
@@ -104,9 +238,12 @@ class TestHooks:
             assert not hooks(model)
 
     def test_no_intervention_is_none(self) -> None:
-        model = pico_base()
-        with intervene(model, FAMILY, {}, {}):
-            assert not hooks(model)
+        """Nothing acts on a mixer; only the blocks' starts are noted."""
+        model, plain = pico_base(), logits(pico_base(), tokens())
+        with intervene(model, SPECS, {}, {}):
+            assert len(hooks(model)) == 3 and not any(hooks(block.mixer) for block in model.backbone.layers)
+            assert torch.equal(logits(model, tokens()), plain)
+        assert not hooks(model)
 
 
 class TestIntervene:
@@ -116,19 +253,19 @@ class TestIntervene:
         model, ids = make(), tokens()
         changes: list[tuple[int, ...]] = [(), (2,), (0, 3)]
         mask = off(3, *((w, h) for w, heads in enumerate(changes) for h in heads))
-        with intervene(model, FAMILY, {1: mask}, {}):
+        with intervene(model, SPECS, {"L1H": mask}, {}):
             folded = logits(model, ids.repeat(3, 1)).chunk(3)
         plain = logits(model, ids)
         torch.testing.assert_close(folded[0], plain)
         for w, heads in enumerate(changes):
-            weight = FAMILY.out_proj(FAMILY.mixer(model, 1)).weight
+            weight = mixer_of(model, SPECS[1]).out_proj.weight
             kept = copy.deepcopy(weight.data)
             for h in heads:
                 weight.data[:, h * HEAD_DIM : (h + 1) * HEAD_DIM] = 0
             # At all tokens it would reach the query by the layer above too: the mixer's own output is compared.
             expected = self._mixer_output(model, ids)
             weight.data = kept
-            with intervene(model, FAMILY, {1: mask[w : w + 1]}, {}):
+            with intervene(model, SPECS, {"L1H": mask[w : w + 1]}, {}):
                 found = self._mixer_output(model, ids)
             torch.testing.assert_close(found[:, -1], expected[:, -1])
             torch.testing.assert_close(found[:, :-1], self._mixer_output(model, ids)[:, :-1])
@@ -138,27 +275,27 @@ class TestIntervene:
     @staticmethod
     def _mixer_output(model: Any, ids: Tensor) -> Tensor:
         seen: list[Tensor] = []
-        handle = FAMILY.mixer(model, 1).register_forward_hook(lambda _, __, output: seen.append(output.detach()))
+        handle = mixer_of(model, SPECS[1]).register_forward_hook(lambda _, __, output: seen.append(output.detach()))
         logits(model, ids)
         handle.remove()
         return seen[0]
 
     @every_model
     def test_a_perfect_read_replaces_what_is_mixed_and_keeps_the_skip(self, make: Any) -> None:
-        model, ids, layer = make(), tokens(), 1
+        model, ids, spec = make(), tokens(), family_of(make().config).mixers(make().config)[1]
         value = torch.randn(2, 2, HEADS, HEAD_DIM)
         read = PerfectRead(off(2, (0, 1), (1, 0), (1, 3)), value)
-        with record(model, FAMILY, [layer]) as clean:
+        with record(model, [spec]) as clean:
             logits(model, ids)
         seen: list[Tensor] = []
-        mixer = FAMILY.mixer(model, layer)
-        with intervene(model, FAMILY, {}, {layer: read}):
+        mixer = mixer_of(model, spec)
+        with intervene(model, [spec], {}, {spec.name: read}):
             handle = mixer.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
             logits(model, ids.repeat(2, 1))
             handle.remove()
         changed = seen[0].view(2, 2, 21, HEADS, HEAD_DIM)
-        scan = clean.scan[layer].view(2, 21, HEADS, HEAD_DIM)
-        x = FAMILY.streams(mixer, clean.projected[layer]).x[:, -1]
+        scan = clean.scan[spec.name].view(2, 21, HEADS, HEAD_DIM)
+        x = structure_of(spec).streams(mixer, spec, clean.projected[spec.name]).x[:, -1]
         for w in range(2):
             torch.testing.assert_close(changed[w, :, :-1], scan[:, :-1])
             for h in range(HEADS):

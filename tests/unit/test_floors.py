@@ -24,10 +24,11 @@ PACKAGE = Path(surgery.__file__).parent
 FLOORS = {
     **dict.fromkeys(("hybrid", "heads", "errors", "__version__"), 0),
     **dict.fromkeys(("recipe", "rundir"), 1),
-    **dict.fromkeys(("families", "probes", "capture", "checkpoint"), 2),
+    **dict.fromkeys(("families", "probes", "capture", "checkpoint", "formats", "weights"), 2),
     **dict.fromkeys(("locate", "plan", "splice", "train", "evaluate", "report", "sizes"), 3),
-    **dict.fromkeys(("export", "card", "hub", "inspect"), 3),
-    **dict.fromkeys(("pipeline", "stages"), 4),
+    **dict.fromkeys(("analyse", "export", "card", "hub", "inspect", "convert"), 3),
+    **dict.fromkeys(("meters", "estimate"), 3),
+    **dict.fromkeys(("pipeline", "stages", "dryrun"), 4),
     **dict.fromkeys(("cli", "__init__", "__main__"), 5),
 }
 WITHOUT_TORCH = ("heads", "errors", "recipe", "rundir")

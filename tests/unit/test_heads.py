@@ -47,16 +47,30 @@ def plan() -> Plan:
 
 @pytest.mark.parametrize("layer", [0, 1, 9, 10, 123])
 @pytest.mark.parametrize("head", [0, 7, 31, 1024])
-def test_str_and_parse_are_inverse(layer: int, head: int) -> None:
-    assert HeadId.parse(str(HeadId(layer, head))) == HeadId(layer, head)
+@pytest.mark.parametrize("letter", ["H", "A"])
+def test_str_and_parse_are_inverse(layer: int, head: int, letter: Any) -> None:
+    assert HeadId.parse(str(HeadId(layer, head, letter))) == HeadId(layer, head, letter)
 
 
 def test_name_of_a_head() -> None:
-    assert str(HeadId(17, 24)) == "L17H24"
+    assert str(HeadId(17, 24)) == "L17H24" and str(HeadId(17, 24, "A")) == "L17A24"
+    assert HeadId(17, 24, "A") != HeadId(17, 24) == HeadId.parse("L17H24")
+
+
+def test_heads_and_their_mixer_go_by_one_name() -> None:
+    for letter in ("H", "A"):
+        spec = dataclasses.replace(mixers()[1], letter=letter)
+        assert {head.mixer for head in spec.heads} == {spec.name} == {f"L1{letter}"}
+        assert [head.head for head in spec.heads] == list(range(8))
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "mamba1", "llamba", "attention", "neox_attention", "mamba_ssm_attention"])
+def test_attention_is_no_ssm(kind: str) -> None:
+    assert dataclasses.replace(mixers()[0], kind=kind).is_ssm == ("attention" not in kind)
 
 
 @pytest.mark.parametrize(
-    "name", ["", "L1", "H2", "l1h2", "L1H", "LH2", "L-1H2", "L1H-2", " L1H2", "L1H2\n", "L1H2x", "1.2"]
+    "name", ["", "L1", "H2", "l1h2", "L1H", "LH2", "L-1H2", "L1H-2", " L1H2", "L1H2\n", "L1H2x", "L1B2", "L1AH2", "1.2"]
 )
 def test_bad_name_is_refused_with_what_would_do(name: str) -> None:
     with pytest.raises(PlanError) as caught:
@@ -118,6 +132,8 @@ CHANGES = {
     "num_groups": 4,
     "state_size": 32,
     "native_heads": False,
+    "conv_kernel": 3,
+    "letter": "A",
 }
 
 

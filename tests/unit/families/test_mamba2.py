@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig
+from transformers import DynamicCache
 
-from surgery.capture import record
-from surgery.errors import ModelError
-from surgery.families import family_of, geometry_of
+from surgery.capture import Trace, record
+from surgery.families import Structure, block_of, family_of, geometry_of, mixer_of, structure_of
 from surgery.heads import MixerSpec
-from tests.pico import HEAD_DIM, HEADS, pico_base, pico_hybrid, pico_site, prompts, random_site, tokens
+from tests.pico import HEAD_DIM, HEADS, pico_base, pico_hybrid, pico_site, random_site, tokens
 
 every_grouping = pytest.mark.parametrize("n_groups", [1, 2, 4])
 SPLICE = [pico_site(0, [1, 3]), random_site(2, [0], "replace")]
@@ -25,31 +24,38 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "float", Tensor.double)
 
 
-def of(model: Any, layer: int = 1) -> tuple[Any, MixerSpec, Any]:
-    """The family, one layer's spec and its mixer."""
-    family = family_of(model.config)
-    return family, family.mixers(model.config)[layer], family.mixer(model, layer)
+def of(model: Any, layer: int = 1) -> tuple[Structure, MixerSpec, Any]:
+    """The structure of one layer's mixer, its spec and the mixer itself."""
+    spec = family_of(model.config).mixers(model.config)[layer]
+    return structure_of(spec), spec, mixer_of(model, spec)
 
 
 @torch.no_grad()
-def traced(model: Any, ids: Tensor, mask: Tensor | None = None, cache: Any = None) -> tuple[Any, Any]:
-    """The output, and what every layer showed."""
-    with record(model, family_of(model.config), range(model.config.num_hidden_layers)) as trace:
-        output = model(ids, attention_mask=mask, cache_params=cache, use_cache=cache is not None)
-    return output, trace
+def traced(model: Any, ids: Tensor, mask: Tensor | None = None, cache: Any = None) -> Trace:
+    """What every layer showed."""
+    with record(model, family_of(model.config).mixers(model.config)) as trace:
+        model(ids, attention_mask=mask, cache_params=cache, use_cache=cache is not None)
+    return trace
 
 
 def rows(span: slice) -> list[int]:
     return list(range(span.start, span.stop))
 
 
+def step_rows(spec: MixerSpec, head: int) -> slice:
+    """The row of dt, which no slice names: a branch has no use for it."""
+    last = 2 * spec.num_heads * spec.head_dim + 2 * spec.num_groups * spec.state_size
+    return slice(last + head, last + head + 1)
+
+
 class TestSlices:
     @every_grouping
     def test_partition_of_in_proj_and_the_convolution(self, n_groups: int) -> None:
-        family, spec, mixer = of(pico_base(n_groups=n_groups))
-        heads = [family.weight_slices(spec, h) for h in range(HEADS)]
+        structure, spec, mixer = of(pico_base(n_groups=n_groups))
+        heads = [structure.weight_slices(spec, h) for h in range(HEADS)]
         firsts = [heads[g * HEADS // n_groups] for g in range(n_groups)]
-        found = [i for s in heads for name in ("gate", "value", "step") for i in rows(getattr(s, name))]
+        found = [i for s in heads for name in ("gate", "value") for i in rows(getattr(s, name))]
+        found += [i for h in range(HEADS) for i in rows(step_rows(spec, h))]
         found += [i for s in firsts for name in ("key", "query") for i in rows(getattr(s, name))]
         assert sorted(found) == list(range(mixer.in_proj.out_features))
         channels = [i for s in heads for i in rows(s.conv_value)]
@@ -59,14 +65,14 @@ class TestSlices:
 
     @every_grouping
     def test_heads_of_a_group_share_keys_and_queries(self, n_groups: int) -> None:
-        family, spec, _ = of(pico_base(n_groups=n_groups))
+        structure, spec, _ = of(pico_base(n_groups=n_groups))
         for a in range(HEADS):
             for b in range(HEADS):
-                one, other = family.weight_slices(spec, a), family.weight_slices(spec, b)
+                one, other = structure.weight_slices(spec, a), structure.weight_slices(spec, b)
                 same_group = a * n_groups // HEADS == b * n_groups // HEADS
                 for name in ("key", "query", "conv_key", "conv_query"):
                     assert (getattr(one, name) == getattr(other, name)) == same_group
-                for name in ("gate", "value", "step", "conv_value", "out"):
+                for name in ("gate", "value", "conv_value", "out"):
                     assert (getattr(one, name) == getattr(other, name)) == (a == b)
 
     @every_grouping
@@ -74,13 +80,14 @@ class TestSlices:
     @pytest.mark.parametrize("name", ["value", "key", "query", "step", "gate", "conv_value", "conv_key", "conv_query"])
     def test_each_slice_moves_the_stream_it_names(self, name: str, head: int, n_groups: int) -> None:
         model = pico_base(n_groups=n_groups)
-        family, spec, mixer = of(model)
-        _, before = traced(model, tokens())
-        one = family.streams(mixer, before.projected[1])
+        structure, spec, mixer = of(model)
+        before = traced(model, tokens())
+        one = structure.streams(mixer, spec, before.projected["L1H"])
         weights = mixer.conv1d.weight if name.startswith("conv") else mixer.in_proj.weight
-        weights.data[getattr(family.weight_slices(spec, head), name)] += 0.5
-        _, after = traced(model, tokens())
-        other = family.streams(mixer, after.projected[1])
+        own = step_rows(spec, head) if name == "step" else getattr(structure.weight_slices(spec, head), name)
+        weights.data[own] += 0.5
+        after = traced(model, tokens())
+        other = structure.streams(mixer, spec, after.projected["L1H"])
 
         def moved(stream: str) -> set[int]:
             """Heads or groups whose stream is another one now."""
@@ -92,58 +99,58 @@ class TestSlices:
         for each in ("x", "key", "query", "step"):
             assert moved(each) == expected.get(each, set()), each
         if name == "gate":  # acts after the scan, and through the norm a little on every head
-            assert torch.equal(before.scan[1], after.scan[1])
-            change = (before.heads[1] - after.heads[1]).abs().mean((0, 1)).view(HEADS, HEAD_DIM).mean(1)
+            assert torch.equal(before.scan["L1H"], after.scan["L1H"])
+            change = (before.heads["L1H"] - after.heads["L1H"]).abs().mean((0, 1)).view(HEADS, HEAD_DIM).mean(1)
             assert int(change.argmax()) == head
 
     def test_out_is_where_the_heads_output_lies(self) -> None:
         model = pico_base(n_groups=2)
-        family, spec, mixer = of(model)
-        _, before = traced(model, tokens())
+        structure, spec, mixer = of(model)
+        before = traced(model, tokens())
         mixer.D.data[2] += 1
-        _, after = traced(model, tokens())
-        moved = (before.scan[1] != after.scan[1]).any(0).any(0).nonzero()[:, 0].tolist()
-        assert moved == rows(family.weight_slices(spec, 2).out)
+        after = traced(model, tokens())
+        moved = (before.scan["L1H"] != after.scan["L1H"]).any(0).any(0).nonzero()[:, 0].tolist()
+        assert moved == rows(structure.weight_slices(spec, 2).out)
 
 
 class TestStreams:
     @staticmethod
-    def _rebuilt(model: Any, layer: int, projected: Tensor) -> Tensor:
-        family, _, mixer = of(model, layer)
-        streams = family.streams(mixer, projected)
-        weights = family.hidden_attention(mixer, streams)
+    def _rebuilt(model: Any, layer: int, trace: Trace) -> Tensor:
+        structure, spec, mixer = of(model, layer)
+        streams = structure.streams(mixer, spec, trace.projected[spec.name])
+        weights = structure.hidden_attention(mixer, spec, streams)
         return torch.einsum("bhts,bshp->bthp", weights, streams.x) + mixer.D[:, None] * streams.x
+
+    def _assert_rebuilt(self, model: Any) -> None:
+        """The scan of every layer, from its streams."""
+        trace = traced(model, tokens(2, 21))
+        for layer in range(3):
+            rebuilt = self._rebuilt(model, layer, trace).flatten(2)
+            torch.testing.assert_close(rebuilt, trace.scan[f"L{layer}H"], atol=1e-9, rtol=0)
 
     @every_grouping
     @pytest.mark.parametrize("limits", [(0.0, float("inf")), (0.3, 0.8)])
     def test_rebuild_the_scan(self, limits: tuple[float, float], n_groups: int, exact: None) -> None:
-        model = pico_base(n_groups=n_groups, time_step_limit=limits).double()
-        _, trace = traced(model, tokens(2, 21))
-        for layer in range(3):
-            rebuilt = self._rebuilt(model, layer, trace.projected[layer]).flatten(2)
-            torch.testing.assert_close(rebuilt, trace.scan[layer], atol=1e-9, rtol=0)
+        self._assert_rebuilt(pico_base(n_groups=n_groups, time_step_limit=limits).double())
 
     @pytest.mark.parametrize("more", [{"use_conv_bias": False}, {"use_bias": True}, {"hidden_act": "gelu"}])
     def test_follow_the_config(self, more: dict, exact: None) -> None:
-        model = pico_base(n_groups=2, **more).double()
-        _, trace = traced(model, tokens())
-        rebuilt = self._rebuilt(model, 1, trace.projected[1]).flatten(2)
-        torch.testing.assert_close(rebuilt, trace.scan[1], atol=1e-9, rtol=0)
+        self._assert_rebuilt(pico_base(n_groups=2, **more).double())
 
     def test_of_a_hybrid(self, exact: None) -> None:
-        model = pico_hybrid(SPLICE, n_groups=2).double()
-        _, trace = traced(model, tokens())
-        for layer in range(3):
-            rebuilt = self._rebuilt(model, layer, trace.projected[layer]).flatten(2)
-            torch.testing.assert_close(rebuilt, trace.scan[layer], atol=1e-9, rtol=0)
+        self._assert_rebuilt(pico_hybrid(SPLICE, n_groups=2).double())
+
+    def test_skip_is_what_the_hidden_attention_leaves_out(self) -> None:
+        structure, _, mixer = of(pico_base())
+        x_BHP = torch.randn(2, HEADS, HEAD_DIM)
+        assert torch.equal(structure.skip(mixer, x_BHP), mixer.D[:, None] * x_BHP)
 
     def test_hidden_attention_is_causal_and_has_its_formula(self) -> None:
         """Against METHOD 2.6, one entry at a time."""
         model = pico_base(n_groups=2)
-        family, spec, mixer = of(model)
-        _, trace = traced(model, tokens(1, 12))
-        streams = family.streams(mixer, trace.projected[1])
-        weights = family.hidden_attention(mixer, streams).detach()
+        structure, spec, mixer = of(model)
+        streams = structure.streams(mixer, spec, traced(model, tokens(1, 12)).projected["L1H"])
+        weights = structure.hidden_attention(mixer, spec, streams).detach()
         for h, t, s in [(0, 11, 0), (1, 11, 11), (2, 7, 3), (3, 5, 4)]:
             g = spec.group_of(h)
             decay = -mixer.A_log[h].exp() * sum(streams.step[0, k, h] for k in range(s + 1, t + 1))
@@ -154,10 +161,10 @@ class TestStreams:
     def test_hidden_attention_of_a_strong_decay_is_finite(self) -> None:
         """Its gradient too: masked before the exponential, or what is masked overflows."""
         model = pico_base()
-        family, _, mixer = of(model)
+        structure, spec, mixer = of(model)
         mixer.A_log.data += 12
-        _, trace = traced(model, tokens(1, 60))
-        weights = family.hidden_attention(mixer, family.streams(mixer, trace.projected[1]))
+        trace = traced(model, tokens(1, 60))
+        weights = structure.hidden_attention(mixer, spec, structure.streams(mixer, spec, trace.projected["L1H"]))
         weights.sum().backward()
         assert weights.isfinite().all() and mixer.A_log.grad.isfinite().all()
 
@@ -165,15 +172,15 @@ class TestStreams:
     @pytest.mark.parametrize("prefix", [1, 2, 20])
     def test_at_decode_equal_the_full_pass(self, prefix: int, n_groups: int) -> None:
         model, ids = pico_base(n_groups=n_groups), tokens(2, 21)
-        _, whole = traced(model, ids)
+        whole = traced(model, ids)
         with torch.no_grad():
             cache = model(ids[:, :prefix], use_cache=True).cache_params
         before = {i: cache.layers[i].conv_states[0].clone() for i in range(3)}
-        _, step = traced(model, ids[:, prefix : prefix + 1], cache=cache)
+        step = traced(model, ids[:, prefix : prefix + 1], cache=cache)
         for layer in range(3):
-            family, _, mixer = of(model, layer)
-            full = family.streams(mixer, whole.projected[layer])
-            one = family.streams(mixer, step.projected[layer], before[layer])
+            structure, spec, mixer = of(model, layer)
+            full = structure.streams(mixer, spec, whole.projected[spec.name])
+            one = structure.streams(mixer, spec, step.projected[spec.name], before[layer])
             for name in ("x", "key", "query", "step"):
                 expected = getattr(full, name)[:, prefix : prefix + 1]
                 torch.testing.assert_close(getattr(one, name), expected, atol=1e-5, rtol=1e-5)
@@ -181,41 +188,11 @@ class TestStreams:
     def test_change_nothing(self) -> None:
         model = pico_base()
         before = {k: v.clone() for k, v in model.state_dict().items()}
-        _, trace = traced(model, tokens())
-        projected = trace.projected[1].clone()
-        self._rebuilt(model, 1, trace.projected[1])
-        assert torch.equal(projected, trace.projected[1])
+        trace = traced(model, tokens())
+        projected = trace.projected["L1H"].clone()
+        self._rebuilt(model, 1, trace)
+        assert torch.equal(projected, trace.projected["L1H"])
         assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-
-
-class TestResume:
-    MODELS = {
-        "base": lambda: pico_base(n_groups=2),
-        "hybrid-sdpa": lambda: pico_hybrid(SPLICE, attn_implementation="sdpa"),
-        "hybrid-eager": lambda: pico_hybrid(SPLICE, attn_implementation="eager"),
-    }
-
-    @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
-    @pytest.mark.parametrize("padded", [False, True])
-    def test_from_each_layer(self, make: Any, padded: bool) -> None:
-        model, batch = make(), prompts((9, 14, 12) if padded else (14, 14))
-        output, trace = traced(model, batch.input_ids, batch.attention_mask)
-        family, real = family_of(model.config), batch.attention_mask.bool()
-        for layer in range(3):
-            with torch.no_grad():
-                logits, last = (
-                    family.resume(model, layer, trace.residual[layer], batch.attention_mask, keep_last=keep_last)
-                    for keep_last in (False, True)
-                )
-            torch.testing.assert_close(logits[real], output.logits[real], atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(last, output.logits[:, -1:], atol=1e-5, rtol=1e-5)
-
-    def test_sees_what_is_changed(self) -> None:
-        model, ids = pico_base(), tokens()
-        output, trace = traced(model, ids)
-        for layer in range(3):
-            other = family_of(model.config).resume(model, layer, trace.residual[layer] + 0.1, None, keep_last=True)
-            assert (other - output.logits[:, -1:]).abs().max() > 1e-3
 
 
 class TestDescription:
@@ -223,12 +200,9 @@ class TestDescription:
         for model in (pico_base(), pico_hybrid(SPLICE)):
             family = family_of(model.config)
             for spec in family.mixers(model.config):
-                assert model.get_submodule(spec.path) is family.mixer(model, spec.layer)
-                assert family.block(model, spec.layer).mixer is family.mixer(model, spec.layer)
-
-    def test_unknown_model_type_is_named(self) -> None:
-        with pytest.raises(ModelError, match=r"llama.*mamba2"):
-            family_of(LlamaConfig(hidden_size=32, num_attention_heads=4))
+                assert model.get_submodule(spec.path) is mixer_of(model, spec)
+                assert block_of(model, spec.layer, spec).mixer is mixer_of(model, spec)
+                assert model.backbone.layers[spec.layer].mixer is mixer_of(model, spec)
 
     def test_a_hybrid_has_the_geometry_of_its_base(self) -> None:
         base = geometry_of(pico_base().config)

@@ -11,11 +11,11 @@ import torch
 
 from surgery.errors import ModelError, PlanError, ProbeError
 from surgery.evaluate.scoring import ChoiceScores
-from surgery.families import geometry_of
-from surgery.heads import HeadId, HeadSet, Interval, ScoredHead, head_set_from_json, to_json
+from surgery.families import family_of, geometry_of
+from surgery.heads import HeadId, HeadSet, Interval, MixerSpec, ScoredHead, head_set_from_json, to_json
 from surgery.locate import COLUMNS, locate, rank
 from surgery.recipe import Locate, Splice
-from tests.pico import pico_base, pico_tokenizer
+from tests.pico import pico_base, pico_family, pico_tokenizer
 
 locating = import_module("surgery.locate")  # `surgery.locate` itself is the function
 PROMPTS = Locate(pairs=4, examples=6, batch_size=4)
@@ -33,6 +33,7 @@ HEADS = (
     scored("L1H0", "answer_token", ablation=1.0, query=0.9, context=0.0, segment_end=5.0, answer_token=0.5),
     scored("L1H1", "answer_token", ablation=-4.0, query=-0.9, context=0.5, answer_token=1.5),
 )
+SITES = tuple(MixerSpec(layer, f"backbone.layers.{layer}.mixer", "mamba2", 2, 8, 1, 4) for layer in range(2))
 
 
 def names(heads: Any) -> list[str]:
@@ -69,7 +70,7 @@ class FakeSweep:
 
 
 def choose(splice: Splice, section: Locate = PROMPTS, seed: int = 0, sweeps: Any = (), tick: Any = lambda: None) -> Any:
-    return locating._choose(rank(HEADS, "sharpen"), splice, section, sweeps, seed, tick)
+    return locating._choose(rank(HEADS, "sharpen"), SITES, splice, section, sweeps, seed, tick)
 
 
 class TestRank:
@@ -139,7 +140,7 @@ class TestChoose:
         drawn = [names(choose(splice, seed=s)) for s in range(20)]
         assert drawn == [names(choose(splice, seed=s)) for s in range(20)]
         for s in range(20):  # and not on how the heads happen to be ranked
-            reordered = locating._choose(rank(HEADS, "ablation"), splice, PROMPTS, (), s, lambda: None)
+            reordered = locating._choose(rank(HEADS, "ablation"), SITES, splice, PROMPTS, (), s, lambda: None)
             assert names(reordered) == drawn[s]
         assert all(len(set(d)) == 2 for d in drawn) and {n for d in drawn for n in d} == set(names(HEADS))
 
@@ -147,7 +148,7 @@ class TestChoose:
     def test_best_of_a_ranking(self, select: Any) -> None:
         ranked = rank(HEADS, select)
         splice = Splice(select=select, num_heads=2)
-        assert locating._choose(ranked, splice, PROMPTS, (), 0, lambda: None) == ranked[:2]
+        assert locating._choose(ranked, SITES, splice, PROMPTS, (), 0, lambda: None) == ranked[:2]
 
     def test_sharpen_takes_the_next_given_the_first(self) -> None:
         """L0H1 is second alone, and adds nothing to the first; L0H0 does, by its other column."""
@@ -167,6 +168,23 @@ class TestChoose:
 
     def test_one_sharpen_head_needs_no_further_pass(self) -> None:
         assert names(choose(Splice(num_heads=1))) == ["L1H1"]
+
+    @pytest.mark.parametrize("select", ["sharpen", "ablation", "random", "gather", "aggregate"])
+    def test_only_among_the_sites(self, select: Any) -> None:
+        """Layer 1 has keys and values of its own: its heads are ranked, and none is chosen."""
+        splice, ranked = Splice(select=select, num_heads=2), rank(HEADS, "sharpen")
+        chosen = locating._choose(ranked, SITES[:1], splice, PROMPTS, [FakeSweep()], 0, lambda: None)
+        assert set(names(chosen)) == {"L0H0", "L0H1"}
+        with pytest.raises(PlanError, match=r"num_heads: 3\. 2 heads"):
+            locating._choose(ranked, SITES[:1], Splice(select=select, num_heads=3), PROMPTS, (), 0, lambda: None)
+        listed = Splice(select="list", heads=("L1H0",))
+        with pytest.raises(PlanError, match=r"splice\.heads: L1H0\. .*L0H0 to L0H1"):
+            locating._choose(ranked, SITES[:1], listed, PROMPTS, (), 0, lambda: None)
+
+    @pytest.mark.parametrize("select", ["sharpen", "ablation", "random", "gather", "aggregate"])
+    def test_nothing_where_nothing_can_be_spliced(self, select: Any) -> None:
+        ranked, splice = rank(HEADS, "sharpen"), Splice(select=select, num_heads=2)
+        assert locating._choose(ranked, (), splice, PROMPTS, (), 0, lambda: None) == ()
 
 
 class TestLocate:
@@ -250,6 +268,32 @@ class TestLocate:
         gained = mean(lambda s: s.at_query([locating.Variant(sharpen=((head, "segment_end"),))], naive=True)[0])
         assert found[head].scores["ablation"].value == pytest.approx(-lost, abs=1e-4)
         assert found[head].scores["segment_end"].value == pytest.approx(gained, abs=1e-4)
+
+    def test_at_the_query_alone(self, any_accuracy: None) -> None:
+        """Fewer columns, the same numbers; nothing is said of the context, so no head gathers."""
+        model, steps = self._model(), []
+        whole = {s.head: s for s in locate(model, pico_tokenizer(), PROMPTS).heads}
+        section = PROMPTS.model_copy(update={"at": "query"})
+        part = locate(model, pico_tokenizer(), section, progress=lambda *at: steps.append(at))
+        assert steps == [(i + 1, 2 * 2) for i in range(2 * 2)], "two batches, ablation and the perfect reads"
+        columns = ("query", "segment_end", "answer_token")
+        for head in part.heads:
+            assert set(head.scores) == {*columns, *(f"{c}_accuracy" for c in columns)}
+            assert all(head.scores[c] == whole[head.head].scores[c] for c in columns)
+            assert head.role in ("aggregate", "neither")
+        assert names(part.chosen) == names(part.heads)[:1] and len(part.heads) == 8
+
+    @pytest.mark.parametrize("family", ["bamba", "zamba2", "falcon_h1", "llama"])
+    def test_attention_heads_are_measured_and_never_chosen(self, family: str, any_accuracy: None) -> None:
+        model = pico_family(family, vocab_size=1024)
+        mixers = family_of(model.config).mixers(model.config)
+        sites = {spec.name for spec in family_of(model.config).sites(model.config)}
+        assert any(not spec.is_ssm for spec in mixers)
+        found = locate(model, pico_tokenizer(), PROMPTS, Splice(num_heads=2))
+        assert sorted(s.head for s in found.heads) == sorted(head for spec in mixers for head in spec.heads)
+        assert {s.head.mixer for s in found.chosen} <= sites
+        assert len(found.chosen) == (2 if sites else 0)
+        assert head_set_from_json(to_json(found)) == found
 
     def test_same_seed_same_heads(self, any_accuracy: None) -> None:
         one, again, other = (locate(self._model(), pico_tokenizer(), PROMPTS, seed=s) for s in (1, 1, 2))

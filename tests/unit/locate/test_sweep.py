@@ -10,8 +10,8 @@ from torch import Tensor
 
 from surgery.capture import record
 from surgery.evaluate.scoring import ChoiceScores, choice_scores
-from surgery.families import family_of
-from surgery.heads import HeadId
+from surgery.families import mixer_of, structure_of
+from surgery.heads import HeadId, MixerSpec
 from surgery.locate.sweep import READS, Sweep, Variant
 from tests.pico import HEAD_DIM, HEADS, pico_base, pico_hybrid, pico_site, prompts, random_site
 
@@ -36,8 +36,7 @@ COMBINED = [
 
 
 def sweep_of(make: Any, lengths: tuple[int, ...] = BATCHES["padded"], memory: int = 2**29) -> Sweep:
-    model = make()
-    return Sweep(model, family_of(model.config), prompts(lengths), memory)
+    return Sweep(make(), prompts(lengths), memory)
 
 
 def assert_same(fast: list[ChoiceScores], naive: list[ChoiceScores]) -> None:
@@ -127,26 +126,25 @@ def test_query_ablation_is_zeroed_columns_at_the_query(make: Any) -> None:
 def test_perfect_value_is_the_gold_tokens_at_the_usual_size(reads: Any, make: Any) -> None:
     """Parallel to the gold token's own value; as long as what the head mixes in at the query, in root mean square."""
     sweep = sweep_of(make)
-    for layer, spec in enumerate(sweep.specs):
-        mixer = sweep.family.mixer(sweep.model, layer)
+    for spec in sweep.specs:
         perfect = sweep.perfect_values(spec, reads)
-        mixed = torch.stack([_mixed(sweep, layer, b) for b in range(3)])
+        mixed = torch.stack([_mixed(sweep, spec, b) for b in range(3)])
         torch.testing.assert_close(perfect.norm(dim=-1), mixed.pow(2).sum(-1).mean(0).sqrt().expand(3, -1))
-        streams = sweep.family.streams(mixer, sweep.trace.projected[layer])
+        streams = structure_of(spec).streams(mixer_of(sweep.model, spec), spec, sweep.trace.projected[spec.name])
         for b in range(3):
             x = streams.x[b, getattr(sweep.batch, reads)[b, -1]]
             cosine = torch.nn.functional.cosine_similarity(perfect[b], x, dim=-1)
             torch.testing.assert_close(cosine, torch.ones(HEADS))
 
 
-def _mixed(sweep: Sweep, layer: int, b: int) -> Tensor:
+def _mixed(sweep: Sweep, spec: MixerSpec, b: int) -> Tensor:
     """(H,P) what each head mixes in at the query of prompt b, from the hidden attention of the prompt alone."""
     ids = sweep.batch.input_ids[b][sweep.batch.attention_mask[b].bool()][None]
-    with torch.no_grad(), record(sweep.model, sweep.family, [layer]) as trace:
+    structure, mixer = structure_of(spec), mixer_of(sweep.model, spec)
+    with torch.no_grad(), record(sweep.model, [spec]) as trace:
         sweep.model(ids, use_cache=False)
-        mixer = sweep.family.mixer(sweep.model, layer)
-        streams = sweep.family.streams(mixer, trace.projected[layer])
-        return torch.einsum("hs,shp->hp", sweep.family.hidden_attention(mixer, streams)[0, :, -1], streams.x[0])
+        streams = structure.streams(mixer, spec, trace.projected[spec.name])
+        return torch.einsum("hs,shp->hp", structure.hidden_attention(mixer, spec, streams)[0, :, -1], streams.x[0])
 
 
 @every_model
@@ -166,7 +164,7 @@ def test_leaves_the_model_and_its_own_state_alone(make: Any) -> None:
 def test_prompts_do_not_reach_each_other() -> None:
     """A prompt's margins under ablation do not depend on what else is in its batch."""
     model, batch = pico_base(), prompts()
-    whole, pair = (Sweep(model, family_of(model.config), b) for b in (batch, batch[1:]))
+    whole, pair = (Sweep(model, b) for b in (batch, batch[1:]))
     for spec in whole.specs:
         for one, other in zip(whole.ablated(spec), pair.ablated(spec), strict=True):
             torch.testing.assert_close(one.margin[1:], other.margin, atol=1e-4, rtol=0)

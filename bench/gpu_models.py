@@ -1,0 +1,155 @@
+"""The models of the GPU bench: a tiny hybrid of each family, at sizes that every kernel takes.
+
+Owns: those sizes, which implementation a mixer really calls. Must never know: what is measured.
+
+Kernels are particular: causal-conv1d wants rows of `in_proj` in multiples of 8, tensor cores widths of 16 and more.
+The widths of heads, states and chunks are those of the published models, so that what Triton compiles and tunes for
+these is what the timings need too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from inspect import getclosurevars
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from surgery.families import family_of, geometry_of, mixer_of, structure_of
+from surgery.heads import Graft, Init, MixerSpec, Mode, Plan
+from surgery.splice import splice
+from tests.pico import pico_family
+
+_BAMBA = {"hidden_size": 256, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_chunk_size": 256}
+_MAMBA1 = {"hidden_size": 256, "state_size": 16, "channels_per_head": 64, "time_step_rank": 16}
+SIZES: dict[str, dict[str, Any]] = {
+    "mamba2": {"hidden_size": 256, "num_heads": 8, "head_dim": 64, "state_size": 128, "chunk_size": 256},
+    "mamba": _MAMBA1,
+    "falcon_mamba": _MAMBA1,
+    "llamba": {"d_model": 256, "ssm_cfg": {"d_state": 64, "n_v_heads": 4, "n_qk_heads": 2, "expand": 1}},
+    "zamba2": {"hidden_size": 256, "n_mamba_heads": 8, "mamba_d_state": 128, "chunk_size": 256},
+    "bamba": _BAMBA,
+    "granite": _BAMBA,
+    "nemotron_h": {"hidden_size": 256, "mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 128,
+                   "chunk_size": 256, "head_dim": 64},
+}  # fmt: skip
+ONE_BY_ONE = ("mamba", "falcon_mamba")  # their scan is a loop over tokens on a CPU
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def exact_fp32() -> None:
+    """From here on fp32 means fp32 wherever torch computes; Triton has its own mind."""
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def prompt_length(name: str, toy: bool) -> int:
+    """Tokens of a prompt: more than a chunk, and no multiple of anything."""
+    if toy:
+        return 13
+    return 70 if name in ONE_BY_ONE else 300
+
+
+def base_of(name: str, toy: bool, dtype: str = "fp32", **more: Any) -> PreTrainedModel:
+    """A base on the CPU with random weights; its weights are rounded to `dtype`, its buffers are not."""
+    model = pico_family(name, **{**({} if toy else SIZES[name]), **more})
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[dtype])
+    return model
+
+
+def hybrid_of(base: PreTrainedModel, mode: Mode, inits: tuple[Init, Init] = ("ssm", "random")) -> PreTrainedModel:
+    """Attention in the first two layers that take it: one head, and two. With `add` its output is random, not zero."""
+    plan = plan_of(base, mode, inits)
+    hybrid = splice(base, plan)
+    if mode == "add":
+        for graft in plan.grafts:
+            weight = mixer_of(hybrid, graft.site).attention.o_proj.weight
+            rng = torch.Generator().manual_seed(graft.site.layer)
+            weight.data.copy_(torch.randn(weight.shape, generator=rng) * weight.shape[1] ** -0.5)
+    return hybrid
+
+
+def plan_of(base: PreTrainedModel, mode: Mode, inits: tuple[Init, Init] = ("ssm", "random")) -> Plan:
+    """Which heads the hybrids have."""
+    sites = family_of(base.config).sites(base.config)
+    one = Graft(sites[0], (1,), mode, inits[0], ("segment_end",))
+    two = Graft(sites[1], (0, 2), mode, inits[1], ("segment_end", "segment_end"))
+    return Plan("pico", geometry_of(base.config), (one, two), 0)
+
+
+def ssm_specs(model: PreTrainedModel) -> tuple[MixerSpec, ...]:
+    """Every SSM mixer of a model."""
+    return tuple(spec for spec in family_of(model.config).mixers(model.config) if spec.is_ssm)
+
+
+def prompts(model: PreTrainedModel, batch: int, length: int, seed: int = 0) -> Tensor:
+    """(B,T) random tokens on the model's device."""
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randint(3, model.config.vocab_size, (batch, length), generator=rng).to(model.device)
+
+
+@contextmanager
+def watch(model: PreTrainedModel) -> Iterator[dict[str, str]]:
+    """Fills a dict while the model runs: function of the recurrence -> the package whose code ran.
+
+    transformers chooses between an installed package and its own torch code when a modelling file is imported. The
+    choice is in the closure of each function; a fused function without a package returns None, and is not counted.
+    """
+    ran: dict[str, str] = {}
+    saved: list[tuple[ModuleType, str, FunctionType]] = []
+    for module in _modelling_files(model):
+        for name, function in list(vars(module).items()):
+            if isinstance(function, FunctionType) and (package := _package(function)) is not None:
+                saved.append((module, name, function))
+                setattr(module, name, _noting(function, name, package, ran))
+    try:
+        yield ran
+    finally:
+        for module, name, function in saved:
+            setattr(module, name, function)
+
+
+def _modelling_files(model: PreTrainedModel) -> set[ModuleType]:
+    mixers = [mixer_of(model, spec) for spec in ssm_specs(model)]
+    names = {cls.__module__ for mixer in mixers for cls in type(mixer).__mro__}
+    return {sys.modules[name] for name in names if name.startswith("transformers.models.")}
+
+
+def _package(function: FunctionType) -> str | None:
+    """Whose code a function that transformers wrapped calls; None for any other function."""
+    chosen = getclosurevars(function).nonlocals.get("implementation") if function.__closure__ else None
+    if chosen is None:
+        return None
+    package = chosen.__module__.split(".")[0]
+    return "torch" if package == "transformers" else package
+
+
+def _noting(function: FunctionType, name: str, package: str, ran: dict[str, str]) -> Any:
+    @wraps(function)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if result is not None:
+            ran[name] = package
+        return result
+
+    return noted
+
+
+def in_words(ran: dict[str, str]) -> str:
+    """`mamba_ssm: a, b; torch: c`."""
+    packages = sorted(set(ran.values()), key=lambda p: (p == "torch", p))
+    parts = [f"{p}: {', '.join(sorted(f for f in ran if ran[f] == p))}" for p in packages]
+    return "; ".join(parts) or "its own torch code"
+
+
+def out_columns(spec: MixerSpec, heads: tuple[int, ...]) -> list[slice]:
+    """The columns of `out_proj` that belong to these heads."""
+    return [structure_of(spec).weight_slices(spec, head).out for head in heads]

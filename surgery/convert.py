@@ -1,0 +1,140 @@
+"""Rewrites a checkpoint as a transformers folder, tensor by tensor. Owns: what such a folder holds.
+
+Must never know: surgery. The weights never lie in memory as a whole: one shard is mapped, a part of one tensor is cast.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
+
+from surgery import formats
+from surgery.checkpoint import Checkpoint, open_checkpoint, refuse_faults
+from surgery.errors import ModelError, RunError
+from surgery.recipe import Base
+from surgery.rundir import new_folder, write_json
+from surgery.weights import Stored, write_shards
+
+DTYPES = ("float32", "bfloat16", "float16")
+_KEPT_IN_FP32 = ("A_log", "dt_bias", "D")  # as the exported classes load them
+_BESIDE = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written: tensors, and the files that hold them."""
+
+    tensors: int
+    shards: int
+
+
+def convert(base: Base, folder: Path, dtype: str | None = None, overwrite: bool = False) -> Converted:
+    """Writes config, safetensors shards, and the tokenizer where there is one; the folder is whole or absent.
+
+    Args:
+        base: a checkpoint in mamba_ssm's format or in transformers'. Of the second, names and fields stay.
+        dtype: of floating numbers, but for `A_log`, `dt_bias` and `D`, which are fp32 then; as stored if None.
+        overwrite: replaces `folder` if something is there.
+
+    Raises:
+        RunError: `folder` is not empty, or holds the checkpoint itself; an unknown dtype.
+        ModelError: as `open_checkpoint`; tensors that do not fit the config.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise RunError("--dtype", dtype, f"Choose one of {', '.join(DTYPES)}.")
+    found = open_checkpoint(base)
+    _check_target(folder, found, overwrite)
+    tensors = found.tensors()
+    model = _check_tensors(found, tensors) if found.is_mamba_ssm else None
+
+    def dtype_of(name: str, stored: torch.dtype) -> torch.dtype:
+        if dtype is None or not stored.is_floating_point:
+            return stored
+        return torch.float32 if name.rsplit(".", 1)[-1] in _KEPT_IN_FP32 else getattr(torch, dtype)
+
+    with new_folder(folder) as new:
+        shards = write_shards(new, tensors, dtype_of)
+        if model is None:
+            _copy_config(found, new, dtype)
+        else:
+            model.config.dtype = dtype_of("", tensors[formats.TIED[0]].dtype)
+            _write_config(model, new)
+        for name in _BESIDE:
+            file = found.find(name)
+            if file is not None:
+                shutil.copyfile(file, new / name)
+    return Converted(len(tensors), shards)
+
+
+def _check_target(folder: Path, found: Checkpoint, overwrite: bool) -> None:
+    if folder.is_file():
+        raise RunError("FOLDER", str(folder), "It is a file. Name a folder.")
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+        raise RunError("FOLDER", str(folder), "There is something already. Give --overwrite, or another folder.")
+    if found.folder is not None and found.folder.resolve().is_relative_to(folder.resolve()):
+        raise RunError("FOLDER", str(folder), "It is what the checkpoint is read from. Name another folder.")
+
+
+def _check_tensors(found: Checkpoint, tensors: dict[str, Stored]) -> PreTrainedModel:
+    """The model without memory for its weights, once the files hold exactly its tensors."""
+    with torch.device("meta"):
+        model = formats.model_class(found.config)(found.config)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    missing = expected.keys() - tensors.keys()
+    if found.config.tie_word_embeddings:
+        missing -= {formats.TIED[1]}
+    both = expected.keys() & tensors.keys()
+    misshapen = {name: tensors[name].shape for name in both if tensors[name].shape != expected[name]}
+    refuse_faults(found.model, expected, missing, tensors.keys() - expected.keys(), misshapen)
+    return model
+
+
+def _write_config(model: PreTrainedModel, folder: Path) -> None:
+    """The config; with the modelling files where transformers has no such class."""
+    model_class, config_class = type(model), type(model.config)
+    model.config.architectures = [model_class.__name__]
+    if model_class.__module__.startswith("transformers."):
+        model.config.save_pretrained(folder)
+        return
+    try:  # the mark that asks for the files sits on the class; it is taken off again
+        model_class.register_for_auto_class("AutoModelForCausalLM")
+        config_class.register_for_auto_class()
+        custom_object_save(model, folder, config=model.config)
+        model.config.save_pretrained(folder)
+    finally:
+        model_class._auto_class = config_class._auto_class = None
+
+
+def _copy_config(found: Checkpoint, folder: Path, dtype: str | None) -> None:
+    """The config as it is, but for the dtype; with its modelling files, or where they are on the Hub."""
+    source = found.find("config.json")
+    if source is None:
+        raise ModelError("base.model", found.model, "It has no config.json.")
+    config = json.loads(source.read_text(encoding="utf-8"))
+    if dtype is not None:
+        config.pop("torch_dtype", None)
+        config["dtype"] = dtype
+    if found.folder is not None:
+        for file in found.folder.glob("*.py"):
+            shutil.copyfile(file, folder / file.name)
+    elif "auto_map" in config:
+        named = config["auto_map"].items()
+        config["auto_map"] = {k: v if "--" in v else f"{found.model}--{v}" for k, v in named}
+    write_json(folder / "config.json", config)

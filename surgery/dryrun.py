@@ -1,0 +1,169 @@
+"""What a run would do and cost, from configs alone: no weights are loaded, nothing is written. Owns: `--dry-run`.
+
+Must never know: how it is printed, how a stage does its work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.checkpoint import load_config, load_tokenizer
+from surgery.estimate import CacheBytes, MicroBatch, StepCost, cache_bytes, micro_batches, step_cost
+from surgery.families import family_of, geometry_of
+from surgery.heads import HeadId, HeadSet, ScoredHead, head_set_from_json
+from surgery.plan import make_plan, splice_field
+from surgery.recipe import Base, Hardware, Recipe
+from surgery.rundir import RunDir, read_json
+from surgery.sizes import meta_model, sizes_of
+from surgery.stages import STAGES, Run
+from surgery.train import make_accelerator
+from surgery.train.tokenizer import build_tokenizer
+
+LENGTHS = {"1k": 1024, "8k": 8 * 1024, "32k": 32 * 1024, "128k": 128 * 1024}
+GIB = 2**30
+
+
+def dry_run(recipe: Recipe, folder: Path, path: Path | None = None) -> dict[str, Any]:
+    """Heads, sizes, memory, FLOPs, cache bytes, and whether it fits; plain data.
+
+    Heads that are not located yet are stood in for by the first heads of the middle layer: counts are the same.
+
+    Args:
+        folder: of the run, for heads that were located there.
+        path: of the recipe. Where `base.model` is a Hub id, the shapes in `configs/` beside it save a connection.
+
+    Raises:
+        SurgeryError: what the run itself would refuse before it loads weights.
+    """
+    base, shapes_from = _at_hand(recipe.base, path)
+    config = load_config(base)
+    heads = _located(recipe, folder)
+    plan = make_plan(heads or _stand_in(recipe, config), config, recipe.splice, recipe.seed)
+    fields = splice_field(plan, config, recipe.splice)
+    plain = _as_loaded(meta_model(config, base.trust_remote_code), recipe.base)
+    hybrid = _hybrid(config, fields, recipe.base)
+    before, after = sizes_of(plain), sizes_of(hybrid)
+    caches = {"base": _cache(cache_bytes(plain)), "hybrid": _cache(cache_bytes(hybrid))}
+    tokenizer, counted_with = _tokenizer(recipe.base, asked=shapes_from == "")
+    processes = recipe.hardware.count
+    batches = micro_batches(recipe.train, recipe.seed, tokenizer, processes)
+    keeps = any(source.weights.keep > 0 for source in recipe.train.sources)
+    cost = step_cost(hybrid, plain if keeps else None, plan.grafts, recipe.train, batches)
+    trainable = sum(p.numel() for p in hybrid.parameters() if p.requires_grad)
+    return {
+        "shapes_from": shapes_from,
+        "heads": [str(h) for h in plan.heads],
+        "located": heads is not None,
+        "sites": fields,
+        "parameters": before.parameters,
+        "new_parameters": after.new_parameters,
+        "trainable_parameters": trainable,
+        "cache": caches,
+        **_training(recipe, cost, batches, counted_with),
+        "fits": _fits(cost, recipe.hardware),
+    }
+
+
+def _training(recipe: Recipe, cost: StepCost, batches: tuple[MicroBatch, ...], counted_with: str) -> dict[str, Any]:
+    """Steps, tokens, FLOPs and memory; the run's are those of all arms that train."""
+    processes, steps = recipe.hardware.count, recipe.train.steps
+    arms = 2 if recipe.train.has_control else 1
+    rows, columns = batches[cost.largest].shape
+    return {
+        "steps": steps,
+        "arms": arms,
+        "documents": steps * sum(source.rows for source in recipe.train.sources),
+        "tokens": {"step": round(cost.tokens * processes), "run": round(cost.tokens * processes * steps * arms)},
+        "tokens_counted_with": counted_with,
+        "flops": {"step": cost.flops * processes, "run": cost.flops * processes * steps * arms},
+        "largest": {"source": recipe.train.sources[cost.largest].task, "rows": rows, "tokens": columns},
+        "memory": {**asdict(cost.memory), "total": cost.memory.total},
+    }
+
+
+def _fits(cost: StepCost, hardware: Hardware) -> dict[str, Any] | None:
+    """Whether one process's share fits its device, and what is left; None where the recipe names no memory."""
+    if hardware.memory_gib is None:
+        return None
+    left = round(hardware.memory_gib * GIB) - cost.memory.total
+    name = hardware.gpu or "device"
+    return {"gpu": name, "count": hardware.count, "memory_gib": hardware.memory_gib, "fits": left >= 0, "left": left}
+
+
+def _cache(found: CacheBytes) -> dict[str, Any]:
+    return {"state": found.state, "kv_per_token": found.per_token, **{k: found.at(n) for k, n in LENGTHS.items()}}
+
+
+def _stand_in(recipe: Recipe, config: PreTrainedConfig) -> HeadSet:
+    """The heads that the recipe lists, or the first ones around the middle layer."""
+    sites = family_of(config).sites(config)
+    chosen = [HeadId.parse(h) for h in recipe.splice.heads]
+    if not chosen and sites:
+        middle = sites[len(sites) // 2].layer
+        near = sorted(sites, key=lambda spec: abs(spec.layer - middle))
+        chosen = [head for spec in near for head in spec.heads][: recipe.splice.num_heads]
+    scored = tuple(ScoredHead(h, "neither", "answer_token", {}) for h in chosen)
+    return HeadSet(recipe.base.model, "", geometry_of(config), (), scored, "stand-in", recipe.seed)
+
+
+def _hybrid(config: PreTrainedConfig, fields: list[dict[str, Any]], base: Base) -> PreTrainedModel:
+    family = family_of(config)
+    hybrid_config = family.hybrid_config(config, fields)
+    hybrid_config._attn_implementation = "sdpa"
+    with torch.device("meta"):
+        return _as_loaded(family.build_hybrid(hybrid_config), base)
+
+
+def _as_loaded(model: PreTrainedModel, base: Base) -> PreTrainedModel:
+    """In the dtype that the recipe asks for; what the class keeps in fp32 stays there."""
+    asked = model.config.dtype if base.dtype == "auto" else getattr(torch, base.dtype)
+    kept = model._keep_in_fp32_modules_strict or ()
+    for name, parameter in model.named_parameters():
+        dtype = torch.float32 if name.rsplit(".", 1)[-1] in kept else asked or torch.float32
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _at_hand(base: Base, path: Path | None) -> tuple[Base, str]:
+    """The base with its config from where no connection is needed, and a note if that is not its own place.
+
+    A folder is itself. A Hub id is looked for in the local cache, then among the configs beside the recipe; the Hub is
+    asked only if neither has it.
+    """
+    if Path(base.model).exists() or base.model.count("/") != 1:
+        return base, ""
+    cached = try_to_load_from_cache(base.model, "config.json", revision=base.revision)
+    if isinstance(cached, str):
+        return base.model_copy(update={"model": str(Path(cached).parent)}), ""
+    kept = path.parent / "configs" / base.model.split("/")[1] if path is not None else None
+    if kept is None or not (kept / "config.json").is_file():
+        return base, ""
+    return base.model_copy(update={"model": str(kept)}), str(kept)
+
+
+def _tokenizer(base: Base, asked: bool) -> tuple[PreTrainedTokenizerBase, str]:
+    """The base's tokenizer, or the toolkit's small one; and a note which. `asked`: the Hub may be asked."""
+    source = base.tokenizer or base.model
+    if Path(source).exists() or asked:
+        return load_tokenizer(base), "its own tokenizer"
+    cached = try_to_load_from_cache(source, "tokenizer.json") if source.count("/") == 1 else None
+    if isinstance(cached, str):
+        return load_tokenizer(base.model_copy(update={"tokenizer": str(Path(cached).parent)})), "its own tokenizer"
+    note = "the toolkit's small tokenizer (its own is not at hand): about 5 tokens a key-value pair"
+    return build_tokenizer(), note
+
+
+def _located(recipe: Recipe, folder: Path) -> HeadSet | None:
+    """The heads of an earlier run, if they were located with these very settings."""
+    manifest = RunDir(folder).manifest("locate")
+    if manifest is None or not (folder / "heads.json").is_file():
+        return None
+    run = Run(recipe, folder, make_accelerator())
+    fresh = manifest["key"] == STAGES[0].key(run)
+    return head_set_from_json(read_json(folder / "heads.json")) if fresh else None

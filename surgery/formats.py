@@ -1,0 +1,247 @@
+"""mamba_ssm's checkpoint format. Owns: how its `config.json` and its tensor names become transformers'.
+
+Must never know: files, the Hub, how weights are read. Read from mamba_ssm 2.3's `models/config_mamba.py`,
+`models/mixer_seq_simple.py` and `modules/{mamba_simple,mamba2,mha,mlp}.py`: a key that is missing takes the default
+there; one that transformers' classes cannot express is refused by name, since guessing it would give a model that runs
+and is wrong.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import transformers
+from transformers import (
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
+
+from surgery.errors import ModelError
+from surgery.hybrid.modeling_mamba2attn import ATTENTION_DEFAULTS, Mamba2AttnConfig, Mamba2AttnForCausalLM
+
+# mamba_ssm's name: (transformers' name, mamba_ssm's default).
+_MAMBA1: dict[str, tuple[str, Any]] = {
+    "d_state": ("state_size", 16),
+    "d_conv": ("conv_kernel", 4),
+    "expand": ("expand", 2),
+    "dt_rank": ("time_step_rank", "auto"),
+    "dt_min": ("time_step_min", 0.001),
+    "dt_max": ("time_step_max", 0.1),
+    "dt_init": ("time_step_init_scheme", "random"),
+    "dt_scale": ("time_step_scale", 1.0),
+    "dt_init_floor": ("time_step_floor", 1e-4),
+    "conv_bias": ("use_conv_bias", True),
+    "bias": ("use_bias", False),
+}
+_MAMBA2: dict[str, tuple[str, Any]] = {
+    "d_state": ("state_size", 128),
+    "d_conv": ("conv_kernel", 4),
+    "expand": ("expand", 2),
+    "headdim": ("head_dim", 64),
+    "ngroups": ("n_groups", 1),
+    "dt_min": ("time_step_min", 0.001),
+    "dt_max": ("time_step_max", 0.1),
+    "dt_init_floor": ("time_step_floor", 1e-4),
+    "dt_limit": ("time_step_limit", (0.0, math.inf)),
+    "bias": ("use_bias", False),
+    "conv_bias": ("use_conv_bias", True),
+    "chunk_size": ("chunk_size", 256),
+}
+_TOP: dict[str, Any] = {
+    "d_model": 2560,
+    "d_intermediate": 0,
+    "n_layer": 64,
+    "vocab_size": 50277,
+    "ssm_cfg": {},
+    "attn_layer_idx": [],
+    "attn_cfg": {},
+    "rms_norm": True,
+    "residual_in_fp32": True,
+    "fused_add_norm": True,
+    "pad_vocab_size_multiple": 8,
+    "tie_embeddings": True,
+}
+# What transformers' classes have built in, and what they would need for another value.
+_BUILT_IN: dict[str, tuple[Any, str]] = {
+    "rmsnorm": (True, "transformers' Mamba-2 always has the gated norm after the scan"),
+    "norm_before_gate": (False, "transformers' Mamba-2 always gates before its norm"),
+    "D_has_hdim": (False, "transformers' Mamba-2 has one D a head"),
+}
+# Initial values and choices of kernels: a trained checkpoint's numbers do not depend on them.
+_WITHOUT_EFFECT = {
+    "Mamba1": {"use_fast_path"},
+    "Mamba2": {"conv_init", "A_init_range", "use_mem_eff_path", "process_group", "sequence_parallel"},
+    "": {"architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "_commit_hash"},
+}
+_CLASSES: dict[type[PreTrainedConfig], type[PreTrainedModel]] = {
+    MambaConfig: MambaForCausalLM,
+    Mamba2Config: Mamba2ForCausalLM,
+    Mamba2AttnConfig: Mamba2AttnForCausalLM,
+}
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+_RENAMED = {"backbone.embedding.weight": "backbone.embeddings.weight"}  # all other names are the same in both formats
+TIED = ("backbone.embeddings.weight", "lm_head.weight")  # what `tie_embeddings` makes one
+
+
+def is_mamba_ssm(data: Mapping[str, Any]) -> bool:
+    """Whether the contents of a `config.json` are mamba_ssm's `MambaConfig`."""
+    return "model_type" not in data and ("ssm_cfg" in data or {"d_model", "n_layer"} <= data.keys())
+
+
+def to_transformers(name: str) -> str:
+    """mamba_ssm's name of a tensor -> transformers'."""
+    return _RENAMED.get(name, name)
+
+
+def to_mamba_ssm(name: str) -> str:
+    """The inverse of `to_transformers`."""
+    return {new: old for old, new in _RENAMED.items()}.get(name, name)
+
+
+def is_derived(name: str) -> bool:
+    """Tensors that older files hold and that follow from the config: rotary frequencies."""
+    return name.endswith(".rotary_emb.inv_freq")
+
+
+def convert_config(data: Mapping[str, Any]) -> PreTrainedConfig:
+    """transformers' config of the same model: `MambaConfig`, `Mamba2Config`, or `Mamba2AttnConfig`.
+
+    Raises:
+        ModelError: a key that mamba_ssm does not know, or a value that none of these classes can express.
+    """
+    _refuse_unknown(data, {*_TOP, *_TOKENS, *_WITHOUT_EFFECT[""]}, "")
+    top = {key: data.get(key, default) for key, default in _TOP.items()}
+    top |= {key: top[key] or type(_TOP[key])() for key in ("ssm_cfg", "attn_layer_idx", "attn_cfg")}  # null is empty
+    for key in ("d_model", "n_layer", "vocab_size", "pad_vocab_size_multiple"):
+        _positive(key, top[key])
+    if not top["rms_norm"]:
+        raise ModelError("rms_norm", top["rms_norm"], "transformers' Mambas have RMSNorm, without a bias, only.")
+    layer = top["ssm_cfg"].get("layer", "Mamba1")
+    _refuse_layer(layer)
+    multiple = top["pad_vocab_size_multiple"]
+    fields: dict[str, Any] = {
+        "vocab_size": -(-top["vocab_size"] // multiple) * multiple,
+        "hidden_size": top["d_model"],
+        "num_hidden_layers": top["n_layer"],
+        "layer_norm_epsilon": 1e-5,
+        "residual_in_fp32": top["residual_in_fp32"],
+        "tie_word_embeddings": top["tie_embeddings"],
+        **{key: data.get(key) for key in _TOKENS},  # the format does not hold them: the tokenizer says
+    }
+    has_more = bool(top["attn_layer_idx"] or top["d_intermediate"])
+    if layer == "Mamba1":
+        if has_more:
+            key = "attn_layer_idx" if top["attn_layer_idx"] else "d_intermediate"
+            raise ModelError(key, top[key], "No class has attention layers or MLPs beside Mamba-1 mixers.")
+        return MambaConfig(**fields, **_ssm_fields(top["ssm_cfg"], "Mamba1", _MAMBA1))
+    fields |= _mamba2_fields(top)
+    return Mamba2AttnConfig(**fields, **_attention_fields(top)) if has_more else Mamba2Config(**fields)
+
+
+def norms_by_group() -> bool:
+    """Whether the installed transformers norms each of Mamba-2's groups by itself, as mamba_ssm does; 5.22 does not."""
+    return "group_size" in inspect.signature(MambaRMSNormGated).parameters
+
+
+def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The causal language model for what `convert_config` returns."""
+    return _CLASSES[type(config)]
+
+
+def _refuse_layer(layer: str) -> None:
+    if layer == "Mamba3":
+        hint = (
+            "Neither transformers nor this toolkit has a class for Mamba-3. One would also have to be told the "
+            "activation of A: mamba_ssm changed it from softplus to a heavy-tailed one, with the same tensors and no "
+            "version in the config."
+        )
+        raise ModelError("ssm_cfg.layer", layer, hint)
+    if layer not in ("Mamba1", "Mamba2"):
+        raise ModelError("ssm_cfg.layer", layer, "Known layers: Mamba1, Mamba2.")
+
+
+def _ssm_fields(ssm: Mapping[str, Any], layer: str, names: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+    """transformers' fields for the keys of `ssm_cfg` that it has."""
+    _refuse_unknown(
+        ssm, {*names, *_WITHOUT_EFFECT[layer], "layer", *(_BUILT_IN if layer == "Mamba2" else ())}, "ssm_cfg."
+    )
+    expand = ssm.get("expand", 2)
+    if expand != int(expand):
+        raise ModelError("ssm_cfg.expand", expand, "transformers' classes take whole numbers only.")
+    found = {ours: ssm.get(theirs, default) for theirs, (ours, default) in names.items()}
+    return {**found, "expand": int(expand)}
+
+
+def _mamba2_fields(top: Mapping[str, Any]) -> dict[str, Any]:
+    ssm = dict(top["ssm_cfg"])
+    for key, (value, why) in _BUILT_IN.items():
+        if ssm.get(key, value) != value:
+            raise ModelError(f"ssm_cfg.{key}", ssm[key], f"{why[0].upper()}{why[1:]}.")
+    width = ssm.pop("d_ssm", None)
+    found = _ssm_fields(ssm, "Mamba2", _MAMBA2)
+    inner = found["expand"] * top["d_model"]
+    if width not in (None, inner):
+        hint = f"transformers' Mamba-2 has the SSM on all {inner} channels, without a gated MLP beside it."
+        raise ModelError("ssm_cfg.d_ssm", width, hint)
+    for key in ("headdim", "ngroups"):
+        _positive(f"ssm_cfg.{key}", found[_MAMBA2[key][0]])
+    if found["n_groups"] > 1 and not norms_by_group():
+        hint = f"transformers {transformers.__version__} normalises all groups as one. Install transformers>=5.23."
+        raise ModelError("ssm_cfg.ngroups", found["n_groups"], hint)
+    if inner % found["head_dim"]:
+        raise ModelError("ssm_cfg.headdim", found["head_dim"], f"It has to divide the {inner} channels.")
+    limit = tuple(float(x) for x in found["time_step_limit"])
+    return {**found, "num_heads": inner // found["head_dim"], "time_step_limit": limit}
+
+
+def _attention_fields(top: Mapping[str, Any]) -> dict[str, Any]:
+    """`attn_layer_idx`, `attn_cfg` with every key, and `d_intermediate`."""
+    layers: Sequence[int] = top["attn_layer_idx"]
+    given: dict[str, Any] = dict(top["attn_cfg"])
+    for layer in layers:
+        if layer not in range(top["n_layer"]):
+            raise ModelError("attn_layer_idx", layer, f"The model has layers 0 to {top['n_layer'] - 1}.")
+    if not layers:
+        return {"d_intermediate": top["d_intermediate"]}
+    _refuse_unknown(given, {*ATTENTION_DEFAULTS, "num_heads", "causal", "mlp_dim"}, "attn_cfg.")
+    if not given.pop("causal", False):
+        raise ModelError(
+            "attn_cfg.causal", False, "A language model's attention has to be causal; false is the default."
+        )
+    if given.pop("mlp_dim", 0):
+        raise ModelError(
+            "attn_cfg.mlp_dim", top["attn_cfg"]["mlp_dim"], "Attention with an MLP beside it has no class."
+        )
+    _positive("attn_cfg.num_heads", given.get("num_heads"))
+    own = {**ATTENTION_DEFAULTS, **given}
+    shared = own["num_heads_kv"] or own["num_heads"]
+    if own["num_heads"] % shared:
+        raise ModelError("attn_cfg.num_heads_kv", shared, f"It has to divide the {own['num_heads']} heads.")
+    if own["head_dim"] is None and top["d_model"] % own["num_heads"]:
+        raise ModelError("attn_cfg.num_heads", own["num_heads"], f"It has to divide d_model {top['d_model']}.")
+    head_dim = own["head_dim"] or top["d_model"] // own["num_heads"]
+    if own["rotary_emb_dim"] % 2 or own["rotary_emb_dim"] > head_dim:
+        hint = f"It has to be even, and at most the head's width {head_dim}."
+        raise ModelError("attn_cfg.rotary_emb_dim", own["rotary_emb_dim"], hint)
+    return {"attn_layer_idx": sorted(layers), "attn_cfg": own, "d_intermediate": top["d_intermediate"]}
+
+
+def _refuse_unknown(given: Mapping[str, Any], known: Collection[str], prefix: str) -> None:
+    for key, value in given.items():
+        if key not in known:
+            hint = "mamba_ssm's format, which this looks like, has no such key; what it means cannot be guessed."
+            raise ModelError(prefix + key, value, hint)
+
+
+def _positive(key: str, value: Any) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ModelError(key, value, "It has to be a whole number above 0.")

@@ -1,0 +1,309 @@
+"""What a computation costs: bytes kept for backward, bytes alive at once, FLOPs; on real tensors or on the meta device.
+
+Owns: the meters, and what lets the real code run on meta tensors: integers and booleans keep their values there (masks
+decide shapes), and SDPA is counted as a fused kernel. Must never know: recipes, families, losses.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """One forward pass, and its backward pass if anything in it trains.
+
+    Attributes:
+        saved: bytes that autograd keeps for the backward pass, each storage once; parameters and buffers not counted.
+        held: bytes alive when the forward pass ends: what is saved, and the outputs.
+        forward_peak, backward_peak: most bytes alive at once during each; parameters and their gradients not counted.
+        flops: of matrix products, convolutions and attention; elementwise work is not counted.
+    """
+
+    saved: int
+    held: int
+    forward_peak: int
+    backward_peak: int
+    flops: int
+
+    def times(self, factor: float) -> PassCost:
+        """The same work on that many times the documents."""
+        return PassCost(*(round(getattr(self, field.name) * factor) for field in fields(self)))
+
+
+def measure(call: Callable[[], Sequence[Tensor]], model: nn.Module | None = None) -> PassCost:
+    """Runs `call`, then backward from those of the tensors it returns that need a gradient.
+
+    Args:
+        model: what belongs to it is not counted. Trained parameters should have a gradient, as between two
+            micro-batches: a new one would count.
+    """
+    with FusedAttention(), Meter(belongings(model)) as meter:
+        with saved_bytes(model) as saved:
+            outputs = list(call())
+        held, forward_peak = meter.now, meter.peak
+        trained = [output for output in outputs if output.requires_grad]
+        if trained:
+            meter.peak = meter.now
+            torch.autograd.backward(trained, [torch.empty_like(output) for output in trained])
+    return PassCost(saved.total, held, forward_peak, meter.peak if trained else 0, meter.flops)
+
+
+def extrapolate(lengths: Sequence[int], costs: Sequence[PassCost], length: int) -> PassCost:
+    """The polynomial through the costs at some lengths, at another: exact for what grows with T and T^2 (Lagrange)."""
+    weights = []
+    for i, a in enumerate(lengths):
+        weight = 1.0
+        for j, b in enumerate(lengths):
+            weight *= (length - b) / (a - b) if i != j else 1.0
+        weights.append(weight)
+    names = [field.name for field in fields(PassCost)]
+    return PassCost(*(round(sum(w * getattr(c, n) for w, c in zip(weights, costs, strict=True))) for n in names))
+
+
+def belongings(model: nn.Module | None) -> list[Tensor]:
+    """Parameters, their gradients, and buffers."""
+    if model is None:
+        return []
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return [*model.parameters(), *gradients, *model.buffers()]
+
+
+@dataclass
+class Total:
+    """Bytes so far."""
+
+    total: int = 0
+
+
+@contextmanager
+def saved_bytes(model: nn.Module | None = None) -> Iterator[Total]:
+    """Counts what autograd keeps while the context is open, each storage once; not what belongs to `model`."""
+    seen = {StorageWeakRef(t.untyped_storage()) for t in belongings(model)}
+    result = Total()
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        reference = StorageWeakRef(storage)
+        if reference not in seen:
+            seen.add(reference)
+            result.total += storage.nbytes()
+        return tensor.detach()  # the tensor itself would hold the node that holds it
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield result
+
+
+class Meter(TorchDispatchMode):
+    """Watches every operation.
+
+    Attributes:
+        now, peak: bytes of the storages that operations made, alive now and most at once.
+        flops: by the formulas of torch's flop counter.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.now = self.peak = self.flops = 0
+        self._known = {StorageWeakRef(t.untyped_storage()) for t in known}
+        self._shadows = Shadows()
+        self._layouts: dict[Any, tuple[Any, Any, torch.dtype] | None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ASK_FOR_VALUES and args[0].is_meta:
+            done, result, args = self._shadows.answer(func, args)
+            if done:
+                return result
+        result = self._run(func, args, kwargs)
+        made = [result] if isinstance(result, Tensor) else [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        for tensor in made:
+            self._count(tensor.untyped_storage())
+        if made and made[0].is_meta and not made[0].is_floating_point():
+            self._shadows.follow(func, args, kwargs, made)
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **kwargs, out_val=result)
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """`func`; or on meta tensors of shapes that it has seen, what it makes of them: blocks repeat, and many of
+        torch's meta functions are slow Python."""
+        key = _key((args, kwargs)) if _makes_one(func) else None
+        if key is None:
+            return func(*args, **kwargs)
+        key = (func, key)
+        layout = self._layouts.get(key)
+        if layout is not None:
+            return torch.empty_strided(layout[0], layout[1], dtype=layout[2], device="meta")
+        result = func(*args, **kwargs)
+        if key not in self._layouts:
+            self._layouts[key] = _layout_of_new(result, (args, kwargs))
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        reference = StorageWeakRef(storage)
+        if reference not in self._known:
+            self._known.add(reference)
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._free, reference, storage.nbytes())
+
+    def _free(self, reference: StorageWeakRef, size: int) -> None:
+        self._known.discard(reference)
+        self.now -= size
+
+
+@cache
+def _makes_one(func: Any) -> bool:
+    """Whether it returns one new tensor, neither a view nor an argument that it has changed."""
+    returns = func._schema.returns
+    return not func._schema.is_mutable and len(returns) == 1 and returns[0].alias_info is None
+
+
+def _key(tree: Any) -> Any:
+    """What the shape of a result depends on; None where that is not known."""
+    if isinstance(tree, Tensor):
+        return (tree.shape, tree.stride(), tree.dtype) if tree.is_meta else None
+    if isinstance(tree, dict):
+        tree = [*tree.items()]
+    if isinstance(tree, (tuple, list)):
+        parts = [_key(part) for part in tree]
+        return None if None in parts else tuple(parts)
+    return (type(tree), tree)  # 1 is not True, and None is an argument too
+
+
+def _layout_of_new(result: Any, inputs: Any) -> tuple[Any, Any, torch.dtype] | None:
+    """Of one floating tensor that shares no memory with the inputs; None for all else."""
+    if not isinstance(result, Tensor) or not result.is_meta or not result.is_floating_point():
+        return None
+    storage = result.untyped_storage()
+    shared = any(isinstance(t, Tensor) and t.untyped_storage()._cdata == storage._cdata for t in tree_leaves(inputs))
+    return None if shared else (result.shape, result.stride(), result.dtype)
+
+
+_ASK_FOR_VALUES = {aten._local_scalar_dense.default, aten.nonzero.default, aten.index.Tensor}
+
+
+class Shadows:
+    """Values of integer and boolean meta tensors, on the CPU: those that come from known ones alone are known.
+
+    So `mask.all()`, `logits[mask]` and `mask.nonzero()` work beside meta logits: the masks of a batch are small and
+    real, the weights are neither. A shadow belongs to a storage, where views find it.
+    """
+
+    def __init__(self) -> None:
+        self._shadows: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # holds the storages: no number comes twice
+
+    def answer(self, func: Any, args: Any) -> tuple[bool, Any, Any]:
+        """Whether `func` is done, its result if so, and the arguments to call it with if not."""
+        if func is aten.index.Tensor:
+            return False, None, (args[0], self._positions(args[1]))
+        value = self._value(args[0], needed=True)
+        if func is aten._local_scalar_dense.default:
+            return True, value.item(), args
+        found = value.nonzero()
+        return True, self._remember(torch.empty(found.shape, dtype=torch.long, device="meta"), found), args
+
+    def follow(self, func: Any, args: Any, kwargs: dict[str, Any], made: Sequence[Tensor]) -> None:
+        """Does on the shadows what `func` did on meta tensors, if every input has one."""
+        changes = func._schema.is_mutable
+        if not changes and all(self._value(t) is not None for t in made):
+            return  # views
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if any(self._value(t) is None for t in inputs):
+            if changes:
+                self._shadows.pop(made[0].untyped_storage()._cdata, None)
+            return
+        cpu_args, cpu_kwargs = tree_map(self._on_cpu, (args, kwargs))
+        results = [t for t in tree_leaves(func(*cpu_args, **cpu_kwargs)) if isinstance(t, Tensor)]
+        for meta, value in zip(made, results, strict=True):
+            if self._value(meta) is None:
+                self._remember(meta, value)
+
+    def _remember(self, meta: Tensor, value: Tensor) -> Tensor:
+        """The meta tensor, whose storage has a shadow of the same layout from now on."""
+        storage = meta.untyped_storage()
+        flat = torch.zeros(storage.nbytes() // meta.element_size(), dtype=meta.dtype)
+        flat.as_strided(meta.size(), meta.stride(), meta.storage_offset()).copy_(value)
+        self._shadows[storage._cdata] = (storage, flat)
+        return meta
+
+    def _value(self, tensor: Tensor, needed: bool = False) -> Any:
+        """The values of a tensor, or None where they are not known."""
+        if not tensor.is_meta:
+            return tensor
+        entry = self._shadows.get(tensor.untyped_storage()._cdata)
+        if entry is not None:
+            flat = entry[1].view(tensor.dtype)
+            return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        if needed:
+            raise NotImplementedError("the computation asks for values that a meta tensor does not have")
+        return None
+
+    def _on_cpu(self, x: Any) -> Any:
+        if isinstance(x, torch.device):
+            return torch.device("cpu")
+        return self._value(x) if isinstance(x, Tensor) else x
+
+    def _positions(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Boolean indices as the positions where they are True, which says how many there are."""
+        found: list[Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype != torch.bool:
+                found.append(index)
+            else:
+                found += [i.to("meta") for i in self._value(index, needed=True).nonzero(as_tuple=True)]
+        return found
+
+
+class FusedAttention(TorchFunctionMode):
+    """SDPA on meta tensors as its memory-efficient kernel: it keeps query, key, value, mask, output and a number a row.
+
+    The flash kernels keep the same, without a mask. Grouped keys and values are expanded first.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and args[0].is_meta:
+            return _fused(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """(B,H,T,K), (B,H,S,K), (B,H,S,V) -> (B,H,T,V)."""
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    output: Tensor = aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]
+    return output

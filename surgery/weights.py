@@ -1,0 +1,245 @@
+"""Files of tensors. Owns: which files hold a checkpoint's weights, reading them safely and lightly, writing shards.
+
+Must never know: configs, models, what a tensor's name means. Tensors are mapped into memory, not read; pickles are
+loaded with `weights_only=True` and may hold tensors alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from surgery.errors import ModelError
+
+# In the order in which transformers looks for them.
+_NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _SAFETENSORS_DTYPES.items()}
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # to look at bits
+_LFS_POINTER = b"version https://git-lfs"
+_CHUNK = 1 << 22  # elements that are cast and written at once
+_MAPPED_BYTES = 1 << 28  # of a source, while shards are written
+SHARD_BYTES = 10**9
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file, not read yet."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def weight_files(find: Callable[[str], Path | None]) -> tuple[Path, ...]:
+    """The files of a checkpoint's weights, shards included; none where there are none.
+
+    Args:
+        find: the local path of a file of the checkpoint, or None where it has no such file.
+
+    Raises:
+        ModelError: the index of the shards is broken, or names a shard that is not there.
+    """
+    for name in _NAMES:
+        path = find(name)
+        if path is None:
+            continue
+        if not name.endswith(".json"):
+            return (path,)
+        try:
+            shards = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise ModelError("base.model", str(path), "This index is broken. Download it again.") from None
+        found = {shard: find(shard) for shard in shards}
+        missing = [shard for shard, file in found.items() if file is None]
+        if missing:
+            raise ModelError("base.model", str(path), f"It names {missing[0]}, which is not there. Download it again.")
+        return tuple(file for file in found.values() if file is not None)
+    return ()
+
+
+def check_file(file: Path) -> None:
+    """Refuses a damaged file, and a pickle that holds anything but tensors.
+
+    Raises:
+        ModelError: says which file, and what is wrong with it.
+    """
+    with open(file, "rb") as handle:
+        if handle.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise ModelError("base.model", str(file), "It is a pointer of Git LFS, not the file: run `git lfs pull`.")
+    if file.suffix == ".safetensors":
+        _header_of(file)
+    else:
+        _read_pickle(file)
+
+
+def inventory(files: Iterable[Path]) -> dict[str, Stored]:
+    """What the files hold, by name, without reading it. Raises ModelError as `check_file`."""
+    found: dict[str, Stored] = {}
+    for file in files:
+        if file.suffix == ".safetensors":
+            for name, entry in _header_of(file).items():
+                found[name] = Stored(file, name, tuple(entry["shape"]), _SAFETENSORS_DTYPES[entry["dtype"]])
+        else:
+            for name, tensor in _read_pickle(file).items():
+                found[name] = Stored(file, name, tuple(tensor.shape), tensor.dtype)
+    return found
+
+
+def read_tensors(wanted: Iterable[Stored], mapped_bytes: float = math.inf) -> Iterator[Tensor]:
+    """The tensors in that order, mapped from their files.
+
+    Args:
+        mapped_bytes: after so many, a file is mapped anew, so that what was read before can leave memory.
+    """
+    opened: Path | None = None
+    get: Callable[[str], Tensor] | None = None
+    seen = 0
+    for stored in wanted:
+        if get is None or stored.file != opened or (seen > mapped_bytes and _can_map(stored.file)):
+            get, opened, seen = None, stored.file, 0  # the old mapping goes first
+            is_pickle = opened.suffix != ".safetensors"
+            get = _read_pickle(opened).__getitem__ if is_pickle else safe_open(opened, "pt").get_tensor
+        seen += stored.bytes
+        yield get(stored.name)
+
+
+def _can_map(file: Path) -> bool:
+    """Of pickles, only zip files can be mapped; older ones are read."""
+    return file.suffix == ".safetensors" or zipfile.is_zipfile(file)
+
+
+def why_refused(error: UnpicklingError) -> str:
+    """One sentence for what torch's safe unpickler says in a page."""
+    asked = re.search(r"GLOBAL (\S+)", str(error))
+    if asked is None:
+        return "It is broken, or no file of tensors as torch writes them. Download it again."
+    return f"It holds more than tensors (it asks for {asked[1]}) and could run code. Only files of tensors are read."
+
+
+def _read_pickle(file: Path) -> Mapping[str, Tensor]:
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=_can_map(file))
+    except UnpicklingError as error:
+        raise ModelError("base.model", str(file), why_refused(error)) from None
+    except (RuntimeError, EOFError, ValueError, KeyError, IndexError, AttributeError, struct.error):
+        raise ModelError("base.model", str(file), "It is broken. Download it again.") from None
+    if not isinstance(state, Mapping):
+        raise ModelError("base.model", str(file), f"It holds a {type(state).__name__}, not tensors by name.")
+    for name, value in state.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            hint = f"{name!r} is of type {type(value).__name__}; only files of tensors by name are read."
+            raise ModelError("base.model", str(file), hint)
+    return state
+
+
+def _header_of(file: Path) -> dict[str, Any]:
+    """The tensors of a safetensors file as its header has them. Raises ModelError where its length is another."""
+    size = file.stat().st_size
+    try:
+        with open(file, "rb") as handle:
+            (length,) = struct.unpack("<Q", handle.read(8))
+            if length > size:
+                raise ValueError
+            header = json.loads(handle.read(length))
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        expected = 8 + length + max((t["data_offsets"][1] for t in tensors.values()), default=0)
+        unknown = [t["dtype"] for t in tensors.values() if t["dtype"] not in _SAFETENSORS_DTYPES]
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError):
+        raise ModelError("base.model", str(file), "Its header is broken. Download it again.") from None
+    if expected != size:
+        hint = f"It is {size} bytes long, and its header says {expected}. Download it again."
+        raise ModelError("base.model", str(file), hint)
+    if unknown:
+        raise ModelError("base.model", str(file), f"It has numbers of type {unknown[0]}, which is not supported.")
+    return tensors
+
+
+def write_shards(
+    folder: Path,
+    tensors: Mapping[str, Stored],
+    dtype_of: Callable[[str, torch.dtype], torch.dtype],
+    shard_bytes: int = SHARD_BYTES,
+) -> int:
+    """Writes `model*.safetensors`, with an index where there are several, and returns how many there are.
+
+    Memory stays near the largest tensor and `_MAPPED_BYTES`, whatever the checkpoint's size.
+
+    Args:
+        tensors: by the name that they get.
+        dtype_of: (new name, stored dtype) -> dtype to write.
+    """
+    shards: list[dict[str, Stored]] = [{}]
+    room = shard_bytes
+    for name, stored in tensors.items():
+        size = replace(stored, dtype=dtype_of(name, stored.dtype)).bytes
+        if shards[-1] and size > room:
+            shards.append({})
+            room = shard_bytes
+        shards[-1][name] = stored
+        room -= size
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
+        total += _write_safetensors(folder / file, shard, {n: dtype_of(n, s.dtype) for n, s in shard.items()})
+        weight_map |= dict.fromkeys(shard, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    return len(shards)
+
+
+def _write_safetensors(path: Path, tensors: Mapping[str, Stored], dtypes: Mapping[str, torch.dtype]) -> int:
+    """Writes one file, wide numbers first so that all are aligned, and returns the bytes of its tensors."""
+    order = sorted(tensors, key=lambda name: (-dtypes[name].itemsize, tensors[name].file, name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        begin, end = end, end + replace(tensors[name], dtype=dtypes[name]).bytes
+        shape = list(tensors[name].shape)
+        header[name] = {"dtype": _DTYPE_NAMES[dtypes[name]], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        wanted = (tensors[name] for name in order)
+        for name, tensor in zip(order, read_tensors(wanted, _MAPPED_BYTES), strict=True):
+            for chunk in tensor.reshape(-1).split(_CHUNK):
+                bits = chunk.to(dtypes[name]).view(_WORDS[dtypes[name].itemsize])
+                if bool(bits.any()):
+                    file.write(bits.numpy().data)
+                else:
+                    file.seek(bits.numel() * bits.element_size(), 1)  # zeros need no room on the disk
+        file.truncate(8 + len(text) + end)
+    return end

@@ -1,0 +1,178 @@
+"""Attention that was a Transformer's: it computes what the donor computes, in a head, in a layer, in a cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from surgery.errors import PlanError
+from surgery.families import block_of, family_of, geometry_of, mixer_of
+from surgery.families.donors import donor_mixers
+from surgery.heads import HeadId, HeadSet, Plan, ScoredHead, plan_from_json, to_json
+from surgery.plan import make_plan
+from surgery.recipe import Splice, Teacher
+from surgery.splice import splice, step_zero_gap
+from tests.pico import HIDDEN, pico_family, prompts, tokens
+
+TEACHERS = ("llama", "qwen2", "gpt_neox")
+SCALED = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED |= {"original_max_position_embeddings": 16}
+
+
+def teacher_of(name: str, **more):
+    return pico_family(name, seed=5, **more)
+
+
+def section(donors: dict[str, str] | None = None, **fields) -> Splice:
+    return Splice(init="teacher", teacher=Teacher(model="a/teacher", donors=donors or {}), **fields)
+
+
+def plan_for(model, teacher, splice_section: Splice, *names: str) -> Plan:
+    chosen = tuple(ScoredHead(HeadId.parse(n), "neither", "answer_token", {}) for n in names)
+    heads = HeadSet("m", "", geometry_of(model.config), (), chosen, "list", 0)
+    return make_plan(heads, model.config, splice_section, 0, teacher.config)
+
+
+def donor_output(teacher, layer: int, x_BTD: Tensor, heads: list[int] | None) -> Tensor:
+    """What the teacher's own attention puts out; of some heads by the input of its output projection."""
+    spec = donor_mixers(teacher.config)[layer]
+    mixer = teacher.get_submodule(spec.path)
+    rotary = teacher.base_model.rotary_emb(x_BTD, torch.arange(x_BTD.shape[1])[None])
+    causal = torch.full((x_BTD.shape[1],) * 2, torch.finfo(x_BTD.dtype).min).triu(1)[None, None]
+    out = mixer.dense if spec.kind == "neox_attention" else mixer.o_proj
+    seen = []
+    handle = out.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    try:
+        whole = mixer(x_BTD, attention_mask=causal, position_embeddings=rotary)[0]
+    finally:
+        handle.remove()
+    if heads is None:
+        return whole
+    columns = [slice(h * spec.head_dim, (h + 1) * spec.head_dim) for h in heads]
+    return sum(seen[0][..., c] @ out.weight[:, c].T for c in columns)
+
+
+def branch_output(hybrid, plan: Plan, x_BTD: Tensor) -> Tensor:
+    causal = torch.full((x_BTD.shape[1],) * 2, torch.finfo(x_BTD.dtype).min).triu(1)[None, None]
+    return mixer_of(hybrid, plan.grafts[0].site).attention(x_BTD, None, None, causal)
+
+
+@pytest.mark.parametrize("name", TEACHERS)
+class TestHeads:
+    @torch.no_grad()
+    def test_heads_compute_what_the_donors_do(self, name: str) -> None:
+        base, teacher, x = pico_family("mamba2"), teacher_of(name), torch.randn(2, 11, HIDDEN)
+        chosen = section({"L1H3": "L2H2", "L1H0": "L2H1"}, mode="replace")
+        plan = plan_for(base, teacher, chosen, "L1H3", "L1H0")
+        hybrid = splice(base, plan, chosen, teacher)
+        torch.testing.assert_close(branch_output(hybrid, plan, x), donor_output(teacher, 2, x, [2, 1]))
+
+    @torch.no_grad()
+    def test_added_heads_change_nothing_at_first(self, name: str) -> None:
+        base, teacher, batch = pico_family("bamba"), teacher_of(name), prompts()
+        chosen = section()
+        hybrid = splice(base, plan_for(base, teacher, chosen, "L2H1"), chosen, teacher)
+        assert step_zero_gap(base, hybrid, batch.input_ids, batch.attention_mask).max_logit == 0
+
+
+class TestLayers:
+    @torch.no_grad()
+    @pytest.mark.parametrize(("name", "more"), [("llama", {}), ("qwen2", {}), ("llama", {"rope_parameters": SCALED})])
+    def test_a_layer_computes_what_the_donor_does(self, name: str, more: dict) -> None:
+        base, teacher, x = pico_family("llamba"), teacher_of(name, **more), torch.randn(2, 40, HIDDEN)
+        chosen = section({"L1H0": "L2H0"}, mode="replace", unit="layer")
+        plan = plan_for(base, teacher, chosen, "L1H0")
+        hybrid = splice(base, plan, chosen, teacher)
+        torch.testing.assert_close(branch_output(hybrid, plan, x), donor_output(teacher, 2, x, None))
+
+    @torch.no_grad()
+    def test_the_mixer_is_gone_and_the_cache_keeps_keys_alone(self) -> None:
+        base, teacher = pico_family("llamba"), teacher_of("llama")
+        chosen = section(mode="replace", unit="layer")
+        hybrid = splice(base, plan_for(base, teacher, chosen, "L1H0"), chosen, teacher)
+        assert not [n for n, _ in hybrid.named_parameters() if "layers.1.mixer.in_proj" in n]
+        assert hybrid.config.layer_types == ["linear_attention", "full_attention", "linear_attention"]
+        assert [s.kind for s in family_of(hybrid.config).mixers(hybrid.config)] == [
+            "llamba",
+            "donor_attention",
+            "llamba",
+        ]
+
+    @torch.no_grad()
+    def test_the_rest_of_the_block_stays_or_comes_too(self) -> None:
+        base, teacher = pico_family("llamba"), teacher_of("llama")
+        donor = teacher.model.layers[1].mlp.up_proj.weight
+        for with_block in (False, True):
+            chosen = section(mode="replace", unit="layer", with_block=with_block)
+            plan = plan_for(base, teacher, chosen, "L1H0")
+            hybrid = splice(base, plan, chosen, teacher)
+            own = block_of(base, 1, plan.grafts[0].site).mlp.up_proj.weight
+            found = block_of(hybrid, 1, plan.grafts[0].site).mlp.up_proj.weight
+            assert torch.equal(found, donor if with_block else own)
+
+    def test_another_mlp_is_refused(self) -> None:
+        base, teacher = pico_family("llamba"), teacher_of("llama", intermediate_size=40)
+        chosen = section(mode="replace", unit="layer", with_block=True)
+        with pytest.raises(PlanError, match="mlp"):
+            splice(base, plan_for(base, teacher, chosen, "L1H0"), chosen, teacher)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("base", "fields"), [("llamba", {"unit": "layer"}), ("mamba", {}), ("zamba2", {})])
+def test_cached_decode_is_the_forward_padded_or_not(base: str, fields: dict) -> None:
+    model, teacher, batch = pico_family(base), teacher_of("llama"), prompts([9, 14])
+    chosen = section(mode="replace", **fields)
+    hybrid = splice(model, plan_for(model, teacher, chosen, "L0H1"), chosen, teacher)
+    name = family_of(hybrid.config).cache_argument
+    padded = hybrid.generate(batch.input_ids, attention_mask=batch.attention_mask, max_new_tokens=5, do_sample=False)
+    for row, mask, given in zip(padded, batch.attention_mask, batch.input_ids, strict=True):
+        alone = hybrid.generate(given[mask.bool()][None], max_new_tokens=5, do_sample=False)[0]
+        assert torch.equal(row[-5:], alone[-5:])
+    ids = tokens(2, 12)
+    first = hybrid(ids[:, :8], use_cache=True)
+    rest = hybrid(ids[:, 8:], use_cache=True, **{name: first[name]}).logits
+    torch.testing.assert_close(rest, hybrid(ids).logits[:, 8:], atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_transplant_survives_saving(tmp_path) -> None:
+    from surgery.checkpoint import load_model
+    from surgery.recipe import Base
+
+    base, teacher, ids = pico_family("llamba"), teacher_of("llama", rope_parameters=SCALED), tokens(2, 40)
+    chosen = section(mode="replace", unit="layer")
+    hybrid = splice(base, plan_for(base, teacher, chosen, "L1H0"), chosen, teacher)
+    hybrid.save_pretrained(tmp_path)
+    assert torch.equal(load_model(Base(model=str(tmp_path)))(ids).logits, hybrid(ids).logits)
+
+
+class TestPlans:
+    def test_plans_round_trip(self) -> None:
+        base, teacher = pico_family("llamba"), teacher_of("llama")
+        plan = plan_for(base, teacher, section(mode="replace", unit="layer"), "L1H0")
+        assert plan_from_json(to_json(plan)) == plan
+        assert plan.teacher == "a/teacher" and plan.grafts[0].donors == ("L1",)
+
+    @pytest.mark.parametrize(
+        ("base", "more", "donors", "fields", "says"),
+        [
+            ("mamba2", {"hidden_size": 48}, {}, {}, "hidden size 48"),
+            ("mamba2", {}, {"L1H0": "L7H0"}, {}, "L7H0"),
+            ("mamba2", {}, {}, {"mode": "replace", "unit": "layer"}, "llamba"),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, base: str, more: dict, donors: dict, fields: dict, says: str) -> None:
+        model, teacher = pico_family(base), teacher_of("llama", **more)
+        with pytest.raises(PlanError, match=says):
+            plan_for(model, teacher, section(donors, **fields), "L1H0")
+
+    def test_donors_of_one_graft_come_from_one_layer(self) -> None:
+        base, teacher = pico_family("mamba2"), teacher_of("llama")
+        chosen = section({"L1H0": "L0H0"})
+        with pytest.raises(PlanError, match="one layer"):
+            splice(base, plan_for(base, teacher, chosen, "L1H0", "L1H1"), chosen, teacher)
+
+    def test_an_ssm_is_no_donor(self) -> None:
+        with pytest.raises(PlanError, match="llama"):
+            donor_mixers(pico_family("mamba2").config)

@@ -1,0 +1,237 @@
+"""mamba_ssm's attention layers and MLPs, against plain loops in fp64 written from its semantics."""
+
+from __future__ import annotations
+
+import cmath
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import DynamicCache
+
+from surgery.hybrid.modeling_mamba2attn import Mamba2AttnConfig, Mamba2AttnForCausalLM, MambaSsmAttention
+from tests.mamba_ssm_files import GROUPS
+from tests.pico import PAD, VOCAB, pad, pico_site, randomise, tokens
+
+# Names of the cases: `attn_cfg` beside `num_heads`, and whether there are MLPs.
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "plain": ({}, 0),
+    "conv": ({"d_conv": 4}, 0),
+    "shared keys": ({"num_heads_kv": 2, "head_dim": 12, "qkv_proj_bias": False, "out_proj_bias": False}, 0),
+    "rotary": ({"head_dim": 16, "rotary_emb_dim": 8, "d_conv": 4, "num_heads_kv": 1}, 0),
+    "interleaved": ({"rotary_emb_dim": 8, "rotary_emb_interleaved": True, "rotary_emb_base": 50.0}, 0),
+    "mlp": ({"d_conv": 3, "rotary_emb_dim": 4, "softmax_scale": 0.5}, 40),
+}
+
+
+def attn_model(case: str = "rotary", splice: Any = None, fresh: bool = False, **more: Any) -> Mamba2AttnForCausalLM:
+    """4 layers: attention, Mamba-2, attention, Mamba-2."""
+    own, width = CASES[case]
+    shape = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": GROUPS, "chunk_size": 8}
+    ids = {"vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": None, "eos_token_id": None}
+    attention = {"attn_layer_idx": [0, 2], "attn_cfg": {"num_heads": 4, **own}, "d_intermediate": width}
+    config = Mamba2AttnConfig(**{**shape, **ids, **attention, "num_hidden_layers": 4, **more}, splice=splice)
+    return randomise(Mamba2AttnForCausalLM(config), 0, keep=".attention." if fresh else None).eval()
+
+
+def naive_rotate(x_TP: Tensor, width: int, base: float, interleaved: bool) -> Tensor:
+    """Pairs of coordinates are complex numbers that turn with the position."""
+    turned = x_TP.clone()
+    for t in range(len(x_TP)):
+        for i in range(width // 2):
+            a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + width // 2)
+            number = complex(x_TP[t, a], x_TP[t, b]) * cmath.exp(1j * t * base ** (-2 * i / width))
+            turned[t, a], turned[t, b] = number.real, number.imag
+    return turned
+
+
+def naive_conv(x_TC: Tensor, weight_C1K: Tensor, bias_C: Tensor) -> Tensor:
+    """Causal convolution of every channel by itself."""
+    K, out = weight_C1K.shape[-1], bias_C.expand(len(x_TC), -1).clone()
+    for t in range(len(x_TC)):
+        for k in range(K):
+            if t - (K - 1) + k >= 0:
+                out[t] += weight_C1K[:, 0, k] * x_TC[t - (K - 1) + k]
+    return out
+
+
+def naive_attention(u_TD: Tensor, w: dict[str, Tensor], cfg: dict[str, Any]) -> Tensor:
+    """One layer on one unpadded sequence, token by token and head by head."""
+    H, G = cfg["num_heads"], cfg.get("num_heads_kv") or cfg["num_heads"]
+    P = cfg.get("head_dim") or u_TD.shape[1] // H
+    qkv = u_TD @ w["in_proj.weight"].T + w.get("in_proj.bias", 0)
+    if cfg.get("d_conv"):
+        qkv = naive_conv(qkv, w["conv1d.weight"], w["conv1d.bias"])
+    rotary = (cfg.get("rotary_emb_dim", 0), cfg.get("rotary_emb_base", 1e4), cfg.get("rotary_emb_interleaved", False))
+    scale = cfg.get("softmax_scale") or P**-0.5
+    mixed = torch.zeros(len(u_TD), H * P, dtype=u_TD.dtype)
+    for h in range(H):
+        g = h // (H // G)
+        q = naive_rotate(qkv[:, h * P : (h + 1) * P], *rotary)
+        k = naive_rotate(qkv[:, (H + g) * P : (H + g + 1) * P], *rotary)
+        v = qkv[:, (H + G + g) * P : (H + G + g + 1) * P]
+        for t in range(len(u_TD)):
+            weights = torch.softmax(scale * (k[: t + 1] @ q[t]), dim=0)
+            mixed[t, h * P : (h + 1) * P] = weights @ v[: t + 1]
+    return mixed @ w["out_proj.weight"].T + w.get("out_proj.bias", 0)
+
+
+def naive_mamba2(u_TD: Tensor, w: dict[str, Tensor], c: Mamba2AttnConfig) -> Tensor:
+    """The recurrence, one token at a time."""
+    inner, G, N, H = c.num_heads * c.head_dim, c.n_groups, c.state_size, c.num_heads
+    z, x_conv, dt = (u_TD @ w["in_proj.weight"].T).split([inner, inner + 2 * G * N, H], dim=1)
+    x_conv = F.silu(naive_conv(x_conv, w["conv1d.weight"], w["conv1d.bias"]))
+    dt = F.softplus(dt + w["dt_bias"])
+    state, rows = torch.zeros(H, c.head_dim, N, dtype=u_TD.dtype), []
+    for t in range(len(u_TD)):
+        x = x_conv[t, :inner].view(H, -1)
+        B, C = (x_conv[t, inner:].view(2, G, N).repeat_interleave(H // G, dim=1)).unbind(0)
+        decay = torch.exp(-torch.exp(w["A_log"]) * dt[t])
+        state = decay[:, None, None] * state + dt[t][:, None, None] * x[:, :, None] * B[:, None, :]
+        rows.append(((state * C[:, None, :]).sum(-1) + w["D"][:, None] * x).flatten())
+    y = (torch.stack(rows) * F.silu(z)).view(len(u_TD), G, -1)
+    y = (y / (y.square().mean(-1, keepdim=True) + c.layer_norm_epsilon).sqrt()).flatten(1) * w["norm.weight"]
+    return y @ w["out_proj.weight"].T
+
+
+def naive_model(ids_T: Tensor, model: Mamba2AttnForCausalLM) -> Tensor:
+    """(T,) -> logits (T,V) in fp64."""
+    c, w = model.config, {name: tensor.double() for name, tensor in model.state_dict().items()}
+
+    def part(prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): tensor for name, tensor in w.items() if name.startswith(prefix)}
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + c.layer_norm_epsilon).sqrt() * weight
+
+    hidden = w["backbone.embeddings.weight"][ids_T]
+    for i in range(c.num_hidden_layers):
+        at = f"backbone.layers.{i}."
+        u, mixer = norm(hidden, w[at + "norm.weight"]), part(at + "mixer.")
+        is_attention = i in c.attn_layer_idx
+        hidden = hidden + (naive_attention(u, mixer, c.attn_cfg) if is_attention else naive_mamba2(u, mixer, c))
+        if c.d_intermediate:
+            value, gate = (norm(hidden, w[at + "norm2.weight"]) @ w[at + "mlp.fc1.weight"].T).chunk(2, dim=-1)
+            hidden = hidden + (value * F.silu(gate)) @ w[at + "mlp.fc2.weight"].T
+    return norm(hidden, w["backbone.norm_f.weight"]) @ w["lm_head.weight"].T
+
+
+def assert_close(found: Tensor, expected: Tensor, atol: float = 3e-5) -> None:
+    torch.testing.assert_close(found.double(), expected.double(), atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_the_layer_is_mamba_ssms(case: str) -> None:
+    model = attn_model(case).double()
+    layer = model.backbone.layers[0].mixer
+    assert isinstance(layer, MambaSsmAttention)
+    u_BTD = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = torch.stack([naive_attention(u, layer.state_dict(), model.config.attn_cfg) for u in u_BTD])
+    assert_close(layer(u_BTD), expected, atol=1e-12)
+    cache = DynamicCache(config=model.config)
+    steps = [layer(u_BTD[:, t : t + 1], cache_params=cache) for t in range(9)]
+    assert_close(torch.cat(steps, dim=1), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_the_model_is_mamba_ssms(case: str) -> None:
+    model = attn_model(case)
+    ids = tokens(1, 11)
+    assert_close(model(ids).logits[0], naive_model(ids[0], model))
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_cached_decoding_is_the_full_forward(case: str) -> None:
+    model, ids = attn_model(case), tokens(2, 14)
+    full = model(ids, use_cache=False).logits
+    cache, parts = None, []
+    for begin, end in ((0, 5), (5, 9), *((t, t + 1) for t in range(9, 14))):
+        output = model(ids[:, begin:end], cache_params=cache, use_cache=True)
+        cache = output.cache_params
+        parts.append(output.logits)
+    assert_close(torch.cat(parts, dim=1), full)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_left_padding_changes_nothing(case: str, implementation: str) -> None:
+    model = attn_model(case)
+    model.set_attn_implementation(implementation)
+    rows = [tokens(1, n, seed=n)[0] for n in (6, 11)]
+    ids, mask = pad(rows, "left")
+    padded = model(ids, attention_mask=mask).logits
+    output = model(ids[:, :-2], attention_mask=mask[:, :-2], use_cache=True)
+    for t in (-2, -1):
+        seen = mask[:, : mask.shape[1] + t + 1]
+        output = model(ids[:, seen.shape[1] - 1 : seen.shape[1]], attention_mask=seen, cache_params=output.cache_params)
+    for b, row in enumerate(rows):
+        alone = model(row[None]).logits[0]
+        assert_close(padded[b, -len(row) :], alone)
+        assert_close(output.logits[b, -1], alone[-1])
+
+
+@pytest.mark.parametrize("case", ["plain", "rotary", "mlp"])
+def test_beams_are_those_without_a_cache(case: str) -> None:
+    model = attn_model(case)
+    ids, mask = pad([tokens(1, n, seed=n)[0] for n in (5, 8)], "left")
+    options = {"attention_mask": mask, "num_beams": 3, "do_sample": False, "max_new_tokens": 6}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, **options, use_cache=False))
+
+
+@pytest.mark.parametrize("case", ["plain", "rotary"])
+def test_the_cache_keeps_what_each_layer_needs(case: str) -> None:
+    model = attn_model(case, splice=[pico_site(3)])
+    own = "hybrid" if case == "rotary" else "full_attention"
+    assert model.config.layer_types == [own, "linear_attention", own, "hybrid"]
+
+
+@pytest.mark.parametrize("case", ["plain", "mlp"])
+@torch.no_grad()
+def test_heads_can_be_spliced_into_its_mamba2_layers(case: str) -> None:
+    ids, mask = pad([tokens(1, n, seed=n)[0] for n in (7, 12)], "left")
+    base, fresh = attn_model(case), attn_model(case, splice=[pico_site(1)], fresh=True)
+    assert torch.equal(base(ids, attention_mask=mask).logits, fresh(ids, attention_mask=mask).logits)
+    hybrid = attn_model(case, splice=[pico_site(1), pico_site(3, mode="replace")])
+    logits = hybrid(ids, attention_mask=mask).logits
+    assert not torch.equal(logits, base(ids, attention_mask=mask).logits)
+    assert_close(logits[0, -7:], hybrid(ids[:1, -7:]).logits[0])
+    first = hybrid(ids[:, :-1], attention_mask=mask[:, :-1], use_cache=True)
+    last = hybrid(ids[:, -1:], attention_mask=mask, cache_params=first.cache_params)
+    assert_close(last.logits[:, -1], logits[:, -1])
+
+
+def test_rows_of_spliced_heads_come_back() -> None:
+    model = attn_model(splice=[pico_site(1)])
+    rows = model(tokens(2, 9), splice_queries=torch.tensor([[8], [4]]), use_cache=False).splice_attentions
+    assert len(rows) == 1
+    assert_close(rows[0].sum(-1), torch.ones(2, 1, 1))
+
+
+def test_no_token_sees_the_future() -> None:
+    model = attn_model("mlp")
+    embeds = model.get_input_embeddings()(tokens(1, 10)).detach().requires_grad_()
+    model(inputs_embeds=embeds).logits[0, 4].sum().backward()
+    assert embeds.grad is not None
+    assert bool(embeds.grad[0, :5].any())
+    assert not bool(embeds.grad[0, 5:].any())
+
+
+def test_checkpointing_gives_the_same_gradients() -> None:
+    found = []
+    for checkpointing in (False, True):
+        model = attn_model("mlp").train()
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        ids = tokens(2, 9)
+        model(ids, labels=ids).loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    assert found[0].keys() == found[1].keys()
+    for name, grad in found[0].items():
+        assert grad is not None, name
+        torch.testing.assert_close(grad, found[1][name], msg=name)

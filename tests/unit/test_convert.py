@@ -1,0 +1,120 @@
+"""Rewriting a checkpoint: the same model in transformers' format, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from surgery.checkpoint import load_model
+from surgery.convert import convert
+from surgery.errors import ModelError, RunError
+from surgery.recipe import Base
+from tests.mamba_ssm_files import KINDS, PADDED, Kind, state_of, tiny, write
+from tests.pico import pico_hybrid, pico_site
+from tests.unit.hybrid.test_modeling_mamba2attn import attn_model
+from tests.unit.test_checkpoint import assert_same_logits
+
+
+def base_of(folder: Path) -> Base:
+    return Base(model=str(folder))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layer", ["Mamba1", "Mamba2"])
+def test_transformers_alone_loads_what_is_written(tmp_path: Path, layer: str, kind: Kind) -> None:
+    model = tiny(layer, tied=kind != "bin")
+    done = convert(base_of(write(tmp_path / "own", model, kind)), tmp_path / "new")
+    assert done.shards == 1
+    assert done.tensors == len(model.state_dict()) - model.config.tie_word_embeddings
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype="auto").eval()
+    assert type(loaded) is type(model)
+    assert_same_logits(loaded, model)
+    assert_same_logits(load_model(base_of(tmp_path / "new")), model)
+
+
+def test_attention_layers_take_their_code_along(tmp_path: Path) -> None:
+    model = attn_model("mlp", vocab_size=PADDED)
+    convert(base_of(write(tmp_path / "own", model)), tmp_path / "new")
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_mamba2attn.Mamba2AttnForCausalLM"
+    assert (tmp_path / "new" / "modeling_mamba2attn.py").is_file()
+    assert (tmp_path / "new" / "attention.py").is_file()
+    assert_same_logits(load_model(base_of(tmp_path / "new")), model)
+
+
+def test_transformers_checkpoints_pass_through(tmp_path: Path) -> None:
+    hybrid = pico_hybrid([pico_site(1)], vocab_size=PADDED)
+    hybrid.save_pretrained(tmp_path / "own")
+    (tmp_path / "own" / "modeling_of_its_own.py").write_text("# code")
+    (tmp_path / "own" / "tokenizer.json").write_text("{}")
+    convert(base_of(tmp_path / "own"), tmp_path / "new")
+    assert_same_logits(load_model(base_of(tmp_path / "new")), hybrid)
+    assert {p.name for p in (tmp_path / "own").iterdir()} == {p.name for p in (tmp_path / "new").iterdir()}
+
+
+def test_the_dtype_is_cast_but_for_what_needs_fp32(tmp_path: Path) -> None:
+    convert(base_of(write(tmp_path / "own", tiny("Mamba2"))), tmp_path / "new", dtype="bfloat16")
+    tensors = load_file(tmp_path / "new" / "model.safetensors")
+    wide = {name.rsplit(".", 1)[-1] for name, tensor in tensors.items() if tensor.dtype == torch.float32}
+    assert wide == {"A_log", "dt_bias", "D"}
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert load_model(Base(model=str(tmp_path / "new"), dtype="auto")).dtype == torch.bfloat16
+
+
+def assert_refused(error: type[Exception], *words: str, **arguments: Any) -> None:
+    with pytest.raises(error) as caught:
+        convert(**arguments)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_folder_that_is_taken_is_left_alone(tmp_path: Path) -> None:
+    base = base_of(write(tmp_path / "own", tiny("Mamba2")))
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "mine.txt").write_text("mine")
+    assert_refused(RunError, "--overwrite", base=base, folder=tmp_path / "new")
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["mine.txt"]
+    convert(base, tmp_path / "new", overwrite=True)
+    assert not (tmp_path / "new" / "mine.txt").exists()
+    assert (tmp_path / "new" / "model.safetensors").is_file()
+
+
+def test_the_source_is_never_replaced(tmp_path: Path) -> None:
+    base = base_of(write(tmp_path / "outer" / "own", tiny("Mamba2")))
+    for folder in (tmp_path / "outer" / "own", tmp_path / "outer"):
+        assert_refused(RunError, "read from", base=base, folder=folder, overwrite=True)
+    assert (tmp_path / "outer" / "own" / "pytorch_model.bin").is_file()
+
+
+def test_nothing_is_left_of_a_refusal(tmp_path: Path) -> None:
+    model = tiny("Mamba2")
+    state = state_of(model)
+    state["backbone.layers.0.mixer.D"] = torch.ones(7)
+    del state["backbone.norm_f.weight"]
+    base = base_of(write(tmp_path / "own", model, state=state))
+    words = ("missing backbone.norm_f.weight (32,)", "backbone.layers.0.mixer.D (7,), expected (4,)")
+    assert_refused(ModelError, *words, base=base, folder=tmp_path / "new")
+    assert_refused(RunError, "float8", "bfloat16", base=base, folder=tmp_path / "new", dtype="float8")
+    assert [p.name for p in tmp_path.iterdir()] == ["own"]
+
+
+def test_a_failure_on_the_way_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = base_of(write(tmp_path / "own", tiny("Mamba2")))
+    convert(base, tmp_path / "new")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "new").iterdir()}
+
+    def fail(*_: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", fail)
+    (tmp_path / "own" / "tokenizer.json").write_text("{}")
+    assert_refused(OSError, "No space", base=base, folder=tmp_path / "new", overwrite=True)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "new").iterdir()} == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["new", "own"]

@@ -157,7 +157,7 @@ class _Job:
             return {"package": self.name, "result": "not tried: no source archive in wheels/", "seconds": 0.0}
         try:
             code = self.process.wait(max(0.0, deadline - time.monotonic()))
-            result = self._wheel() if code == 0 else f"failed: {_complaint(self.log)} (see {self.log.name})"
+            result = self._wheel() if code == 0 else f"failed: {complaint(self.log)} (see {self.log.name})"
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)  # the session that `start` began
             self.process.wait()
@@ -176,7 +176,7 @@ def run_jobs(jobs: Sequence[_Job], environment: dict[str, str], deadline: float)
     return [job.end(deadline) for job in jobs]
 
 
-def _complaint(log: Path) -> str:
+def complaint(log: Path) -> str:
     """The line of the log that says most: the last exception, or the first error of a compiler."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     exceptions = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]

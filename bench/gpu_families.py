@@ -27,6 +27,7 @@ from bench.gpu_models import (
     prompt_length,
     prompts,
     ssm_specs,
+    torch_only,
     watch,
 )
 from bench.gpu_runner import Options
@@ -86,17 +87,19 @@ def compare(name: str, mode: Mode, dtype: str, options: Options, ran: dict[str, 
     """One model on the device and on the CPU; `ran` takes up which implementations the device used."""
     hybrid = hybrid_of(base_of(name, options.toy, dtype), mode)
     ids = prompts(hybrid, BATCH, prompt_length(name, options.toy))
-    own = outcome(hybrid, ids) if dtype == "bf16" and options.device != "cpu" else None
+    with torch_only(hybrid):
+        own = outcome(hybrid, ids) if dtype == "bf16" else None
     with watch(hybrid) as seen:
         found = outcome(hybrid.to(options.device), ids)
     ran.update(seen)
-    reference = outcome(hybrid.to("cpu").float(), ids)
+    with torch_only(hybrid):
+        reference = outcome(hybrid.to("cpu").float(), ids)
     difference = apart(found, reference)
     row: Row = {"table": "correctness", "family": name, "mode": mode, "dtype": dtype, **difference.numbers}
     row["differs most"] = difference.name
     yardstick = None
-    if dtype == "bf16":
-        yardstick = difference if own is None else apart(own, reference)
+    if own is not None:
+        yardstick = apart(own, reference)
         row["cpu"] = yardstick.numbers
     row["ok"] = close(difference, yardstick)
     return row

@@ -10,10 +10,10 @@ these is what the timings need too.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
-from inspect import getclosurevars
+from functools import partial
+from inspect import getclosurevars, signature
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -104,14 +104,28 @@ def watch(model: PreTrainedModel) -> Iterator[dict[str, str]]:
     choice is in the closure of each function; a fused function without a package returns None, and is not counted.
     """
     ran: dict[str, str] = {}
+    with _instead(model, partial(_noting, ran)):
+        yield ran
+
+
+@contextmanager
+def torch_only(model: PreTrainedModel) -> Iterator[None]:
+    """transformers' own torch code, whatever is installed: kernels are called for tensors on the CPU too, and fail."""
+    with _instead(model, lambda function, name: _filtered(function.__wrapped__)):  # type: ignore[attr-defined]
+        yield
+
+
+@contextmanager
+def _instead(model: PreTrainedModel, change: Callable[[FunctionType, str], Any]) -> Iterator[None]:
+    """Replaces each function of the recurrence that transformers chose an implementation for."""
     saved: list[tuple[ModuleType, str, FunctionType]] = []
     for module in _modelling_files(model):
         for name, function in list(vars(module).items()):
-            if isinstance(function, FunctionType) and (package := _package(function)) is not None:
+            if isinstance(function, FunctionType) and _package(function) is not None:
                 saved.append((module, name, function))
-                setattr(module, name, _noting(function, name, package, ran))
+                setattr(module, name, change(function, name))
     try:
-        yield ran
+        yield
     finally:
         for module, name, function in saved:
             setattr(module, name, function)
@@ -132,8 +146,9 @@ def _package(function: FunctionType) -> str | None:
     return "torch" if package == "transformers" else package
 
 
-def _noting(function: FunctionType, name: str, package: str, ran: dict[str, str]) -> Any:
-    @wraps(function)
+def _noting(ran: dict[str, str], function: FunctionType, name: str) -> Callable[..., Any]:
+    package = _package(function) or ""
+
     def noted(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         if result is not None:
@@ -141,6 +156,16 @@ def _noting(function: FunctionType, name: str, package: str, ran: dict[str, str]
         return result
 
     return noted
+
+
+def _filtered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Without the keyword arguments that it does not name, as transformers calls it."""
+    named = set(signature(function).parameters)
+
+    def filtered(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{key: value for key, value in kwargs.items() if key in named})
+
+    return filtered
 
 
 def in_words(ran: dict[str, str]) -> str:

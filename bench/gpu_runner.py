@@ -158,7 +158,7 @@ def supervised(name: str, items: Sequence[str], options: Options, seconds: float
 
 def _watch(command: Sequence[str], path: Path, log: Log, deadline: float, item_seconds: float) -> str:
     """Runs one child and follows its log; returns how it ended."""
-    path.touch()
+    path.write_text("")
     process = subprocess.Popen(command, start_new_session=True)
     progress, rest = time.monotonic(), ""
     try:

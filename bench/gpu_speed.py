@@ -28,7 +28,7 @@ from surgery.heads import Graft, Plan
 from surgery.hybrid.attention import SplicedAttention
 from surgery.splice import splice
 
-WARM_UP, FEWEST, LONGEST = 2, 3, 20.0  # runs, repeats, seconds of one timing
+WARM_UP, FEWEST, LONGEST = 2, 3, 10.0  # runs, repeats, seconds of one timing
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Shape:
     """A Mamba-2, and what is measured of it.
 
     Attributes:
-        prefill: tokens. decode: (rows, tokens before them).
+        prefill: tokens. decode: (rows, tokens before them), `steps` new ones at a time.
         train: (rows, tokens) of a training step; `checkpointing` where activations would not fit.
     """
 
@@ -48,7 +48,7 @@ class Shape:
     chunk: int = 256
     prefill: tuple[int, ...] = (2048, 8192, 32768)
     decode: tuple[tuple[int, int], ...] = ((1, 2048), (16, 2048), (1, 32768), (16, 32768))
-    steps: int = 32
+    steps: int = 16
     train: tuple[int, int] = (4, 2048)
     checkpointing: bool = False
 
@@ -88,8 +88,8 @@ def items(options: Options) -> list[str]:
     names = []
     for name, shape in shapes(options).items():
         names += [f"{name} | prefill {tokens}" for tokens in shape.prefill]
-        names += [f"{name} | decode {rows} x {tokens}" for rows, tokens in shape.decode]
         names += [f"{name} | train all"] + ([f"{name} | train new heads"] if shape.checkpointing else [])
+        names += [f"{name} | decode {rows} x {tokens}" for rows, tokens in shape.decode]
     return names
 
 

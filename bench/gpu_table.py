@@ -31,7 +31,8 @@ def text(sections: dict[str, dict[str, Any]]) -> str:
 def _section(name: str, section: dict[str, Any]) -> list[str]:
     rows = [_derived(row) for row in section["rows"]]
     legend = f" ({LEGENDS[name]})" if name in LEGENDS and rows else ""
-    return ["", f"{name}{legend}", *_aligned(COLUMNS[name], rows), *ran(rows), *merged(section["lines"])]
+    found = [*_aligned(COLUMNS[name], rows), *ran(rows), *merged(section["lines"])]
+    return ["", f"{name}{legend}", *(found or ["- nothing was asked for"])]
 
 
 def _derived(row: Row) -> Row:

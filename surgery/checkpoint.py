@@ -17,6 +17,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -28,6 +29,7 @@ from transformers import (
 import surgery.hybrid  # noqa: F401  (registers the hybrid classes)
 from surgery import formats, weights
 from surgery.errors import ModelError
+from surgery.families import unknown_type
 from surgery.families.runtime import check_release, shorten_chunks
 from surgery.recipe import Base
 from surgery.rundir import digest
@@ -119,6 +121,8 @@ def open_checkpoint(base: Base) -> Checkpoint:
         if is_mamba_ssm:
             config = formats.convert_config(data)
         else:
+            if data.get("model_type", "mamba2") not in CONFIG_MAPPING and not base.trust_remote_code:
+                raise unknown_type(data["model_type"])
             config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=base.trust_remote_code)
     except ModelError:
         raise

@@ -269,11 +269,15 @@ def convert(
 
 
 def _print_plan(found: dict[str, Any]) -> None:
+    """What a dry run found: the plan, what a step costs, memory, cache."""
     table = Table(title="What the run would do", show_header=False)
     if found["shapes_from"]:
         table.add_row("shapes", f"from {found['shapes_from']}; the checkpoint itself is not at hand")
-    located = "as located" if found["located"] else "not located yet: counted as if they were"
-    table.add_row("heads", f"{', '.join(found['heads'])} ({located})")
+    origin = (
+        "not located yet: counted in the middle layer" if found["heads_from"] == "stand-in" else found["heads_from"]
+    )
+    heads = found["heads"] if len(found["heads"]) <= 8 else [*found["heads"][:8], f"... {len(found['heads'])} in all"]
+    table.add_row("heads", f"{', '.join(heads)} ({origin})")
     for site in found["sites"]:
         text = f"{len(site['heads'])} heads, {site['mode']}, init {site['init']}, query/key {site['qk_width']}, "
         table.add_row(f"layer {site['layer']}", text + f"value {site['v_width']}")
@@ -283,32 +287,36 @@ def _print_plan(found: dict[str, Any]) -> None:
     arms = ", the control included" if found["arms"] > 1 else ""
     table.add_row("tokens", f"{tokens['step']:,} a step, {tokens['run']:,} in all{arms}")
     table.add_row("", f"counted with {found['tokens_counted_with']}")
-    table.add_row("FLOPs", f"{flops['step']:.2e} a step, {flops['run']:.2e} in all{arms}; elementwise work not counted")
+    table.add_row("FLOPs", f"{flops['step']:.2e} a step, {flops['run']:.2e} in all{arms}; no elementwise work")
     out.print(table, highlight=False)
     _print_memory(found)
-    table = Table("cache of one sequence", "state", *(f"{length}, with keys and values" for length in LENGTHS_SHOWN))
+    lengths = [key for key in found["cache"]["base"] if key not in ("state", "kv_per_token")]
+    out.print("Kept for one sequence while decoding:", highlight=False)
+    table = Table("", "states", "KV a token", *(f"{length} tokens" for length in lengths))
     for name, cache in found["cache"].items():
-        table.add_row(name, _size(cache["state"]), *(_size(cache[length]) for length in LENGTHS_SHOWN))
+        table.add_row(name, *(_size(cache[key]) for key in ("state", "kv_per_token", *lengths)))
     out.print(table, highlight=False)
-
-
-LENGTHS_SHOWN = ("1k", "8k", "32k", "128k")
 
 
 def _print_memory(found: dict[str, Any]) -> None:
     """The memory table, and whether it fits."""
-    largest, memory, fits = found["largest"], found["memory"], found["fits"]
-    batch = f"{largest['rows']} documents of {largest['tokens']} tokens, {largest['source']}"
-    table = Table("training, on each device", "bytes", "", title=f"Memory; largest micro-batch: {batch}")
-    notes = {"activations": "without kernels", "temporaries": "without kernels", "optimizer": "AdamW, fp32"}
-    for key, size in memory.items():
+    largest, fits = found["largest"], found["fits"]
+    batch = f"{largest['rows']} documents of {largest['tokens']} tokens ({largest['source']})"
+    out.print(f"Memory of one device while training; largest micro-batch: {batch}:", highlight=False)
+    table = Table(show_header=False)
+    notes = {
+        "optimizer": "AdamW's two moments, fp32",
+        "activations": "kept for the backward pass, without kernels",
+        "temporaries": "beside them at the worst moment, without kernels",
+    }
+    for key, size in found["memory"].items():
         table.add_row(key.replace("_", " "), _size(size), notes.get(key, ""))
     out.print(table, highlight=False)
     if fits is None:
-        out.print("Name the GPU's memory (hardware.memory_gib) to be told whether it fits.", highlight=False)
+        out.print("hardware.memory_gib is not given: whether it fits is not said.", highlight=False)
         return
     verdict = f"fits, {_size(fits['left'])} left" if fits["fits"] else f"does not fit: {_size(-fits['left'])} too much"
-    out.print(f"{fits['count']} x {fits['gpu']}, {fits['memory_gib']:g} GiB: {verdict}", highlight=False)
+    out.print(f"{fits['count']} x {fits['gpu']}, {fits['memory_gib']:g} GiB each: {verdict}.", highlight=False)
 
 
 def _size(count: int) -> str:

@@ -14,6 +14,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.checkpoint import load_config, load_tokenizer
+from surgery.errors import ModelError
 from surgery.estimate import CacheBytes, MicroBatch, StepCost, cache_bytes, micro_batches, step_cost
 from surgery.families import family_of, geometry_of
 from surgery.heads import HeadId, HeadSet, ScoredHead, head_set_from_json
@@ -44,13 +45,14 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None) -> dict[str,
     base, shapes_from = _at_hand(recipe.base, path)
     config = load_config(base)
     heads = _located(recipe, folder)
-    plan = make_plan(heads or _stand_in(recipe, config), config, recipe.splice, recipe.seed)
-    fields = splice_field(plan, config, recipe.splice)
+    teacher = load_config(_at_hand(recipe.splice.teacher.as_base, path)[0]) if recipe.splice.teacher else None
+    plan = make_plan(heads or _stand_in(recipe, config), config, recipe.splice, recipe.seed, teacher)
+    fields = splice_field(plan, config, recipe.splice, teacher)
     plain = _as_loaded(meta_model(config, base.trust_remote_code), recipe.base)
     hybrid = _hybrid(config, fields, recipe.base)
     before, after = sizes_of(plain), sizes_of(hybrid)
     caches = {"base": _cache(cache_bytes(plain)), "hybrid": _cache(cache_bytes(hybrid))}
-    tokenizer, counted_with = _tokenizer(recipe.base, asked=shapes_from == "")
+    tokenizer, counted_with = _tokenizer(recipe.base, may_ask=not shapes_from)
     processes = recipe.hardware.count
     batches = micro_batches(recipe.train, recipe.seed, tokenizer, processes)
     keeps = any(source.weights.keep > 0 for source in recipe.train.sources)
@@ -59,7 +61,7 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None) -> dict[str,
     return {
         "shapes_from": shapes_from,
         "heads": [str(h) for h in plan.heads],
-        "located": heads is not None,
+        "heads_from": "located" if heads else "listed" if recipe.splice.heads else "stand-in",
         "sites": fields,
         "parameters": before.parameters,
         "new_parameters": after.new_parameters,
@@ -75,13 +77,14 @@ def _training(recipe: Recipe, cost: StepCost, batches: tuple[MicroBatch, ...], c
     processes, steps = recipe.hardware.count, recipe.train.steps
     arms = 2 if recipe.train.has_control else 1
     rows, columns = batches[cost.largest].shape
+    tokens, flops = round(cost.tokens * processes), cost.flops * processes
     return {
         "steps": steps,
         "arms": arms,
         "documents": steps * sum(source.rows for source in recipe.train.sources),
-        "tokens": {"step": round(cost.tokens * processes), "run": round(cost.tokens * processes * steps * arms)},
+        "tokens": {"step": tokens, "run": tokens * steps * arms},
         "tokens_counted_with": counted_with,
-        "flops": {"step": cost.flops * processes, "run": cost.flops * processes * steps * arms},
+        "flops": {"step": flops, "run": flops * steps * arms},
         "largest": {"source": recipe.train.sources[cost.largest].task, "rows": rows, "tokens": columns},
         "memory": {**asdict(cost.memory), "total": cost.memory.total},
     }
@@ -147,14 +150,17 @@ def _at_hand(base: Base, path: Path | None) -> tuple[Base, str]:
     return base.model_copy(update={"model": str(kept)}), str(kept)
 
 
-def _tokenizer(base: Base, asked: bool) -> tuple[PreTrainedTokenizerBase, str]:
-    """The base's tokenizer, or the toolkit's small one; and a note which. `asked`: the Hub may be asked."""
+def _tokenizer(base: Base, may_ask: bool) -> tuple[PreTrainedTokenizerBase, str]:
+    """The base's tokenizer, or the toolkit's small one, and a note which. `may_ask`: the Hub may be asked for it."""
     source = base.tokenizer or base.model
-    if Path(source).exists() or asked:
-        return load_tokenizer(base), "its own tokenizer"
     cached = try_to_load_from_cache(source, "tokenizer.json") if source.count("/") == 1 else None
     if isinstance(cached, str):
-        return load_tokenizer(base.model_copy(update={"tokenizer": str(Path(cached).parent)})), "its own tokenizer"
+        base = base.model_copy(update={"tokenizer": str(Path(cached).parent)})
+    if Path(source).exists() or isinstance(cached, str) or may_ask:
+        try:
+            return load_tokenizer(base), "its own tokenizer"
+        except ModelError:
+            pass  # the counts do not need it, and the run itself refuses
     note = "the toolkit's small tokenizer (its own is not at hand): about 5 tokens a key-value pair"
     return build_tokenizer(), note
 

@@ -242,7 +242,7 @@ class _Runner:
             cost = self._measure(micro, T, supervised)
         logits, *attentions = self._outputs
         questions = micro.batch.query.shape[1]
-        shapes = [(rows, T, logits.shape[2])]
+        shapes: list[tuple[int, ...]] = [(rows, T, logits.shape[2])]
         shapes += [(rows, a.shape[1], questions, T) for a in attentions] if supervised else []
         trains = logits.requires_grad
         leaves = [

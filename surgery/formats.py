@@ -8,12 +8,10 @@ and is wrong.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import transformers
 from transformers import (
     Mamba2Config,
     Mamba2ForCausalLM,
@@ -22,7 +20,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 from surgery.errors import ModelError
 from surgery.hybrid.modeling_mamba2attn import ATTENTION_DEFAULTS, Mamba2AttnConfig, Mamba2AttnForCausalLM
@@ -147,11 +144,6 @@ def convert_config(data: Mapping[str, Any]) -> PreTrainedConfig:
     return Mamba2AttnConfig(**fields, **_attention_fields(top)) if has_more else Mamba2Config(**fields)
 
 
-def norms_by_group() -> bool:
-    """Whether the installed transformers norms each of Mamba-2's groups by itself, as mamba_ssm does; 5.22 does not."""
-    return "group_size" in inspect.signature(MambaRMSNormGated).parameters
-
-
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The causal language model for what `convert_config` returns."""
     return _CLASSES[type(config)]
@@ -194,9 +186,6 @@ def _mamba2_fields(top: Mapping[str, Any]) -> dict[str, Any]:
         raise ModelError("ssm_cfg.d_ssm", width, hint)
     for key in ("headdim", "ngroups"):
         _positive(f"ssm_cfg.{key}", found[_MAMBA2[key][0]])
-    if found["n_groups"] > 1 and not norms_by_group():
-        hint = f"transformers {transformers.__version__} normalises all groups as one. Install transformers>=5.23."
-        raise ModelError("ssm_cfg.ngroups", found["n_groups"], hint)
     if inner % found["head_dim"]:
         raise ModelError("ssm_cfg.headdim", found["head_dim"], f"It has to divide the {inner} channels.")
     limit = tuple(float(x) for x in found["time_step_limit"])

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
+_GROUPED = getattr(aten, "_grouped_mm", None)  # of mixtures of experts; absent from older torch
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class Meter(TorchDispatchMode):
             self._count(tensor.untyped_storage())
         if made and made[0].is_meta and not made[0].is_floating_point():
             self._shadows.follow(func, args, kwargs, made)
-        formula = flop_registry.get(func._overloadpacket)
+        formula = _FORMULAS.get(func._overloadpacket)
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=result)
         return result
@@ -145,6 +146,8 @@ class Meter(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """`func`; or on meta tensors of shapes that it has seen, what it makes of them: blocks repeat, and many of
         torch's meta functions are slow Python."""
+        if func._overloadpacket is _GROUPED and args[0].is_meta:
+            return _grouped(*args, **kwargs)
         key = _key((args, kwargs)) if _makes_one(func) else None
         if key is None:
             return func(*args, **kwargs)
@@ -168,6 +171,27 @@ class Meter(TorchDispatchMode):
     def _free(self, reference: StorageWeakRef, size: int) -> None:
         self._known.discard(reference)
         self.now -= size
+
+
+def _grouped(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """A matrix product for each group of rows, or of columns; torch's own meta function knows bfloat16 alone."""
+    shape = (*a.shape[:-1], b.shape[-1])
+    if a.dim() == b.dim() == 2 and offs is not None:
+        shape = (offs.numel(), *shape)
+    elif a.dim() == 3 and b.dim() == 2:
+        shape = shape[1:]
+    return torch.empty(shape, dtype=out_dtype or a.dtype, device="meta")
+
+
+def _grouped_flops(
+    a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None, out_val: Any = None
+) -> int:
+    return 2 * a.numel() * b.shape[-1]
+
+
+_FORMULAS = {**flop_registry, _GROUPED: _grouped_flops}
 
 
 @cache

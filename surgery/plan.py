@@ -142,6 +142,7 @@ def splice_field(
         {
             "layer": graft.site.layer,
             "heads": list(graft.heads),
+            "head_dim": graft.site.head_dim,
             "mode": graft.mode,
             "init": graft.init,
             "unit": graft.unit,

@@ -36,6 +36,7 @@ from transformers import (
     Qwen2Config,
     Zamba2Config,
 )
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from surgery.hybrid import Mamba2HybridConfig, Mamba2HybridForCausalLM
 from surgery.hybrid.modeling_llamba import LlambaConfig
@@ -60,7 +61,7 @@ def pico_config(n_groups: int = 1, layers: int = 3, vocab_size: int = VOCAB, **m
 
 def pico_base(seed: int = 0, **config: Any) -> Mamba2ForCausalLM:
     """A plain Mamba-2 with random weights, in eval mode."""
-    return randomise(Mamba2ForCausalLM(pico_config(**config)), seed).eval()
+    return randomise(_normed_by_group(Mamba2ForCausalLM(pico_config(**config))), seed).eval()
 
 
 def pico_site(
@@ -74,7 +75,7 @@ def pico_site(
 ) -> dict[str, Any]:
     """One entry of `config.splice`: copies of an SSM head by default."""
     names = {"layer": layer, "heads": list(heads), "mode": mode, "init": "ssm", "reads": ["segment_end"] * len(heads)}
-    widths = {"qk_width": qk_width, "v_width": v_width, "conv_kernel": 4, "norm_eps": 1e-5}
+    widths = {"head_dim": HEAD_DIM, "qk_width": qk_width, "v_width": v_width, "conv_kernel": 4, "norm_eps": 1e-5}
     return {**names, **widths, "activation": activation, "gate": gate, "bias": False, "conv_bias": True}
 
 
@@ -182,7 +183,16 @@ def pico_family(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
-    return randomise(model, seed).eval()
+    return randomise(_normed_by_group(model), seed).eval()
+
+
+def _normed_by_group(model: PreTrainedModel) -> Any:
+    """As hybrids and later releases are: before 5.23 some classes took one mean square over all groups."""
+    for mixer in [m for m in model.modules() if "RMSNormGated" in type(getattr(m, "norm", None)).__name__]:
+        if not {"group_size", "n_groups"} & set(vars(mixer.norm)):
+            width = mixer.intermediate_size
+            mixer.norm = Zamba2RMSNormGated(width, width // mixer.n_groups, eps=mixer.norm.variance_epsilon)
+    return model
 
 
 @cache

@@ -42,14 +42,19 @@ def family_of(config: PreTrainedConfig) -> Family:
     for family in FAMILIES:
         if config.model_type in family.model_types:
             return family
+    raise unknown_type(config.model_type)
+
+
+def unknown_type(model_type: str) -> ModelError:
+    """What is supported, which of it is nearest by name, and what to write for another."""
     known = [t for f in FAMILIES for t in f.model_types if not t.endswith("_hybrid")]
-    near = difflib.get_close_matches(config.model_type, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(model_type, known, n=1, cutoff=0.5)
     nearest = f"The nearest is {near[0]}. " if near else ""
     hint = (
         f"No family describes it. {nearest}Supported model types: {', '.join(known)}. "
         "To add one, give surgery/families/models.py its layout and write surgery/hybrid/modeling_<name>_hybrid.py."
     )
-    raise ModelError("model_type", config.model_type, hint)
+    return ModelError("model_type", model_type, hint)
 
 
 def structure_of(spec: MixerSpec) -> Structure:
@@ -85,4 +90,5 @@ __all__ = [
     "geometry_of",
     "mixer_of",
     "structure_of",
+    "unknown_type",
 ]

@@ -134,12 +134,17 @@ class SplicedAttention(nn.Module):
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         implementation = self.config._attn_implementation
-        if "flash" in implementation and self.v_width > self.qk_width:
-            # The flash wrapper crops values that are wider than keys; zeros change no score.
-            query, key = (F.pad(x, (0, self.v_width - self.qk_width)) for x in (query, key))
+        if "flash" in implementation or (implementation == "sdpa" and query.shape[2] > 1):
+            query, key, value = self._widened(query, key, value)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         mixed_BTHV, _ = attend(self, query, key, value, causal_mask, scaling=1.0, dropout=0.0)
-        return self._put_out(mixed_BTHV, u_BTD)
+        return self._put_out(mixed_BTHV[..., : self.v_width], u_BTD)
+
+    def _widened(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values of one width, as fused kernels want it. Zeros change no score; the output is cropped."""
+        width = max(self.qk_width, self.v_width)
+        query, key = (F.pad(x, (0, width - self.qk_width)) for x in (query, key))
+        return query, key, F.pad(value, (0, width - self.v_width))
 
     def _put_out(self, mixed_BTHV: Tensor, u_BTD: Tensor) -> Tensor:
         if self.gate_proj is not None:
@@ -159,7 +164,8 @@ class SplicedAttention(nn.Module):
             )
         x_BCT = F.pad(x_BCT, (self.conv_kernel - 1, 0))
         x_BCT = F.conv1d(x_BCT, self.conv1d.weight, self.conv1d.bias, groups=x_BCT.shape[1])[..., -T:]
-        x_BTC = (F.silu(x_BCT) if self.silu else x_BCT).transpose(1, 2)
+        # Contiguous channels: SDPA's fused kernels refuse a head whose last dimension has a stride.
+        x_BTC = (F.silu(x_BCT) if self.silu else x_BCT).transpose(1, 2).contiguous()
         query, key, value = (
             part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in x_BTC.split(self.widths, dim=-1)
         )
@@ -301,7 +307,7 @@ class HybridMixerMixin:
         # head back, and pass the branch by.
         self.unfused = self.replaces or reads_mixer
         if self.replaces:
-            self._silence(tuple(site["heads"]), site["v_width"])
+            self._silence(tuple(site["heads"]), site["head_dim"])
 
     def _silence(self, heads: tuple[int, ...], head_dim: int) -> None:
         """The silenced columns of `out_proj` get no gradient, whatever updates them."""

@@ -56,8 +56,9 @@ class HybridConfigMixin:
     """Put before a family's config class.
 
     Fields:
-        splice: one entry for each spliced layer: `layer`, `heads`, `mode`, `init`, `reads`, and what `SplicedAttention`
-            reads. The one source of what is spliced where; `layer_types` follows it.
+        splice: one entry for each spliced layer: `layer`, `heads`, `head_dim` (the width of the SSM's heads), `mode`,
+            `init`, `reads`, and what `SplicedAttention` reads. The one source of what is spliced where; `layer_types`
+            follows it.
     """
 
     @property

@@ -145,8 +145,7 @@ def test_null_means_empty_and_initial_values_do_not_matter() -> None:
     assert formats.convert_config({**data, "ssm_cfg": ssm}).to_dict() == formats.convert_config(MAMBA2_130M).to_dict()
 
 
-def test_every_key_that_has_a_place_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "norms_by_group", lambda: True)
+def test_every_key_that_has_a_place_arrives() -> None:
     ssm = {"layer": "Mamba2", "d_state": 8, "d_conv": 3, "expand": 4, "headdim": 32, "ngroups": 2, "bias": True}
     ssm |= {"conv_bias": False, "chunk_size": 64, "dt_limit": [0.1, 2.0], "dt_min": 0.01, "dt_max": 0.2}
     more = {"residual_in_fp32": False, "tie_embeddings": False, "eos_token_id": 0}
@@ -210,16 +209,6 @@ def test_attention_is_not_causal_unless_it_says_so() -> None:
 
 def test_attention_layers_have_to_be_there() -> None:
     assert_refused({**MAMBA2ATTN_27B, "attn_layer_idx": [9, 64]}, "attn_layer_idx", 64, "0 to 63")
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-def test_groups_need_a_transformers_that_norms_them_apart(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = {**MAMBA2_130M, "ssm_cfg": {"layer": "Mamba2", "ngroups": groups}}
-    monkeypatch.setattr(formats, "norms_by_group", lambda: False)
-    if groups == 1:
-        assert formats.convert_config(data).n_groups == 1
-    else:
-        assert_refused(data, "ssm_cfg.ngroups", 2, "transformers>=5.23")
 
 
 def test_mamba3_is_recognised_and_honestly_refused() -> None:

@@ -36,7 +36,7 @@ def llamba_site(layer: int, heads: Sequence[int] = (2,), mode: Any = "add", init
     """A branch like a head of Llamba, or the control: no gate, and keys wider than values."""
     copied = init == "ssm"
     own = pico_site(layer, heads, mode, STATE if copied else 12, HEAD_DIM, activation=None, gate=copied)
-    return {**own, "init": init}
+    return {**own, "init": init, "head_dim": HEAD_DIM}
 
 
 def loop_logits(model: LlambaForCausalLM, ids: Tensor) -> Tensor:

@@ -1,0 +1,148 @@
+"""Every recipe validates, and dry-runs offline from the configs kept in the repository."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from surgery.analyse import check_change
+from surgery.checkpoint import load_config
+from surgery.dryrun import LENGTHS, dry_run
+from surgery.families import family_of
+from surgery.recipe import AnalysisRecipe, Base, PretrainRecipe, Recipe, load_any, load_recipe
+from surgery.sizes import meta_model
+from tests.integration.conftest import BASE, ROOT
+
+RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}
+LOADED = {name: load_any(path) for name, path in RECIPES.items()}
+OPERATIONS = [name for name, recipe in LOADED.items() if isinstance(recipe, Recipe) and name != "quickstart"]
+ANALYSES = [name for name, recipe in LOADED.items() if isinstance(recipe, AnalysisRecipe)]
+CONFIGS = sorted(path.parent.name for path in (ROOT / "recipes" / "configs").glob("*/config.json"))
+
+# Those whose dry run is timed and weighed, each in a process of its own. The times are of a busy machine.
+TIMED = ("mamba2-130m", "mamba2-2.7b", "falcon-mamba-7b", "llamba-8b-head", "zamba2-7b")
+SECONDS, GIB = 240, 4.0
+# Parameters that the names of these checkpoints promise, in millions.
+PROMISED = {
+    "mamba2-130m": 129, "mamba2-370m": 368, "mamba2-780m": 780, "mamba2-1.3b": 1344, "mamba2-2.7b": 2703,
+    "falcon-mamba-7b": 7273, "Zamba2-7B": 7357, "Llama-3.1-8B": 8030, "Llama-3.2-1B": 1236,
+}  # fmt: skip
+
+
+def kept(model: str) -> Path:
+    return ROOT / "recipes" / "configs" / model.split("/")[-1]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_says_what_it_is(name: str) -> None:
+    text = RECIPES[name].read_text()
+    header = text.split("\nname:")[0]
+    assert all(line.startswith("#") for line in header.splitlines())
+    assert f"surgery {'analyse' if name in ANALYSES else ''}".strip() in header
+    assert LOADED[name].name == name or isinstance(LOADED[name], PretrainRecipe)
+    if name in OPERATIONS or name in ANALYSES:
+        for word in ("GPUs:", "Time: estimated", "Published", "Not verified: never run"):
+            assert word in header, f"{name} does not say {word!r}"
+        assert len(text.splitlines()) <= 32
+
+
+@pytest.mark.parametrize("name", [*OPERATIONS, *ANALYSES])
+def test_the_config_of_every_base_is_kept(name: str) -> None:
+    recipe = LOADED[name]
+    assert not isinstance(recipe, PretrainRecipe)
+    config = load_config(recipe.base.model_copy(update={"model": str(kept(recipe.base.model))}))
+    assert family_of(config).mixers(config)
+    if isinstance(recipe, AnalysisRecipe):
+        for change in recipe.changes:
+            check_change(change, config)
+    elif recipe.splice.teacher is not None:
+        teacher = load_config(Base(model=str(kept(recipe.splice.teacher.model))))
+        assert teacher.hidden_size == config.hidden_size
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_kept_configs_are_of_the_size_that_their_name_says(name: str) -> None:
+    model = meta_model(load_config(Base(model=str(ROOT / "recipes" / "configs" / name))))
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    promised = PROMISED.get(name.removesuffix("-Instruct"))
+    assert promised is None or round(millions) == promised
+    assert name in (ROOT / "recipes" / "configs" / "README.md").read_text() or name.endswith("-Instruct")
+
+
+@pytest.mark.parametrize("name", sorted(set(OPERATIONS) - set(TIMED)))
+def test_dry_runs_from_the_kept_config(name: str, tmp_path: Path) -> None:
+    """With one short document a step: the shapes are the real ones."""
+    path = RECIPES[name]
+    source = "{task: kv_retrieval, rows: 1, pairs: [4, 4], weights: {answer: 1.0, keep: 1.0}}"
+    recipe = load_recipe(path, [f"train.sources=[{source}]"])
+    found = dry_run(recipe, tmp_path / name, path)
+    assert_complete(found, recipe)
+    assert not list(tmp_path.iterdir())
+
+
+def assert_complete(found: dict[str, Any], recipe: Recipe) -> None:
+    """Every number of a dry run is there and makes sense beside the others."""
+    memory, cache = found["memory"], found["cache"]
+    assert found["shapes_from"] == str(kept(recipe.base.model))
+    assert 0 < found["new_parameters"] < found["parameters"]
+    everything = recipe.train.trains == "all"
+    assert (found["trainable_parameters"] > found["new_parameters"]) == everything
+    assert memory["total"] == sum(size for part, size in memory.items() if part != "total")
+    assert memory["activations"] > 0 and found["flops"]["step"] > 0
+    assert found["tokens"]["run"] == found["tokens"]["step"] * recipe.train.steps * found["arms"] > 0
+    for arm in cache.values():
+        sizes = [arm[length] for length in LENGTHS]
+        assert sizes == [arm["state"] + arm["kv_per_token"] * n for n in LENGTHS.values()]
+    assert cache["hybrid"]["kv_per_token"] > cache["base"]["kv_per_token"]
+    assert recipe.hardware.memory_gib is not None
+    assert found["fits"]["fits"] == (found["fits"]["left"] >= 0)
+
+
+@pytest.mark.parametrize("name", TIMED)
+def test_a_dry_run_at_true_size_is_quick_and_light(name: str, tmp_path: Path) -> None:
+    """Unchanged, as a user runs it, without a network."""
+    code = (
+        "import json, resource, sys, time; from pathlib import Path\n"
+        "from surgery.cli import _print_plan\n"
+        "from surgery.dryrun import dry_run\n"
+        "from surgery.recipe import load_recipe\n"
+        "path = Path(sys.argv[1]); began = time.process_time()\n"
+        "found = dry_run(load_recipe(path), Path('runs/x'), path); _print_plan(found)\n"
+        "found |= {'seconds': time.process_time() - began}\n"
+        "found |= {'gib': resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}\n"
+        "print(json.dumps(found, default=str))\n"
+    )
+    command = [sys.executable, "-c", code, str(RECIPES[name])]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert_complete(found, load_recipe(RECIPES[name]))
+    assert found["seconds"] < 60 and found["gib"] < GIB
+    assert found["fits"]["fits"], f"{name} does not fit its own hardware"
+    assert not list(tmp_path.iterdir())
+    for word in ("new parameters", "trainable parameters", "FLOPs", "activations", "GiB left", "128k tokens"):
+        assert word in done.stdout
+
+
+def test_a_dry_run_says_what_does_not_fit(tmp_path: Path) -> None:
+    path = RECIPES["quickstart"]
+    small = [f"base.model={BASE}", *(f"train.sources.{i}.rows=1" for i in range(4)), "train.sources.0.pairs=[4, 4]"]
+    tight = load_recipe(path, [*small, "hardware={gpu: toy, memory_gib: 0.001}"])
+    found, silent = dry_run(tight, tmp_path / "x", path), dry_run(load_recipe(path, small), tmp_path / "x", path)
+    assert found["fits"]["fits"] is False and found["fits"]["left"] < 0
+    assert silent["fits"] is None and silent["shapes_from"] == ""
+    assert found["memory"] == silent["memory"]
+
+
+def test_mamba_ssm_configs_have_no_model_type() -> None:
+    """They are kept as they are published, and only this project's reading of them makes them transformers'."""
+    plain = json.loads((kept("mamba2-130m") / "config.json").read_text())
+    assert "model_type" not in plain and plain["ssm_cfg"] == {"layer": "Mamba2"}
+    with pytest.raises(ValueError, match="model_type"):
+        AutoConfig.from_pretrained(str(kept("mamba2-130m")))

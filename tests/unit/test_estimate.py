@@ -1,0 +1,205 @@
+"""The estimate agrees with a real run: saved tensors within 10%, cache bytes exactly, and counts by their formulas."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from surgery.estimate import MicroBatch, StepCost, cache_bytes, cache_tensors, micro_batches, step_cost
+from surgery.families import family_of, geometry_of
+from surgery.heads import HeadSet, Plan, ScoredHead
+from surgery.meters import belongings, measure, saved_bytes
+from surgery.plan import make_plan
+from surgery.recipe import Source, Splice, Train, Weights
+from surgery.splice import splice
+from surgery.train import train
+from surgery.train.loop import spliced_parameters
+from tests.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, pico_tokenizer
+
+CLOSE = 0.1
+OBJECTIVES: dict[str, dict[str, float]] = {
+    "answer": {"answer": 1.0},
+    "supervised": {"answer": 1.0, "attention": 1.0},
+    "keep": {"keep": 1.0},
+    "text and keep": {"text": 0.5, "keep": 1.0},
+}
+
+
+def section(weights: dict[str, float], trains: str = "all", rows: int = 3, pairs: tuple[int, int] = (4, 4)) -> Train:
+    source = Source(task="kv_retrieval", pairs=pairs, questions=2, rows=rows, weights=Weights(**weights))
+    return Train(steps=1, trains=trains, sources=(source,))
+
+
+@cache
+def spliced(name: str, **splice_fields: Any) -> tuple[PreTrainedModel, PreTrainedModel, Plan]:
+    """A base, a hybrid of it with the first head of its second site, and the plan. Copy before training."""
+    base = pico_family(name, vocab_size=1024)
+    head = family_of(base.config).sites(base.config)[1].heads[0]
+    chosen = (ScoredHead(head, "neither", "answer_token", {}),)
+    recipe = Splice(**splice_fields)
+    plan = make_plan(HeadSet("x", "", geometry_of(base.config), (), chosen, "listed", 0), base.config, recipe)
+    return base, splice(base, plan, recipe), plan
+
+
+def estimated(name: str, asked: Train, **splice_fields: Any) -> StepCost:
+    base, hybrid, plan = spliced(name, **splice_fields)
+    on_meta = [copy.deepcopy(model).to("meta") for model in (hybrid, base)]
+    return step_cost(*on_meta, plan.grafts, asked, micro_batches(asked, 0, pico_tokenizer()))
+
+
+def really_saved(name: str, asked: Train, **splice_fields: Any) -> int:
+    """What autograd keeps in one real step of training."""
+    base, hybrid, plan = spliced(name, **splice_fields)
+    hybrid = copy.deepcopy(hybrid)
+    with saved_bytes(hybrid) as saved:
+        train(hybrid, pico_tokenizer(), asked, plan, base)
+    return saved.total
+
+
+@pytest.mark.parametrize("trains", ["all", "new_heads"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_saved_bytes_agree_with_training(objective: str, trains: str) -> None:
+    asked = section(OBJECTIVES[objective], trains)
+    found, real = estimated("mamba2", asked).memory.activations, really_saved("mamba2", asked)
+    assert found == pytest.approx(real, rel=CLOSE)
+
+
+@pytest.mark.parametrize("name", SPLICED_FAMILIES)
+def test_saved_bytes_agree_for_every_family(name: str) -> None:
+    asked = section({"answer": 1.0})
+    found, real = estimated(name, asked).memory.activations, really_saved(name, asked)
+    assert found == pytest.approx(real, rel=CLOSE)
+
+
+@pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])
+def test_a_scan_that_loops_is_extrapolated_exactly(name: str) -> None:
+    """Run at 2, 4 and 6 tokens; the documents have more than 30."""
+    asked = section({"answer": 1.0}, pairs=(2, 2))
+    (micro,) = micro_batches(asked, 0, pico_tokenizer())
+    assert micro.shape[1] > 30
+    model = copy.deepcopy(spliced(name)[1]).train().to("meta")
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+
+    def whole() -> list[torch.Tensor]:
+        ids, mask = micro.batch.input_ids.to("meta"), micro.batch.attention_mask.to("meta")
+        return [model(ids, attention_mask=mask, use_cache=False).logits]
+
+    direct, found = measure(whole, model), estimated(name, asked)
+    loss = estimated("mamba2", asked).memory.activations - _body_of_mamba2(micro)
+    assert found.memory.activations == pytest.approx(direct.saved + loss, rel=0.001)
+    assert found.flops == pytest.approx(direct.flops, rel=0.001)
+
+
+def _body_of_mamba2(micro: MicroBatch) -> int:
+    model = copy.deepcopy(spliced("mamba2")[1]).train().to("meta")
+    ids, mask = micro.batch.input_ids, micro.batch.attention_mask
+    return measure(lambda: [model(ids.to("meta"), attention_mask=mask.to("meta"), use_cache=False).logits], model).saved
+
+
+def test_the_peak_covers_a_real_one() -> None:
+    """Between two micro-batches: weights have gradients already. The frozen base's logits are the largest temporary."""
+    asked = section(OBJECTIVES["keep"])
+    base, hybrid, _ = spliced("mamba2")
+    hybrid = copy.deepcopy(hybrid).train()
+    for parameter in hybrid.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    memory = estimated("mamba2", asked).memory
+    (micro,) = micro_batches(asked, 0, pico_tokenizer())
+    batch = micro.batch
+
+    def run() -> list[torch.Tensor]:
+        from surgery.train.objectives import keep_loss
+
+        student = hybrid(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
+        with torch.no_grad():
+            teacher = base(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
+        return [keep_loss(student, teacher, batch)]
+
+    known = torch.nn.ModuleList([hybrid, base])
+    assert len(belongings(known)) > len(belongings(hybrid))
+    real = measure(run, known)
+    peak = memory.activations + memory.temporaries
+    assert peak == pytest.approx(max(real.forward_peak, real.backward_peak), rel=CLOSE)
+
+
+@pytest.mark.parametrize("trains", ["all", "new_heads"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_gradients_and_moments(dtype: torch.dtype, trains: str) -> None:
+    _, hybrid, plan = spliced("mamba2")
+    model = copy.deepcopy(hybrid).to(dtype).to("meta")
+    asked = section({"answer": 1.0}, trains)
+    memory = step_cost(model, None, plan.grafts, asked, micro_batches(asked, 0, pico_tokenizer())).memory
+    trained = spliced_parameters(model) if trains == "new_heads" else list(model.parameters())
+    numbers = sum(p.numel() for p in trained)
+    size = torch.empty(0, dtype=dtype).element_size()
+    assert memory.weights == sum(p.numel() for p in model.parameters()) * size
+    assert memory.gradients == numbers * size
+    assert memory.optimizer == numbers * 8
+    assert memory.master_copies == (numbers * 4 if size < 4 else 0)
+    assert memory.frozen_base == 0
+    assert memory.total == sum(vars(memory).values())
+
+
+def test_training_less_keeps_less() -> None:
+    weights = OBJECTIVES["keep"]
+    whole, new = (estimated("mamba2", section(weights, trains)) for trains in ("all", "new_heads"))
+    assert new.memory.activations < whole.memory.activations
+    assert new.flops < whole.flops
+    assert new.memory.frozen_base == whole.memory.frozen_base > 0
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_cache_bytes_are_those_of_a_real_cache(name: str) -> None:
+    model = pico_family(name)
+    check_cache(model)
+
+
+@pytest.mark.parametrize("name", SPLICED_FAMILIES)
+@pytest.mark.parametrize("init", ["ssm", "random"])
+def test_cache_bytes_of_hybrids(name: str, init: str) -> None:
+    check_cache(spliced(name, init=init)[1])
+
+
+@torch.no_grad()
+def check_cache(model: PreTrainedModel) -> None:
+    """After a prefill of 5 tokens and 3 decode steps."""
+    found = cache_bytes(copy.deepcopy(model).to("meta"))
+    argument = family_of(model.config).cache_argument
+    ids = torch.randint(3, 60, (1, 8), generator=torch.Generator().manual_seed(0))
+    kept = model(ids[:, :5], use_cache=True)[argument]
+    for step in range(5, 8):
+        kept = model(ids[:, step : step + 1], use_cache=True, **{argument: kept})[argument]
+    states, grown = cache_tensors(kept)
+    assert found.state == sum(t.nbytes for t in states)
+    assert found.at(8) == sum(t.nbytes for t in (*states, *grown))
+
+
+def test_micro_batches_are_the_largest_that_a_source_draws() -> None:
+    wide, narrow = (
+        micro_batches(section({"answer": 1.0}, pairs=p), 0, pico_tokenizer())[0] for p in ((4, 12), (12, 12))
+    )
+    assert wide.shape[1] == pytest.approx(narrow.shape[1], abs=3)
+    assert wide.tokens < narrow.tokens <= narrow.batch.attention_mask.sum() + 9
+    assert wide.columns < wide.shape[1]
+
+
+def test_processes_share_the_rows() -> None:
+    asked = section({"answer": 1.0}, rows=4)
+    (alone,), (shared,) = (micro_batches(asked, 0, pico_tokenizer(), n) for n in (1, 2))
+    assert (alone.shape[0], shared.shape[0]) == (4, 2)
+    assert shared.tokens == pytest.approx(alone.tokens / 2, rel=0.05)
+
+
+def test_the_largest_source_decides() -> None:
+    small, large = section({"answer": 1.0}, rows=1), section({"answer": 1.0}, rows=6)
+    both = small.model_copy(update={"sources": (*small.sources, *large.sources)})
+    found, alone = estimated("mamba2", both), estimated("mamba2", large)
+    assert found.largest == 1
+    assert found.memory.activations == pytest.approx(alone.memory.activations, rel=0.05)
+    assert found.flops > alone.flops

@@ -35,10 +35,11 @@ format: $(VENV)/.installed
 pretrain: $(VENV)/.installed
 	$(BIN)/surgery pretrain recipes/pretrain-pico.yaml --to checkpoints/pico-mamba2 --overwrite
 
-## The classes and the locating, on the oldest transformers that is supported.
+## The classes, the locating and the battery over all families, on the oldest transformers that is supported.
 compat: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .compat "transformers==5.21.*"
-	OMP_NUM_THREADS=1 PYTHONPATH=.compat $(BIN)/python -m pytest tests/unit/hybrid tests/unit/families tests/unit/locate
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.compat $(BIN)/python -m pytest -n 2 tests/unit/hybrid tests/unit/families \
+		tests/unit/locate tests/unit/test_capture.py tests/unit/test_splice.py tests/integration/test_famil*.py
 
 ## The GPU bench, under 9 minutes, with or without a virtual environment; options in GPU='...'. See docs/BENCHMARKS.md.
 gpu:

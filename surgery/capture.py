@@ -179,17 +179,21 @@ def from_mixer(model: PreTrainedModel, spec: MixerSpec, trace: Trace, output: Te
     """
     below = trace.below[spec.layer].repeat(len(output) // len(trace.below[spec.layer]), 1, 1)
     as_tuple = spec.name in trace.tuples
-    with from_block(model, spec, trace, below), _instead(mixer_of(model, spec), lambda *_, **__: output, as_tuple):
+    with from_block(model, spec, trace, below), _instead(mixer_of(model, spec), lambda _: output, as_tuple):
         yield
 
 
-def _pass_by(given: Tensor | None, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-    return hidden if given is None else given
+def _pass_by(given: Tensor | None, args: tuple) -> Tensor:
+    return args[0] if given is None else given
 
 
 @contextmanager
-def _instead(module: nn.Module, forward: Callable[..., Tensor], as_tuple: bool) -> Iterator[None]:
-    """Replaces the forward of one module object for its first call; layers above may use the same module."""
+def _instead(module: nn.Module, result_of: Callable[[tuple], Tensor], as_tuple: bool) -> Iterator[None]:
+    """Replaces the forward of one module object for its first call; layers above may use the same module.
+
+    Args:
+        result_of: gets the positional arguments.
+    """
     original, calls = module.forward, 0
 
     def replaced(*args: Any, **kwargs: Any) -> Any:
@@ -197,7 +201,7 @@ def _instead(module: nn.Module, forward: Callable[..., Tensor], as_tuple: bool) 
         calls += 1
         if calls > 1:
             return original(*args, **kwargs)
-        result = forward(*args, **kwargs)
+        result = result_of(args)
         return (result, None) if as_tuple else result
 
     module.forward = replaced  # type: ignore[method-assign]
@@ -268,7 +272,7 @@ def only_logits(model: PreTrainedModel, token_ids: Tensor) -> Iterator[None]:
     head = model.get_output_embeddings()
     weight = head.weight[token_ids]
     bias = None if head.bias is None else head.bias[token_ids]
-    with _instead(head, lambda hidden: F.linear(hidden, weight, bias), as_tuple=False):
+    with _instead(head, lambda args: F.linear(args[0], weight, bias), as_tuple=False):
         yield
 
 

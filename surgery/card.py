@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from surgery.checkpoint import source_of
 from surgery.heads import HeadId, HeadSet, Plan
 from surgery.recipe import Recipe, to_yaml
 
@@ -43,7 +44,8 @@ def model_card(recipe: Recipe, heads: HeadSet, plan: Plan, results: Mapping[str,
 
 
 def public_name(model: str) -> str:
-    """A Hub id as it is; of a folder, its last part."""
+    """A Hub id without its revision; of a folder, its last part."""
+    model, _ = source_of(model, None)
     return model if model.count("/") == 1 and not Path(model).exists() else Path(model).resolve().name
 
 

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.checkpoint import load_config, load_tokenizer
 from surgery.errors import ModelError
 from surgery.estimate import CacheBytes, MicroBatch, StepCost, cache_bytes, micro_batches, step_cost
 from surgery.families import family_of, geometry_of
+from surgery.families.runtime import shorten_chunks
 from surgery.heads import HeadId, HeadSet, ScoredHead, head_set_from_json
 from surgery.plan import make_plan, splice_field
 from surgery.recipe import Base, Hardware, Recipe
@@ -124,7 +126,8 @@ def _hybrid(config: PreTrainedConfig, fields: list[dict[str, Any]], base: Base) 
 
 
 def _as_loaded(model: PreTrainedModel, base: Base) -> PreTrainedModel:
-    """In the dtype that the recipe asks for; what the class keeps in fp32 stays there."""
+    """In the dtype that the recipe asks for; what the class keeps in fp32 stays there. Chunks as a run has them."""
+    shorten_chunks(model)
     asked = model.config.dtype if base.dtype == "auto" else getattr(torch, base.dtype)
     kept = model._keep_in_fp32_modules_strict or ()
     for name, parameter in model.named_parameters():
@@ -139,13 +142,12 @@ def _at_hand(base: Base, path: Path | None) -> tuple[Base, str]:
     A folder is itself. A Hub id is looked for in the local cache, then among the configs beside the recipe; the Hub is
     asked only if neither has it.
     """
-    if Path(base.model).exists() or base.model.count("/") != 1:
-        return base, ""
-    cached = try_to_load_from_cache(base.model, "config.json", revision=base.revision)
-    if isinstance(cached, str):
-        return base.model_copy(update={"model": str(Path(cached).parent)}), ""
-    kept = path.parent / "configs" / base.model.split("/")[1] if path is not None else None
-    if kept is None or not (kept / "config.json").is_file():
+    cached = _cached(base.model, "config.json", base.revision)
+    if Path(base.model).exists() or cached is not None:
+        return base.model_copy(update={"model": str(cached or base.model)}), ""
+    owner, _, name = base.model.partition("/")
+    kept = path.parent / "configs" / name if path is not None else None
+    if kept is None or not name or "/" in name or owner.startswith((".", "~")) or not (kept / "config.json").is_file():
         return base, ""
     return base.model_copy(update={"model": str(kept)}), str(kept)
 
@@ -153,16 +155,26 @@ def _at_hand(base: Base, path: Path | None) -> tuple[Base, str]:
 def _tokenizer(base: Base, may_ask: bool) -> tuple[PreTrainedTokenizerBase, str]:
     """The base's tokenizer, or the toolkit's small one, and a note which. `may_ask`: the Hub may be asked for it."""
     source = base.tokenizer or base.model
-    cached = try_to_load_from_cache(source, "tokenizer.json") if source.count("/") == 1 else None
-    if isinstance(cached, str):
-        base = base.model_copy(update={"tokenizer": str(Path(cached).parent)})
-    if Path(source).exists() or isinstance(cached, str) or may_ask:
+    cached = _cached(source, "tokenizer.json", None if base.tokenizer else base.revision)
+    if cached is not None or Path(source).exists() or may_ask:
         try:
-            return load_tokenizer(base), "its own tokenizer"
+            there = base if cached is None else base.model_copy(update={"tokenizer": str(cached)})
+            return load_tokenizer(there), "its own tokenizer"
         except ModelError:
             pass  # the counts do not need it, and the run itself refuses
     note = "the toolkit's small tokenizer (its own is not at hand): about 5 tokens a key-value pair"
     return build_tokenizer(), note
+
+
+def _cached(source: str, name: str, revision: str | None) -> Path | None:
+    """The folder in the Hub's cache that has this file; None too for what is a folder, or no id."""
+    if Path(source).exists():
+        return None
+    try:
+        found = try_to_load_from_cache(source, name, revision=revision)
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def _located(recipe: Recipe, folder: Path) -> HeadSet | None:

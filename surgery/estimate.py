@@ -24,7 +24,7 @@ from surgery.probes.documents import EncodedBatch, encode
 from surgery.recipe import Source, Train
 from surgery.train import make_accelerator
 from surgery.train.data import step_documents
-from surgery.train.loop import Trainer, _trainable
+from surgery.train.loop import Trainer, trainable
 
 SAMPLED_STEPS = 4  # whose documents give the mean length
 SHORT = (
@@ -133,7 +133,7 @@ def step_cost(
         model: on the meta device; what trains is marked and gets a gradient.
         base: the frozen base on the meta device, needed where a source gives `keep` a weight.
     """
-    trained = _trainable(model, section)
+    trained = trainable(model, section)
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter)
     model.train()
@@ -273,7 +273,7 @@ def _loss_cost(
     trainer = Trainer(outputs, tokenizer, section, 0, None, make_accelerator(), frozen, grafts)  # type: ignore[arg-type]
 
     def run() -> list[Tensor]:
-        terms = trainer._losses(outputs, micro.source, micro.batch.to("meta"))
+        terms = trainer.losses(outputs, micro.source, micro.batch.to("meta"))
         return [torch.stack(list(terms.values())).sum()]
 
     return measure(run)

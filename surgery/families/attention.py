@@ -61,6 +61,9 @@ class MambaSsmAttentionStructure(AttentionStructure):
 
     kind = "mamba_ssm_attention"
 
+    def state_numel(self, spec: MixerSpec) -> int:
+        return (spec.num_heads + 2 * spec.num_groups) * spec.head_dim * spec.conv_kernel
+
     def out_proj(self, mixer: nn.Module) -> nn.Linear:
         return mixer.out_proj
 

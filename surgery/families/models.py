@@ -38,7 +38,8 @@ def _mamba_ssm_attention(config: PreTrainedConfig, layer: int, path: str) -> Mix
     heads = fields["num_heads"]
     width = fields.get("head_dim") or config.hidden_size // heads
     groups = fields.get("num_heads_kv") or heads
-    return MixerSpec(layer, path, "mamba_ssm_attention", heads, width, groups, width, letter="A", conv_kernel=0)
+    kernel = fields.get("d_conv") or 0
+    return MixerSpec(layer, path, "mamba_ssm_attention", heads, width, groups, width, letter="A", conv_kernel=kernel)
 
 
 def _mamba1(kind: str, config: PreTrainedConfig) -> list[MixerSpec]:
@@ -183,6 +184,8 @@ _OWN_SLOT = "all its layers keep keys and values of their own in the slot of the
 FAMILIES: tuple[Family, ...] = (
     Family("mamba2", ("mamba2", "mamba2_hybrid"), _mamba2, _PARAMS,
            (h.Mamba2HybridConfig, h.Mamba2HybridForCausalLM), branch_fields=_MAMBA2_FIELDS),
+    Family("mamba2attn", ("mamba2attn_hybrid",), _mamba2, _PARAMS,
+           (h.Mamba2AttnConfig, h.Mamba2AttnForCausalLM), branch_fields=_MAMBA2_FIELDS),
     Family("mamba", ("mamba", "mamba_hybrid"), partial(_mamba1, "mamba1"), _PARAMS,
            (h.MambaHybridConfig, h.MambaHybridForCausalLM), branch_fields=_stream_fields),
     Family("falcon_mamba", ("falcon_mamba", "falcon_mamba_hybrid"), partial(_mamba1, "falcon_mamba"), _PARAMS,

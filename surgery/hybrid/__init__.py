@@ -7,6 +7,7 @@ from .modeling_falcon_mamba_hybrid import FalconMambaHybridConfig, FalconMambaHy
 from .modeling_granite_hybrid import GraniteHybridConfig, GraniteHybridForCausalLM, GraniteHybridModel
 from .modeling_llamba import LlambaConfig, LlambaForCausalLM, LlambaModel
 from .modeling_mamba2_hybrid import Mamba2HybridConfig, Mamba2HybridForCausalLM, Mamba2HybridModel
+from .modeling_mamba2attn import Mamba2AttnConfig, Mamba2AttnForCausalLM, Mamba2AttnModel
 from .modeling_mamba_hybrid import MambaHybridConfig, MambaHybridForCausalLM, MambaHybridModel
 from .modeling_nemotron_h_hybrid import NemotronHHybridConfig, NemotronHHybridForCausalLM, NemotronHHybridModel
 from .modeling_zamba2_hybrid import Zamba2HybridConfig, Zamba2HybridForCausalLM, Zamba2HybridModel
@@ -16,6 +17,7 @@ CLASSES = (
     (FalconMambaHybridConfig, FalconMambaHybridModel, FalconMambaHybridForCausalLM),
     (GraniteHybridConfig, GraniteHybridModel, GraniteHybridForCausalLM),
     (LlambaConfig, LlambaModel, LlambaForCausalLM),
+    (Mamba2AttnConfig, Mamba2AttnModel, Mamba2AttnForCausalLM),
     (Mamba2HybridConfig, Mamba2HybridModel, Mamba2HybridForCausalLM),
     (MambaHybridConfig, MambaHybridModel, MambaHybridForCausalLM),
     (NemotronHHybridConfig, NemotronHHybridModel, NemotronHHybridForCausalLM),
@@ -40,6 +42,9 @@ __all__ = [
     "LlambaConfig",
     "LlambaForCausalLM",
     "LlambaModel",
+    "Mamba2AttnConfig",
+    "Mamba2AttnForCausalLM",
+    "Mamba2AttnModel",
     "Mamba2HybridConfig",
     "Mamba2HybridForCausalLM",
     "Mamba2HybridModel",

@@ -80,7 +80,8 @@ class Sweep:
         """Arguments of a forward pass; models with positions count from the first real token."""
         if self.cache_argument == "cache_params":
             # A plain Mamba-1 would multiply its one new token with the whole mask.
-            stateless = past > 0 and not getattr(self.model.config, "splice", None)
+            reads_keys = getattr(self.model.config, "splice", None) or not all(spec.is_ssm for spec in self.specs)
+            stateless = past > 0 and not reads_keys
             return {"input_ids": input_ids, "attention_mask": None if stateless else mask}
         seen = mask if mask is not None else input_ids.new_ones(len(input_ids), past + input_ids.shape[1])
         positions = (seen.long().cumsum(1) - 1).clamp(min=0)[:, past:]

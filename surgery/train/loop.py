@@ -67,7 +67,7 @@ class Trainer:
         """
         self._check_sources()
         self.model.train()
-        parameters = _trainable(self.model, self.section)
+        parameters = trainable(self.model, self.section)
         optimizer = _adamw(self.model, parameters, self.section.optimizer)
         model, optimizer = self.accelerator.prepare(self.model, optimizer)
         if self.base is not None:
@@ -100,7 +100,7 @@ class Trainer:
         for index, source in enumerate(self.section.sources):
             batch = self._batch(source, index, step)
             with nullcontext() if index == last else self.accelerator.no_sync(model):
-                terms = self._losses(model, source, batch)
+                terms = self.losses(model, source, batch)
                 total = torch.stack(list(terms.values())).sum()
                 self.accelerator.backward(total)
             for name, term in terms.items():
@@ -114,7 +114,7 @@ class Trainer:
         mine = documents[self.accelerator.process_index :: self.accelerator.num_processes]
         return encode(mine, self.tokenizer).to(self.accelerator.device)
 
-    def _losses(self, model: nn.Module, source: Source, batch: EncodedBatch) -> dict[str, torch.Tensor]:
+    def losses(self, model: nn.Module, source: Source, batch: EncodedBatch) -> dict[str, torch.Tensor]:
         """The objectives that have a weight on this source, each times its weight."""
         weights = source.weights
         supervise = weights.attention > 0 and bool(self.grafts)
@@ -208,7 +208,7 @@ def spliced_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p for m in model.modules() if isinstance(m, SplicedAttention) for p in m.parameters()]
 
 
-def _trainable(model: nn.Module, section: Train) -> list[nn.Parameter]:
+def trainable(model: nn.Module, section: Train) -> list[nn.Parameter]:
     """Marks what trains, and returns it. Every other parameter is frozen."""
     chosen = spliced_parameters(model) if section.trains == "new_heads" else list(model.parameters())
     model.requires_grad_(False)

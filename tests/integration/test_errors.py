@@ -52,10 +52,11 @@ def test_an_empty_model_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_model_without_ssm_mixers(tmp_path: Path) -> None:
-    (tmp_path / "llama").mkdir()
-    (tmp_path / "llama" / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 32}))
-    assert_refused(surgery("inspect", "./llama", cwd=tmp_path), "llama", "mamba2")
+@pytest.mark.parametrize(("kind", "nearest"), [("bert", "mamba2"), ("jamba", "nearest is mamba"), ("zamba9", "zamba2")])
+def test_a_model_of_another_kind(tmp_path: Path, kind: str, nearest: str) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps({"model_type": kind, "hidden_size": 32}))
+    assert_refused(surgery("inspect", "./other", cwd=tmp_path), kind, nearest, "surgery/families/models.py")
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from surgery.analyse import check_change
 from surgery.checkpoint import load_config
 from surgery.dryrun import LENGTHS, dry_run
+from surgery.errors import ModelError
 from surgery.families import family_of
 from surgery.recipe import AnalysisRecipe, Base, PretrainRecipe, Recipe, load_any, load_recipe
 from surgery.sizes import meta_model
@@ -138,6 +139,13 @@ def test_a_dry_run_says_what_does_not_fit(tmp_path: Path) -> None:
     assert found["fits"]["fits"] is False and found["fits"]["left"] < 0
     assert silent["fits"] is None and silent["shapes_from"] == ""
     assert found["memory"] == silent["memory"]
+
+
+@pytest.mark.parametrize("model", ["./mamba2-130m", "../mamba2-130m", "a/b/mamba2-130m", "no folder", "mamba2-130m"])
+def test_only_a_hub_id_takes_its_shapes_from_the_kept_configs(model: str, tmp_path: Path) -> None:
+    path = RECIPES["mamba2-130m"]
+    with pytest.raises(ModelError, match=r"base\.model"):
+        dry_run(load_recipe(path, [f"base.model={model}"]), tmp_path / "x", path)
 
 
 def test_mamba_ssm_configs_have_no_model_type() -> None:

@@ -172,9 +172,17 @@ def test_no_module_is_called_utils(module: str) -> None:
 
 
 def kwargs_of(tree: ast.AST) -> list[str]:
-    """Functions with a `**` parameter."""
+    """Functions with a `**` parameter that they do not hand on whole."""
     functions = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))]
-    return [f"{getattr(f, 'name', 'lambda')}, line {f.lineno}" for f in functions if f.args.kwarg is not None]
+    taking = [f for f in functions if f.args.kwarg is not None]
+    return [f"{getattr(f, 'name', 'lambda')}, line {f.lineno}" for f in taking if not hands_on(f)]
+
+
+def hands_on(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> bool:
+    """Whether a call inside unpacks the `**` parameter."""
+    assert function.args.kwarg is not None
+    given = [k.value for n in ast.walk(function) if isinstance(n, ast.Call) for k in n.keywords if k.arg is None]
+    return function.args.kwarg.arg in {v.id for v in given if isinstance(v, ast.Name)}
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if top_of(m) != "hybrid"])
@@ -195,4 +203,6 @@ def test_only_the_command_line_prints(module: str) -> None:
 
 def test_the_guards_of_style_can_fail() -> None:
     assert kwargs_of(ast.parse("def f(a, **rest): pass")) == ["f, line 1"]
+    assert kwargs_of(ast.parse("def f(a, **rest): g(a, rest)")) == ["f, line 1"]
+    assert kwargs_of(ast.parse("def f(a, **rest): g(a, **rest)")) == []
     assert prints_of(ast.parse("x = 1\nprint(x)")) == [2]

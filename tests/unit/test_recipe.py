@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from surgery.errors import RecipeError
-from surgery.recipe import PretrainRecipe, Recipe, check_recipe, load_recipe, to_yaml
+from surgery.recipe import PretrainRecipe, Recipe, check_recipe, load_any, load_recipe, to_yaml
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 MINIMAL = """
@@ -301,6 +301,26 @@ def test_checking_does_not_change_the_data() -> None:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.name)
 def test_every_shipped_recipe_is_valid(path: Path, write: Write) -> None:
-    kind: Any = PretrainRecipe if path.name.startswith("pretrain-") else Recipe
-    recipe = load_recipe(path, kind=kind)
-    assert load_recipe(write(to_yaml(recipe)), kind=kind) == recipe
+    recipe = load_any(path)
+    assert load_any(write(to_yaml(recipe))) == recipe
+
+
+@pytest.mark.parametrize(
+    ("splice", "says"),
+    [
+        ("{init: teacher}", "goes with"),
+        ("{teacher: {model: a/b}}", "goes with"),
+        ("{init: teacher, teacher: {model: a/b}, unit: layer}", "mode: replace"),
+        ("{init: teacher, teacher: {model: a/b}, with_block: true}", "unit: layer"),
+        ("{init: teacher, teacher: {model: a/b, donors: {L1H1: head}}}", "L<layer>H<head>"),
+    ],
+)
+def test_transplants_that_mean_nothing_are_refused(splice: str, says: str, write: Write) -> None:
+    with pytest.raises(RecipeError, match=says):
+        load_recipe(write(MINIMAL + f"splice: {splice}\n"))
+
+
+@pytest.mark.parametrize("select", ["ablation", "gather"])
+def test_what_is_not_measured_cannot_choose(select: str, write: Write) -> None:
+    with pytest.raises(RecipeError, match="everywhere"):
+        load_recipe(write(MINIMAL + f"splice: {{select: {select}}}\nlocate: {{at: query}}\n"))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from surgery.families.runtime import CHUNK_WITHOUT_KERNELS, restore_chunks, shorten_chunks
-from tests.pico import pico_family, tokens
+from surgery.errors import ModelError
+from surgery.families import runtime
+from surgery.families.runtime import CHUNK_WITHOUT_KERNELS, check_release, restore_chunks, shorten_chunks
+from tests.pico import pico_family, pico_family_config, tokens
 
 FAMILIES = {"mamba2": "chunk_size", "zamba2": "chunk_size", "bamba": "mamba_chunk_size", "nemotron_h": "chunk_size"}
 
@@ -30,3 +32,29 @@ def test_shorter_chunks_stay_and_other_models_too() -> None:
     assert model.backbone.layers[0].mixer.chunk_size == 8
     shorten_chunks(pico_family("llama"))
     shorten_chunks(pico_family("mamba"))
+
+
+@pytest.mark.parametrize(("name", "fields"), [("mamba2", {"n_groups": 2}), ("bamba", {}), ("granite", {})])
+def test_a_release_that_computes_another_model_is_refused(
+    name: str, fields: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def older(requirement: str) -> None:
+        raise ImportError(requirement)
+
+    monkeypatch.setattr(runtime, "require_version", older)
+    config = pico_family_config(name, **fields)
+    with pytest.raises(ModelError, match=rf"{config.model_type} with 2 groups\. .*transformers>=5\.23"):
+        check_release(config)
+    one = {"n_groups": 1} if name == "mamba2" else {"mamba_n_groups": 1}
+    check_release(pico_family_config(name, **one))
+    monkeypatch.setattr(runtime, "require_version", lambda _: None)
+    check_release(config)
+
+
+@pytest.mark.parametrize("name", ["zamba2", "nemotron_h", "falcon_h1", "llamba", "mamba", "llama"])
+def test_families_that_were_always_right_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def older(requirement: str) -> None:
+        raise ImportError(requirement)
+
+    monkeypatch.setattr(runtime, "require_version", older)
+    assert check_release(pico_family_config(name)) is None

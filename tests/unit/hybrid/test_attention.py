@@ -10,8 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgery.hybrid.attention import HybridMixerMixin, SplicedAttention, SpliceRows, splice_sites
-from tests.pico import HIDDEN, pico_config, pico_hybrid, pico_site, prompts, random_site, randomise, tokens
+from surgery.hybrid.attention import HybridMixerMixin, SplicedAttention, SpliceRows, StreamAttention, splice_sites
+from surgery.plan import splice_field
+from tests.battery import plan_of
+from tests.pico import (
+    HIDDEN,
+    pico_config,
+    pico_family,
+    pico_hybrid,
+    pico_site,
+    prompts,
+    random_site,
+    randomise,
+    tokens,
+)
 
 SITES = [
     pico_site(0, [2]),
@@ -106,6 +118,46 @@ def test_rows_are_the_naive_weights(site: dict, exact: None) -> None:
         for q, t in enumerate(rows.queries_BQ[b].tolist()):
             expected = torch.zeros(branch.num_heads, 11, dtype=torch.float64) if t < 0 else weights[:, t]
             torch.testing.assert_close(found[b, :, q], expected, atol=1e-10, rtol=0)
+
+
+def naive_stream(branch: StreamAttention, u: Tensor, x: Tensor, parameters: Tensor) -> Tensor:
+    """(T,D), (T,I) and (T,rank+2N) -> (T,D), one token and one head at a time."""
+    H, K, V, T = branch.num_heads, branch.qk_width, branch.v_width, len(u)
+    queries, keys = branch.qk_proj.weight.view(2, H, K, -1)
+    seen, start = [], 0
+    for width in branch.stream_widths:
+        part, start = parameters[:, start : start + width], start + width
+        if branch.stream_eps is not None:
+            part = part / torch.sqrt(part.pow(2).mean(-1, keepdim=True) + branch.stream_eps)
+        seen.append(part)
+    streams, outputs = torch.cat(seen, dim=1), []
+    for t in range(T):
+        mixed = []
+        for h, group in enumerate(branch.heads):
+            query = queries[h] @ streams[t] * branch.scale[h]
+            weights = torch.stack([query @ (keys[h] @ streams[s]) for s in range(t + 1)]).softmax(0)
+            y = weights @ x[: t + 1, group * V : (group + 1) * V]
+            z = branch.gate_proj.weight[h * V : (h + 1) * V] @ u[t]
+            y = y * z * torch.sigmoid(z)
+            mixed.append(y / torch.sqrt(y.pow(2).mean() + branch.norm_eps))
+        outputs.append(branch.o_proj.weight @ torch.cat(mixed))
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])
+def test_a_branch_of_streams_equals_the_naive_one(name: str, implementation: str, exact: None) -> None:
+    """It reads what the mixer's `x_proj` took and gave; Falcon-Mamba's is normalised."""
+    base = pico_family(name)
+    site = splice_field(plan_of(base), base.config)[0]
+    base.config._attn_implementation = implementation
+    branch = randomise(StreamAttention(base.config, site, 0), 0).double().requires_grad_(False)
+    assert (branch.stream_eps is None) == (name == "mamba")
+    u, rng = inputs(2, 7), torch.Generator().manual_seed(4)
+    x, parameters = (torch.randn(2, 7, w, dtype=u.dtype, generator=rng) for w in (64, sum(branch.stream_widths)))
+    output = branch(u, causal_mask=masked(None, 7), streams=(x, parameters))
+    for b in range(2):
+        torch.testing.assert_close(output[b], naive_stream(branch, u[b], x[b], parameters[b]), atol=1e-10, rtol=0)
 
 
 def test_rows_are_distributions_over_the_past() -> None:

@@ -11,18 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from surgery.hybrid import Mamba2HybridConfig, Mamba2HybridForCausalLM
-from tests.pico import (
-    HEAD_DIM,
-    STATE,
-    pad,
-    pico_base,
-    pico_hybrid,
-    pico_site,
-    prompts,
-    random_site,
-    randomise,
-    tokens,
-)
+from tests.pico import HEAD_DIM, STATE, pad, pico_base, pico_hybrid, pico_site, prompts, random_site, randomise, tokens
 
 SPLICES = {
     "first": [pico_site(0, [1, 3])],
@@ -46,9 +35,8 @@ def full(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
 def generate(model: Any, ids: Tensor, mask: Tensor | None = None, new: int = 10, **more: Any) -> Tensor:
     """The new tokens only."""
     mask = torch.ones_like(ids) if mask is None else mask
-    return model.generate(ids, attention_mask=mask, **{"max_new_tokens": new, "do_sample": False, **more})[
-        :, ids.shape[1] :
-    ]
+    given = {"max_new_tokens": new, "do_sample": False, **more}
+    return model.generate(ids, attention_mask=mask, **given)[:, ids.shape[1] :]
 
 
 class TestDecoding:
@@ -205,8 +193,8 @@ class TestIdentity:
         base = pico_base()
         base.save_pretrained(tmp_path)
         splice = [pico_site(0, [1, 3]), random_site(2, [0])]
-        fields = {k: v for k, v in base.config.to_dict().items() if k not in ("model_type", "architectures")}
-        fields.pop("layer_types", None)
+        written = ("model_type", "architectures", "layer_types")
+        fields = {k: v for k, v in base.config.to_dict().items() if k not in written}
         hybrid, info = Mamba2HybridForCausalLM.from_pretrained(
             tmp_path, config=Mamba2HybridConfig(**fields, splice=splice), output_loading_info=True
         )

@@ -6,6 +6,7 @@ import ast
 import csv
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
@@ -159,6 +160,9 @@ def test_training_curve_of_few_zero_or_missing_losses(history: list[dict[str, fl
 NO_HEADS = HeadSet(**{**vars(head_set()), "heads": (), "chosen": ()})
 OTHERS = HeadSet(**{**vars(head_set()), "chosen": head_set(9, 9, (80,)).chosen})
 UNSCORED = HeadSet(**{**vars(head_set()), "heads": (ScoredHead(HeadId(0, 0), "neither", "segment_end", {}),)})
+_FIRST, *_REST = head_set().heads
+_LACKING = replace(_FIRST, scores={k: v for k, v in _FIRST.scores.items() if k != "ablation"})
+PARTLY = replace(head_set(), heads=(_LACKING, *_REST))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +170,8 @@ UNSCORED = HeadSet(**{**vars(head_set()), "heads": (ScoredHead(HeadId(0, 0), "ne
     [
         (lambda f: head_maps(NO_HEADS, f), "head_set.heads"),
         (lambda f: head_maps(OTHERS, f), "head_set.chosen"),
-        (lambda f: head_maps(UNSCORED, f), "L0H0.*ablation"),
+        (lambda f: head_maps(UNSCORED, f), "no scores"),
+        (lambda f: head_maps(PARTLY, f), "L0H0.*ablation"),
         (lambda f: accuracy_by_pairs({}, f, (4, 8)), "arms"),
         (lambda f: accuracy_by_pairs({"base": {}}, f, (4, 8)), "arms.*base"),
         (lambda f: accuracy_by_pairs(ARMS, f, (8, 4)), "trained"),
@@ -185,3 +190,23 @@ def test_refuses_by_name_and_writes_nothing(draw: Callable[[Path], object], name
     with pytest.raises(ValueError, match=named):
         draw(tmp_path / "figures")
     assert not (tmp_path / "figures").exists()
+
+
+def test_what_was_not_measured_is_left_empty(tmp_path: Path) -> None:
+    everywhere = head_set()
+    query = tuple(
+        replace(s, scores={k: v for k, v in s.scores.items() if k not in ("ablation", "context")})
+        for s in everywhere.heads
+    )
+    head_maps(replace(everywhere, heads=query), tmp_path)
+    rows = list(csv.DictReader((tmp_path / "head_maps.csv").open()))
+    assert {row["ablation"] for row in rows} == {""} and all(row["query"] for row in rows)
+
+
+def test_attention_heads_have_rows_of_their_own(tmp_path: Path) -> None:
+    found = head_set()
+    beside = tuple(replace(s, head=replace(s.head, letter="A")) for s in found.heads)
+    head_maps(replace(found, heads=found.heads + beside), tmp_path)
+    rows = list(csv.DictReader((tmp_path / "head_maps.csv").open()))
+    assert len({row["head"] for row in rows}) == 2 * len(found.heads)
+    assert {"L1H0", "L1A0"} <= {row["head"] for row in rows}

@@ -272,7 +272,7 @@ def test_a_warm_up_longer_than_the_training_only_rises() -> None:
 def test_new_heads_and_the_rest_have_their_own_rates_and_vectors_do_not_decay() -> None:
     model = hybrid()
     train = section(optimizer={"lr": 1e-3, "new_heads_lr": 1e-2, "weight_decay": 0.1})
-    parameters = loop._trainable(model, train)
+    parameters = loop.trainable(model, train)
     groups = loop._adamw(model, parameters, train.optimizer).param_groups
     new = {id(p) for p in spliced_parameters(model)}
     assert sorted(id(p) for g in groups for p in g["params"]) == sorted(map(id, parameters))

@@ -1,0 +1,140 @@
+"""From a config to its family: every model type is found, unknown ones are named, hybrids keep what the base said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import FalconMambaConfig, Mamba2Config, MambaConfig, PreTrainedConfig, Zamba2Config
+
+from surgery.errors import ModelError, PlanError
+from surgery.families import FAMILIES, STRUCTURES, family_of
+from surgery.hybrid import CLASSES
+from surgery.plan import splice_field
+from tests.battery import plan_of
+from tests.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, pico_family_config
+
+WRITTEN = {"model_type", "layer_types", "architectures", "transformers_version", "splice"}
+
+
+def typed(name: str) -> PreTrainedConfig:
+    class Unknown(PreTrainedConfig):
+        model_type = name
+
+    return Unknown()
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("mamba3", "mamba"), ("zamba", "zamba2"), ("qwen3", "qwen2")])
+def test_unknown_type_names_the_nearest_and_where_to_write(name: str, nearest: str) -> None:
+    with pytest.raises(ModelError, match=rf"^model_type: {name}\. ") as caught:
+        family_of(typed(name))
+    message = str(caught.value)
+    assert f"nearest is {nearest}" in message
+    assert "surgery/families/models.py" in message and "\n" not in message
+    assert all(t in message for f in FAMILIES for t in f.model_types if not t.endswith("_hybrid"))
+
+
+def test_unknown_type_like_no_other_names_none() -> None:
+    with pytest.raises(ModelError, match="xlnet") as caught:
+        family_of(typed("xlnet"))
+    assert "nearest" not in str(caught.value)
+
+
+def test_every_type_belongs_to_one_family() -> None:
+    types = [t for family in FAMILIES for t in family.model_types]
+    assert len(set(types)) == len(types)
+    hybrids = {config.model_type for config, _, _ in CLASSES}
+    assert hybrids <= set(types), "every class that is registered has a family"
+    for family in FAMILIES:
+        assert (family.hybrid is None) == bool(family.refuses)
+        assert family.hybrid is None or family.hybrid[0].model_type in family.model_types
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_mixers_are_in_order_and_of_known_kinds(name: str) -> None:
+    mixers = family_of(pico_family_config(name)).mixers(pico_family_config(name))
+    assert [s.layer for s in mixers] == sorted(s.layer for s in mixers)
+    assert {s.kind for s in mixers} <= set(STRUCTURES)
+    both = {s.layer for s in mixers if s.is_ssm} & {s.layer for s in mixers if not s.is_ssm}
+    for layer in both:
+        first, second = (s for s in mixers if s.layer == layer)
+        assert first.is_ssm and not second.is_ssm
+    letters = {s.letter for s in mixers if not s.is_ssm}
+    assert letters <= ({"A"} if any(s.is_ssm for s in mixers) else {"H"})
+
+
+PUBLISHED: dict[str, tuple[PreTrainedConfig, dict[str, Any]]] = {
+    "mamba2-130m": (
+        Mamba2Config(hidden_size=768, num_heads=24, num_hidden_layers=24, state_size=128, n_groups=1),
+        {"kind": "mamba2", "num_heads": 24, "head_dim": 64, "num_groups": 1, "state_size": 128},
+    ),
+    "mamba2-2.7b": (
+        Mamba2Config(hidden_size=2560, num_heads=80, num_hidden_layers=64, state_size=128, n_groups=1),
+        {"kind": "mamba2", "num_heads": 80, "head_dim": 64, "num_groups": 1, "state_size": 128},
+    ),
+    "mamba-130m": (
+        MambaConfig(hidden_size=768, num_hidden_layers=24),
+        {"kind": "mamba1", "num_heads": 24, "head_dim": 64, "num_groups": 1, "state_size": 16, "native_heads": False},
+    ),
+    "falcon-mamba-7b": (
+        FalconMambaConfig(hidden_size=4096, num_hidden_layers=64, intermediate_size=8192, state_size=16),
+        {"kind": "falcon_mamba", "num_heads": 128, "head_dim": 64, "state_size": 16, "native_heads": False},
+    ),
+    "zamba2-7b": (
+        Zamba2Config(hidden_size=3584, n_mamba_heads=112, mamba_ngroups=2, mamba_d_state=64),
+        {"kind": "mamba2", "num_heads": 112, "head_dim": 64, "num_groups": 2, "state_size": 64},
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "expected"), PUBLISHED.values(), ids=PUBLISHED.keys())
+def test_published_shapes(config: PreTrainedConfig, expected: dict[str, Any]) -> None:
+    family = family_of(config)
+    ssm = [spec for spec in family.mixers(config) if spec.is_ssm]
+    assert len(ssm) == config.num_hidden_layers
+    for spec in ssm:
+        assert {name: getattr(spec, name) for name in expected} == expected and spec.conv_kernel == 4
+
+
+@pytest.mark.parametrize("name", SPLICED_FAMILIES)
+class TestHybridConfig:
+    def test_keeps_all_but_the_splice(self, name: str) -> None:
+        base = pico_family_config(name)
+        family, before = family_of(base), base.to_dict()
+        splice = splice_field(plan_of(pico_family(name)), base)
+        config = family.hybrid_config(base, splice)
+        assert config.splice == splice and base.to_dict() == before
+        assert config.model_type in family.model_types and type(config) is family.hybrid[0]
+        ours = config.to_dict()
+        for field in set(before) - WRITTEN:
+            assert ours[field] == before[field], field
+        assert family.mixers(config) == family.mixers(base)
+
+    def test_cache_types_follow_the_splice(self, name: str) -> None:
+        base = pico_family_config(name)
+        family = family_of(base)
+        plan = plan_of(pico_family(name))
+        plain, config = (family.hybrid_config(base, s) for s in ([], splice_field(plan, base)))
+        spliced = {graft.site.layer for graft in plan.grafts}
+        for layer, (before, after) in enumerate(zip(plain.layer_types, config.layer_types, strict=True)):
+            assert after == ("hybrid" if layer in spliced else before)
+        assert family.hybrid_config(config, []).layer_types == plain.layer_types
+
+    def test_survives_saving(self, name: str, tmp_path: Any) -> None:
+        base = pico_family_config(name)
+        config = family_of(base).hybrid_config(base, splice_field(plan_of(pico_family(name)), base))
+        config.save_pretrained(tmp_path)
+        again = type(config).from_pretrained(tmp_path)
+        assert again.splice == config.splice and again.layer_types == config.layer_types
+        assert family_of(again).mixers(again) == family_of(base).mixers(base)
+
+
+@pytest.mark.parametrize("name", sorted(set(FAMILY_NAMES) - set(SPLICED_FAMILIES)))
+def test_no_hybrid_where_the_family_refuses(name: str) -> None:
+    config = pico_family_config(name)
+    for attempt in (
+        lambda: family_of(config).hybrid_config(config, []),
+        lambda: family_of(config).build_hybrid(config),
+    ):
+        with pytest.raises(PlanError, match=config.model_type):
+            attempt()

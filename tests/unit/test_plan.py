@@ -1,0 +1,160 @@
+"""From chosen heads to grafts, and from grafts to the config field: grouping, widths, and every refusal."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from surgery.errors import PlanError
+from surgery.families import family_of, geometry_of
+from surgery.heads import Graft, HeadId, HeadSet, Plan, ScoredHead
+from surgery.plan import check_in_range, check_not_spliced, check_sites, make_plan, reads_streams, splice_field
+from surgery.recipe import Splice
+from tests.battery import plan_of
+from tests.pico import (
+    HEAD_DIM,
+    SPLICED_FAMILIES,
+    STATE,
+    pico_config,
+    pico_family,
+    pico_family_config,
+    pico_hybrid,
+    pico_site,
+)
+
+
+def chosen(*names: str, reads: Any = "segment_end", config: Any = None) -> HeadSet:
+    """A HeadSet that chose these heads, in this order."""
+    heads = tuple(ScoredHead(HeadId.parse(name), "neither", reads, {}) for name in names)
+    return HeadSet("m", "r", geometry_of(config or pico_config()), heads, heads, "list", 3)
+
+
+class TestMakePlan:
+    def test_groups_by_layer_and_keeps_the_order_within(self) -> None:
+        plan = make_plan(chosen("L2H1", "L0H3", "L2H0"), pico_config(), seed=7)
+        assert [(g.site.layer, g.heads) for g in plan.grafts] == [(0, (3,)), (2, (1, 0))]
+        assert plan.heads == tuple(HeadId.parse(n) for n in ("L0H3", "L2H1", "L2H0"))
+        assert (plan.base, plan.geometry, plan.seed) == ("m", geometry_of(pico_config()), 7)
+
+    def test_sites_are_the_models_own(self) -> None:
+        config = pico_family_config("zamba2")
+        plan = make_plan(chosen("L2H1", "L0H3", config=config), config)
+        assert [g.site for g in plan.grafts] == list(family_of(config).sites(config))
+
+    @pytest.mark.parametrize("mode", ["add", "replace"])
+    @pytest.mark.parametrize("init", ["ssm", "random"])
+    @pytest.mark.parametrize("reads", ["segment_end", "answer_token"])
+    def test_carries_what_was_asked(self, mode: Any, init: Any, reads: Any) -> None:
+        (graft,) = make_plan(chosen("L1H2", "L1H0", reads=reads), pico_config(), Splice(mode=mode, init=init)).grafts
+        assert (graft.mode, graft.init, graft.reads, graft.donors) == (mode, init, (reads, reads), ())
+
+    def test_nothing_chosen_is_no_graft(self) -> None:
+        assert make_plan(chosen(), pico_config()).grafts == ()
+
+    def test_heads_of_another_model_are_refused(self) -> None:
+        with pytest.raises(PlanError, match=r"heads\.json geometry.*Locate again"):
+            make_plan(chosen("L1H2"), pico_config(n_groups=2))
+
+    @pytest.mark.parametrize("name", ["L3H0", "L1H4", "L1A0"])
+    def test_unknown_head_is_named_with_the_range(self, name: str) -> None:
+        with pytest.raises(PlanError, match=rf"head: {name}\. Heads go from L0H0 to L2H3"):
+            make_plan(chosen(name), pico_config())
+
+    def test_a_hybrid_is_refused(self) -> None:
+        config = pico_hybrid([pico_site(1)]).config
+        for refuse in (lambda: check_not_spliced(config), lambda: make_plan(chosen("L0H0"), config)):
+            with pytest.raises(PlanError, match=r"mamba2_hybrid.*hybrid already.*num_heads"):
+                refuse()
+        check_not_spliced(pico_config())
+
+    def test_every_head_of_a_site_is_in_range(self) -> None:
+        for name in SPLICED_FAMILIES:
+            config = pico_family_config(name)
+            for site in family_of(config).sites(config):
+                assert all(check_in_range(head, config) is None for head in site.heads)
+
+
+class TestCheckSites:
+    """Plans are files that people edit."""
+
+    def test_the_plan_of_the_model_passes(self) -> None:
+        for name in SPLICED_FAMILIES:
+            assert check_sites(plan_of(pico_family(name)), pico_family_config(name)) is None
+
+    def _refused(self, plan: Plan, *grafts: Graft) -> pytest.ExceptionInfo:
+        with pytest.raises(PlanError, match=r"^plan\.json") as caught:
+            splice_field(dataclasses.replace(plan, grafts=grafts), pico_config())
+        return caught
+
+    @pytest.mark.parametrize("change", [{"head_dim": 8}, {"layer": 9}, {"path": "elsewhere"}, {"num_groups": 4}])
+    def test_a_site_that_the_model_does_not_have(self, change: dict[str, Any]) -> None:
+        plan = make_plan(chosen("L1H2"), pico_config())
+        (graft,) = plan.grafts
+        caught = self._refused(plan, dataclasses.replace(graft, site=dataclasses.replace(graft.site, **change)))
+        assert "[0, 1, 2]" in str(caught.value)
+
+    def test_two_grafts_for_one_layer(self) -> None:
+        """The second would silently take the place of the first."""
+        plan = make_plan(chosen("L1H2"), pico_config())
+        (graft,) = plan.grafts
+        caught = self._refused(plan, graft, dataclasses.replace(graft, heads=(0,)))
+        assert "[1, 1]" in str(caught.value)
+
+
+class TestSpliceField:
+    @pytest.mark.parametrize("mode", ["add", "replace"])
+    def test_copies_are_as_wide_as_what_they_copy(self, mode: Any) -> None:
+        plan = make_plan(chosen("L1H2", "L1H0", reads="answer_token"), pico_config(), Splice(mode=mode))
+        (site,) = splice_field(plan, pico_config())
+        assert (site["layer"], site["heads"], site["mode"], site["init"]) == (1, [2, 0], mode, "ssm")
+        assert site["reads"] == ["answer_token"] * 2 and site["unit"] == "head"
+        assert (site["qk_width"], site["v_width"], site["head_dim"]) == (STATE, HEAD_DIM, HEAD_DIM)
+        assert (site["conv_kernel"], site["activation"], site["gate"]) == (4, "silu", True)
+
+    def test_random_heads_are_as_wide_as_asked_and_have_no_gate(self) -> None:
+        section = Splice(init="random", random_width=20)
+        (site,) = splice_field(make_plan(chosen("L1H2"), pico_config(), section), pico_config(), section)
+        assert (site["qk_width"], site["v_width"], site["activation"], site["gate"]) == (20, HEAD_DIM, None, False)
+        assert site["conv_kernel"] > 1
+
+    @pytest.mark.parametrize("name", SPLICED_FAMILIES)
+    @pytest.mark.parametrize("init", ["ssm", "random"])
+    def test_is_plain_data_with_all_that_a_branch_reads(self, name: str, init: Any) -> None:
+        config = pico_family_config(name)
+        first, last = splice_field(plan_of(pico_family(name), init=init), config)
+        assert first["heads"] == [3, 1] and last["heads"] == [2] and set(first) == set(last)
+        assert {"bias", "conv_bias", "norm_eps"} <= set(first)
+        plain = (int, float, str, bool, type(None), list)
+        assert all(isinstance(value, plain) for site in (first, last) for value in site.values())
+
+    @pytest.mark.parametrize(
+        ("name", "more"),
+        [
+            ("mamba2", {"use_bias": True}),
+            ("mamba2", {"use_conv_bias": False}),
+            ("bamba", {"mamba_proj_bias": True}),
+            ("bamba", {"mamba_conv_bias": False}),
+            ("zamba2", {"add_bias_linear": True}),
+            ("nemotron_h", {"use_bias": True}),
+        ],
+    )
+    def test_biases_follow_the_base(self, name: str, more: dict[str, bool]) -> None:
+        """A copy of a projection with a bias has a bias."""
+        plain, changed = (
+            splice_field(plan_of(pico_family(name, **fields)), pico_family_config(name, **fields))[0]
+            for fields in ({}, more)
+        )
+        ((field, value),) = more.items()
+        part = "conv_bias" if "conv" in field else "bias"
+        assert changed[part] is value and plain[part] is not value
+        assert {k: v for k, v in changed.items() if k != part} == {k: v for k, v in plain.items() if k != part}
+
+    def test_what_reads_the_mixers_streams_has_no_convolution(self) -> None:
+        for name in SPLICED_FAMILIES:
+            config = pico_family_config(name)
+            site = family_of(config).sites(config)[0]
+            assert reads_streams(site) == (name in ("mamba", "falcon_mamba"))
+            fields = splice_field(plan_of(pico_family(name)), config)[0]
+            assert fields["conv_kernel"] == (0 if reads_streams(site) else site.conv_kernel)

@@ -1,0 +1,167 @@
+"""Initial values of a branch: copies of the head's own streams, a control that the seed decides, a measured gap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import surgery.hybrid.attention as branch_module
+from surgery.capture import record
+from surgery.families import mixer_of, structure_of
+from surgery.heads import Plan
+from surgery.hybrid.attention import SplicedAttention
+from surgery.recipe import Splice
+from surgery.splice import silence, splice, step_zero_gap
+from tests.battery import base, columns, every_mode, every_spliced, logits, plan_of, spliced
+from tests.pico import SPLICED_FAMILIES, pico_base, pico_family, prompts, tokens
+
+
+def branches(model: Any) -> list[SplicedAttention]:
+    return [m for m in model.modules() if isinstance(m, SplicedAttention)]
+
+
+def attended(model: Any, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Queries, keys and values (B,H,T,width) of each branch, from below."""
+    eager, seen = branch_module.eager_attention_forward, []
+
+    def spy(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append((query, key, value))
+        return eager(module, query, key, value, *args, **kwargs)
+
+    monkeypatch.setattr(branch_module, "eager_attention_forward", spy)
+    model.config._attn_implementation = "eager"
+    logits(model, ids)
+    return seen
+
+
+@every_spliced
+class TestCopies:
+    def test_query_key_and_value_are_the_heads_own_streams(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """C is the query, B the key, x the value, as the recurrence sees them, each head with its group's."""
+        model, plan, ids = base(name), plan_of(base(name)), tokens()
+        with record(model, [g.site for g in plan.grafts]) as trace:
+            logits(model, ids)
+        for graft, found in zip(plan.grafts, attended(spliced(model), ids, monkeypatch), strict=True):
+            mixer, site = mixer_of(model, graft.site), graft.site
+            streams = structure_of(site).streams(mixer, site, trace.projected[site.name])
+            groups, heads = [site.group_of(h) for h in graft.heads], list(graft.heads)
+            expected = (streams.query[:, :, groups], streams.key[:, :, groups], streams.x[:, :, heads])
+            for ours, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(ours.transpose(1, 2), theirs, atol=1e-5, rtol=1e-5)
+
+    def test_gate_is_the_heads_own(self, name: str) -> None:
+        """As a projection; Llamba adds a bias of its own behind it."""
+        model, plan, ids = base(name), plan_of(base(name)), tokens()
+        hybrid = spliced(model)
+        with record(hybrid, [g.site for g in plan.grafts]) as trace:
+            logits(hybrid, ids)
+        for graft, branch in zip(plan.grafts, branches(hybrid), strict=True):
+            structure, mixer, seen = structure_of(graft.site), mixer_of(hybrid, graft.site), []
+            handle = mixer.in_proj.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
+            logits(hybrid, ids)
+            handle.remove()
+            rows = [structure.weight_slices(graft.site, head).gate for head in graft.heads]
+            expected = torch.cat([trace.projected[graft.site.name][..., r] for r in rows], dim=-1)
+            torch.testing.assert_close(branch.gate_proj(seen[0]), expected, atol=1e-5, rtol=1e-5)
+
+    def test_replace_starts_from_the_heads_own_columns(self, name: str) -> None:
+        """With the weight of the gated norm folded in, where there is one: the branch's norm has none."""
+        model, plan = base(name), plan_of(base(name), "replace")
+        for graft, branch in zip(plan.grafts, branches(spliced(model, "replace")), strict=True):
+            mixer, structure = mixer_of(model, graft.site), structure_of(graft.site)
+            own = dict(columns(graft.site))
+            norm = structure.norm_weight(mixer)
+            parts = []
+            for head in graft.heads:
+                block = structure.out_proj(mixer).weight[:, own[head]]
+                parts.append(block if norm is None else block * norm[own[head]])
+            assert torch.equal(branch.o_proj.weight, torch.cat(parts, dim=1))
+
+    def test_is_in_eval_mode_on_its_own_memory(self, name: str) -> None:
+        hybrid = spliced(base(name))
+        assert not any(module.training for module in hybrid.modules())
+        assert all(p.requires_grad for b in branches(hybrid) for p in b.parameters())
+        pointers = [p.data_ptr() for b in branches(hybrid) for p in b.parameters()]
+        assert len(set(pointers)) == len(pointers)
+        assert all(t.device.type == "cpu" for t in (*hybrid.parameters(), *hybrid.buffers()))
+
+
+class TestRandom:
+    @staticmethod
+    def _values(seed: int, name: str = "mamba2") -> list[dict[str, Tensor]]:
+        plan = plan_of(base(name), init="random")
+        hybrid = splice(base(name), Plan(plan.base, plan.geometry, plan.grafts, seed))
+        return [b.state_dict() for b in branches(hybrid)]
+
+    def test_depends_on_seed_and_layer_alone(self) -> None:
+        torch.manual_seed(1)
+        one = self._values(0)
+        torch.manual_seed(2)
+        again, other = self._values(0), self._values(1)
+        for mine, same, another in zip(one, again, other, strict=True):
+            for key, value in mine.items():
+                assert torch.equal(value, same[key])
+                drawn = key.endswith("weight") and bool(value.any())  # all but the output projection
+                assert torch.equal(value, another[key]) != drawn, key
+        rows = min(len(values["qkv_proj.weight"]) for values in one)
+        assert not torch.equal(*(values["qkv_proj.weight"][:rows] for values in one)), "layers differ"
+
+    @pytest.mark.parametrize("name", SPLICED_FAMILIES)
+    def test_has_unit_variance_per_fan_in_and_a_scaled_query(self, name: str) -> None:
+        section = Splice(init="random", random_width=64)
+        hybrid = splice(base(name), plan_of(base(name), init="random"), section)
+        for branch in branches(hybrid):
+            weight = branch.qkv_proj.weight
+            assert float(weight.detach().std()) == pytest.approx(weight.shape[1] ** -0.5, rel=0.15)
+            assert branch.scale.tolist() == pytest.approx([64**-0.5] * branch.num_heads)
+            assert branch.gate_proj is None and not branch.o_proj.weight.any()
+            assert all(not p.any() for n, p in branch.named_parameters() if n.endswith("bias"))
+
+
+class TestGap:
+    @every_mode
+    def test_is_zero_for_add_alone(self, mode: str) -> None:
+        batch = prompts()
+        gap = step_zero_gap(base("bamba"), spliced(base("bamba"), mode), batch.input_ids, batch.attention_mask)
+        assert (gap.max_logit == 0 and abs(gap.kl) < 1e-6 and gap.same_top == 1) == (mode == "add")
+        assert gap.kl >= -1e-6 and 0 <= gap.same_top <= 1
+
+    def test_is_the_divergence_over_real_tokens(self) -> None:
+        one, other, batch = pico_base(0), pico_base(1), prompts()
+        gap, parts = step_zero_gap(one, other, batch.input_ids, batch.attention_mask), []
+        for row, mask in zip(batch.input_ids, batch.attention_mask, strict=True):
+            a, b = (logits(m, row[mask.bool()][None])[0].double() for m in (one, other))
+            parts.append(
+                (F.kl_div(b.log_softmax(-1), a.log_softmax(-1), log_target=True, reduction="none").sum(-1), a - b)
+            )
+        assert gap.kl == pytest.approx(float(torch.cat([kl for kl, _ in parts]).mean()), rel=1e-3)
+        assert gap.max_logit == pytest.approx(max(float(d.abs().max()) for _, d in parts), rel=1e-3)
+
+
+@every_spliced
+def test_bfloat16_keeps_the_recurrence_in_fp32(name: str) -> None:
+    """Where transformers' base was loaded in bf16: `A_log`, `dt_bias` and `D` of the hybrid are fp32."""
+    model = pico_family(name).to(torch.bfloat16)
+    hybrid = spliced(model)
+    for key, p in hybrid.named_parameters():
+        kept = key.rsplit(".", 1)[-1] in ("A_log", "dt_bias", "D")
+        assert p.dtype == (torch.float32 if kept else torch.bfloat16), key
+    found = logits(hybrid, tokens())
+    assert found.isfinite().all()
+
+
+def test_silencing_again_changes_nothing() -> None:
+    """As merging an adapter into `out_proj` needs it."""
+    plan, hybrid = plan_of(base("mamba2"), "replace"), spliced(base("mamba2"), "replace")
+    for graft in plan.grafts:
+        out_proj = mixer_of(hybrid, graft.site).out_proj
+        before = out_proj.weight.detach().clone()
+        out_proj.weight.data += 1
+        silence(out_proj, graft)
+        for head, own in columns(graft.site):
+            expected = torch.zeros_like(before[:, own]) if head in graft.heads else before[:, own] + 1
+            assert torch.equal(out_proj.weight[:, own], expected)

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint format pretrain compat gpu clean
+.PHONY: demo test check lint format pretrain compat real-shape gpu clean
 
 $(VENV)/.installed: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -40,6 +40,10 @@ compat: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .compat "transformers==5.21.*"
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.compat $(BIN)/python -m pytest -n 2 tests/unit/hybrid tests/unit/families \
 		tests/unit/locate tests/unit/test_capture.py tests/unit/test_splice.py tests/integration/test_famil*.py
+
+## recipes/mamba2-130m.yaml, unchanged, on a planted checkpoint of that shape and format, into runs/real-shape/.
+real-shape: $(VENV)/.installed
+	OMP_NUM_THREADS=2 $(BIN)/python bench/real_shape.py runs/real-shape
 
 ## The GPU bench, under 9 minutes, with or without a virtual environment; options in GPU='...'. See docs/BENCHMARKS.md.
 gpu:

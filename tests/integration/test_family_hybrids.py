@@ -27,7 +27,7 @@ from surgery.checkpoint import load_model
 from surgery.families import family_of, geometry_of, mixer_of, structure_of
 from surgery.hybrid.attention import SplicedAttention
 from surgery.recipe import Base, Optimizer, Train
-from surgery.train.loop import Trainer, _adamw, trainable, spliced_parameters
+from surgery.train.loop import Trainer, _adamw, spliced_parameters, trainable
 from tests.battery import (
     assert_cache_is_as_large_as_said,
     base,

@@ -15,10 +15,12 @@ from transformers import PreTrainedModel
 
 from surgery.checkpoint import load_config, load_model, load_tokenizer, revision_of, source_of
 from surgery.errors import ModelError
+from surgery.families import family_of
 from surgery.recipe import Base
 from surgery.rundir import digest
 from tests.integration.conftest import BASE
 from tests.mamba_ssm_files import KINDS, PADDED, Kind, config_of, state_of, tiny, write
+from tests.pico import pico_family
 from tests.unit.hybrid.test_modeling_mamba2attn import CASES, attn_model
 
 LAYERS = ("Mamba1", "Mamba2")
@@ -251,3 +253,22 @@ def test_a_folder_may_have_an_at_in_its_name(tmp_path: Path) -> None:
     folder = write(tmp_path / "a@b", model)
     assert_same_logits(load_model(base_of(folder)), model)
     assert revision_of(base_of(folder)) == revision_of(base_of(folder))
+
+
+class TestChannels:
+    """What makes a head of a Mamba-1 is the user's choice."""
+
+    @pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])
+    def test_the_recipe_says_how_many_channels_make_a_head(self, name: str, tmp_path: Path) -> None:
+        pico_family(name).save_pretrained(tmp_path)
+        config = load_config(Base(model=str(tmp_path), channels_per_head=8))
+        specs = family_of(config).mixers(config)
+        assert {(s.num_heads, s.head_dim, s.native_heads) for s in specs} == {(8, 8, False)}
+        single = load_config(Base(model=str(tmp_path), channels_per_head=1))
+        assert family_of(single).mixers(single)[0].num_heads == config.intermediate_size
+
+    @pytest.mark.parametrize(("name", "channels", "says"), [("mamba", 7, "divisor of the 64"), ("mamba2", 8, "Only")])
+    def test_groups_that_cannot_be_are_refused(self, name: str, channels: int, says: str, tmp_path: Path) -> None:
+        pico_family(name).save_pretrained(tmp_path)
+        with pytest.raises(ModelError, match=says):
+            load_config(Base(model=str(tmp_path), channels_per_head=channels))

@@ -1,0 +1,33 @@
+"""`locate.at: query`: the same numbers, fewer of them, and no claim about what was not measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from surgery.locate import COLUMNS, locate
+from surgery.recipe import Locate, Splice
+from tests.pico import pico_family, pico_tokenizer
+
+CONTEXT = {"ablation", "context"}
+
+
+@pytest.mark.parametrize("name", ["mamba2", "bamba"])
+def test_columns_at_the_query_are_the_same(name: str) -> None:
+    model, tokenizer = pico_family(name, vocab_size=976), pico_tokenizer()
+    section, splice = Locate(pairs=4, examples=4, batch_size=4), Splice(select="random")
+    whole = locate(model, tokenizer, section, splice)
+    query = locate(model, tokenizer, section.model_copy(update={"at": "query"}), splice)
+    for full, part in zip(whole.heads, query.heads, strict=True):
+        assert full.head == part.head
+        assert {c for c in full.scores if c in COLUMNS} - {c for c in part.scores if c in COLUMNS} == CONTEXT
+        assert all(full.scores[column] == part.scores[column] for column in part.scores)
+    assert {head.role for head in query.heads} <= {"aggregate", "neither"}
+    assert [head.head for head in query.chosen] == [head.head for head in whole.chosen]
+
+
+def test_only_heads_that_can_be_spliced_are_chosen() -> None:
+    tokenizer, section = pico_tokenizer(), Locate(pairs=4, examples=4, batch_size=4)
+    for seed in range(5):
+        found = locate(pico_family("bamba", vocab_size=976), tokenizer, section, Splice(select="random"), seed)
+        assert {head.head.letter for head in found.chosen} == {"H"}
+    assert locate(pico_family("llama", vocab_size=976), tokenizer, section, Splice(select="random")).chosen == ()

@@ -101,9 +101,9 @@ class MixerSpec:
         return head // (self.num_heads // self.num_groups)
 
 
-def geometry_hash(mixers: tuple[MixerSpec, ...], hidden_size: int, vocab_size: int) -> str:
+def geometry_hash(family: str, mixers: tuple[MixerSpec, ...], hidden_size: int, vocab_size: int) -> str:
     """A short fingerprint of the shapes that head numbers refer to. Equal for a base and its fine-tunes."""
-    payload = json.dumps([[asdict(m) for m in mixers], hidden_size, vocab_size], sort_keys=True)
+    payload = json.dumps([family, [asdict(m) for m in mixers], hidden_size, vocab_size], sort_keys=True)
     return hashlib.sha256(payload.encode()).hexdigest()[:16]
 
 

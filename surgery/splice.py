@@ -135,7 +135,10 @@ def _copy_inputs(branch: SplicedAttention, source: nn.Module, graft: Graft, slic
     """Own copies of the heads' C, B, x and gate rows and of their short convolutions, as far as they have their own."""
     in_proj = structure_of(graft.site).in_proj(source)
     assert in_proj is not None and branch.gate_proj is not None
+    gate_bias = structure_of(graft.site).gate_bias(source)
     _copy(branch.gate_proj, in_proj, [s.gate for s in slices])
+    if gate_bias is not None:
+        branch.gate_proj.bias.add_(torch.cat([gate_bias[s.out] for s in slices]))
     if reads_streams(graft.site):
         return
     _copy(branch.qkv_proj, in_proj, [getattr(s, part) for part in ("query", "key", "value") for s in slices])
@@ -147,6 +150,8 @@ def _copy(target: nn.Module, source: nn.Module, rows: Sequence[slice | None]) ->
     """Own copies of the source's rows, weights and biases, in the order given."""
     target.weight.copy_(torch.cat([source.weight[r] for r in rows]))
     if target.bias is not None:
+        target.bias.zero_()
+    if source.bias is not None:
         target.bias.copy_(torch.cat([source.bias[r] for r in rows]))
 
 

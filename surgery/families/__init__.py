@@ -75,7 +75,8 @@ def block_of(model: PreTrainedModel, layer: int, spec: MixerSpec) -> nn.Module:
 
 def geometry_of(config: PreTrainedConfig) -> str:
     """The fingerprint of the shapes that head numbers refer to."""
-    return geometry_hash(family_of(config).mixers(config), config.hidden_size, config.vocab_size)
+    family = family_of(config)
+    return geometry_hash(family.name, family.mixers(config), config.hidden_size, config.vocab_size)
 
 
 __all__ = [

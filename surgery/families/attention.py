@@ -31,6 +31,9 @@ class AttentionStructure:
     def norm_weight(self, mixer: nn.Module) -> Tensor | None:
         return None
 
+    def gate_bias(self, mixer: nn.Module) -> Tensor | None:
+        return None
+
     def streams(self, mixer: nn.Module, spec: MixerSpec, projected: Tensor, before: Tensor | None = None) -> Streams:
         raise ModelError("layer", spec.name, "Softmax attention has no recurrence.")
 

@@ -76,6 +76,9 @@ class Structure(Protocol):
     def norm_weight(self, mixer: nn.Module) -> Tensor | None:
         """(I,) the weight of the gated norm before `out_proj`, if there is one."""
 
+    def gate_bias(self, mixer: nn.Module) -> Tensor | None:
+        """(I,) what is added to z beside `in_proj`'s own bias, if anything."""
+
     def streams(self, mixer: nn.Module, spec: MixerSpec, projected: Tensor, before: Tensor | None = None) -> Streams:
         """The recurrence's inputs from the output of `in_proj`; `before` (B,channels,kernel) is the conv's state.
 

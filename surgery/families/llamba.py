@@ -41,6 +41,9 @@ class LlambaStructure(Mamba2Structure):
     def norm_weight(self, mixer: nn.Module) -> Tensor | None:
         return None
 
+    def gate_bias(self, mixer: nn.Module) -> Tensor | None:
+        return mixer.z_bias
+
     def streams(
         self, mixer: nn.Module, spec: MixerSpec, projected: Tensor, conv_state: Tensor | None = None
     ) -> Streams:

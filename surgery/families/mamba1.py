@@ -36,6 +36,9 @@ class Mamba1Structure:
     def norm_weight(self, mixer: nn.Module) -> Tensor | None:
         return None
 
+    def gate_bias(self, mixer: nn.Module) -> Tensor | None:
+        return None
+
     def streams(self, mixer: nn.Module, spec: MixerSpec, projected: Tensor, before: Tensor | None = None) -> Streams:
         x_BTI, z_BTI = projected.chunk(2, dim=-1)
         x_BTI = mixer.act(short_conv(mixer.conv1d, x_BTI, before))

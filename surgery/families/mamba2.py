@@ -47,6 +47,9 @@ class Mamba2Structure:
     def norm_weight(self, mixer: nn.Module) -> Tensor | None:
         return mixer.norm.weight
 
+    def gate_bias(self, mixer: nn.Module) -> Tensor | None:
+        return None
+
     def streams(self, mixer: nn.Module, spec: MixerSpec, projected: Tensor, before: Tensor | None = None) -> Streams:
         inner, groups = spec.num_heads * spec.head_dim, spec.num_groups * spec.state_size
         _, mixed_BTC, step_BTH = projected.split([inner, inner + 2 * groups, spec.num_heads], dim=-1)

@@ -170,7 +170,8 @@ def _stream_fields(config: PreTrainedConfig) -> dict[str, Any]:
 
 def _llamba_fields(config: PreTrainedConfig) -> dict[str, Any]:
     own = _fields("use_bias", "use_conv_bias", "norm_epsilon", config)
-    return {**own, "activation": None if config.conv_activation == "identity" else config.conv_activation}
+    activation = None if config.conv_activation == "identity" else config.conv_activation
+    return {**own, "activation": activation, "gate_bias": True}
 
 
 Fields = Callable[[PreTrainedConfig], dict[str, Any]]

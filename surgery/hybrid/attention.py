@@ -67,7 +67,8 @@ class SplicedAttention(nn.Module):
     Args:
         config: the hybrid's config; `hidden_size` and `_attn_implementation` are read.
         site: this layer's entry of `config.splice`: `heads`, `mode`, `init`, `qk_width`, `v_width`, `conv_kernel`,
-            `activation` (`silu` or None), `gate`, `bias`, `conv_bias` and `norm_eps`.
+            `activation` (`silu` or None), `gate`, `bias`, `conv_bias` and `norm_eps`; `gate_bias` where the gate has
+            one of its own.
         layer_idx: index of the layer, which is also its slot in the cache.
     """
 
@@ -84,7 +85,8 @@ class SplicedAttention(nn.Module):
         self.initial_scale = 1.0 if site["init"] == "ssm" else self.qk_width**-0.5
         self.widths = [self.num_heads * w for w in (self.qk_width, self.qk_width, self.v_width)]
         self._build_inputs(config, site)
-        self.gate_proj = nn.Linear(config.hidden_size, self.widths[2], bias=site["bias"]) if site["gate"] else None
+        gate_bias = site.get("gate_bias", site["bias"])
+        self.gate_proj = nn.Linear(config.hidden_size, self.widths[2], bias=gate_bias) if site["gate"] else None
         self.scale = nn.Parameter(torch.full((self.num_heads,), self.initial_scale))
         self._build_output(config, site)
 

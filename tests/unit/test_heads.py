@@ -32,7 +32,7 @@ def head_set() -> HeadSet:
     scores = {"ablation": Interval(0.25, 0.125, 0.5, 64), "segment_end": Interval(1 / 3, -0.1, 0.7, 64)}
     first = ScoredHead(HeadId(1, 2), "gather", "answer_token", scores)
     second = ScoredHead(HeadId(0, 7), "neither", "segment_end", {}, given=(HeadId(1, 2),))
-    geometry = geometry_hash(mixers(), 64, 1000)
+    geometry = geometry_hash("mamba2", mixers(), 64, 1000)
     return HeadSet(
         "m", "main", geometry, (first, second), (first,), "sharpen", 3, {"accuracy": Interval(0.8, 0.7, 0.9, 64)}
     )
@@ -42,7 +42,7 @@ def plan() -> Plan:
     sites = mixers()
     first = Graft(sites[0], (7, 1), "add", "ssm", ("segment_end", "answer_token"))
     second = Graft(sites[1], (2,), "replace", "random", ("answer_token",))
-    return Plan("m", geometry_hash(sites, 64, 1000), (first, second), seed=5)
+    return Plan("m", geometry_hash("mamba2", sites, 64, 1000), (first, second), seed=5)
 
 
 @pytest.mark.parametrize("layer", [0, 1, 9, 10, 123])
@@ -120,7 +120,7 @@ def test_heads_of_a_plan() -> None:
 
 
 def test_geometry_hash_is_equal_for_equal_shapes() -> None:
-    assert geometry_hash(mixers(), 64, 1000) == geometry_hash(mixers(), 64, 1000)
+    assert geometry_hash("mamba2", mixers(), 64, 1000) == geometry_hash("mamba2", mixers(), 64, 1000)
 
 
 CHANGES = {
@@ -145,11 +145,13 @@ def test_every_field_of_a_mixer_is_tried() -> None:
 def test_geometry_hash_changes_with_every_field(name: str) -> None:
     first, second = mixers()
     changed = (first, dataclasses.replace(second, **{name: CHANGES[name]}))
-    assert geometry_hash(changed, 64, 1000) != geometry_hash(mixers(), 64, 1000)
+    assert geometry_hash("mamba2", changed, 64, 1000) != geometry_hash("mamba2", mixers(), 64, 1000)
 
 
 def test_geometry_hash_changes_with_the_model() -> None:
-    hashes = [geometry_hash(mixers(n), d, v) for n, d, v in ((2, 64, 1000), (1, 64, 1000), (2, 32, 1000), (2, 64, 999))]
+    shapes = ((2, 64, 1000), (1, 64, 1000), (2, 32, 1000), (2, 64, 999))
+    hashes = [geometry_hash("mamba2", mixers(n), d, v) for n, d, v in shapes]
+    hashes.append(geometry_hash("bamba", mixers(2), 64, 1000))
     assert len(set(hashes)) == len(hashes)
 
 

@@ -54,7 +54,7 @@ class TestCopies:
                 torch.testing.assert_close(ours.transpose(1, 2), theirs, atol=1e-5, rtol=1e-5)
 
     def test_gate_is_the_heads_own(self, name: str) -> None:
-        """As a projection; Llamba adds a bias of its own behind it."""
+        """With the bias that Llamba adds behind its projection."""
         model, plan, ids = base(name), plan_of(base(name)), tokens()
         hybrid = spliced(model)
         with record(hybrid, [g.site for g in plan.grafts]) as trace:
@@ -66,6 +66,9 @@ class TestCopies:
             handle.remove()
             rows = [structure.weight_slices(graft.site, head).gate for head in graft.heads]
             expected = torch.cat([trace.projected[graft.site.name][..., r] for r in rows], dim=-1)
+            bias = structure.gate_bias(mixer)
+            if bias is not None:
+                expected = expected + torch.cat([bias[structure.weight_slices(graft.site, h).out] for h in graft.heads])
             torch.testing.assert_close(branch.gate_proj(seen[0]), expected, atol=1e-5, rtol=1e-5)
 
     def test_replace_starts_from_the_heads_own_columns(self, name: str) -> None:

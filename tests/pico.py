@@ -40,6 +40,7 @@ from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from surgery.hybrid import Mamba2HybridConfig, Mamba2HybridForCausalLM
 from surgery.hybrid.modeling_llamba import LlambaConfig
+from surgery.hybrid.modeling_mamba2attn import Mamba2AttnConfig
 from surgery.probes.documents import EncodedBatch
 from surgery.train.tokenizer import build_tokenizer
 
@@ -137,6 +138,10 @@ _BAMBA_LAYERS = ["linear_attention", "full_attention", "linear_attention"]
 _FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "mamba2": (Mamba2Config, {"num_heads": 4, "head_dim": 16, "state_size": 8, "chunk_size": 8, "n_groups": 2,
                               "num_hidden_layers": 3}),
+    "mamba2attn": (Mamba2AttnConfig, {"num_heads": 4, "head_dim": 16, "state_size": 8, "chunk_size": 8, "n_groups": 1,
+                                      "num_hidden_layers": 4, "attn_layer_idx": [1], "d_intermediate": 40,
+                                      "attn_cfg": {"num_heads": 4, "num_heads_kv": 2, "head_dim": 12, "d_conv": 4,
+                                                   "rotary_emb_dim": 8}}),
     "mamba": (MambaConfig, _MAMBA1),
     "falcon_mamba": (FalconMambaConfig, _MAMBA1),
     "llamba": (LlambaConfig, {"d_model": HIDDEN, "n_layer": 3, "pad_vocab_size_multiple": 1, "tie_embeddings": True,
@@ -167,7 +172,17 @@ _FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
                                  "intermediate_size": 48}),
 }  # fmt: skip
 FAMILY_NAMES = tuple(_FAMILIES)
-SPLICED_FAMILIES = ("mamba2", "mamba", "falcon_mamba", "llamba", "zamba2", "bamba", "granite", "nemotron_h")
+SPLICED_FAMILIES = (
+    "mamba2",
+    "mamba2attn",
+    "mamba",
+    "falcon_mamba",
+    "llamba",
+    "zamba2",
+    "bamba",
+    "granite",
+    "nemotron_h",
+)
 
 
 def pico_family_config(name: str, **more: Any) -> PreTrainedConfig:

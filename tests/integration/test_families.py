@@ -57,6 +57,7 @@ RECURRENCES: dict[str, tuple[str, dict[str, Any]]] = {
 # What changes which head is which.
 SHAPES: dict[str, tuple[dict[str, Any], ...]] = {
     "mamba2": ({"n_groups": 1}, {"state_size": 4}, {"num_heads": 2, "head_dim": 32}, {"num_hidden_layers": 2}),
+    "mamba2attn": ({"attn_layer_idx": [2]}, {"state_size": 4}, {"num_hidden_layers": 3}),
     "mamba": ({"channels_per_head": 8}, {"state_size": 8}, {"num_hidden_layers": 2}, {"conv_kernel": 3}),
     "falcon_mamba": ({"channels_per_head": 8}, {"state_size": 8}, {"num_hidden_layers": 2}),
     "llamba": ({"ssm_cfg": {"d_state": 4, "n_v_heads": 4, "n_qk_heads": 2, "chunk_size": 8}}, {"n_layer": 2}),
@@ -114,7 +115,7 @@ class TestLayout:
     def test_no_mixer_is_left_out(self, name: str) -> None:
         """By what only a recurrence has, and by the classes' names."""
         model = base(name)
-        ssm = {m for m in model.modules() if isinstance(getattr(m, "conv1d", None), nn.Conv1d)}
+        ssm = {m for m in model.modules() if isinstance(getattr(m, "D", None), nn.Parameter)}
         attention = {m for m in model.modules() if type(m).__name__.endswith("Attention")}
         assert ssm == {mixer_of(model, spec) for spec in mixers(model, ssm=True)}
         assert attention == {mixer_of(model, spec) for spec in mixers(model, ssm=False)}

@@ -1,4 +1,4 @@
-"""The recipe: one YAML file that says everything a run does. Owns: schema, defaults, loading, overrides.
+"""The recipe: one YAML file that says everything a run does. Owns: schema, defaults, loading.
 
 Must never know: torch, transformers, run folders. Unknown keys are forbidden, duplicate keys refused, and every
 default lives here. A stage depends on the sections that `stages.STAGES` names.
@@ -6,8 +6,7 @@ default lives here. A stage depends on the sections that `stages.STAGES` names.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -16,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from surgery.errors import RecipeError
 from surgery.heads import HeadId, Init, Mode, Unit
+from surgery.yamlfile import read_mapping
 
 Positive = Annotated[int, Field(gt=0, strict=True)]
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
@@ -316,30 +316,6 @@ class PretrainRecipe(Section):
         return self
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML's safe loader, except that a key given twice is an error instead of a silent last-one-wins."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                continue
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
-            if not isinstance(key, Hashable):
-                raise yaml.constructor.ConstructorError(None, None, "a key is a plain word", key_node.start_mark)
-            if key in seen:
-                raise RecipeError(f"line {key_node.start_mark.line + 1}", f"duplicate key {key!r}", "Keep one of them.")
-            seen.add(key)
-        return super().construct_mapping(node, deep=deep)
-
-
-# YAML 1.1 reads 1e-3 as a string; people mean a number.
-_UniqueKeyLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
-
 R = TypeVar("R", Recipe, PretrainRecipe, AnalysisRecipe)
 
 
@@ -349,20 +325,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: type[R] =
     Raises:
         RecipeError: no such file, not YAML, duplicate or unknown key, wrong type, bad value; names the key.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise RecipeError("recipe", str(path), "There is no such file.")
-    try:
-        data = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)  # noqa: S506  (a SafeLoader)
-    except RecipeError:
-        raise
-    except (yaml.YAMLError, ValueError) as error:
-        raise RecipeError(str(path), " ".join(str(error).split()), "It is not valid YAML.") from None
-    if not isinstance(data, dict):
-        raise RecipeError(str(path), type(data).__name__, "A recipe is a mapping of keys to values.")
-    for override in overrides:
-        _override(data, override)
-    return check_recipe(data, kind)
+    return check_recipe(read_mapping(Path(path), overrides), kind)
 
 
 AnyRecipe = Recipe | PretrainRecipe | AnalysisRecipe
@@ -397,37 +360,6 @@ def check_recipe(data: dict[str, Any], kind: type[R] = Recipe) -> R:  # type: ig
         hint = "This key is not known here; `surgery schema` lists them." if "extra" in first["type"] else first["msg"]
         more = f" ({len(faults) - 1} more: {', '.join('.'.join(map(str, f['loc'])) for f in faults[1:6])})"
         raise RecipeError(where, found, hint + (more if len(faults) > 1 else "")) from None
-
-
-def _override(data: dict[str, Any], override: str) -> None:
-    key, separator, text = override.partition("=")
-    if not separator or not key:
-        raise RecipeError("override", repr(override), "Write key.path=value, such as train.steps=100.")
-    try:
-        value = yaml.load(text, _UniqueKeyLoader)  # noqa: S506
-    except RecipeError:
-        raise
-    except (yaml.YAMLError, ValueError):
-        raise RecipeError("override", repr(override), "The part after = is not valid YAML.") from None
-    *parents, last = key.split(".")
-    node: Any = data
-    for part in parents:
-        place = _place(node, part, key)
-        if isinstance(node, dict) and node.get(part) is None:
-            node[part] = {}
-        node = node[place]
-    node[_place(node, last, key)] = value
-
-
-def _place(node: Any, part: str, key: str) -> Any:
-    """The key of a mapping or the index of a list that `part` of the dotted `key` means."""
-    if isinstance(node, dict):
-        return part
-    if not isinstance(node, list):
-        raise RecipeError("override", key, f"{part!r} lies below a plain value.")
-    if not part.isdecimal() or int(part) >= len(node):
-        raise RecipeError("override", key, f"{part!r} is not one of the {len(node)} entries, counted from 0.")
-    return int(part)
 
 
 def to_yaml(recipe: AnyRecipe) -> str:

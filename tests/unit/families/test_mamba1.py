@@ -78,7 +78,7 @@ class TestSlices:
 @every_kind
 class TestStreams:
     @staticmethod
-    def _assert_rebuilt(model: Any) -> None:
+    def assert_rebuilt(model: Any) -> None:
         """The input of every layer's `out_proj`, from its streams: one row of weights for each channel."""
         trace = traced(model, tokens(2, 13))
         for layer in range(3):
@@ -92,12 +92,12 @@ class TestStreams:
 
     @pytest.mark.parametrize("more", [{}, {"use_conv_bias": False}, {"use_bias": True}, {"hidden_act": "gelu"}])
     def test_rebuild_the_scan(self, name: str, more: dict, exact: None) -> None:
-        self._assert_rebuilt(pico_family(name, **more).double())
+        self.assert_rebuilt(pico_family(name, **more).double())
 
     @pytest.mark.parametrize("init", ["ssm", "random"])
     def test_of_a_hybrid(self, name: str, init: str, exact: None) -> None:
         base = pico_family(name)
-        self._assert_rebuilt(splice(base, plan_of(base, "add", init)).double())
+        self.assert_rebuilt(splice(base, plan_of(base, "add", init)).double())
 
     def test_hidden_attention_is_causal_and_has_its_formula(self, name: str) -> None:
         """Against METHOD 2.6, one entry at a time."""

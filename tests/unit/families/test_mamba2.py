@@ -121,7 +121,7 @@ class TestStreams:
         weights = structure.hidden_attention(mixer, spec, streams)
         return torch.einsum("bhts,bshp->bthp", weights, streams.x) + mixer.D[:, None] * streams.x
 
-    def _assert_rebuilt(self, model: Any) -> None:
+    def assert_rebuilt(self, model: Any) -> None:
         """The scan of every layer, from its streams."""
         trace = traced(model, tokens(2, 21))
         for layer in range(3):
@@ -131,14 +131,14 @@ class TestStreams:
     @every_grouping
     @pytest.mark.parametrize("limits", [(0.0, float("inf")), (0.3, 0.8)])
     def test_rebuild_the_scan(self, limits: tuple[float, float], n_groups: int, exact: None) -> None:
-        self._assert_rebuilt(pico_base(n_groups=n_groups, time_step_limit=limits).double())
+        self.assert_rebuilt(pico_base(n_groups=n_groups, time_step_limit=limits).double())
 
     @pytest.mark.parametrize("more", [{"use_conv_bias": False}, {"use_bias": True}, {"hidden_act": "gelu"}])
     def test_follow_the_config(self, more: dict, exact: None) -> None:
-        self._assert_rebuilt(pico_base(n_groups=2, **more).double())
+        self.assert_rebuilt(pico_base(n_groups=2, **more).double())
 
     def test_of_a_hybrid(self, exact: None) -> None:
-        self._assert_rebuilt(pico_hybrid(SPLICE, n_groups=2).double())
+        self.assert_rebuilt(pico_hybrid(SPLICE, n_groups=2).double())
 
     def test_skip_is_what_the_hidden_attention_leaves_out(self) -> None:
         structure, _, mixer = of(pico_base())

@@ -4,8 +4,9 @@ Shipped with every exported checkpoint, so it imports the standard library, torc
 know how heads are found, planned or trained.
 
 A hybrid mixer computes `ssm(u) + attention(u)`. The branch has softmax attention with no position code, a short causal
-convolution and a gate like the SSM head whose place it takes (Mamba-2: C is its query, B its key, x its value;
-arXiv 2405.21060), and an RMSNorm per head before its output projection.
+convolution and a gate like the SSM head whose place it takes (C is its query, B its key, x its value; arXiv
+2405.21060), and an RMSNorm per head before its output projection. In Mamba-1 the branch reads B, C and x where the
+mixer itself computes them: copies would be as large as the layer.
 
 Shape legend: B batch, T new tokens, S tokens in the cache and new ones, H spliced heads of this layer, K query/key
 width, V value width, D model width, Q rows asked for.
@@ -13,6 +14,7 @@ width, V value width, D model width, Q rows asked for.
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,6 +37,11 @@ def splice_sites(splice: list | None) -> dict[int, dict[str, Any]]:
     return {site["layer"]: site for site in splice or []}
 
 
+def is_whole(site: Mapping[str, Any]) -> bool:
+    """Whether the branch takes the place of the layer's mixer."""
+    return site.get("unit", "head") == "layer"
+
+
 def eager_attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -45,7 +52,8 @@ def eager_attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The reference: (B,H,T,K), (B,H,S,K), (B,H,S,V) -> (B,T,H,V) and the weights (B,H,T,S)."""
+    """The reference: (B,H,T,K), (B,G,S,K), (B,G,S,V) -> (B,T,H,V) and the weights (B,H,T,S); G divides H."""
+    key, value = (x.repeat_interleave(module.num_key_value_groups, dim=1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * scaling
     if attention_mask is not None:
         scores = scores + attention_mask
@@ -57,9 +65,10 @@ class SplicedAttention(nn.Module):
     """The attention heads that one layer received.
 
     Args:
-        config: the hybrid's config; `hidden_size`, `use_bias`, `use_conv_bias`, `_attn_implementation` are read.
-        site: this layer's entry of `config.splice`: `heads`, `mode`, `qk_width`, `v_width`, `conv_kernel`,
-            `activation` (`silu` or None) and `gate`.
+        config: the hybrid's config; `hidden_size` and `_attn_implementation` are read.
+        site: this layer's entry of `config.splice`: `heads`, `mode`, `init`, `qk_width`, `v_width`, `conv_kernel`,
+            `activation` (`silu` or None), `gate`, `bias`, `conv_bias` and `norm_eps`; `gate_bias` where the gate has
+            one of its own.
         layer_idx: index of the layer, which is also its slot in the cache.
     """
 
@@ -71,23 +80,33 @@ class SplicedAttention(nn.Module):
         self.config, self.layer_idx = config, layer_idx
         self.num_heads, self.qk_width, self.v_width = len(site["heads"]), site["qk_width"], site["v_width"]
         self.conv_kernel, self.mode, self.silu = site["conv_kernel"], site["mode"], site["activation"] == "silu"
-        self.initial_scale = 1.0 if self.silu else self.qk_width**-0.5
+        self.norm_eps = site["norm_eps"]
+        # Copies of an SSM head start as the linear attention that they are copied from, which has no scale.
+        self.initial_scale = 1.0 if site["init"] == "ssm" else self.qk_width**-0.5
         self.widths = [self.num_heads * w for w in (self.qk_width, self.qk_width, self.v_width)]
-        channels = sum(self.widths)
-        self.qkv_proj = nn.Linear(config.hidden_size, channels, bias=config.use_bias)
-        self.conv1d = nn.Conv1d(
-            channels, channels, self.conv_kernel, groups=channels, bias=config.use_conv_bias, padding=0
-        )
-        self.gate_proj = nn.Linear(config.hidden_size, self.widths[2], bias=config.use_bias) if site["gate"] else None
+        self._build_inputs(config, site)
+        gate_bias = site.get("gate_bias", site["bias"])
+        self.gate_proj = nn.Linear(config.hidden_size, self.widths[2], bias=gate_bias) if site["gate"] else None
         self.scale = nn.Parameter(torch.full((self.num_heads,), self.initial_scale))
+        self._build_output(config, site)
+
+    def _build_output(self, config: Any, site: Mapping[str, Any]) -> None:
         self.o_proj = nn.Linear(self.widths[2], config.hidden_size, bias=False)
+
+    def _build_inputs(self, config: Any, site: Mapping[str, Any]) -> None:
+        channels = sum(self.widths)
+        self.qkv_proj = nn.Linear(config.hidden_size, channels, bias=site["bias"])
+        self.conv1d = nn.Conv1d(channels, channels, self.conv_kernel, groups=channels, bias=site["conv_bias"])
 
     def initialize(self) -> None:
         """Initial values where a checkpoint has none; in `add` mode the branch is silent until it is trained."""
         init.constant_(self.scale, self.initial_scale)
-        init.kaiming_uniform_(self.conv1d.weight, a=math.sqrt(5))
+        self._initialize_inputs()
         if self.mode == "add":
             init.zeros_(self.o_proj.weight)
+
+    def _initialize_inputs(self) -> None:
+        init.kaiming_uniform_(self.conv1d.weight, a=math.sqrt(5))
 
     def forward(
         self,
@@ -96,6 +115,8 @@ class SplicedAttention(nn.Module):
         padding_mask: Tensor | None = None,
         causal_mask: Any = None,
         rows: "SpliceRows | None" = None,
+        streams: tuple[Tensor, Tensor] | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """(B,T,D) -> (B,T,D).
 
@@ -104,26 +125,38 @@ class SplicedAttention(nn.Module):
             padding_mask: (B,T), 0 on padding; None when there is none.
             causal_mask: as made by transformers' `create_causal_mask` for the implementation in use.
             rows: collects attention rows that the caller asked for.
+            streams: what the mixer's `x_proj` took and gave, for a branch that reads there.
+            positions: (B or 1,T) of the new tokens, for a branch that has a position code.
         """
         if padding_mask is not None:
             u_BTD = u_BTD * padding_mask[:, :, None].to(u_BTD.dtype)
-        query, key, value = self._qkv(u_BTD, cache)
+        query, key, value = self._qkv(u_BTD, cache, streams, positions)
         if rows is not None:
-            rows.collect(self.layer_idx, query, key, padding_mask)
+            rows.collect(self.layer_idx, query, key.repeat_interleave(self.num_key_value_groups, dim=1), padding_mask)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         implementation = self.config._attn_implementation
-        if "flash" in implementation and self.v_width > self.qk_width:
-            # The flash wrapper crops values that are wider than keys; zeros change no score.
-            query, key = (F.pad(x, (0, self.v_width - self.qk_width)) for x in (query, key))
+        if "flash" in implementation or (implementation == "sdpa" and query.shape[2] > 1):
+            query, key, value = self._widened(query, key, value)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         mixed_BTHV, _ = attend(self, query, key, value, causal_mask, scaling=1.0, dropout=0.0)
+        return self._put_out(mixed_BTHV[..., : self.v_width], u_BTD)
+
+    def _widened(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values of one width, as fused kernels want it. Zeros change no score; the output is cropped."""
+        width = max(self.qk_width, self.v_width)
+        query, key = (F.pad(x, (0, width - self.qk_width)) for x in (query, key))
+        return query, key, F.pad(value, (0, width - self.v_width))
+
+    def _put_out(self, mixed_BTHV: Tensor, u_BTD: Tensor) -> Tensor:
         if self.gate_proj is not None:
             gate = self.gate_proj(u_BTD).view(mixed_BTHV.shape)
             mixed_BTHV = mixed_BTHV * F.silu(gate)
         return self.o_proj(self._rms_norm(mixed_BTHV).flatten(2))
 
-    def _qkv(self, u_BTD: Tensor, cache: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def _qkv(
+        self, u_BTD: Tensor, cache: Any, streams: tuple[Tensor, Tensor] | None, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Projections, short causal convolution, activation; the query is scaled. Each (B,H,T,width)."""
         x_BCT = self.qkv_proj(u_BTD).transpose(1, 2)
         T = x_BCT.shape[-1]
@@ -133,7 +166,8 @@ class SplicedAttention(nn.Module):
             )
         x_BCT = F.pad(x_BCT, (self.conv_kernel - 1, 0))
         x_BCT = F.conv1d(x_BCT, self.conv1d.weight, self.conv1d.bias, groups=x_BCT.shape[1])[..., -T:]
-        x_BTC = (F.silu(x_BCT) if self.silu else x_BCT).transpose(1, 2)
+        # Contiguous channels: SDPA's fused kernels refuse a head whose last dimension has a stride.
+        x_BTC = (F.silu(x_BCT) if self.silu else x_BCT).transpose(1, 2).contiguous()
         query, key, value = (
             part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in x_BTC.split(self.widths, dim=-1)
         )
@@ -142,7 +176,63 @@ class SplicedAttention(nn.Module):
     def _rms_norm(self, x_BTHV: Tensor) -> Tensor:
         """RMSNorm of every head by itself, in fp32, without a weight: `o_proj` can hold it."""
         x = x_BTHV.float()
-        return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config.layer_norm_epsilon)).to(x_BTHV.dtype)
+        return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.norm_eps)).to(x_BTHV.dtype)
+
+
+class StreamAttention(SplicedAttention):
+    """Attention heads of a Mamba-1 layer: they read the mixer's own streams, after its convolution and `x_proj`.
+
+    Mamba-1 makes one B and one C a layer from all its channels, so copies of their rows would be the whole layer. The
+    branch has a small linear map of its own over `[dt | B | C]`; at first it picks C as query and B as key. Its value
+    is the channel group's x.
+
+    Args:
+        site: also `rank`, the width of dt, and `stream_eps`, the epsilon where the model normalises dt, B and C, or
+            None; `heads` are channel groups of `v_width`.
+    """
+
+    def _build_inputs(self, config: Any, site: Mapping[str, Any]) -> None:
+        self.heads, self.stream_eps = list(site["heads"]), site["stream_eps"]
+        self.stream_widths = [site["rank"], site["qk_width"], site["qk_width"]]
+        self.qk_proj = nn.Linear(sum(self.stream_widths), 2 * self.widths[0], bias=False)
+
+    def _initialize_inputs(self) -> None:
+        init.zeros_(self.qk_proj.weight)
+        rank, width, _ = self.stream_widths
+        query_HKW, key_HKW = self.qk_proj.weight.view(2, self.num_heads, width, -1)
+        init.copy_(query_HKW[..., rank + width :], torch.eye(width).expand(self.num_heads, -1, -1))
+        init.copy_(key_HKW[..., rank : rank + width], torch.eye(width).expand(self.num_heads, -1, -1))
+
+    def _qkv(
+        self, u_BTD: Tensor, cache: Any, streams: tuple[Tensor, Tensor] | None, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert streams is not None, "the mixer did not call x_proj"
+        x_BTI, parameters_BTW = streams
+        if self.stream_eps is not None:
+            parts = parameters_BTW.float().split(self.stream_widths, dim=-1)
+            normed = [p * torch.rsqrt(p.pow(2).mean(-1, keepdim=True) + self.stream_eps) for p in parts]
+            parameters_BTW = torch.cat(normed, dim=-1).to(parameters_BTW.dtype)
+        qk_BTRHK = self.qk_proj(parameters_BTW).unflatten(-1, (2, self.num_heads, -1))
+        query, key = qk_BTRHK.permute(2, 0, 3, 1, 4)
+        value = x_BTI.unflatten(-1, (-1, self.v_width))[:, :, self.heads].transpose(1, 2)
+        return query * self.scale[:, None, None], key, value
+
+
+@dataclass
+class SplicePass:
+    """What one forward pass hands to its spliced layers.
+
+    Attributes:
+        padding: (B,T) of the new tokens, 0 on padding; None where there is none.
+        causal: the mask of transformers' `create_causal_mask`.
+        rows: collects attention rows, or None.
+        positions: (B or 1,T) of the new tokens.
+    """
+
+    padding: Tensor | None = None
+    causal: Any = None
+    rows: "SpliceRows | None" = None
+    positions: Tensor | None = None
 
 
 class SpliceRows:
@@ -181,11 +271,19 @@ class SpliceRows:
         return tuple(rows[layer] for layer in sorted(rows))
 
 
-def _silence(module: nn.Module, args: Any, output: Tensor, heads: tuple[int, ...], head_dim: int) -> Tensor:
-    """Forward hook: zeroes the output channels of `heads`."""
-    keep = torch.ones(output.shape[-1] // head_dim, dtype=output.dtype, device=output.device)
+def _silenced(x_BTI: Tensor, heads: tuple[int, ...], head_dim: int) -> Tensor:
+    """Zeroes the channels of `heads`."""
+    keep = torch.ones(x_BTI.shape[-1] // head_dim, dtype=x_BTI.dtype, device=x_BTI.device)
     keep[list(heads)] = 0
-    return output * keep.repeat_interleave(head_dim)
+    return x_BTI * keep.repeat_interleave(head_dim)
+
+
+def _silence_output(module: nn.Module, args: Any, output: Tensor, heads: tuple[int, ...], head_dim: int) -> Tensor:
+    return _silenced(output, heads, head_dim)
+
+
+def _silence_input(module: nn.Module, args: Any, heads: tuple[int, ...], head_dim: int) -> tuple:
+    return (_silenced(args[0], heads, head_dim), *args[1:])
 
 
 class HybridMixerMixin:
@@ -194,37 +292,85 @@ class HybridMixerMixin:
     The mixer's own forward is called as it is; scans and kernels are untouched and parameter names stay.
     """
 
+    branches: Mapping[str, type[SplicedAttention]] = {"ssm": SplicedAttention, "random": SplicedAttention}
+    # Set where the family's scan takes no initial state: several new tokens after a cache go one by one.
+    one_by_one = False
+
     def splice_attention(self, config: Any, layer_idx: int) -> None:
         """Called at the end of `__init__`: builds the branch that `config.splice` names for this layer, if any."""
         site = splice_sites(config.splice).get(layer_idx)
-        self.attention = SplicedAttention(config, site, layer_idx) if site else None
-        self.replaces = bool(site) and site["mode"] == "replace"
+        self.attention = self.branches[site["init"]](config, site, layer_idx) if site else None
+        self.streams: list[tuple[Tensor, Tensor]] | None = None
+        reads_mixer = isinstance(self.attention, StreamAttention)
+        if reads_mixer:
+            self.x_proj.register_forward_hook(self._keep_streams)
+        self.replaces = site is not None and site["mode"] == "replace"
+        # The fused training kernels read the weights of out_proj and x_proj themselves: they would bring a silenced
+        # head back, and pass the branch by.
+        self.unfused = self.replaces or reads_mixer
         if self.replaces:
-            # After the gated norm: the other heads keep their scale, and the silenced columns of out_proj get no
-            # gradient, whatever wraps or updates them.
-            self.norm.register_forward_hook(partial(_silence, heads=tuple(site["heads"]), head_dim=self.head_dim))
+            self._silence(tuple(site["heads"]), site["head_dim"])
+
+    def _silence(self, heads: tuple[int, ...], head_dim: int) -> None:
+        """The silenced columns of `out_proj` get no gradient, whatever updates them."""
+        norm = getattr(self, "norm", None)
+        if norm is not None:  # after the gated norm, so that the other heads keep their scale
+            norm.register_forward_hook(partial(_silence_output, heads=heads, head_dim=head_dim))
+        else:
+            self.out_proj.register_forward_pre_hook(partial(_silence_input, heads=heads, head_dim=head_dim))
+
+    def _keep_streams(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        if self.streams is not None:
+            self.streams.append((args[0], output))
 
     def forward(
         self,
         hidden_states: Tensor,
         cache_params: Any = None,
-        attention_mask: Tensor | None = None,
-        splice_mask: Any = None,
-        splice_rows: SpliceRows | None = None,
+        attention_mask: Any = None,
+        splice_pass: SplicePass | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """(B,T,D) -> (B,T,D): `ssm(u) + attention(u)`."""
-        training = self.training
-        if self.replaces:
-            # The fused training kernel reads out_proj.weight itself and would bring the silenced head back.
-            self.training = False
-        try:
-            output = super().forward(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
-        finally:
-            self.training = training
+        if isinstance(attention_mask, SplicePass):  # Mamba-1's model hands nothing else down
+            splice_pass, attention_mask = attention_mask, attention_mask.padding
         if self.attention is None:
-            return output
-        return output + self.attention(hidden_states, cache_params, attention_mask, splice_mask, splice_rows)
+            return self._scan(hidden_states, cache_params, attention_mask, **kwargs)
+        splice_pass = splice_pass or SplicePass(attention_mask)
+        training, self.streams = self.training, []
+        self.training = training and not self.unfused
+        try:
+            output = self._scan(hidden_states, cache_params, attention_mask, **kwargs)
+            streams = tuple(torch.cat(parts, dim=1) for parts in zip(*self.streams, strict=True)) or None
+        finally:
+            self.training, self.streams = training, None
+        return output + self.attention(
+            hidden_states,
+            cache_params,
+            attention_mask,
+            splice_pass.causal,
+            splice_pass.rows,
+            streams,
+            splice_pass.positions,
+        )
+
+    def _scan(self, hidden_states: Tensor, cache: Any, padding: Tensor | None, **kwargs: Any) -> Tensor:
+        """The family's own forward."""
+        T = hidden_states.shape[1]
+        # State 0 is the scan's; the cache has a second one, which not every branch fills.
+        goes_on = cache is not None and cache.has_previous_state(self.layer_idx, state_idx=0)
+        if not (self.one_by_one and T > 1 and goes_on):
+            return super().forward(hidden_states, cache_params=cache, attention_mask=padding, **kwargs)
+        steps = [
+            super(HybridMixerMixin, self).forward(
+                hidden_states[:, t : t + 1],
+                cache_params=cache,
+                attention_mask=None if padding is None else padding[:, t : t + 1],
+                **kwargs,
+            )
+            for t in range(T)
+        ]
+        return torch.cat(steps, dim=1)
 
 
 class HybridInitMixin:

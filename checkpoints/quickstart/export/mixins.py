@@ -1,0 +1,281 @@
+"""What every hybrid shares above its mixers: config, model, causal language model, outputs.
+
+Shipped with every exported checkpoint, so it imports the standard library, torch and transformers only. It must never
+know a family: those give the class that a mixin is put before.
+
+Shape legend: B batch, T tokens, V vocabulary, Q rows asked for, H spliced heads of a layer.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
+from transformers.utils import ModelOutput
+
+from .attention import HybridInitMixin, SplicePass, SpliceRows, is_whole, splice_sites
+
+
+@dataclass
+class HybridOutput(ModelOutput):
+    """Output of the model without its head; `splice_attentions` as in `HybridCausalLMOutput`."""
+
+    last_hidden_state: Tensor | None = None
+    cache_params: Any = None
+    past_key_values: Any = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+    router_logits: tuple[Tensor, ...] | None = None
+    splice_attentions: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class HybridCausalLMOutput(ModelOutput):
+    """Output of the language model.
+
+    Attributes:
+        logits: (B,T,V).
+        cache_params, past_key_values: the cache, under the family's name for it.
+        splice_attentions: with `splice_queries` given: for each spliced layer from below, (B,H,Q,T) in fp32.
+    """
+
+    loss: Tensor | None = None
+    aux_loss: Tensor | None = None
+    logits: Tensor | None = None
+    cache_params: Any = None
+    past_key_values: Any = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+    router_logits: tuple[Tensor, ...] | None = None
+    splice_attentions: tuple[Tensor, ...] | None = None
+
+
+class HybridConfigMixin:
+    """Put before a family's config class.
+
+    Fields:
+        splice: one entry for each spliced layer: `layer`, `heads`, `head_dim` (the width of the SSM's heads), `mode`,
+            `init`, `reads`, and what `SplicedAttention` reads. The one source of what is spliced where; `layer_types`
+            follows it.
+    """
+
+    @property
+    def number_of_conv_states(self) -> int:
+        """The SSM's convolution state, and the branch's."""
+        return 2
+
+    def validate(self) -> None:
+        """The family's own checks, which know its own layer types alone."""
+        splice, self.splice = self.splice, None
+        try:
+            super().validate()
+        finally:
+            self.splice = splice
+
+    def cache_types(self, plain: list[str]) -> list[str]:
+        """What the cache keeps for each layer: keys and values for the spliced ones too, or alone in a whole layer."""
+        spliced = {i: "full_attention" if is_whole(site) else "hybrid" for i, site in splice_sites(self.splice).items()}
+        return [spliced.get(i, kind) for i, kind in enumerate(plain)]
+
+
+class HybridModelMixin(HybridInitMixin):
+    """Put before a family's model without its head. Builds masks once a forward and hands them to the spliced layers.
+
+    Attributes:
+        cache_argument: the family's name of the cache.
+        hands_down: whether the family's forward hands keyword arguments to its mixers.
+    """
+
+    cache_argument = "past_key_values"
+    hands_down = True
+    gradient_checkpointing = False
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        return_dict: bool | None = None,
+        splice_queries: Tensor | SpliceRows | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the family's own forward.
+
+        Args:
+            splice_queries: (B,Q) token indices, -1 for none; their attention rows come back as `splice_attentions`.
+                A `SpliceRows` collects them for the caller instead.
+
+        Raises:
+            ValueError: `splice_queries` together with a cache, or with reentrant gradient checkpointing.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        if inputs_embeds is None:
+            inputs_embeds = self.get_input_embeddings()(input_ids)
+        use_cache = use_cache if use_cache is not None else (self.config.use_cache and not self.training)
+        if self.gradient_checkpointing and self.training:
+            use_cache = False
+        cache = kwargs.pop(self.cache_argument, None)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        mine = isinstance(splice_queries, Tensor)
+        rows = SpliceRows(splice_queries) if mine else splice_queries
+        if rows is not None:
+            self._check_rows(cache)
+        if self.config.splice:
+            attention_mask, kwargs = self._splice_arguments(inputs_embeds, attention_mask, cache, rows, kwargs)
+        kwargs[self.cache_argument] = cache
+        output = super().forward(
+            inputs_embeds=inputs_embeds, attention_mask=attention_mask, use_cache=use_cache, return_dict=True, **kwargs
+        )
+        result = HybridOutput(**output, splice_attentions=rows.take() if rows is not None and mine else None)
+        return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
+
+    def _splice_arguments(
+        self, embeds: Tensor, attention_mask: Any, cache: Any, rows: SpliceRows | None, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """The mask and the keyword arguments for the family's forward."""
+        if isinstance(attention_mask, dict):  # made by `generate` for a cache that compiles
+            causal, padding = attention_mask.get("full_attention"), attention_mask.get("linear_attention")
+        else:
+            causal = create_causal_mask(self.config, embeds, attention_mask, cache)
+            padding = create_recurrent_attention_mask(self.config, embeds, attention_mask, cache)
+        carrier = SplicePass(padding, causal, rows, self._positions(embeds, attention_mask, cache, kwargs))
+        if not self.hands_down:
+            return carrier, kwargs
+        if self.cache_argument == "past_key_values" and kwargs.get("position_ids") is None:
+            kwargs = {**kwargs, "position_ids": self._positions(embeds, None, cache, kwargs)}
+        own_mask = padding if self.cache_argument == "cache_params" else attention_mask
+        return own_mask, {**kwargs, "splice_pass": carrier}
+
+    def _positions(self, embeds: Tensor, attention_mask: Any, cache: Any, kwargs: dict[str, Any]) -> Tensor:
+        """(B or 1,T), as the caller says or else counted from the first real token."""
+        if kwargs.get("position_ids") is not None:
+            return kwargs["position_ids"]
+        T = embeds.shape[1]
+        if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
+            return (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -T:]
+        past = cache.get_seq_length() if cache is not None else 0
+        return torch.arange(T, device=embeds.device)[None] + past
+
+    def _check_rows(self, cache: Any) -> None:
+        if cache is not None:
+            raise ValueError("splice_queries: rows are computed without a cache only; pass use_cache=False.")
+        if not (self.gradient_checkpointing and self.training):
+            return
+        blocks = [m for m in self.modules() if getattr(m, "gradient_checkpointing", False) and m is not self]
+        if any(m._gradient_checkpointing_func.keywords.get("use_reentrant", True) for m in blocks):
+            raise ValueError(
+                "splice_queries: reentrant gradient checkpointing would drop the gradient of the rows; "
+                "enable it with gradient_checkpointing_kwargs={'use_reentrant': False}."
+            )
+
+
+class HybridCausalLMMixin(HybridInitMixin):
+    """Put before a family's causal language model whose forward hands keyword arguments to its model."""
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
+        splice_queries: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the family's own forward.
+
+        Args:
+            splice_queries: (B,Q) token indices, -1 for none; their attention rows come back as `splice_attentions`.
+        """
+        rows = None
+        if splice_queries is not None:
+            rows = kwargs["splice_queries"] = SpliceRows(splice_queries)
+        output = super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            return_dict=True,
+            **kwargs,
+        )
+        result = HybridCausalLMOutput(**output, splice_attentions=rows.take() if rows is not None else None)
+        return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
+
+
+class MambaHybridCausalLMMixin(HybridInitMixin):
+    """Put before the causal language models that call their cache `cache_params`: Mamba-1 and Mamba-2.
+
+    They drop keyword arguments on the way to their model, so the way from there to the logits is written here.
+    "Mamba" in the class's name makes `generate` pass the cache under that name.
+    """
+
+    def _build(self, backbone: nn.Module) -> None:
+        """The parts, where the family's own `__init__` would build a plain backbone first."""
+        self.backbone = backbone
+        self.lm_head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
+        self.post_init()
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """As the family's, which drops the padding mask after prefill; attention needs it on every step."""
+        inputs = super().prepare_inputs_for_generation(input_ids, attention_mask=attention_mask, **kwargs)
+        inputs["attention_mask"] = attention_mask
+        return inputs
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cache_params: Any = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        use_cache: bool | None = None,
+        attention_mask: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        splice_queries: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the family's own forward; logits are fp32.
+
+        Args:
+            splice_queries: (B,Q) token indices, -1 for none; their attention rows come back as `splice_attentions`.
+        """
+        output = self.backbone(
+            input_ids,
+            inputs_embeds=inputs_embeds,
+            cache_params=cache_params,
+            use_cache=use_cache,
+            attention_mask=attention_mask,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            splice_queries=splice_queries,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        hidden = output.last_hidden_state[:, kept]
+        logits = self.lm_head(hidden.to(self.lm_head.weight.dtype)).float()
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        result = HybridCausalLMOutput(
+            loss=loss,
+            logits=logits,
+            cache_params=output.cache_params,
+            hidden_states=output.hidden_states,
+            splice_attentions=output.splice_attentions,
+        )
+        return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()

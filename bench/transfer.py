@@ -1,0 +1,201 @@
+"""Do heads that were chosen on KV-retrieval help on tasks that took no part in choosing?
+
+    python bench/transfer.py --out runs/transfer.json        (the shipped base, its heads and its hybrid)
+    python bench/transfer.py --model ... --heads ... --arm hybrid=... [--examples 256] [--seed 0]
+
+For each task and size: the base's accuracy; the margin that each head gains from a perfect read at the query (METHOD
+2.3), and how the chosen head ranks by it, by the column it was chosen for and by its better one; the accuracy of other
+checkpoints on the same prompts, with exact one-sided McNemar tests against the base both ways. Prompts come from the
+evaluation splits, and from other seeds than those of locating. Where the base is at chance a gain in margin says
+little: what is read perfectly in a format that the model never saw need not be decoded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, __version__
+
+from surgery.checkpoint import load_model, load_tokenizer
+from surgery.errors import PlanError
+from surgery.evaluate.scoring import ChoiceScores, answer_choices
+from surgery.families import family_of, geometry_of
+from surgery.heads import HeadSet, Interval, Reads, head_set_from_json
+from surgery.locate.statistics import bootstrap_mean, mcnemar, wilson
+from surgery.locate.sweep import READS, Sweep, Variant
+from surgery.probes.documents import Document, encode, rng_of
+from surgery.probes.json_kv import UUID, json_kv_document
+from surgery.probes.knowledge import LETTERS, letter_choice
+from surgery.probes.kv_retrieval import kv_document
+from surgery.probes.mqar import mqar_document, mqar_words
+from surgery.probes.phonebook import phonebook_document, space_of
+from surgery.recipe import Base
+
+CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
+Make = Callable[[Random, int], Document]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Documents of one format with `choices` possible answers each."""
+
+    name: str
+    choices: int
+    documents: Sequence[Document]
+
+
+def tasks(tokenizer: PreTrainedTokenizerBase, examples: int, seed: int) -> list[Task]:
+    """KV-retrieval for comparison, then the tasks that took no part in choosing."""
+    words, space = mqar_words(tokenizer, "eval"), space_of(tokenizer)
+    makers: list[tuple[str, Make, Sequence[int]]] = [
+        ("kv_retrieval", lambda rng, n: kv_document(rng, n, split="eval"), (4, 8, 16)),
+        ("phonebook", lambda rng, n: phonebook_document(rng, n, split="eval", space=space), (4, 8, 16)),
+        ("phonebook, no examples", lambda rng, n: phonebook_document(rng, n, 1, "eval", 0, space), (4, 8, 16)),
+        ("json_kv, 4 digits", lambda rng, n: json_kv_document(rng, n, split="eval", groups=(4,)), (4, 8, 16)),
+        ("json_kv, uuid", lambda rng, n: json_kv_document(rng, n, split="eval", groups=UUID), (4, 8)),
+        ("mqar", lambda rng, n: mqar_document(rng, n, words.keys, words.values), (4, 8, 16)),
+        ("letter_choice", lambda rng, n: letter_choice(rng, "eval"), (len(LETTERS),)),
+    ]
+    return [
+        Task(name, n, [make(rng_of("transfer", seed, name, n, i), n) for i in range(examples)])
+        for name, make, sizes in makers
+        for n in sizes
+    ]
+
+
+@torch.no_grad()
+def sharpened(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], batch_size: int
+) -> tuple[ChoiceScores, dict[Reads, list[ChoiceScores]]]:
+    """The clean scores, and by column those of every head with a perfect read, heads in the order of the mixers."""
+    heads = [head for spec in family_of(model.config).mixers(model.config) for head in spec.heads]
+    clean: list[ChoiceScores] = []
+    columns: dict[Reads, list[list[ChoiceScores]]] = {reads: [] for reads in READS}
+    for start in range(0, len(documents), batch_size):
+        batch = encode(documents[start : start + batch_size], tokenizer, padding_side="left", until_answer=True)
+        sweep = Sweep(model, batch.to(model.device))
+        clean.append(sweep.clean)
+        for reads in READS:
+            columns[reads].append(sweep.at_query([Variant(sharpen=((head, reads),)) for head in heads]))
+    return _joined(clean), {r: [_joined(parts) for parts in zip(*c, strict=True)] for r, c in columns.items()}
+
+
+def _joined(parts: Sequence[ChoiceScores]) -> ChoiceScores:
+    return ChoiceScores(torch.cat([p.correct for p in parts]).cpu(), torch.cat([p.margin for p in parts]).cpu())
+
+
+def _accuracy(correct: torch.Tensor) -> Interval:
+    return wilson(int(correct.sum()), len(correct))
+
+
+def measured(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, chosen: HeadSet, batch_size: int
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """One task's row of the base, and its right answers by prompt."""
+    heads = [str(head) for spec in family_of(model.config).mixers(model.config) for head in spec.heads]
+    clean, columns = sharpened(model, tokenizer, task.documents, batch_size)
+    gains = {
+        reads: bootstrap_mean(np.stack([(s.margin - clean.margin).double().numpy() for s in scores]), chosen.seed)
+        for reads, scores in columns.items()
+    }
+    of_head: dict[str, dict[Reads, dict[str, float]]] = {
+        head: {r: {**vars(gains[r][i]), "accuracy": _accuracy(columns[r][i].correct).value} for r in READS}
+        for i, head in enumerate(heads)
+    }
+    base = _accuracy(clean.correct)
+    found = {
+        "task": task.name,
+        "choices": task.choices,
+        "base": vars(base),
+        "margin": float(clean.margin.mean()),
+        "at_chance": base.low <= 1 / task.choices,
+        "chosen": [standing(str(s.head), s.reads, of_head) for s in chosen.chosen],
+        "heads": of_head,
+    }
+    return found, clean.correct
+
+
+def standing(
+    head: str, reads: Reads | None, of_head: Mapping[str, Mapping[Reads, Mapping[str, float]]]
+) -> dict[str, Any]:
+    """A chosen head among all others, which count with their better column of this task.
+
+    `rank` is by the column that it was chosen for, if any, `rank_better` by its own better one here.
+    """
+    better = {name: max(column["value"] for column in columns.values()) for name, columns in of_head.items()}
+    others = [value for name, value in better.items() if name != head]
+    own = better[head] if reads is None else of_head[head][reads]["value"]
+    rank, rank_better = (1 + sum(other > value for other in others) for value in (own, better[head]))
+    return {"head": head, "reads": reads, "rank": rank, "rank_better": rank_better, "of": len(of_head)}
+
+
+def compared(
+    arms: Mapping[str, PreTrainedModel],
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    base: torch.Tensor,
+    batch_size: int,
+) -> dict[str, Any]:
+    """Other checkpoints on the same prompts; p that one is right more often than the other by luck."""
+    found = {}
+    for name, model in arms.items():
+        correct = answer_choices(model, tokenizer, task.documents, batch_size).correct
+        after, before = correct.numpy().astype(bool), base.numpy().astype(bool)
+        better, worse = mcnemar(after, before), mcnemar(before, after)
+        found[name] = {**vars(_accuracy(correct)), "p_better": better, "p_worse": worse}
+    return found
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """One row of the table."""
+    found = [f"{row['task']:<22} {row['choices']:>3}  {row['base']['value']:.3f}{'*' if row['at_chance'] else ' '}"]
+    for chosen in row["chosen"]:
+        found.append(f"{chosen['head']} ranks {chosen['rank']}, {chosen['rank_better']} of {chosen['of']}")
+        for reads, gain in row["heads"][chosen["head"]].items():
+            interval = f"[{gain['low']:+.2f}, {gain['high']:+.2f}]"
+            found.append(f"{reads} {gain['value']:+.2f} {interval} acc {gain['accuracy']:.3f}")
+    for name, arm in row["arms"].items():
+        found.append(f"{name} {arm['value']:.3f} (p better {arm['p_better']:.1e}, worse {arm['p_worse']:.1e})")
+    return "  ".join(found)
+
+
+def main() -> None:
+    """Prints the table, one row a task as it is measured, and writes all heads' gains."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(CHECKPOINTS / "pico-mamba2"))
+    parser.add_argument("--heads", type=Path, default=CHECKPOINTS / "quickstart" / "heads.json")
+    parser.add_argument("--arm", action="append", metavar="NAME=MODEL", help="the shipped hybrid by default")
+    parser.add_argument("--examples", type=int, default=256)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/transfer.json"))
+    args = parser.parse_args()
+    model, tokenizer = load_model(Base(model=args.model)), load_tokenizer(Base(model=args.model))
+    chosen = head_set_from_json(json.loads(args.heads.read_text()))
+    if chosen.geometry != geometry_of(model.config):
+        raise PlanError("--heads", str(args.heads), "They were located in a model of another shape.")
+    named = dict(arm.split("=", 1) for arm in args.arm or [f"hybrid={CHECKPOINTS / 'quickstart' / 'export'}"])
+    arms = {name: load_model(Base(model=path)) for name, path in named.items()}
+    rows = []
+    print(
+        "* the base is at chance; acc: accuracy with that perfect read; ranks: by the chosen column, by the better one"
+    )
+    for task in tasks(tokenizer, args.examples, args.seed):
+        row, correct = measured(model, tokenizer, task, chosen, args.batch_size)
+        rows.append({**row, "arms": compared(arms, tokenizer, task, correct, args.batch_size)})
+        print(line(rows[-1]), flush=True)
+    settings = {"examples": args.examples, "seed": args.seed, "torch": torch.__version__, "transformers": __version__}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps({**settings, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""JSON key-value retrieval in the text of "Lost in the Middle" (Liu et al., arXiv 2307.03172; METHOD 3).
+
+    Extract the value corresponding to the specified key in the JSON object below.
+
+    JSON data:
+    {"key": "value",
+     ...
+     "key": "value"}
+
+    Key: "key"
+    Corresponding value: "value"
+
+Keys and values are hexadecimal strings in the groups of a UUID, without its version bits. The quote before the answer
+belongs to the prompt, so that the answer begins with a character that choices differ in; for the same reason values
+begin with two chosen digits and a letter (`pairs.leads`). Owns: that text. Must never know: models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from surgery.errors import ProbeError
+from surgery.probes.documents import Document, Question, Split, Writer
+from surgery.probes.pairs import NUM_LEADS, check_pairs, check_questions, different, leads
+
+HEADER = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
+UUID = (8, 4, 4, 4, 12)
+_FEWEST_DIGITS = 4  # 65,536 strings: many more than there are keys, in each split
+
+
+def json_kv_document(
+    rng: Random, pairs: int, questions: int = 1, split: Split = "train", groups: Sequence[int] = UUID
+) -> Document:
+    """One JSON object of `pairs` entries and `questions` questions about different keys of it.
+
+    Args:
+        split: no key of one split is one of the other.
+        groups: digits of each group of a key and of a value; `(4,)` for small models, whose tokenizers make a
+            token of every digit or two.
+
+    Raises:
+        ProbeError: fewer than 2 or more than 90 pairs; more questions than pairs; too few digits.
+    """
+    check_pairs(pairs, NUM_LEADS, "Values begin with different digits")
+    check_questions(questions, pairs)
+    if sum(groups) < _FEWEST_DIGITS or min(groups) < 1 or groups[0] < 3:
+        hint = f"Give {_FEWEST_DIGITS} digits or more, 3 or more of them in the first group."
+        raise ProbeError("groups", tuple(groups), hint)
+    keys = different(pairs, split, lambda: _digits(rng, groups))
+    values = tuple(_digits(rng, groups, lead + rng.choice("abcdef")) for lead in leads(rng, pairs))
+    writer = Writer()
+    writer.add(HEADER)
+    spans = []
+    for number, (key, value) in enumerate(zip(keys, values, strict=True)):
+        start, _ = writer.add(("{" if number == 0 else " ") + f'"{key}": "')
+        value_span = writer.add(value)
+        _, end = writer.add('"}\n' if number == pairs - 1 else '",\n')
+        spans.append(((start, end), value_span))
+    asked = []
+    for index in rng.sample(range(pairs), questions):
+        writer.add(f'\nKey: "{keys[index]}"\nCorresponding value: "')
+        answer = writer.add(values[index])
+        writer.add('"\n')
+        segment, value_span = spans[index]
+        asked.append(Question(answer, values, index, segment=segment, value=value_span))
+    return Document("json_kv", writer.text, tuple(asked))
+
+
+def _digits(rng: Random, groups: Sequence[int], start: str = "") -> str:
+    """Random hexadecimal digits in groups, the first ones given."""
+    count = sum(groups) - len(start)
+    digits = iter(start + "".join(rng.choice("0123456789abcdef") for _ in range(count)))
+    return "-".join("".join(next(digits) for _ in range(size)) for size in groups)

@@ -1,0 +1,82 @@
+"""Phonebook look-up in the text of "Repeat After Me" (Jelassi et al., arXiv 2402.01032; METHOD 3).
+
+    Name Surname: 0123456789
+    ...
+
+    Name Surname: 0123456789        (two of the lines again, as examples)
+    Name Surname: 0123456789
+
+    Name Surname: 0123456789        (the question is another line's name, the answer its number)
+
+Names are made up. Numbers have ten digits; the paper's begin with 6-9, these with two chosen digits, so that one token
+tells them apart (`pairs.leads`). Owns: that text. Must never know: models.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from surgery.errors import ProbeError
+from surgery.probes.documents import Document, Question, Split, Writer
+from surgery.probes.pairs import NUM_LEADS, check_pairs, check_questions, different, leads
+from surgery.probes.words import SYLLABLES
+
+DIGITS = 10
+Space = Literal["answer", "prompt"]
+
+
+def phonebook_document(
+    rng: Random, pairs: int, questions: int = 1, split: Split = "train", shots: int = 2, space: Space = "answer"
+) -> Document:
+    """One phonebook of `pairs` lines, `shots` of them again as examples, and questions about other lines.
+
+    Args:
+        split: no name of one split is one of the other.
+        space: whether the space before a number is the answer's first character or the prompt's last one, which
+            depends on the tokenizer: `space_of`.
+
+    Raises:
+        ProbeError: fewer than 2 or more than 90 pairs; more examples and questions than pairs.
+    """
+    check_pairs(pairs, NUM_LEADS, "Numbers begin with different digits")
+    if not 0 <= shots < pairs:
+        raise ProbeError("shots", shots, f"Examples are lines that are not asked for: choose 0 to {pairs - 1}.")
+    check_questions(questions, pairs - shots)
+    names = different(pairs, split, lambda: f"{_word(rng)} {_word(rng)}")
+    before, first = ("", " ") if space == "answer" else (" ", "")
+    tails = ["".join(rng.choice("0123456789") for _ in range(DIGITS - 2)) for _ in range(pairs)]
+    numbers = tuple(f"{first}{lead}{tail}" for lead, tail in zip(leads(rng, pairs), tails, strict=True))
+    writer = Writer()
+    spans = [_line(writer, f"{name}:{before}", number) for name, number in zip(names, numbers, strict=True)]
+    again = rng.sample(range(pairs), shots + questions)
+    if shots:
+        writer.add("\n")
+    for index in again[:shots]:
+        _line(writer, f"{names[index]}:{before}", numbers[index])
+    writer.add("\n")
+    asked = []
+    for index in again[shots:]:
+        _, answer = _line(writer, f"{names[index]}:{before}", numbers[index])
+        segment, value = spans[index]
+        asked.append(Question(answer, numbers, index, segment=segment, value=value))
+    return Document("phonebook", writer.text, tuple(asked))
+
+
+def space_of(tokenizer: PreTrainedTokenizerBase) -> Space:
+    """`answer` where a token holds a digit and the space before it (GPT-NeoX), `prompt` where the space is its own."""
+    return "answer" if len(tokenizer(" 7", add_special_tokens=False)["input_ids"]) == 1 else "prompt"
+
+
+def _line(writer: Writer, name: str, number: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Spans of the whole line and of the number."""
+    start, _ = writer.add(name)
+    number_span = writer.add(number)
+    _, end = writer.add("\n")
+    return (start, end), number_span
+
+
+def _word(rng: Random) -> str:
+    return "".join(rng.sample(SYLLABLES, 2)).capitalize()

@@ -48,7 +48,7 @@ class Trace:
     tuples: set[str | int] = field(default_factory=set)
 
 
-class _Hooks:
+class Hooks:
     """Forward hooks that are removed together, and that must all have fired.
 
     Some models use one module in several layers; a hook acts only while its own layer runs.
@@ -79,13 +79,14 @@ class _Hooks:
         self._waiting.add(name)
         self._handles.append(module.register_forward_pre_hook(hook))
 
-    def after(self, layer: int, name: str, module: nn.Module, see: Callable[[Any], None]) -> None:
-        """`see` gets the module's output."""
+    def after(self, layer: int, name: str, module: nn.Module, see: Callable[[Any], Any]) -> None:
+        """`see` gets the module's output and may replace it."""
 
-        def hook(_: nn.Module, __: tuple, output: Any) -> None:
-            if self._layer == layer:
-                self._waiting.discard(name)
-                see(output)
+        def hook(_: nn.Module, __: tuple, output: Any) -> Any:
+            if self._layer != layer:
+                return None
+            self._waiting.discard(name)
+            return see(output)
 
         self._waiting.add(name)
         self._handles.append(module.register_forward_hook(hook))
@@ -101,8 +102,9 @@ class _Hooks:
 
 
 @contextmanager
-def _hooks(model: PreTrainedModel, specs: Sequence[MixerSpec]) -> Iterator[_Hooks]:
-    hooks = _Hooks()
+def hooked(model: PreTrainedModel, specs: Sequence[MixerSpec]) -> Iterator[Hooks]:
+    """Hooks for the forward passes that run inside. Raises ModelError when one of them did not fire."""
+    hooks = Hooks()
     for layer in range(model.config.num_hidden_layers):
         hooks.enter(layer, block_of(model, layer, specs[0]))
     try:
@@ -116,7 +118,7 @@ def _hooks(model: PreTrainedModel, specs: Sequence[MixerSpec]) -> Iterator[_Hook
 def record(model: PreTrainedModel, specs: Sequence[MixerSpec]) -> Iterator[Trace]:
     """Fills a `Trace` from the forward pass that runs inside. Raises ModelError when a hook did not fire."""
     trace = Trace()
-    with _hooks(model, specs) as hooks:
+    with hooked(model, specs) as hooks:
         for spec in specs:
             mixer, structure, layer, name = mixer_of(model, spec), structure_of(spec), spec.layer, spec.name
             out_proj, reader = structure.out_proj(mixer), structure.scan_reader(mixer)
@@ -214,56 +216,6 @@ def _instead(module: nn.Module, result_of: Callable[[tuple], Tensor], as_tuple: 
 
 
 @contextmanager
-def altered(
-    model: PreTrainedModel,
-    specs: Sequence[MixerSpec],
-    off: Mapping[str, Sequence[int]],
-    layers: int | None = None,
-    mask_last_row: bool = False,
-) -> Iterator[None]:
-    """The paper's procedures, for every forward pass that runs inside (arXiv 2504.18574).
-
-    Args:
-        specs: every mixer of the model.
-        off: by `MixerSpec.name`, heads whose contribution is removed at every token.
-        layers: only so many blocks are run, from below.
-        mask_last_row: what attention brings to the last token is removed: its row of the attention matrix is masked.
-    """
-    with _hooks(model, specs) as hooks, _cut(model, specs[0], layers):
-        for spec in specs:
-            if layers is not None and spec.layer >= layers:
-                continue
-            out_proj = structure_of(spec).out_proj(mixer_of(model, spec))
-            if spec.name in off:
-                heads = torch.zeros(spec.num_heads, dtype=torch.bool, device=model.device)
-                heads[list(off[spec.name])] = True
-                hooks.before(spec.layer, f"{spec.name} out_proj", out_proj, partial(_ablate, heads))
-            if mask_last_row and not spec.is_ssm:
-                every = torch.ones(1, spec.num_heads, dtype=torch.bool, device=model.device)
-                hooks.before(spec.layer, f"{spec.name} last row", out_proj, partial(_ablate_last, every))
-        yield
-
-
-@contextmanager
-def _cut(model: PreTrainedModel, spec: MixerSpec, layers: int | None) -> Iterator[None]:
-    """The model with its first blocks alone."""
-    backbone = model.get_submodule(spec.path.split(".layers.")[0])
-    blocks = backbone.layers
-    try:
-        if layers is not None:
-            backbone.layers = nn.ModuleList(list(blocks)[:layers])
-        yield
-    finally:
-        backbone.layers = blocks
-
-
-def _ablate(heads_H: Tensor, args: tuple) -> tuple:
-    """Zeroes heads of (B,T,I) at every token."""
-    u_BTHP = args[0].unflatten(-1, (len(heads_H), -1))
-    return ((u_BTHP * ~heads_H[:, None]).flatten(2), *args[1:])
-
-
-@contextmanager
 def only_logits(model: PreTrainedModel, token_ids: Tensor) -> Iterator[None]:
     """Inside, the language model's head gives the logits of these tokens alone, in their order: (...,U).
 
@@ -304,7 +256,7 @@ def intervene(
         sharpen: by name, the heads whose mixing row becomes one-hot; the skip stays.
         conv_states: by name, (W*B,channels,kernel), the convolution's state before this token, where decoding.
     """
-    with _hooks(model, specs) as hooks:
+    with hooked(model, specs) as hooks:
         for spec in specs:
             mixer, structure, layer, name = mixer_of(model, spec), structure_of(spec), spec.layer, spec.name
             in_proj = structure.in_proj(mixer)

@@ -166,17 +166,27 @@ def analyse(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it is there.")] = False,
     runs: Runs = Path("runs"),
 ) -> None:
-    """Score a model with parts of it gone: heads off, fewer layers, attention masked. Nothing is trained."""
+    """Score a model with parts of it gone: heads off, layers dropped, attention masked. Nothing is trained."""
     loaded = load_recipe(recipe, overrides or (), AnalysisRecipe)
     from surgery.analyse import analyse as work
 
     bars = Bars()
-    bars.start("analyse", f"scoring {len(loaded.changes) + 1} arms")
+    bars.start("analyse", "scoring every arm")
     try:
         found = work(loaded, runs / loaded.name, overwrite, bars.progress)
     finally:
         bars.stop()
-    _print_arms(f"{runs / loaded.name}", found["arms"])
+    tasks = list(found["chance"])
+    table = Table("arm", *(task.replace("_", " ") for task in tasks), "perplexity", title=f"{runs / loaded.name}")
+    for name, scores in found["tasks"].items():
+        cells = (f"{scores[t]['accuracy']:.3f}{' *' if scores[t].get('worse') else ''}" for t in tasks)
+        table.add_row(name, *cells, f"{scores['perplexity']:.3f}")
+    table.add_row("chance", *(f"{found['chance'][task]:.3f}" for task in tasks), "")
+    out.print(table)
+    out.print("* worse than the base: exact McNemar at 0.05, Holm-corrected over the arms", highlight=False)
+    if found["minimal"] is not None:
+        text = "minimal model: {layers} of {of} layers; KV {accuracy:.3f} against {base:.3f} (p = {p_value:.2g})"
+        out.print(text.format(**found["minimal"]), highlight=False)
 
 
 @app.command()
@@ -362,14 +372,19 @@ def _root(
         raise typer.Exit()
 
 
-def main() -> None:
-    """Entry point: quiet libraries, and errors in one line."""
+def quiet() -> None:
+    """Libraries say what matters alone; to be called before they are imported."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+
+
+def main() -> None:
+    """Entry point: quiet libraries, and errors in one line."""
+    quiet()
     try:
         app()
     except (SurgeryError, OSError) as error:

@@ -16,8 +16,10 @@ from typing import Any, Literal, get_args
 
 from surgery.errors import PlanError
 
-Role = Literal["gather", "aggregate", "both", "neither"]
+Role = Literal["gather", "aggregate", "both", "neither", "unmeasured"]
 Reads = Literal["segment_end", "answer_token"]
+Where = Literal["everywhere", "context", "segment", "segment_end", "answer_token", "query"]
+Fill = Literal["zero", "mean", "resample"]
 Mode = Literal["add", "replace"]
 Init = Literal["ssm", "random", "teacher"]
 Unit = Literal["head", "layer"]
@@ -126,17 +128,39 @@ class ScoredHead:
     """A head with what was measured of it.
 
     Attributes:
-        role: what its ablation says it does (METHOD: by position).
-        reads: the column of the sharpen test that it gains more from; where its attention is supervised.
+        role: what its ablation says it does (METHOD: by position); `unmeasured` where neither position was tested, or
+            where the search dropped the head early.
+        reads: the column of the sharpen test that it gains more from, where its attention is supervised; None if it was
+            not measured.
         scores: column name -> interval, in logits (margins) or in accuracy; see `locate.COLUMNS`.
         given: heads that were already sharpened when `reads` and the gain that chose it were measured.
     """
 
     head: HeadId
     role: Role
-    reads: Reads
+    reads: Reads | None
     scores: Mapping[str, Interval]
     given: tuple[HeadId, ...] = ()
+
+    @property
+    def n(self) -> int:
+        """Prompts that it was measured on."""
+        return max((interval.n for interval in self.scores.values()), default=0)
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """Heads that were measured together.
+
+    Attributes:
+        kind: `layer` (all heads of one mixer), `backup` (one more head off, given the others), `pair` (a Gather and an
+            Aggregate head off together) or `chosen` (all chosen heads off).
+        scores: as of a head; `alone` is the sum of what its heads lose one by one.
+    """
+
+    kind: str
+    heads: tuple[HeadId, ...]
+    scores: Mapping[str, Interval]
 
 
 @dataclass(frozen=True)
@@ -148,9 +172,12 @@ class HeadSet:
         geometry: `geometry_hash` of the model that was measured.
         heads: every head of the model with its scores, ranked by `method`.
         chosen: the heads that `method` selects for splicing, with the column that each won by.
-        method: `sharpen | aggregate | gather | ablation | random | list`.
+        method: a value of `splice.select`.
         seed: seed of the probe.
         clean: accuracy and margin of the untouched model on the same prompts.
+        groups: layers, backups and pairs, where the methods asked for them.
+        cost: what measuring took: seconds, prompts, passes (full forward passes of one prompt), peak_bytes. It is no
+            part of the JSON form, which is the same whenever the same thing is measured.
     """
 
     model: str
@@ -161,6 +188,8 @@ class HeadSet:
     method: str
     seed: int
     clean: Mapping[str, Interval] = field(default_factory=dict)
+    groups: tuple[ScoredGroup, ...] = ()
+    cost: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -221,8 +250,8 @@ def to_json(value: HeadSet | Plan) -> dict[str, Any]:
     def plain(x: Any) -> Any:
         if isinstance(x, HeadId):
             return str(x)
-        if isinstance(x, (HeadSet, Plan, ScoredHead, Graft, MixerSpec, Interval)):
-            return {k: plain(getattr(x, k)) for k in x.__dataclass_fields__}
+        if isinstance(x, (HeadSet, Plan, ScoredHead, ScoredGroup, Graft, MixerSpec, Interval)):
+            return {k: plain(getattr(x, k)) for k in x.__dataclass_fields__ if k != "cost"}
         if isinstance(x, Mapping):
             return {k: plain(v) for k, v in x.items()}
         return [plain(v) for v in x] if isinstance(x, (tuple, list)) else x
@@ -237,7 +266,7 @@ def _intervals(data: Mapping[str, Any]) -> dict[str, Interval]:
 
 
 def _scored(data: Mapping[str, Any]) -> ScoredHead:
-    if data["role"] not in get_args(Role) or data["reads"] not in get_args(Reads):
+    if data["role"] not in get_args(Role) or data["reads"] not in (None, *get_args(Reads)):
         raise PlanError("heads.json", f"role {data['role']!r}, reads {data['reads']!r}", "Locate again.")
     given = tuple(HeadId.parse(h) for h in data["given"])
     return ScoredHead(HeadId.parse(data["head"]), data["role"], data["reads"], _intervals(data["scores"]), given)
@@ -255,6 +284,10 @@ def head_set_from_json(data: Mapping[str, Any]) -> HeadSet:
             method=data["method"],
             seed=int(data["seed"]),
             clean=_intervals(data["clean"]),
+            groups=tuple(
+                ScoredGroup(g["kind"], tuple(HeadId.parse(h) for h in g["heads"]), _intervals(g["scores"]))
+                for g in data.get("groups", ())
+            ),
         )
     except PlanError:
         raise

@@ -11,25 +11,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from surgery.changes import Change, Sweep
 from surgery.errors import RecipeError
 from surgery.heads import HeadId, Init, Mode, Unit
+from surgery.measures import NEEDS, Locate, Select
+from surgery.sections import Pairs, Positive, Section
 from surgery.yamlfile import read_mapping
 
-Positive = Annotated[int, Field(gt=0, strict=True)]
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 Weight = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, le=1)]
-Pairs = Annotated[int, Field(ge=2, le=100, strict=True, description="Values are distinct integers 0-99.")]
 Task = Literal["kv_retrieval", "letter_choice", "option_text", "closed_book", "statement", "sentence"]
-
-
-class Section(BaseModel):
-    """A part of a recipe: frozen, and closed to keys that it does not know."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Base(Section):
@@ -42,19 +37,6 @@ class Base(Section):
     trust_remote_code: bool = Field(False, description="Run code that the checkpoint brings along.")
     channels_per_head: Positive | None = Field(
         None, description="Mamba-1 has channels and no heads: how many of them are taken as one. 64 if not said."
-    )
-
-
-class Locate(Section):
-    """Where to operate: exact ablation of every head, roles by position, the sharpen test."""
-
-    pairs: Pairs = Field(24, description="Key-value pairs a prompt. Choose it so that the base is at 0.6-0.95.")
-    examples: Positive = Field(128, description="Prompts.")
-    batch_size: Positive = Field(32, description="Prompts at once.")
-    top_k: Positive = Field(12, description="Heads that stay candidates for the second and further choices.")
-    at: Literal["everywhere", "query"] = Field(
-        "everywhere",
-        description="`query`: only what one decode step shows, for large models on small machines; no Gather heads.",
     )
 
 
@@ -85,8 +67,9 @@ class Teacher(Section):
 class Splice(Section):
     """What is put there."""
 
-    select: Literal["sharpen", "aggregate", "gather", "ablation", "random", "list"] = Field(
-        "sharpen", description="Which heads: by what measure, drawn at random (a control), or as listed in `heads`."
+    select: Select = Field(
+        "sharpen",
+        description="Which heads: by what measure, as listed in `heads`, or for control at random or evenly spaced.",
     )
     num_heads: Positive = Field(1, description="How many heads to splice.")
     heads: tuple[str, ...] = Field((), description="With `select: list`: the heads, such as L1H2.")
@@ -231,27 +214,9 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _choice_is_measured(self) -> Recipe:
-        if self.locate.at == "query" and self.splice.select in ("ablation", "gather"):
-            raise ValueError(f"splice.select: {self.splice.select} needs locate.at: everywhere")
-        return self
-
-
-class Change(Section):
-    """One of the paper's procedures: a model that is changed while it runs, its weights are not."""
-
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_]*$", description="Names the arm.")
-    disable: tuple[str, ...] = Field(
-        (), description="Heads whose contribution is removed at every token, such as L17H24."
-    )
-    layers: Positive | None = Field(None, description="Only so many layers are run, from below.")
-    mask_last_row: bool = Field(False, description="The last token's attention sees nothing, in every attention layer.")
-
-    @model_validator(mode="after")
-    def _changes_something(self) -> Change:
-        for head in self.disable:
-            HeadId.parse(head)
-        if not (self.disable or self.layers or self.mask_last_row):
-            raise ValueError("it changes nothing: name heads in `disable`, `layers`, or `mask_last_row: true`")
+        needed = NEEDS.get(self.splice.select)
+        if needed is not None and needed not in self.locate.methods:
+            raise ValueError(f"splice.select: {self.splice.select} needs {needed} among locate.methods")
         return self
 
 
@@ -261,15 +226,37 @@ class AnalysisRecipe(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Names the run folder, runs/NAME.")
     seed: Seed = 0
     base: Base
-    changes: tuple[Change, ...] = Field(min_length=1)
+    changes: tuple[Change, ...] = ()
+    sweeps: tuple[Sweep, ...] = ()
+    teacher: Teacher | None = Field(None, description="Whose layers `swap` and `swap_one` put in.")
+    margin: float = Field(
+        0.05, ge=0, lt=1, description="KV-retrieval accuracy that the minimal model may lose, even significantly."
+    )
     evaluate: Evaluate = Evaluate()
     hardware: Hardware = Hardware()
 
     @model_validator(mode="after")
     def _names_differ(self) -> AnalysisRecipe:
-        names = [change.name for change in self.changes]
+        names, kinds = [change.name for change in self.changes], [sweep.kind for sweep in self.sweeps]
+        if not names + kinds:
+            raise ValueError("nothing is changed: give `changes`, `sweeps` or both")
         if len({"base", *names}) <= len(names):
             raise ValueError("every change needs a name of its own, other than `base`")
+        if len(set(kinds)) < len(kinds):
+            raise ValueError("the same sweep is listed twice")
+        return self
+
+    @model_validator(mode="after")
+    def _parts_are_there(self) -> AnalysisRecipe:
+        kinds = [sweep.kind for sweep in self.sweeps]
+        counts = [change.layers for change in self.changes] + [sweep.layers for sweep in self.sweeps]
+        if "prune" not in kinds and "minimal" in counts:
+            raise ValueError("`layers: minimal` needs the sweep `prune`, which finds it")
+        swaps = "swap_one" in kinds or any(change.swap for change in self.changes)
+        if swaps != (self.teacher is not None):
+            raise ValueError("`teacher` goes with `swap` or `swap_one`, and only with them")
+        if self.teacher is not None and self.teacher.donors:
+            raise ValueError("`teacher.donors` are for splicing heads; name the layer in `swap.teacher_layer`")
         return self
 
 
@@ -334,14 +321,14 @@ AnyRecipe = Recipe | PretrainRecipe | AnalysisRecipe
 def load_any(path: Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     """Reads whichever kind of recipe a file holds.
 
-    One that makes a model from nothing has no `base`; one that analyses a model has `changes`. What cannot be read is
-    taken for a Recipe, whose loading says what is wrong.
+    One that makes a model from nothing has no `base`; one that analyses a model has `changes` or `sweeps`. What cannot
+    be read is taken for a Recipe, whose loading says what is wrong.
     """
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, ValueError):
         data = None
-    if isinstance(data, dict) and "changes" in data:
+    if isinstance(data, dict) and ("changes" in data or "sweeps" in data):
         return load_recipe(path, overrides, AnalysisRecipe)
     if isinstance(data, dict) and "model" in data and "base" not in data:
         return load_recipe(path, overrides, PretrainRecipe)

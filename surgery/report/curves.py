@@ -34,7 +34,15 @@ _ARMS = {
     "hybrid": ("hybrid", BLUE, "o"),
     "no_splice": ("trained, no splice", ORANGE, "^"),
 }
-_MORE_ARMS = ((GREEN, "D"), (PURPLE, "v"), ("#B8860B", "P"), ("#56B4E9", "X"))
+_MORE_ARMS = (
+    (GREEN, "D"),
+    (PURPLE, "v"),
+    ("#B8860B", "P"),
+    ("#56B4E9", "X"),
+    ("#CC6677", "<"),
+    ("#332288", "h"),
+    ("#117733", ">"),
+)
 _OBJECTIVES = {"loss": INK, "answer": BLUE, "attention": ORANGE, "keep": GREEN, "text": PURPLE}
 _MORE_COLOURS = ["#B8860B", "#56B4E9", GREY]
 _NOT_LOSSES = ("step", "seconds")
@@ -65,7 +73,8 @@ def accuracy_by_pairs(
     require(numbers[0] >= 1, "pairs", numbers[0], "Give 1 pair or more.")
     ordered = trained is None or 1 <= trained[0] <= trained[1]
     require(ordered, "trained", trained, "Give the least and the greatest number of pairs.")
-    figure = new_figure(7.2, 4.4)
+    longest = max(len(_ARMS.get(arm, (arm,))[0]) for arm in table)
+    figure = new_figure(7.2 + 0.07 * max(0, longest - 20), 4.4)  # names stand at the right
     note = f"KV-retrieval; bars: 95% intervals, {_prompts(table)}. Dotted: chance, 1 / pairs."
     add_heading(figure, title, note)
     axes = add_axes(figure, 0.7, 0.85, 4.95, 3.0)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration import warm
+
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "checkpoints" / "pico-mamba2"
 RECIPE = ROOT / "recipes" / "quickstart.yaml"
@@ -30,10 +32,15 @@ SMALL = (
 )
 
 
-def surgery(*arguments: str, cwd: Path, **kwargs) -> subprocess.CompletedProcess:
-    """The command line as a user runs it, in a process of its own."""
+def surgery(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own, forked from one that has imported the library."""
+    return warm.run(arguments, cwd)
+
+
+def surgery_cold(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The command line as a user starts it."""
     command = [sys.executable, "-m", "surgery", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, **kwargs)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
 
 
 def run_small(cwd: Path, *overrides: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
@@ -45,6 +52,6 @@ def run_small(cwd: Path, *overrides: str, options: tuple[str, ...] = ()) -> subp
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of one finished small quickstart; read it, do not change it."""
     cwd = tmp_path_factory.mktemp("finished")
-    done = run_small(cwd)
+    done = surgery_cold("run", str(RECIPE), *SMALL, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return cwd / "runs" / "quickstart"

@@ -320,7 +320,29 @@ def test_transplants_that_mean_nothing_are_refused(splice: str, says: str, write
         load_recipe(write(MINIMAL + f"splice: {splice}\n"))
 
 
-@pytest.mark.parametrize("select", ["ablation", "gather"])
-def test_what_is_not_measured_cannot_choose(select: str, write: Write) -> None:
-    with pytest.raises(RecipeError, match="everywhere"):
-        load_recipe(write(MINIMAL + f"splice: {{select: {select}}}\nlocate: {{at: query}}\n"))
+@pytest.mark.parametrize(
+    ("select", "needed"), [("ablation", "ablation"), ("gather", "context"), ("attribution", "attribution")]
+)
+def test_what_is_not_measured_cannot_choose(select: str, needed: str, write: Write) -> None:
+    text = MINIMAL + f"splice: {{select: {select}}}\nlocate: {{methods: [query, sharpen%s]}}\n"
+    with pytest.raises(RecipeError, match=f"{select} needs {needed} among locate.methods"):
+        load_recipe(write(text % ""))
+    assert load_recipe(write(text % f", {needed}")).splice.select == select
+
+
+@pytest.mark.parametrize(
+    ("locate", "says"),
+    [
+        ("{methods: []}", "at least 1"),
+        ("{methods: [sharpen, sharpen]}", "twice"),
+        ("{methods: [sharpness]}", "sharpen"),
+        ("{methods: [sharpen], backups: 2}", "needs `ablation`"),
+        ("{backups: 13}", "top_k"),
+        ("{search: {risk: 0}}", "greater than 0"),
+        ("{where: nowhere}", "everywhere"),
+        ("{fill: noise}", "resample"),
+    ],
+)
+def test_measurements_that_mean_nothing_are_refused(locate: str, says: str, write: Write) -> None:
+    with pytest.raises(RecipeError, match=says):
+        load_recipe(write(MINIMAL + f"locate: {locate}\n"))

@@ -101,7 +101,7 @@ def test_head_maps_csv_holds_every_head_and_interval(tmp_path: Path) -> None:
 
 
 def test_the_panels_are_the_columns_of_locate() -> None:
-    source = Path(surgery.__path__[0], "locate", "__init__.py").read_text(encoding="utf-8")
+    source = Path(surgery.__path__[0], "locate", "measure.py").read_text(encoding="utf-8")
     columns = next(
         ast.literal_eval(node.value)
         for node in ast.parse(source).body

@@ -1,0 +1,269 @@
+"""The paper's procedures on one model: retrieval and knowledge side by side, with parts of it gone.
+
+Owns: the arms of an analysis, the minimal model, its folder. Must never know: how a part is removed (procedures), how
+an arm is scored (evaluate). With arXiv 2504.18574: the sweep `prune` is its Figure 2, `drop_one` in the minimal model
+its Figure 3, `keep` in two layers its Table 1, a disabled head against pairs its Figure 4, `swap_one` its Figure 7.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from surgery.analyse.expand import check_change, expand, off_heads, swap_plan
+from surgery.changes import Change
+from surgery.checkpoint import load_config, load_model, load_tokenizer, revision_of
+from surgery.errors import RecipeError
+from surgery.evaluate import Arm, Prompts, compare, evaluate, make_prompts
+from surgery.families import family_of
+from surgery.locate.statistics import holm, mcnemar, wilson
+from surgery.procedures import altered
+from surgery.recipe import AnalysisRecipe, to_yaml
+from surgery.report.figures import accuracy_by_pairs, tasks_by_arm, tasks_by_site
+from surgery.rundir import fingerprint, new_folder, read_json, write_json, write_text
+from surgery.splice import splice
+
+VERSION = 1  # raised when the score of an arm changes for the same inputs
+LEVEL = 0.05
+Tick = Callable[[int, int, str], None]
+
+
+def analyse(
+    recipe: AnalysisRecipe, folder: Path, overwrite: bool = False, progress: Tick | None = None
+) -> dict[str, Any]:
+    """Scores the base and each change of it on the same prompts; writes `analysis.json`, the recipe and figures.
+
+    Args:
+        folder: must not hold a finished analysis, without `overwrite`. One that was interrupted goes on: every arm is
+            a file under `arms/`, written when it is scored.
+        progress: called with (done, all, arm) after each task; what follows `prune` is counted when that is done.
+
+    Raises:
+        RecipeError: a change names a head or a layer that the model does not have; the folder holds something else.
+        SurgeryError: what loading and scoring raise.
+    """
+    config = load_config(recipe.base)
+    teacher_config = load_config(recipe.teacher.as_base) if recipe.teacher else None
+    sweeps, single = expand(recipe, config)
+    for change in (*single, *(c for changes in sweeps.values() for c in changes)):
+        check_change(change, config, recipe.teacher, teacher_config)
+    _claim(recipe, folder, overwrite)
+    table = _Table(recipe, folder)
+    pruned = sweeps.get("prune", [])
+    arms = _score(table, [None, *pruned], {}, progress)
+    minimal = minimal_model(arms, [c.name for c in pruned], config.num_hidden_layers, recipe.margin) if pruned else None
+    sweeps, single = expand(recipe, config, minimal["layers"] if minimal else None)
+    rest = [*single, *(c for kind, changes in sweeps.items() if kind != "prune" for c in changes)]
+    for change in rest:
+        check_change(change, config, recipe.teacher, teacher_config)
+    arms = _score(table, rest, arms, progress)
+    found = {
+        "model": recipe.base.model,
+        "revision": table.revision,
+        "seed": recipe.seed,
+        "changes": {c.name: c.model_dump(mode="json", exclude_defaults=True) for c in (*pruned, *rest)},
+        "sweeps": {kind: [change.name for change in changes] for kind, changes in sweeps.items()},
+        "minimal": minimal,
+        "chance": _chance(table.prompts),
+        **_results(arms),
+    }
+    with new_folder(folder / "figures") as figures:
+        _draw(found, [change.name for change in single], figures)
+    write_json(folder / "analysis.json", found)
+    return found
+
+
+def _claim(recipe: AnalysisRecipe, folder: Path, overwrite: bool) -> None:
+    """Takes the folder: a new one, one that was interrupted, or any with `overwrite`."""
+    stored, mine = folder / "recipe.yaml", to_yaml(recipe)
+    if folder.exists() and overwrite:
+        shutil.rmtree(folder)
+    if (folder / "analysis.json").exists():
+        raise RecipeError("folder", str(folder), "It is there already. Name another run, or give --overwrite.")
+    if folder.exists() and any(p for p in folder.iterdir() if not p.name.startswith(".")):
+        # Name, seed and base come first; arms whose part of the recipe has changed are scored again.
+        same = stored.is_file() and stored.read_text(encoding="utf-8").split("\nchanges:")[0]
+        if same != mine.split("\nchanges:")[0]:
+            raise RecipeError("folder", str(folder), "It is there already and holds something else. Give --overwrite.")
+    write_text(stored, mine)
+
+
+class _Table:
+    """The model on its device, the prompts that every arm is asked, and the arms that are written already."""
+
+    def __init__(self, recipe: AnalysisRecipe, folder: Path) -> None:
+        self.recipe, self.folder = recipe, folder / "arms"
+        self.revision = revision_of(recipe.base)
+        self.given = revision_of(recipe.teacher.as_base) if recipe.teacher else ""
+        self.prompts = make_prompts(recipe.evaluate, recipe.seed)
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        return load_model(self.recipe.base).to(self.device)  # type: ignore[arg-type]
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.recipe.base)
+
+    @cached_property
+    def teacher(self) -> PreTrainedModel:
+        assert self.recipe.teacher is not None
+        return load_model(self.recipe.teacher.as_base).to(self.device)  # type: ignore[arg-type]
+
+    def arm(self, change: Change | None, tick: Callable[[int, int], None]) -> Arm:
+        """Scored now, or as it was written by an analysis that was interrupted."""
+        path = self.folder / f"{'base' if change is None else change.name}.json"
+        section = self.recipe.evaluate.model_dump(mode="json")
+        said = None if change is None else change.model_dump(mode="json", exclude={"name"})
+        key = fingerprint([VERSION, self.revision, self.given, self.recipe.seed, section, said])
+        if path.is_file():
+            stored = read_json(path)
+            if stored["key"] == key:
+                tick(1, 1)
+                correct = {task: torch.tensor([x == "1" for x in row]) for task, row in stored["correct"].items()}
+                return Arm(stored["summary"], correct)
+        arm = self._scored(change, tick)
+        correct_rows = {task: "".join(str(int(x)) for x in row) for task, row in arm.correct.items()}
+        write_json(path, {"key": key, "summary": arm.summary, "correct": correct_rows})
+        return arm
+
+    def _scored(self, change: Change | None, tick: Callable[[int, int], None]) -> Arm:
+        given = (self.tokenizer, self.recipe.evaluate, self.recipe.seed, self.prompts, tick)
+        if change is None:
+            return evaluate(self.model, *given)
+        if change.swap is not None:
+            assert self.recipe.teacher is not None
+            plan, section = swap_plan(change, self.model.config, self.recipe.teacher, self.teacher.config)
+            return evaluate(splice(self.model, plan, section, self.teacher), *given)
+        specs = family_of(self.model.config).mixers(self.model.config)
+        assert change.layers != "minimal"
+        with altered(self.model, specs, off_heads(change, specs), change.layers, change.mask_last_row, change.drop):
+            return evaluate(self.model, *given)
+
+
+def _score(
+    table: _Table, changes: Sequence[Change | None], before: Mapping[str, Arm], progress: Tick | None
+) -> dict[str, Arm]:
+    """The arms of `before` and those of `changes`."""
+    arms = dict(before)
+    total = len(before) + len(changes)
+    for change in changes:
+        name, index = "base" if change is None else change.name, len(arms)
+
+        def tick(done: int, steps: int, name: str = name, index: int = index) -> None:
+            if progress is not None:
+                progress(index * steps + done, total * steps, name)
+
+        arms[name] = table.arm(change, tick)
+    return arms
+
+
+def minimal_model(arms: Mapping[str, Arm], pruned: Sequence[str], layers: int, margin: float) -> dict[str, Any]:
+    """How many layers from below retrieve as the whole model does: the last before a drop, pruning from the end.
+
+    A drop is an accuracy on KV-retrieval, over all numbers of pairs, that is lower by more than `margin` and
+    significantly so: exact one-sided McNemar against the base, below 0.05.
+
+    Args:
+        pruned: names of the arms, the largest model first.
+        layers: of the whole model.
+
+    Returns:
+        `layers`, the arm's `accuracy`, the `base`'s, `p_value` (1 for the whole model), `margin` and `of`.
+    """
+    before = right(arms["base"])["kv_retrieval"]
+    found = {"layers": layers, "of": layers, "accuracy": before.mean(), "base": before.mean(), "p_value": 1.0}
+    for count, name in zip(range(layers - 1, 0, -1), pruned, strict=True):
+        after = right(arms[name])["kv_retrieval"]
+        p_value = mcnemar(before, after)
+        if p_value < LEVEL and before.mean() - after.mean() > margin:
+            break
+        found |= {"layers": count, "accuracy": after.mean(), "p_value": p_value}
+    return {
+        **{key: value if isinstance(value, int) else float(value) for key, value in found.items()},
+        "margin": margin,
+    }
+
+
+def group(task: str) -> str:
+    """What a task of `evaluate` counts as here: every number of pairs as one task, both halves of the facts as one."""
+    return task.partition("/")[0].removesuffix("_seen")
+
+
+def right(arm: Arm) -> dict[str, NDArray[np.bool_]]:
+    """By group of tasks, right or wrong for each prompt."""
+    rows: dict[str, list[NDArray[np.bool_]]] = {}
+    for task, correct in arm.correct.items():
+        rows.setdefault(group(task), []).append(np.asarray(correct, bool))
+    return {name: np.concatenate(parts) for name, parts in rows.items()}
+
+
+def side_by_side(arms: Mapping[str, Arm]) -> dict[str, dict[str, Any]]:
+    """By arm and group of tasks: accuracy, Wilson interval, and whether the base is right more often.
+
+    `p_value` is McNemar's, exact and one-sided, against the base; `worse` is what is left of it at 0.05 after Holm's
+    correction over the arms. `perplexity` stands beside them.
+    """
+    flags = {name: right(arm) for name, arm in arms.items()}
+    table: dict[str, dict[str, Any]] = {name: {} for name in arms}
+    others = [name for name in arms if name != "base"]
+    for task, before in flags["base"].items():
+        for name in arms:
+            found = wilson(int(flags[name][task].sum()), len(flags[name][task]))
+            table[name][task] = {"accuracy": found.value, "low": found.low, "high": found.high, "n": found.n}
+        p_values = [mcnemar(before, flags[name][task]) for name in others]
+        for name, p_value, worse in zip(others, p_values, holm(p_values, LEVEL), strict=True):
+            table[name][task] |= {"p_value": p_value, "worse": worse}
+    for name, arm in arms.items():
+        table[name]["perplexity"] = arm.summary["perplexity"]
+    return table
+
+
+def _results(arms: Mapping[str, Arm]) -> dict[str, Any]:
+    """What was scored: side by side, in full, and McNemar's p-values of every task in both directions."""
+    others = [name for name in arms if name != "base"]
+    return {
+        "tasks": side_by_side(arms),
+        "arms": {name: arm.summary for name, arm in arms.items()},
+        "base_is_better": {name: compare({"base": arms["base"], name: arms[name]}, name) for name in others},
+        "better_than_base": compare(arms, "base"),
+    }
+
+
+def _chance(prompts: Prompts) -> dict[str, float]:
+    """Accuracy of a guess, by group of tasks."""
+    shares: dict[str, list[float]] = {}
+    for task, documents in prompts.choices.items():
+        shares.setdefault(group(task), []).extend(1 / len(d.questions[-1].choices) for d in documents)
+    return {name: sum(parts) / len(parts) for name, parts in shares.items()}
+
+
+def _draw(found: Mapping[str, Any], single: Sequence[str], folder: Path) -> None:
+    """The changes that are named one by one: every task, and retrieval against pairs. One figure for each sweep."""
+    tasks, chance = found["tasks"], found["chance"]
+    if single:
+        shown = ("base", *single)
+        tasks_by_arm({name: tasks[name] for name in shown}, chance, folder)
+        accuracy_by_pairs({name: found["arms"][name]["kv_retrieval"] for name in shown}, folder)
+    for kind, names in found["sweeps"].items():
+        sites = {_site(name): tasks[name] for name in (reversed(names) if kind == "prune" else names)}
+        minimal = found["minimal"]["layers"] if kind == "prune" else None
+        tasks_by_site(kind, tasks["base"], sites, chance, folder, minimal)
+
+
+def _site(arm: str) -> str:
+    """What an arm of a sweep changes: `prune_03` is 3, `disable_l1h2` L1H2."""
+    last = arm.rpartition("_")[2]
+    return str(int(last)) if last.isdigit() else last.upper()
+
+
+__all__ = ["analyse", "check_change", "expand", "group", "minimal_model", "right", "side_by_side"]

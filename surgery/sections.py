@@ -1,0 +1,16 @@
+"""What every part of a recipe is made of. Owns: `Section`, shared numbers. Must never know: any part."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0, strict=True)]
+Pairs = Annotated[int, Field(ge=2, le=100, strict=True, description="Values are distinct integers 0-99.")]
+
+
+class Section(BaseModel):
+    """A part of a recipe: frozen, and closed to keys that it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

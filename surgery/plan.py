@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from surgery.errors import PlanError
 from surgery.families import family_of, geometry_of, structure_of
 from surgery.families.donors import donor_fields, donor_mixers
-from surgery.heads import Graft, HeadId, HeadSet, MixerSpec, Plan, ScoredHead
+from surgery.heads import Graft, HeadId, HeadSet, MixerSpec, Plan, Reads, ScoredHead
 from surgery.recipe import Splice
 
 CONV_KERNEL = 4  # of a randomly initialised branch; the short convolution of Mamba-2
@@ -55,11 +55,19 @@ def make_plan(
     return Plan(head_set.model, geometry, grafts, seed, splice.teacher.model if splice.teacher else "")
 
 
+def _reads_of(scored: ScoredHead) -> Reads:
+    if scored.reads is None:
+        hint = "It was not measured what this head is to read: add sharpen to locate.methods, and locate again."
+        raise PlanError("heads.json", str(scored.head), hint)
+    return scored.reads
+
+
 def _graft(site: MixerSpec, heads: list[ScoredHead], splice: Splice, teacher: PreTrainedConfig | None) -> Graft:
     """What goes into one mixer."""
     if splice.unit == "layer" and site.kind not in TAKES_LAYERS:
         raise PlanError("splice.unit", "layer", f"Whole layers can be put into {', '.join(TAKES_LAYERS)} models only.")
-    numbers, reads = tuple(s.head.head for s in heads), tuple(s.reads for s in heads)
+    reads = tuple(_reads_of(s) for s in heads)
+    numbers = tuple(s.head.head for s in heads)
     if splice.init != "teacher":
         return Graft(site, numbers, splice.mode, splice.init, reads)
     assert teacher is not None and splice.teacher is not None

@@ -24,13 +24,16 @@ from surgery.card import model_card, public_name, public_recipe
 from surgery.checkpoint import load_config, load_model, load_tokenizer, revision_of
 from surgery.evaluate import Arm, compare, evaluate, make_prompts
 from surgery.export import export
+from surgery.families import family_of
 from surgery.heads import HeadSet, Plan, head_set_from_json, plan_from_json, to_json
-from surgery.locate import locate
+from surgery.locate import COLUMNS, locate
+from surgery.locate.hidden import prompt_attention
 from surgery.plan import make_plan
 from surgery.probes.documents import encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Base, Recipe, to_yaml
 from surgery.report.figures import accuracy_by_pairs, attention_map, head_maps, training_curve
+from surgery.report.page import PromptAttention, write_csv, write_page
 from surgery.rundir import RunDir, digest, fingerprint, new_folder, read_json, write_json
 from surgery.splice import splice, step_zero_gap
 from surgery.train import train
@@ -184,9 +187,23 @@ def _locate(run: Run, key: str) -> None:
         run.revision(),
         run.reporter.progress,
     )
+    if not run.accelerator.is_main_process:
+        return
     with new_folder(run.folder / "figures" / "locate") as figures:
-        head_maps(heads, figures)
+        if any(column in scored.scores for scored in heads.heads for column in COLUMNS):
+            head_maps(heads, figures)
+    write_csv(heads, run.folder / "heads.csv")
+    write_page(heads, _what_heads_read(run, heads), run.folder / "locate.html")
+    write_json(run.folder / "locate.json", heads.cost)
     write_json(run.folder / "heads.json", to_json(heads))
+
+
+def _what_heads_read(run: Run, heads: HeadSet) -> PromptAttention:
+    """Every head's hidden attention at the query of one short prompt, and the whole matrix of the best ones."""
+    document = kv_document(rng_of("sample", run.recipe.seed, 0), min(16, run.recipe.locate.pairs), split="eval")
+    full = dict.fromkeys([s.head for s in heads.chosen] + [s.head for s in heads.heads[:6]])
+    specs = family_of(run.base().config).mixers(run.base().config)
+    return prompt_attention(run.base(), run.tokenizer(), [document], specs, list(full))
 
 
 def _plan(run: Run, key: str) -> None:
@@ -341,7 +358,8 @@ def versions() -> dict[str, str]:
 STAGES: tuple[Stage, ...] = (
     Stage("locate", "ablating every head",
           ("base", "locate", "splice.select", "splice.num_heads", "splice.heads"),
-          (), ("heads.json", "figures/locate"), _locate),
+          (), ("heads.json", "heads.csv", "locate.html", "locate.json", "figures/locate"), _locate,
+          together=True, version=2),
     Stage("plan", "planning the grafts", ("base", "splice"), ("heads.json",), ("plan.json",), _plan),
     Stage("splice", "splicing", ("base", "splice"), ("plan.json",), ("spliced", "splice.json"), _splice),
     Stage("train", "training the hybrid", ("base", "train"), ("spliced", "plan.json"),

@@ -1,63 +1,38 @@
-"""Where to operate. Owns: the order of measurements, the columns, roles and the choice of heads.
+"""Where to operate. Owns: the order of measurements, roles, and what a HeadSet is made from.
 
-Must never know: files, splicing. The methods and their cost: METHOD 2, docs/ARCHITECTURE.md.
+Must never know: files, splicing. The methods and what each costs: docs/LOCATE.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.errors import ModelError, PlanError, ProbeError
-from surgery.evaluate.scoring import ChoiceScores
+from surgery.errors import ModelError, ProbeError
 from surgery.families import family_of, geometry_of
-from surgery.heads import HeadId, HeadSet, Interval, MixerSpec, Reads, Role, ScoredHead
+from surgery.heads import HeadId, HeadSet, Interval, Role, ScoredGroup, ScoredHead
+from surgery.locate.backup import backups, pairs, together, without_over
+from surgery.locate.choose import RANKED_BY, Candidate, better_read, choose, rank
+from surgery.locate.measure import COLUMNS, ESTIMATES, Item, columns_of, items_of, measure
+from surgery.locate.prompts import Prompts
+from surgery.locate.search import rounds, survivors
 from surgery.locate.statistics import bootstrap_mean, holm, mcnemar, wilson
 from surgery.locate.sweep import READS, Sweep, Variant
-from surgery.probes.documents import encode, rng_of
-from surgery.probes.kv_retrieval import kv_document
+from surgery.locate.table import Array, Record, Table, plain, scores_of
+from surgery.probes.documents import EncodedBatch
 from surgery.recipe import Locate, Splice
+from surgery.removal import Removal
 
-# Margin in logits that the model loses, or gains, when ...
-COLUMNS = {
-    "ablation": "the head is removed at every token",
-    "query": "the head is removed at the query token alone",
-    "context": "the head is removed at every token but the query",
-    "segment_end": "the head reads the end of the gold segment perfectly, at the query",
-    "answer_token": "the head reads the gold value perfectly, at the query",
-}
 Progress = Callable[[int, int], None]
 _ROUNDING = 1e-3  # logits; what two exact computations of one margin may differ by
-
-
-@dataclass
-class _Table:
-    """Margins and right answers by prompt: `clean` (N,), the columns (heads, N)."""
-
-    clean: list[ChoiceScores] = field(default_factory=list)
-    columns: dict[str, list[list[ChoiceScores]]] = field(default_factory=dict)
-
-    def add(self, column: str, scores: list[ChoiceScores]) -> None:
-        self.columns.setdefault(column, []).append(scores)
-
-    def margin(self, column: str | None) -> NDArray[np.float64]:
-        return self._stack(column, "margin").astype(np.float64)
-
-    def correct(self, column: str | None) -> NDArray[np.bool_]:
-        return self._stack(column, "correct").astype(np.bool_)
-
-    def _stack(self, column: str | None, name: str) -> NDArray:
-        def joined(batches: Sequence[ChoiceScores]) -> NDArray:
-            return torch.cat([getattr(b, name) for b in batches]).cpu().numpy()
-
-        if column is None:
-            return joined(self.clean)
-        return np.stack([joined(batches) for batches in zip(*self.columns[column], strict=True)])
+_LEVEL = 0.05  # family-wise, over both role tests of all heads
 
 
 def locate(
@@ -69,117 +44,188 @@ def locate(
     name: str = "model",
     revision: str = "",
     progress: Progress | None = None,
+    batches: Sequence[EncodedBatch] | None = None,
+    any_accuracy: bool = False,
 ) -> HeadSet:
     """Measures every head on KV-retrieval and chooses those to splice.
 
+    Under several processes (torch.distributed) each measures its share of the batches, and all return the same.
+
     Args:
-        section: prompts; `splice.select` and `splice.num_heads` say what is chosen, and by what.
+        section: methods and prompts; `splice.select` and `splice.num_heads` say what is chosen, and by what.
         name, revision: what the HeadSet says it was measured on.
-        progress: called with (done, all) after each step of work.
+        progress: called with (done, all) after each step of this process's work.
+        batches: other prompts, left-padded and ending at the query, in the place of the section's.
+        any_accuracy: measure a base at chance or at ceiling too, where no head can be told from another.
 
     Raises:
         ProbeError: more pairs than values, or the base is at chance or at ceiling so that nothing can be measured.
         ModelError: an unknown model type, or a hook that never fired.
+        PlanError: what is asked for cannot be spliced.
     """
     section, splice = section or Locate(), splice or Splice()
-    training = model.training
+    training, began = model.training, time.perf_counter()
     try:
-        return _locate(model.eval(), tokenizer, section, splice, seed, name, revision, progress)
+        prompts = Prompts(model.eval(), tokenizer, section, seed, batches)
+        found = _Locating(model, section, splice, seed, prompts, any_accuracy, progress).run()
     finally:
         model.train(training)
+    cost = {"seconds": time.perf_counter() - began, **found.cost, "peak_bytes": peak_bytes()}
+    return HeadSet(
+        name, revision, geometry_of(model.config), found.ranked, found.chosen, splice.select, seed, found.clean,
+        found.groups, cost,
+    )  # fmt: skip
 
 
-def _locate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    section: Locate,
-    splice: Splice,
-    seed: int,
-    name: str,
-    revision: str,
-    progress: Progress | None,
-) -> HeadSet:
-    layers = family_of(model.config).mixers(model.config)
-    heads = [head for spec in layers for head in spec.heads]
-    sweeps = _Sweeps(model, tokenizer, section, seed)
-    given = splice.num_heads - 1 if splice.select == "sharpen" else 0
-    everywhere = () if section.at == "query" else ("ablation", "context")
-    steps, done = len(sweeps) * (len(everywhere) * len(layers) + 2) + given, 0
-
-    def tick() -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(done, steps)
-
-    table = _measure(sweeps, heads, everywhere, tick)
-    if splice.select in _RANKED_BY:
-        _check_clean(table, section)
-    _check_moved(table)
-    scored = _score(heads, table, seed)
-    ranked = rank(scored, splice.select if splice.select in _RANKED_BY else "sharpen")
-    sites = family_of(model.config).sites(model.config)
-    chosen = _choose(ranked, sites, splice, section, sweeps, seed, tick)
-    n = len(table.margin(None))
-    clean = {
-        "accuracy": wilson(int(table.correct(None).sum()), n),
-        "margin": bootstrap_mean(table.margin(None)[None], seed)[0],
-    }
-    return HeadSet(name, revision, geometry_of(model.config), ranked, chosen, splice.select, seed, clean)
+def peak_bytes() -> float:
+    """The most memory that was in use: of the GPU if there is one, else of the process since it began."""
+    if torch.cuda.is_available():
+        return float(torch.cuda.max_memory_allocated())
+    unit = 1 if sys.platform == "darwin" else 1024
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
-def _measure(
-    sweeps: Iterable[Sweep], heads: Sequence[HeadId], everywhere: Sequence[str], tick: Callable[[], None]
-) -> _Table:
-    """The columns `everywhere`, and those at the query, batch by batch."""
-    table = _Table()
-    for sweep in sweeps:
-        table.clean.append(sweep.clean)
-        for column in everywhere:
-            scores = []
-            for spec in sweep.specs:
-                scores += sweep.ablated(spec, context_only=column == "context")
-                tick()
-            table.add(column, scores)
-        table.add("query", sweep.at_query([Variant(ablate=(h,)) for h in heads]))
-        tick()
-        for reads in READS:
-            table.add(reads, sweep.at_query([Variant(sharpen=((h, reads),)) for h in heads]))
-        tick()
-    return table
+@dataclass(frozen=True)
+class _Found:
+    ranked: tuple[ScoredHead, ...]
+    chosen: tuple[ScoredHead, ...]
+    clean: dict[str, Interval]
+    groups: tuple[ScoredGroup, ...]
+    cost: dict[str, float]
 
 
-class _Sweeps:
-    """The clean passes over all prompts, one batch in memory at a time; prompts are made of evaluation words."""
+class _Locating:
+    """One call of `locate`."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: Locate, seed: int) -> None:
-        n, size = section.examples, section.batch_size
-        documents = [kv_document(rng_of("locate", seed, i), section.pairs, split="eval") for i in range(n)]
-        chunks = [documents[i : i + size] for i in range(0, n, size)]
-        self._batches = [encode(c, tokenizer, padding_side="left", until_answer=True) for c in chunks]
-        self._model = model
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        section: Locate,
+        splice: Splice,
+        seed: int,
+        prompts: Prompts,
+        any_accuracy: bool,
+        progress: Progress | None,
+    ) -> None:
+        self.model, self.section, self.splice, self.seed = model, section, splice, seed
+        self.prompts, self.any_accuracy, self._progress = prompts, any_accuracy, progress
+        family = family_of(model.config)
+        self.specs, self.sites = family.mixers(model.config), family.sites(model.config)
+        self.items: list[Item] = items_of(self.specs, section.layers)
+        self.heads = [head for spec in self.specs for head in spec.heads]
+        self.done, self.steps = 0, self._count_steps()
 
-    def __len__(self) -> int:
-        return len(self._batches)
+    def _count_steps(self) -> int:
+        """How often `tick` is called, if every batch is measured here."""
+        given = self.splice.num_heads - 1 if self.splice.select == "sharpen" else 0
+        methods = len(columns_of(self.section)) + len(set(self.section.methods) & set(ESTIMATES))
+        return len(self.prompts) * max(1, methods) + given + self.section.backups + (1 if self.section.backups else 0)
 
-    def __iter__(self) -> Iterator[Sweep]:
-        for index, batch in enumerate(self._batches):
-            sweep = Sweep(self._model, batch.to(self._model.device))
-            if index == 0:
-                self._check_decode(sweep)
-            yield sweep
+    def tick(self) -> None:
+        self.done += 1
+        if self._progress is not None:
+            self._progress(min(self.done, self.steps), self.steps)
 
-    def _check_decode(self, sweep: Sweep) -> None:
-        """Measuring at the query needs a cached step that is the forward pass."""
-        clean = sweep.clean.margin
-        apart = float((sweep.at_query([Variant()])[0].margin - clean).abs().max())
-        if self._model.dtype == torch.float32 and apart > _ROUNDING * max(1.0, float(clean.abs().max())):
-            hint = "Its cached decode step is not its forward pass (a finite time_step_limit does that)."
-            raise ModelError("locate", f"{apart:.3g} logits apart", hint)
+    def run(self) -> _Found:
+        table, alive = self._measure()
+        ranks = self.splice.select in RANKED_BY
+        if ranks and not self.any_accuracy:
+            check_clean(table, self.section)
+        check_moved(table)
+        scored, groups = self._score(table, alive)
+        ranked = rank(scored, self.splice.select if ranks else self._default_ranking())
+        chosen = choose(ranked, self.sites, self.splice, self.section, self.seed, self._gains)
+        groups += self._groups(scored, chosen)
+        n = len(table.clean_margin())
+        clean = {
+            "accuracy": wilson(int(table.clean_correct().sum()), n),
+            "margin": bootstrap_mean(table.clean_margin()[None], self.seed)[0],
+        }
+        return _Found(ranked, chosen, clean, tuple(groups), {"prompts": float(n), "passes": table.passes})
+
+    def _default_ranking(self) -> str:
+        """For a choice that no score makes: by the first method that ranks."""
+        measured = {"query": "aggregate", "context": "gather"}
+        ranking = [measured.get(method, method) for method in self.section.methods]
+        return "sharpen" if "sharpen" in ranking else next((m for m in ranking if m in RANKED_BY), "sharpen")
+
+    def _measure(self) -> tuple[Table, list[int]]:
+        """All prompts; with a search, in rounds, each over the heads that are left."""
+        alive, batches = list(range(len(self.items))), self.prompts.batches
+        records: list[Record] = []
+        search = self.section.search
+        plan = rounds(search.first, sum(map(len, batches))) if search else [sum(map(len, batches))]
+        begin, seen = 0, 0
+        for index, count in enumerate(plan):
+            end = begin
+            while end < len(batches) and seen < count:
+                seen += len(batches[end])
+                end += 1
+            now = list(alive)
+
+            def one(i: int, sweep: Sweep, now: list[int] = now) -> Record:
+                text = (self.prompts.documents(i), self.prompts.tokenizer)
+                return measure(sweep, i, self.items, now, self.section, *text, self.tick)
+
+            records += self.prompts.map(one, range(begin, end))
+            begin = end
+            if search and index + 1 < len(plan):
+                alive = self._still(Table(records), alive, search.risk, len(plan) - 1)
+        return Table(records), alive
+
+    def _still(self, table: Table, alive: list[int], risk: float, num_rounds: int) -> list[int]:
+        """The heads that may still be among the best by the column that chooses; layers stay."""
+        method = self.splice.select if self.splice.select in RANKED_BY else self._default_ranking()
+        names = {"sharpen": READS, "aggregate": ("query",), "gather": ("context",)}.get(method, (method,))
+        sign = 1 if method == "sharpen" else -1
+        heads = [i for i in alive if i < len(self.heads)]
+        arms = [
+            table.estimate(c) if c in table.estimates else sign * (table.margin(c) - table.clean_margin())
+            for c in names
+        ]
+        several = self.splice.num_heads > 1 or self.section.backups > 0
+        keep = max(self.splice.num_heads, self.section.top_k if several else 1)
+        left = survivors([arm[: len(self.heads)] for arm in arms], heads, keep, risk, num_rounds)
+        return left + [i for i in alive if i >= len(self.heads)]
+
+    def _score(self, table: Table, alive: list[int]) -> tuple[tuple[ScoredHead, ...], list[ScoredGroup]]:
+        """Intervals for every head and column, its role by position, and the better column to read; layers too."""
+        scores = scores_of(table, dict.fromkeys(READS, 1), self.seed)
+        by_item = [
+            {name: column[i] for name, column in scores.items() if column[i].n > 0} for i in range(len(self.items))
+        ]
+        roles = roles_of(table, alive, len(self.heads))
+        heads = [ScoredHead(head, roles[i], better_read(by_item[i]), by_item[i]) for i, head in enumerate(self.heads)]
+        layers = [ScoredGroup("layer", self.items[i], by_item[i]) for i in range(len(self.heads), len(self.items))]
+        return tuple(heads), layers
+
+    def _gains(self, options: Sequence[Candidate], taken: Sequence[Candidate]) -> Array:
+        """(options,N): what each perfect read adds to those already there."""
+        variants = [Variant(sharpen=tuple(taken)), *(Variant(sharpen=(*taken, option)) for option in options)]
+
+        def one(_: int, sweep: Sweep) -> Array:
+            return np.stack([plain(scores)[0] for scores in sweep.at_query(variants)])
+
+        margins = np.concatenate(self.prompts.map(one), axis=1)
+        self.tick()
+        return margins[1:] - margins[0]
+
+    def _groups(self, scored: Sequence[ScoredHead], chosen: Sequence[ScoredHead]) -> list[ScoredGroup]:
+        """Backups, pairs, and all chosen heads off."""
+        if not self.section.backups:
+            return []
+        without = without_over(self.prompts.map, Removal(self.section.where, self.section.fill))
+        whole = [s for s in scored if s.n == max(x.n for x in scored)]
+        ranked = rank(whole, "ablation")
+        found = backups(ranked, self.section.backups, self.section.top_k, without, self.seed, self.tick)
+        if {"query", "context"} <= set(self.section.methods):
+            found += pairs(whole, min(self.section.backups, 4), without, self.seed, self.tick)
+        return found + ([together([s.head for s in chosen], without, self.seed)] if chosen else [])
 
 
-def _check_clean(table: _Table, section: Locate) -> None:
-    right = table.correct(None)
+def check_clean(table: Table, section: Locate) -> None:
+    """Raises ProbeError where the base is at chance or at ceiling."""
+    right = table.clean_correct()
     accuracy = wilson(int(right.sum()), len(right))
     value = f"{section.pairs} (clean accuracy {accuracy.value:.2f})"
     if accuracy.low <= 1 / section.pairs:
@@ -192,107 +238,41 @@ def _check_clean(table: _Table, section: Locate) -> None:
         )
 
 
-def _check_moved(table: _Table) -> None:
-    if float(np.abs(table.margin("query") - table.margin(None)).max()) < _ROUNDING:
+def check_moved(table: Table) -> None:
+    """Raises ModelError where removing heads changed nothing at all."""
+    measured = [column for column in ("query", "ablation", "context") if column in table.columns]
+    if not measured:
+        return
+    moved = np.nanmax(np.abs(table.margin(measured[0]) - table.clean_margin()))
+    if float(moved) < _ROUNDING:
         hint = "Removing heads moves no logit: they are all zero, or a kernel bypasses the hooks."
-        raise ModelError("locate", "ablation at the query", hint)
+        raise ModelError("locate", f"ablation at {measured[0]}", hint)
 
 
-def _score(heads: Sequence[HeadId], table: _Table, seed: int) -> tuple[ScoredHead, ...]:
-    """Intervals for every head and column, the role by position, and the better column to read."""
-    clean, right = table.margin(None), table.correct(None)
-    scores: dict[str, list[Interval]] = {}
-    for column in table.columns:
-        sign = 1 if column in READS else -1
-        scores[column] = bootstrap_mean(sign * (table.margin(column) - clean), seed)
-        change = sign * (table.correct(column).astype(float) - right)
-        scores[f"{column}_accuracy"] = bootstrap_mean(change, seed)
-    aggregates = holm([mcnemar(right, after) for after in table.correct("query")])
-    measured = "context" in table.columns
-    gathers = holm([mcnemar(right, after) for after in table.correct("context")]) if measured else [False] * len(heads)
-    found = []
-    for i, head in enumerate(heads):
-        own = {name: column[i] for name, column in scores.items()}
-        found.append(ScoredHead(head, _role(gathers[i], aggregates[i]), _better(own), own))
-    return tuple(found)
+def roles_of(table: Table, alive: Sequence[int], heads: int) -> list[Role]:
+    """Gather heads work on the context, Aggregate heads at the query.
+
+    By exact McNemar tests on the answers that a removal loses, one for each head and position, all Holm-corrected
+    together: the chance of calling any head of a model that does not retrieve is at most 0.05. Heads that a search
+    dropped, and positions that were not measured, are not called.
+    """
+    right, tested = table.clean_correct(), [i for i in alive if i < heads]
+    kinds = {"context": "gather", "query": "aggregate"}
+    asked = [(kind, i, column) for column, kind in kinds.items() if column in table.columns for i in tested]
+    p_values = [mcnemar(right, table.correct(column)[i] > 0) for _, i, column in asked]
+    called = {(kind, i) for (kind, i, _), passed in zip(asked, holm(p_values, _LEVEL), strict=True) if passed}
+    if not asked:
+        return ["unmeasured"] * heads
+    return [
+        _role(("gather", i) in called, ("aggregate", i) in called) if i in tested else "unmeasured"
+        for i in range(heads)
+    ]
 
 
 def _role(gathers: bool, aggregates: bool) -> Role:
-    """Gather heads work on the context, Aggregate heads at the query; by Holm-corrected exact McNemar tests."""
     if gathers and aggregates:
         return "both"
     return "gather" if gathers else "aggregate" if aggregates else "neither"
 
 
-def _better(scores: Mapping[str, Interval]) -> Reads:
-    return max(READS, key=lambda reads: scores[reads].value)
-
-
-_RANKED_BY: dict[str, Callable[[ScoredHead], float]] = {
-    "sharpen": lambda s: s.scores[s.reads].value,
-    "ablation": lambda s: s.scores["ablation"].value,
-    "aggregate": lambda s: s.scores["query"].value,
-    "gather": lambda s: s.scores["context"].value,
-}
-
-
-def rank(heads: Sequence[ScoredHead], method: str) -> tuple[ScoredHead, ...]:
-    """Heads by the margin that `method` ranks by, the best first."""
-    return tuple(sorted(heads, key=lambda s: (-_RANKED_BY[method](s), s.head)))
-
-
-def _choose(
-    ranked: tuple[ScoredHead, ...],
-    sites: Sequence[MixerSpec],
-    splice: Splice,
-    section: Locate,
-    sweeps: Iterable[Sweep],
-    seed: int,
-    tick: Callable[[], None],
-) -> tuple[ScoredHead, ...]:
-    """The heads to splice, in order; none where nothing can be spliced."""
-    mixers = {spec.name for spec in sites}
-    ranked = tuple(s for s in ranked if s.head.mixer in mixers)
-    if not ranked:
-        return ()
-    if splice.num_heads > len(ranked):
-        raise PlanError("splice.num_heads", splice.num_heads, f"{len(ranked)} heads of the model can be spliced.")
-    by_name = {str(s.head): s for s in ranked}
-    if splice.select == "list":
-        unknown = [name for name in splice.heads if name not in by_name]
-        if unknown:
-            first, last = min(s.head for s in ranked), max(s.head for s in ranked)
-            raise PlanError("splice.heads", unknown[0], f"Heads that can be spliced go from {first} to {last}.")
-        return tuple(by_name[name] for name in splice.heads)
-    if splice.select == "random":
-        return tuple(rng_of("random heads", seed).sample(sorted(ranked, key=lambda s: s.head), splice.num_heads))
-    if splice.select != "sharpen":
-        return ranked[: splice.num_heads]
-    chosen = [ranked[0]]
-    while len(chosen) < splice.num_heads:
-        chosen.append(_next_given(chosen, ranked[: section.top_k], sweeps, seed))
-        tick()
-    return tuple(chosen)
-
-
-def _next_given(
-    chosen: Sequence[ScoredHead], candidates: Sequence[ScoredHead], sweeps: Iterable[Sweep], seed: int
-) -> ScoredHead:
-    """The head that gains most from a perfect read while those already chosen read perfectly."""
-    taken = tuple((s.head, s.reads) for s in chosen)
-    left = [s for s in candidates if s.head not in {h for h, _ in taken}]
-    if not left:
-        raise PlanError("splice.num_heads", len(chosen) + 1, "Raise locate.top_k to at least that number.")
-    options = [(s, reads) for s in left for reads in READS]
-    variants = [Variant(sharpen=taken), *(Variant(sharpen=(*taken, (s.head, reads))) for s, reads in options)]
-    by_sweep = [[scores.margin.cpu() for scores in sweep.at_query(variants)] for sweep in sweeps]
-    margins = [torch.cat(parts).double().numpy() for parts in zip(*by_sweep, strict=True)]
-    gains = bootstrap_mean(np.stack(margins[1:]) - margins[0], seed)
-    best = max(range(len(options)), key=lambda i: gains[i].value)
-    head, reads = options[best]
-    return ScoredHead(
-        head.head, head.role, reads, {**head.scores, "gain_given": gains[best]}, tuple(h for h, _ in taken)
-    )
-
-
-__all__ = ["COLUMNS", "locate", "rank"]
+__all__ = ["COLUMNS", "ESTIMATES", "HeadId", "locate", "rank"]

@@ -12,10 +12,9 @@ Shape legend: B prompts, T tokens, W variants, L layers, H heads, P head width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +33,10 @@ from surgery.capture import (
     values_at,
 )
 from surgery.evaluate.scoring import ChoiceScores, choice_scores
-from surgery.families import block_of, family_of, mixer_of, structure_of
-from surgery.heads import HeadId, MixerSpec, Reads
+from surgery.families import family_of, mixer_of, structure_of
+from surgery.heads import Fill, HeadId, MixerSpec, Reads
 from surgery.probes.documents import EncodedBatch
+from surgery.removal import Removal, baseline, replaced, tokens_of
 from surgery.sizes import own_kv_bytes_per_token, state_bytes
 
 READS: tuple[Reads, ...] = ("segment_end", "answer_token")
@@ -57,10 +57,14 @@ class Sweep:
         batch: left-padded prompts that end at the query (`encode(..., padding_side="left", until_answer=True)`).
         memory: bytes that the states or the residual streams of one folded pass may take. The clean pass of the
             batch comes on top: all layers' streams, about 4 * (D + 5 I) bytes a token and layer.
+
+    Attributes:
+        passes: what was run so far, in full forward passes of one prompt.
     """
 
     def __init__(self, model: PreTrainedModel, batch: EncodedBatch, memory: int = 2**29) -> None:
         self.model, self.batch, self.memory = model, batch, memory
+        self.passes = 0.0
         family = family_of(model.config)
         self.specs: tuple[MixerSpec, ...] = family.mixers(model.config)
         self.by_name = {spec.name: spec for spec in self.specs}
@@ -74,6 +78,7 @@ class Sweep:
             prefix = None if self.mask is None else self.mask[:, :-1]
             inputs = self._inputs(batch.input_ids[:, :-1], prefix)
             self.cache = getattr(model(**inputs, use_cache=True, logits_to_keep=1), self.cache_argument)
+        self.passes += 2.0 * len(batch)
         self._values: dict[tuple[str, Reads], Tensor] = {}
 
     def _inputs(self, input_ids: Tensor, mask: Tensor | None, past: int = 0) -> dict[str, Tensor | None]:
@@ -100,35 +105,75 @@ class Sweep:
         return [choice_scores(x, self.narrow) for x in logits.split(len(self.batch))]
 
     @torch.no_grad()
-    def ablated(self, spec: MixerSpec, context_only: bool = False, naive: bool = False) -> list[ChoiceScores]:
-        """Every head of one mixer removed in turn, at all tokens or at all but the query."""
-        heads = range(spec.num_heads)
-        if naive:
-            return [self._ablated_naively(spec, head, context_only) for head in heads]
-        structure = structure_of(spec)
-        weight = structure.out_proj(mixer_of(self.model, spec)).weight
-        u, output = self.trace.heads[spec.name], self.trace.output[spec.name]
-        found = []
-        row = 64 * output[0].numel()  # what a block needs for one prompt: its streams are several times wider
-        for group in _chunks(list(heads), max(1, self.memory // (row * len(self.batch)))):
-            changed = []
-            for head in group:
-                columns = structure.weight_slices(spec, head).out
-                contribution = (u[..., columns] @ weight[:, columns].T).to(output.dtype)
-                if context_only:
-                    contribution = torch.cat([contribution[:, :-1], torch.zeros_like(contribution[:, -1:])], 1)
-                changed.append(output - contribution)
-            with from_mixer(self.model, spec, self.trace, torch.cat(changed)):
-                logits = self._run(len(group))
-            found += self._score(logits)
-        return found
+    def without(
+        self, sets: Sequence[Sequence[HeadId]], removal: Removal | None = None, naive: bool = False
+    ) -> list[ChoiceScores]:
+        """The model without each set of heads: single heads, whole layers, or heads of several layers together.
 
-    def _ablated_naively(self, spec: MixerSpec, head: int, context_only: bool) -> ChoiceScores:
-        """The head's columns of `out_proj` are zeroed, at all tokens or at all but the last."""
-        structure = structure_of(spec)
-        columns = structure.weight_slices(spec, head).out
-        upto = -1 if context_only else None
-        with _zeroed_input(self.model, spec, columns, upto):
+        Only the blocks above a set's lowest mixer are run. Removing one head there subtracts its contribution from
+        what the clean mixer put out; other mixers of the set are changed while they run.
+        """
+        removal = removal or Removal()
+        tokens_BT = tokens_of(self.batch, removal.where)
+        if naive:
+            return [self._without_naively(heads, tokens_BT, removal.fill) for heads in sets]
+        place = {spec.name: i for i, spec in enumerate(self.specs)}
+        lowest = [min(place[head.mixer] for head in heads) for heads in sets]
+        found: dict[int, ChoiceScores] = {}
+        for index, spec in enumerate(self.specs):
+            mine = [i for i, low in enumerate(lowest) if low == index]
+            row = (
+                64 * self.trace.output[spec.name][0].numel()
+            )  # of one prompt: a block's streams are several times wider
+            for group in _chunks(mine, max(1, self.memory // (row * len(self.batch)))):
+                scores = self._without_from(spec, [sets[i] for i in group], tokens_BT, removal.fill)
+                found |= dict(zip(group, scores, strict=True))
+        return [found[i] for i in range(len(sets))]
+
+    def _without_from(
+        self, spec: MixerSpec, sets: Sequence[Sequence[HeadId]], tokens_BT: Tensor, fill: Fill
+    ) -> list[ChoiceScores]:
+        """Sets whose lowest mixer is `spec`, in one pass."""
+        own = [self._contribution(spec, [h.head for h in heads if h.mixer == spec.name], fill) for heads in sets]
+        output = self.trace.output[spec.name]
+        kept = [torch.where(tokens_BT[..., None], output - x, output).to(output.dtype) for x in own]
+        masks, fills = self._above(spec, sets, fill)
+        self.passes += len(sets) * len(self.batch) * (1 - spec.layer / self.model.config.num_hidden_layers)
+        others = replaced(self.model, self.specs, masks, tokens_BT, fills) if masks else nullcontext()
+        with from_mixer(self.model, spec, self.trace, torch.cat(kept)), others:
+            return self._score(self._run(len(sets)))
+
+    def _contribution(self, spec: MixerSpec, heads: Sequence[int], fill: Fill) -> Tensor:
+        """(B,T,D) what these heads add, less what takes their place; in fp32 at least."""
+        structure, u = structure_of(spec), self.trace.heads[spec.name]
+        weight, instead = structure.out_proj(mixer_of(self.model, spec)).weight, baseline(u, self.batch, fill)
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        total = torch.zeros_like(self.trace.output[spec.name], dtype=exact)
+        for head in heads:
+            columns = structure.weight_slices(spec, head).out
+            change = u[..., columns].to(exact) - (0 if instead is None else instead[..., columns].to(exact))
+            total += change @ weight[:, columns].T.to(exact)
+        return total
+
+    def _above(
+        self, spec: MixerSpec | None, sets: Sequence[Sequence[HeadId]], fill: Fill
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+        """The sets' heads in other mixers than `spec`, as `replaced` takes them."""
+        masks: dict[str, Tensor] = {}
+        for w, heads in enumerate(sets):
+            for head in heads:
+                if spec is None or head.mixer != spec.name:
+                    shape = (len(sets), self.by_name[head.mixer].num_heads)
+                    mask = masks.setdefault(
+                        head.mixer, torch.zeros(shape, dtype=torch.bool, device=self.batch.input_ids.device)
+                    )
+                    mask[w, head.head] = True
+        return masks, {name: baseline(self.trace.heads[name], self.batch, fill) for name in masks}
+
+    def _without_naively(self, heads: Sequence[HeadId], tokens_BT: Tensor, fill: Fill) -> ChoiceScores:
+        """The whole model, with the heads' blocks at the input of `out_proj` replaced."""
+        masks, fills = self._above(None, [heads], fill)
+        with replaced(self.model, self.specs, masks, tokens_BT, fills):
             return choice_scores(self._run(1, whole=True), self.batch)
 
     @torch.no_grad()
@@ -148,9 +193,10 @@ class Sweep:
 
     def _decode(self, variants: Sequence[Variant]) -> list[ChoiceScores]:
         """One decode step from the cached states, variants folded into the batch, from the lowest changed block on."""
-        W = len(variants)
+        W, (B, T) = len(variants), self.batch.input_ids.shape
         touched = [h for v in variants for h in (*v.ablate, *(head for head, _ in v.sharpen))]
         lowest = min((self.by_name[h.mixer] for h in touched), key=lambda s: s.layer, default=self.specs[0])
+        self.passes += W * B / T * (1 - lowest.layer / self.model.config.num_hidden_layers)
         cache = expand_cache(self.cache, W, lowest.layer)
         states = {
             spec.name: cache.layers[spec.layer].conv_states[0].clone()
@@ -159,8 +205,7 @@ class Sweep:
         }
         below = self.trace.below[lowest.layer][:, -1:].repeat(W, 1, 1)
         mask = None if self.mask is None else self.mask.repeat(W, 1)
-        past = self.batch.input_ids.shape[1] - 1
-        inputs = self._inputs(self.batch.input_ids[:, -1:].repeat(W, 1), mask, past)
+        inputs = self._inputs(self.batch.input_ids[:, -1:].repeat(W, 1), mask, past=T - 1)
         ablate, sharpen = self._masks(variants)
         with (
             from_block(self.model, lowest, self.trace, below),
@@ -213,37 +258,6 @@ def _narrowed(batch: EncodedBatch) -> tuple[Tensor, EncodedBatch]:
     """The tokens that are choices of some prompt, (U,), and the batch with choices that index them."""
     tokens, places = batch.choice_ids.clamp(min=0).unique(return_inverse=True)
     return tokens, replace(batch, choice_ids=places.where(batch.choice_ids >= 0, -1))
-
-
-@contextmanager
-def _zeroed_input(model: PreTrainedModel, spec: MixerSpec, columns: slice, upto: int | None) -> Iterator[None]:
-    """Zeroes channels at the input of one layer's `out_proj`, which layers above may share."""
-    inside = False
-
-    def enter(_: torch.nn.Module, __: tuple) -> None:
-        nonlocal inside
-        inside = True
-
-    def leave(_: torch.nn.Module, __: tuple, ___: Any) -> None:
-        nonlocal inside
-        inside = False
-
-    def zero(_: torch.nn.Module, args: tuple) -> tuple | None:
-        if not inside:
-            return None
-        u = args[0].clone()
-        u[:, :upto, columns] = 0
-        return (u,)
-
-    block = block_of(model, spec.layer, spec)
-    out_proj = structure_of(spec).out_proj(mixer_of(model, spec))
-    handles = [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
-    handles.append(out_proj.register_forward_pre_hook(zero))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _chunks(items: list, size: int) -> list[list]:

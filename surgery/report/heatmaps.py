@@ -32,7 +32,7 @@ PANELS = {
     "segment_end": "reads the end of the gold segment",
     "answer_token": "reads the gold value",
 }
-_LETTERS = {"gather": "G", "aggregate": "A", "both": "B", "neither": ""}
+_LETTERS = {"gather": "G", "aggregate": "A", "both": "B", "neither": "", "unmeasured": ""}
 _PER_ROW = 3
 _LEFT, _TOP, _GAP_X, _GAP_Y = 0.6, 1.4, 0.6, 1.2  # inches; `_GAP_Y` holds ticks, row heading and panel titles
 _LEGEND_HEIGHT = 2.0
@@ -280,7 +280,7 @@ def _legend(figure: Figure, image: Any, head_set: HeadSet, left: float, top: flo
     bar.ax.tick_params(labelsize=7.5, length=2, pad=2)
     bar.outline.set(linewidth=0.6, edgecolor="#bbbbbb")
     bar.ax.set_title("one scale for all panels, logits", size=8.5, loc="left", pad=4)
-    prompts = next(iter(head_set.heads[0].scores.values())).n
+    prompts = max(s.n for s in head_set.heads)
     clean = "".join(
         f", {name} {head_set.clean[name].value:.2f}" for name in ("accuracy", "margin") if name in head_set.clean
     )
@@ -309,7 +309,7 @@ def _rows(head_set: HeadSet) -> Sequence[Sequence[Any]]:
     """One row a head, in the HeadSet's order; `chosen` is its place among the chosen, from 1, or empty."""
     place: dict[HeadId, int] = {s.head: i + 1 for i, s in enumerate(head_set.chosen)}
     return [
-        [s.head, s.head.layer, s.head.head, s.role, s.reads, place.get(s.head, ""), s.scores["query"].n]
+        [s.head, s.head.layer, s.head.head, s.role, s.reads or "", place.get(s.head, ""), s.n]
         + [value for column in PANELS for value in _cells(s, column)]
         for s in head_set.heads
     ]

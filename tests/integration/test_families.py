@@ -26,6 +26,7 @@ from surgery.heads import Graft, HeadId, HeadSet, Interval, MixerSpec, Plan, Sco
 from surgery.locate.sweep import READS, Sweep, Variant
 from surgery.plan import check_in_range, make_plan
 from surgery.recipe import Base
+from surgery.removal import Removal
 from surgery.splice import splice
 from tests.battery import (
     assert_cache_is_as_large_as_said,
@@ -189,9 +190,17 @@ class TestLocate:
     def test_ablation_equals_the_naive_one(self, name: str, context_only: bool) -> None:
         sweep = sweep_of(name)
         for spec in sweep.specs:
-            fast = sweep.ablated(spec, context_only)
-            assert_same(fast, sweep.ablated(spec, context_only, naive=True))
+            heads, removal = [[h] for h in spec.heads], Removal("context" if context_only else "everywhere")
+            fast = sweep.without(heads, removal)
+            assert_same(fast, sweep.without(heads, removal, naive=True))
             assert context_only or all((s.margin - sweep.clean.margin).abs().max() > 1e-3 for s in fast)
+
+    def test_heads_of_several_layers_equal_the_naive_ones(self, name: str) -> None:
+        sweep = sweep_of(name)
+        heads = [head for spec in sweep.specs for head in spec.heads]
+        sets = [[heads[0], heads[-1]], heads[1:-1], *([*spec.heads] for spec in sweep.specs)]
+        removal = Removal(fill="mean")
+        assert_same(sweep.without(sets, removal), sweep.without(sets, removal, naive=True))
 
     def test_at_the_query_equals_the_naive_one(self, name: str) -> None:
         sweep = sweep_of(name)
@@ -218,7 +227,7 @@ class TestLocate:
                 changed = logits(model, sweep.batch.input_ids, sweep.batch.attention_mask)
                 found.append(choice_scores(changed[:, -1], sweep.batch))
             out_proj.weight = whole
-            assert_same(sweep.ablated(spec), found)
+            assert_same(sweep.without([[h] for h in spec.heads]), found)
 
 
 class TestRefusal:

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from surgery.errors import ModelError, PlanError, ProbeError
-from surgery.evaluate.scoring import ChoiceScores
 from surgery.families import family_of, geometry_of
 from surgery.heads import HeadId, HeadSet, Interval, MixerSpec, ScoredHead, head_set_from_json, to_json
 from surgery.locate import COLUMNS, locate, rank
+from surgery.locate.table import Record, Table
 from surgery.recipe import Locate, Splice
 from tests.pico import pico_base, pico_family, pico_tokenizer
 
 locating = import_module("surgery.locate")  # `surgery.locate` itself is the function
+choosing = import_module("surgery.locate.choose")
 PROMPTS = Locate(pairs=4, examples=6, batch_size=4)
 
 
@@ -36,41 +37,39 @@ HEADS = (
 SITES = tuple(MixerSpec(layer, f"backbone.layers.{layer}.mixer", "mamba2", 2, 8, 1, 4) for layer in range(2))
 
 
+def table_of(**columns: Any) -> Table:
+    """Two batches of eight prompts, all right at first; what is left of them without each head."""
+    records = []
+    for index in range(2):
+        rows = {
+            c: np.stack([np.broadcast_to(np.asarray(x, float), 16)[8 * index :][:8] for x in v])
+            for c, v in columns.items()
+        }
+        records.append(Record(index, np.ones((2, 8)), {c: np.stack([2 * r - 1, r], 1) for c, r in rows.items()}))
+    return Table(records)
+
+
 def names(heads: Any) -> list[str]:
     return [str(s.head) for s in heads]
 
 
-class FakeSweep:
-    """Margins of made-up prompts: the sum of what each perfect read of a variant is worth, beyond repetition."""
+class FakeGains:
+    """What each perfect read adds on made-up prompts; L0H1 is a backup of L1H1, worth nothing once that reads."""
 
     WORTH = {("L1H1", "answer_token"): 1.5, ("L0H1", "segment_end"): 0.9, ("L0H0", "answer_token"): 0.6}
 
     def __init__(self) -> None:
-        self.asked: list[Any] = []
+        self.taken: list[Any] = []
 
-    def at_query(self, variants: Any) -> list[Any]:
-        self.asked.append(variants)
-        return [self._scores(sum(self._worth(v.sharpen, i) for i in range(len(v.sharpen)))) for v in variants]
-
-    def _worth(self, sharpen: Any, i: int) -> float:
-        """L0H1 is a backup of L1H1: worth nothing once that reads perfectly."""
-        head, reads = sharpen[i]
-        if str(head) == "L0H1" and any(str(h) == "L1H1" for h, _ in sharpen[:i]):
-            return 0.0
-        return self.WORTH.get((str(head), reads), 0.0)
-
-    @staticmethod
-    def _scores(margin: float) -> Any:
-        class Scores:
-            pass
-
-        scores = Scores()
-        scores.margin = margin + torch.linspace(-0.1, 0.1, 8)
-        return scores
+    def __call__(self, options: Any, taken: Any) -> Any:
+        self.taken.append(taken)
+        spoilt = {"L0H1"} if any(str(head) == "L1H1" for head, _ in taken) else set()
+        worth = [0.0 if str(h) in spoilt else self.WORTH.get((str(h), reads), 0.0) for h, reads in options]
+        return np.array(worth)[:, None] + np.linspace(-0.1, 0.1, 16)
 
 
-def choose(splice: Splice, section: Locate = PROMPTS, seed: int = 0, sweeps: Any = (), tick: Any = lambda: None) -> Any:
-    return locating._choose(rank(HEADS, "sharpen"), SITES, splice, section, sweeps, seed, tick)
+def choose(splice: Splice, section: Locate = PROMPTS, seed: int = 0, gains: Any = None, sites: Any = SITES) -> Any:
+    return choosing.choose(rank(HEADS, "sharpen"), sites, splice, section, seed, gains)
 
 
 class TestRank:
@@ -103,22 +102,32 @@ class TestRole:
 
     def test_from_the_prompts_that_are_lost(self) -> None:
         """The first head is needed at the query, the second in the context, the third nowhere; two batches."""
-        table, right, wrong = locating._Table(), torch.ones(8), -torch.ones(8)
-        for _ in range(2):
-            table.clean.append(ChoiceScores(right > 0, right))
-            for column in COLUMNS:
-                lost = {"query": [wrong, right, right], "context": [right, wrong, right]}.get(column, [right] * 3)
-                table.add(column, [ChoiceScores(margin > 0, margin) for margin in lost])
-        found = locating._score([HeadId(0, h) for h in range(3)], table, seed=0)
-        assert [s.role for s in found] == ["aggregate", "gather", "neither"]
-        assert [s.scores["query"].value for s in found] == [2.0, 0.0, 0.0]
-        assert [s.scores["context_accuracy"].value for s in found] == [0.0, 1.0, 0.0]
-        assert all(i.n == 16 for s in found for i in s.scores.values())
+        found = locating.roles_of(table_of(query=[0, 1, 1], context=[1, 0, 1]), range(3), 3)
+        assert found == ["aggregate", "gather", "neither"]
+
+    def test_what_was_not_measured_is_not_called(self) -> None:
+        lost = {"query": [0, 1, 1], "context": [1, 0, 1]}
+        assert locating.roles_of(table_of(**lost), [1, 2], 3) == ["unmeasured", "gather", "neither"]
+        assert locating.roles_of(table_of(query=lost["query"]), range(3), 3) == ["aggregate", "neither", "neither"]
+        assert locating.roles_of(table_of(ablation=[0, 0, 0]), range(3), 3) == ["unmeasured"] * 3
+
+    def test_both_positions_share_one_error(self) -> None:
+        """Six answers lost are p = 1/64: below 0.05 for one position of one head, and not for two positions of two."""
+        lost = np.ones(16)
+        lost[:6] = 0
+
+        def roles(heads: int, *columns: str) -> list[str]:
+            return locating.roles_of(table_of(**{c: [lost, *[1] * (heads - 1)] for c in columns}), range(heads), heads)
+
+        assert roles(1, "query") == ["aggregate"] and roles(3, "query")[0] == "aggregate"
+        assert roles(1, "query", "context") == ["both"]
+        assert roles(2, "query", "context") == ["neither", "neither"] and roles(4, "query")[0] == "neither"
 
     def test_the_better_column_is_read(self) -> None:
         gains = {"segment_end": Interval(0.1, 0, 1, 5), "answer_token": Interval(0.3, 0, 1, 5)}
-        assert locating._better(gains) == "answer_token"
-        assert locating._better({**gains, "segment_end": Interval(0.31, 0, 1, 5)}) == "segment_end"
+        assert choosing.better_read(gains) == "answer_token"
+        assert choosing.better_read({**gains, "segment_end": Interval(0.31, 0, 1, 5)}) == "segment_end"
+        assert choosing.better_read({"query": Interval(1, 0, 1, 5)}) is None
 
 
 class TestChoose:
@@ -140,7 +149,7 @@ class TestChoose:
         drawn = [names(choose(splice, seed=s)) for s in range(20)]
         assert drawn == [names(choose(splice, seed=s)) for s in range(20)]
         for s in range(20):  # and not on how the heads happen to be ranked
-            reordered = locating._choose(rank(HEADS, "ablation"), SITES, splice, PROMPTS, (), s, lambda: None)
+            reordered = choosing.choose(rank(HEADS, "ablation"), SITES, splice, PROMPTS, s, FakeGains())
             assert names(reordered) == drawn[s]
         assert all(len(set(d)) == 2 for d in drawn) and {n for d in drawn for n in d} == set(names(HEADS))
 
@@ -148,23 +157,23 @@ class TestChoose:
     def test_best_of_a_ranking(self, select: Any) -> None:
         ranked = rank(HEADS, select)
         splice = Splice(select=select, num_heads=2)
-        assert locating._choose(ranked, SITES, splice, PROMPTS, (), 0, lambda: None) == ranked[:2]
+        assert choosing.choose(ranked, SITES, splice, PROMPTS, 0, FakeGains()) == ranked[:2]
 
     def test_sharpen_takes_the_next_given_the_first(self) -> None:
         """L0H1 is second alone, and adds nothing to the first; L0H0 does, by its other column."""
-        sweep, ticks = FakeSweep(), []
-        first, second = choose(Splice(num_heads=2), sweeps=[sweep, sweep], tick=lambda: ticks.append(1))
+        gains = FakeGains()
+        first, second = choose(Splice(num_heads=2), gains=gains)
         assert (str(first.head), first.reads, first.given) == ("L1H1", "answer_token", ())
         assert (str(second.head), second.reads, second.given) == ("L0H0", "answer_token", (first.head,))
         gain = second.scores["gain_given"]
-        assert gain.value == pytest.approx(0.6) and gain.n == 16 and len(ticks) == 1
-        assert all(v.sharpen[0] == (first.head, "answer_token") for v in sweep.asked[0])
+        assert gain.value == pytest.approx(0.6) and gain.n == 16
+        assert gains.taken == [[(first.head, "answer_token")]]
 
     def test_sharpen_looks_at_the_top_alone(self) -> None:
-        _, second = choose(Splice(num_heads=2), PROMPTS.model_copy(update={"top_k": 2}), sweeps=[FakeSweep()])
+        _, second = choose(Splice(num_heads=2), PROMPTS.model_copy(update={"top_k": 2}), gains=FakeGains())
         assert str(second.head) == "L0H1"
         with pytest.raises(PlanError, match=r"num_heads: 3.*locate\.top_k"):
-            choose(Splice(num_heads=3), PROMPTS.model_copy(update={"top_k": 2}), sweeps=[FakeSweep()])
+            choose(Splice(num_heads=3), PROMPTS.model_copy(update={"top_k": 2}), gains=FakeGains())
 
     def test_one_sharpen_head_needs_no_further_pass(self) -> None:
         assert names(choose(Splice(num_heads=1))) == ["L1H1"]
@@ -173,18 +182,18 @@ class TestChoose:
     def test_only_among_the_sites(self, select: Any) -> None:
         """Layer 1 has keys and values of its own: its heads are ranked, and none is chosen."""
         splice, ranked = Splice(select=select, num_heads=2), rank(HEADS, "sharpen")
-        chosen = locating._choose(ranked, SITES[:1], splice, PROMPTS, [FakeSweep()], 0, lambda: None)
+        chosen = choosing.choose(ranked, SITES[:1], splice, PROMPTS, 0, FakeGains())
         assert set(names(chosen)) == {"L0H0", "L0H1"}
         with pytest.raises(PlanError, match=r"num_heads: 3\. 2 heads"):
-            locating._choose(ranked, SITES[:1], Splice(select=select, num_heads=3), PROMPTS, (), 0, lambda: None)
+            choosing.choose(ranked, SITES[:1], Splice(select=select, num_heads=3), PROMPTS, 0, FakeGains())
         listed = Splice(select="list", heads=("L1H0",))
         with pytest.raises(PlanError, match=r"splice\.heads: L1H0\. .*L0H0 to L0H1"):
-            locating._choose(ranked, SITES[:1], listed, PROMPTS, (), 0, lambda: None)
+            choosing.choose(ranked, SITES[:1], listed, PROMPTS, 0, FakeGains())
 
     @pytest.mark.parametrize("select", ["sharpen", "ablation", "random", "gather", "aggregate"])
     def test_nothing_where_nothing_can_be_spliced(self, select: Any) -> None:
         ranked, splice = rank(HEADS, "sharpen"), Splice(select=select, num_heads=2)
-        assert locating._choose(ranked, (), splice, PROMPTS, (), 0, lambda: None) == ()
+        assert choosing.choose(ranked, (), splice, PROMPTS, 0, FakeGains()) == ()
 
 
 class TestLocate:
@@ -194,7 +203,7 @@ class TestLocate:
 
     @pytest.fixture
     def any_accuracy(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(locating, "_check_clean", lambda *_: None)
+        monkeypatch.setattr(locating, "check_clean", lambda *_: None)
 
     def test_a_base_at_chance_is_refused(self) -> None:
         with pytest.raises(ProbeError, match=r"locate\.pairs: 4 .*at chance.*fewer"):
@@ -207,11 +216,11 @@ class TestLocate:
 
     def test_a_base_at_ceiling_is_refused(self) -> None:
         class Table:
-            def correct(self, _: None) -> Any:
+            def clean_correct(self) -> Any:
                 return np.ones(10)
 
         with pytest.raises(ProbeError, match=r"locate\.pairs: 4 .*at ceiling.*more"):
-            locating._check_clean(Table(), PROMPTS)
+            locating.check_clean(Table(), PROMPTS)
 
     def test_too_many_pairs_are_refused(self) -> None:
         with pytest.raises(ProbeError, match="pairs: 101"):
@@ -258,13 +267,12 @@ class TestLocate:
         """Ablation columns are what is lost, sharpen columns what is gained: against one naive margin each."""
         model = self._model()
         found = {s.head: s for s in locate(model, pico_tokenizer(), PROMPTS).heads}
-        sweeps = locating._Sweeps(model, pico_tokenizer(), PROMPTS, 0)
-        head = HeadId(0, 2)
+        prompts, head = locating.Prompts(model, pico_tokenizer(), PROMPTS, 0), HeadId(0, 2)
 
         def mean(run: Any) -> float:
-            return float(torch.cat([run(s).margin - s.clean.margin for s in sweeps]).mean())
+            return float(torch.cat(prompts.map(lambda _, s: run(s).margin - s.clean.margin)).mean())
 
-        lost = mean(lambda s: s.ablated(s.specs[0], naive=True)[2])
+        lost = mean(lambda s: s.without([[head]], naive=True)[0])
         gained = mean(lambda s: s.at_query([locating.Variant(sharpen=((head, "segment_end"),))], naive=True)[0])
         assert found[head].scores["ablation"].value == pytest.approx(-lost, abs=1e-4)
         assert found[head].scores["segment_end"].value == pytest.approx(gained, abs=1e-4)
@@ -273,9 +281,9 @@ class TestLocate:
         """Fewer columns, the same numbers; nothing is said of the context, so no head gathers."""
         model, steps = self._model(), []
         whole = {s.head: s for s in locate(model, pico_tokenizer(), PROMPTS).heads}
-        section = PROMPTS.model_copy(update={"at": "query"})
+        section = PROMPTS.model_copy(update={"methods": ("query", "sharpen")})
         part = locate(model, pico_tokenizer(), section, progress=lambda *at: steps.append(at))
-        assert steps == [(i + 1, 2 * 2) for i in range(2 * 2)], "two batches, ablation and the perfect reads"
+        assert steps == [(i + 1, 2 * 3) for i in range(2 * 3)], "two batches, ablation and both perfect reads"
         columns = ("query", "segment_end", "answer_token")
         for head in part.heads:
             assert set(head.scores) == {*columns, *(f"{c}_accuracy" for c in columns)}
@@ -326,6 +334,6 @@ class TestLocate:
             with pytest.raises(ProbeError):
                 locate(model, pico_tokenizer(), PROMPTS)
         else:
-            monkeypatch.setattr(locating, "_check_clean", lambda *_: None)
+            monkeypatch.setattr(locating, "check_clean", lambda *_: None)
             locate(model, pico_tokenizer(), PROMPTS)
         assert model.training == training

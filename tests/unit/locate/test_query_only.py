@@ -1,4 +1,4 @@
-"""`locate.at: query`: the same numbers, fewer of them, and no claim about what was not measured."""
+"""Methods of one decode step alone: the same numbers, fewer of them, and no claim about what was not measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_columns_at_the_query_are_the_same(name: str) -> None:
     model, tokenizer = pico_family(name, vocab_size=976), pico_tokenizer()
     section, splice = Locate(pairs=4, examples=4, batch_size=4), Splice(select="random")
     whole = locate(model, tokenizer, section, splice)
-    query = locate(model, tokenizer, section.model_copy(update={"at": "query"}), splice)
+    query = locate(model, tokenizer, section.model_copy(update={"methods": ("query", "sharpen")}), splice)
     for full, part in zip(whole.heads, query.heads, strict=True):
         assert full.head == part.head
         assert {c for c in full.scores if c in COLUMNS} - {c for c in part.scores if c in COLUMNS} == CONTEXT

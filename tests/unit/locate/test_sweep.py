@@ -13,6 +13,7 @@ from surgery.evaluate.scoring import ChoiceScores, choice_scores
 from surgery.families import mixer_of, structure_of
 from surgery.heads import HeadId, MixerSpec
 from surgery.locate.sweep import READS, Sweep, Variant
+from surgery.removal import Removal, baseline, tokens_of
 from tests.pico import HEAD_DIM, HEADS, pico_base, pico_hybrid, pico_site, prompts, random_site
 
 MODELS = {
@@ -46,6 +47,11 @@ def assert_same(fast: list[ChoiceScores], naive: list[ChoiceScores]) -> None:
         assert torch.equal(one.correct, other.correct)
 
 
+def each(spec: MixerSpec) -> list[list[HeadId]]:
+    """Every head of a mixer by itself."""
+    return [[head] for head in spec.heads]
+
+
 def moved(sweep: Sweep, scores: list[ChoiceScores]) -> list[float]:
     """How far each of these is from the clean margins."""
     return [float((s.margin - sweep.clean.margin).abs().max()) for s in scores]
@@ -66,14 +72,80 @@ def test_clean_is_the_models_own_score(lengths: tuple[int, ...], make: Any) -> N
 @every_batch
 @pytest.mark.parametrize("context_only", [False, True])
 @pytest.mark.parametrize("layer", [0, 1, 2])
-def test_ablated_equals_naive(layer: int, context_only: bool, lengths: tuple[int, ...], make: Any) -> None:
-    sweep = sweep_of(make, lengths)
-    fast = sweep.ablated(sweep.specs[layer], context_only)
-    assert_same(fast, sweep.ablated(sweep.specs[layer], context_only, naive=True))
+def test_removal_equals_naive(layer: int, context_only: bool, lengths: tuple[int, ...], make: Any) -> None:
+    sweep, removal = sweep_of(make, lengths), Removal("context" if context_only else "everywhere")
+    fast = sweep.without(each(sweep.specs[layer]), removal)
+    assert_same(fast, sweep.without(each(sweep.specs[layer]), removal, naive=True))
     silent = {0} if layer == 2 and "replace" in str(getattr(sweep.model.config, "splice", "")) else set()
     for head, distance in enumerate(moved(sweep, fast)):
         nothing = head in silent or (layer == 2 and context_only)  # above the last layer only the query is read
         assert distance < 1e-4 if nothing else distance > 1e-3, (head, distance)
+
+
+WHERE = ("everywhere", "context", "segment", "segment_end", "answer_token", "query")
+SETS = [
+    [HeadId(0, 1)],
+    [HeadId(2, 0), HeadId(0, 2)],  # from the lower one on, whatever their order
+    [HeadId(1, h) for h in range(HEADS)],
+    [HeadId(layer, h) for layer in range(3) for h in range(HEADS)],
+]
+
+
+@every_model
+@pytest.mark.parametrize("fill", ["zero", "mean", "resample"])
+@pytest.mark.parametrize("where", WHERE)
+def test_sets_of_heads_equal_naive(where: Any, fill: Any, make: Any) -> None:
+    """Several heads, whole layers, heads of several layers, at chosen tokens, with each thing in their place."""
+    sweep, removal = sweep_of(make), Removal(where, fill)
+    fast = sweep.without(SETS, removal)
+    assert_same(fast, sweep.without(SETS, removal, naive=True))
+    assert max(moved(sweep, fast)) > 1e-3
+
+
+@every_model
+def test_a_set_at_the_query_is_the_decode_step(make: Any) -> None:
+    """Two ways to the same removal."""
+    sweep = sweep_of(make)
+    assert_same(sweep.without(SETS, Removal("query")), sweep.at_query([Variant(ablate=tuple(s)) for s in SETS]))
+
+
+def test_the_tokens_that_are_meant() -> None:
+    batch = prompts(BATCHES["padded"])
+    everywhere, context, query = (tokens_of(batch, w) for w in ("everywhere", "context", "query"))
+    assert everywhere.all() and torch.equal(context, ~query) and query.nonzero()[:, 1].eq(batch.query[:, -1]).all()
+    for name in ("segment_end", "answer_token"):
+        assert torch.equal(tokens_of(batch, name).nonzero()[:, 1], getattr(batch, name)[:, -1])
+    for b, row in enumerate(tokens_of(batch, "segment")):
+        start, end = int(batch.segment_start[b, -1]), int(batch.segment_end[b, -1])
+        assert row.nonzero()[:, 0].tolist() == list(range(start, end + 1))
+
+
+def test_baselines_are_of_the_same_distance_from_the_query_and_of_real_tokens() -> None:
+    batch = prompts((4, 6, 5))
+    T = batch.input_ids.shape[1]
+    u = torch.arange(3.0)[:, None, None] * 100 + torch.arange(float(T))[:, None]
+    real = batch.attention_mask.bool()
+    mean, other = baseline(u, batch, "mean"), baseline(u, batch, "resample")
+    assert baseline(u, batch, "zero") is None
+    for t in range(T):
+        there = [b for b in range(3) if real[b, t]]
+        assert float(mean[0, t, 0]) == pytest.approx(sum(100 * b + t for b in there) / len(there))
+        for b in range(3):
+            following = [c % 3 for c in range(b + 1, b + 3) if real[c % 3, t]] or [b]
+            assert float(other[b, t, 0]) == 100 * following[0] + t
+
+
+def test_16_bit_models_subtract_in_32() -> None:
+    """The contribution is summed in fp32 and the stream rounded once: exactly, whatever the width of the weights."""
+    model = pico_base().to(torch.bfloat16)
+    sweep = Sweep(model, prompts((11, 11)))
+    spec, head = sweep.specs[1], 2
+    own = sweep._contribution(spec, [head], "zero")
+    columns = structure_of(spec).weight_slices(spec, head).out
+    weight = structure_of(spec).out_proj(mixer_of(model, spec)).weight.double()[:, columns]
+    exact = sweep.trace.heads[spec.name].double()[..., columns] @ weight.T
+    assert own.dtype == torch.float32
+    assert float((own.double() - exact).abs().max()) < 1e-5 * float(exact.abs().max())
 
 
 @every_model
@@ -93,7 +165,7 @@ def test_chunks_change_nothing(make: Any) -> None:
     for memory in (1, 300_000):
         parts = sweep_of(make, memory=memory)
         for spec in whole.specs:
-            assert_same(parts.ablated(spec), whole.ablated(spec))
+            assert_same(parts.without(each(spec)), whole.without(each(spec)))
         assert_same(parts.at_query(COMBINED), whole.at_query(COMBINED))
 
 
@@ -154,8 +226,8 @@ def test_leaves_the_model_and_its_own_state_alone(make: Any) -> None:
     before = {k: v.clone() for k, v in sweep.model.state_dict().items()}
     first = sweep.at_query(SINGLE)
     for spec in sweep.specs:
-        sweep.ablated(spec)
-        sweep.ablated(spec, naive=True)
+        sweep.without(each(spec))
+        sweep.without(each(spec), naive=True)
     assert_same(sweep.at_query(SINGLE), first)
     assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in sweep.model.modules()]
     assert all(torch.equal(v, before[k]) for k, v in sweep.model.state_dict().items())
@@ -166,5 +238,5 @@ def test_prompts_do_not_reach_each_other() -> None:
     model, batch = pico_base(), prompts()
     whole, pair = (Sweep(model, b) for b in (batch, batch[1:]))
     for spec in whole.specs:
-        for one, other in zip(whole.ablated(spec), pair.ablated(spec), strict=True):
+        for one, other in zip(whole.without(each(spec)), pair.without(each(spec)), strict=True):
             torch.testing.assert_close(one.margin[1:], other.margin, atol=1e-4, rtol=0)

@@ -1,0 +1,173 @@
+"""How much cheaper locating is than the procedure that the paper's notebook follows, in one run on one machine.
+
+    python bench/locate.py            (make bench)     --quick for a small version
+
+The notebook's way, for every head: zero the head's weights, run every prompt once for each answer choice (prompt and
+choice together, scored by the choice's log-likelihood), restore the weights. Here, on the same prompts and heads:
+
+- `exact`: every head removed at every token, exactly, ranked by the same accuracy and margin;
+- `search`: the same with successive elimination, risk 0.05, for the best head;
+- `query`: every head removed at the query alone.
+
+On the pico model the notebook's procedure is run for every head, and the rankings are compared. On the random model of
+24 layers x 24 heads it is run for one head of every layer and multiplied: its cost does not depend on the head. Seconds
+are wall time with one thread; ratios are what counts. Memory is the most that the process has held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Mamba2Config, Mamba2ForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.checkpoint import load_model, load_tokenizer
+from surgery.families import family_of, mixer_of, structure_of
+from surgery.heads import HeadId, MixerSpec
+from surgery.locate import locate, peak_bytes
+from surgery.locate.prompts import Prompts
+from surgery.measures import Search
+from surgery.probes.documents import EncodedBatch
+from surgery.recipe import Base, Locate, Splice
+
+ROOT = Path(__file__).parents[1]
+GOALS = {"exact": 40, "search": 100, "query": 1000}
+
+
+@torch.no_grad()
+def notebook(model: PreTrainedModel, batches: Sequence[EncodedBatch], spec: MixerSpec, head: int) -> np.ndarray:
+    """(N,) margins in log-likelihood of the gold choice, the head's columns of `out_proj` zeroed meanwhile."""
+    out_proj = structure_of(spec).out_proj(mixer_of(model, spec))
+    columns = structure_of(spec).weight_slices(spec, head).out
+    kept = out_proj.weight[:, columns].clone()
+    out_proj.weight[:, columns] = 0
+    try:
+        return np.concatenate([_margins(model, batch) for batch in batches])
+    finally:
+        out_proj.weight[:, columns] = kept
+
+
+def _margins(model: PreTrainedModel, batch: EncodedBatch) -> np.ndarray:
+    """One forward pass of the whole prompt for each choice."""
+    scores = []
+    for choice in range(batch.choice_ids.shape[-1]):
+        token = batch.choice_ids[:, -1, choice].clamp(min=0)
+        ids = torch.cat([batch.input_ids, token[:, None]], 1)
+        mask = torch.cat([batch.attention_mask, torch.ones_like(token)[:, None]], 1)
+        logits = model(ids, attention_mask=mask, use_cache=False).logits
+        likelihood = logits[:, -2].log_softmax(-1).gather(1, token[:, None])[:, 0]
+        scores.append(torch.where(batch.choice_ids[:, -1, choice] >= 0, likelihood, -torch.inf))
+    scores_BK, gold = torch.stack(scores, 1), batch.gold[:, -1:]
+    best_other = scores_BK.scatter(1, gold, -torch.inf).amax(1)
+    return (scores_BK.gather(1, gold)[:, 0] - best_other).double().numpy()
+
+
+def ways(section: Locate) -> dict[str, tuple[Locate, Splice]]:
+    """The sections of the three fast ways."""
+
+    def only(*methods: str, **more: Any) -> Locate:
+        return Locate.model_validate({**section.model_dump(), "methods": methods, **more})
+
+    return {
+        "exact": (only("ablation"), Splice(select="ablation")),
+        "search": (only("ablation", search=Search()), Splice(select="ablation")),
+        "query": (only("query"), Splice(select="aggregate")),
+    }
+
+
+def compare(
+    name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: Locate, whole: bool, seed: int
+) -> dict[str, Any]:
+    """Both procedures on the same prompts. `whole`: the notebook's for every head, not for one a layer."""
+    specs = family_of(model.config).mixers(model.config)
+    heads = [head for spec in specs for head in spec.heads]
+    asked = heads if whole else [spec.heads[spec.layer % spec.num_heads] for spec in specs]
+    batches = Prompts(model, tokenizer, section, seed).batches
+    by_name = {spec.name: spec for spec in specs}
+    notebook(model, batches[:1], specs[0], 0)  # warm
+    began = time.perf_counter()
+    slow = {head: notebook(model, batches, by_name[head.mixer], head.head) for head in asked}
+    seconds = (time.perf_counter() - began) / len(asked) * len(heads)
+    prompts = sum(map(len, batches))
+    found: dict[str, Any] = {
+        "model": name,
+        "heads": len(heads),
+        "notebook_heads": len(asked),
+        "prompts": prompts,
+        "pairs": section.pairs,
+        "tokens": batches[0].input_ids.shape[1],
+        "notebook": {"seconds": seconds, "passes": float(len(heads) * section.pairs * prompts)},
+    }
+    for way, (own, splice) in ways(section).items():
+        began = time.perf_counter()
+        result = locate(model, tokenizer, own, splice, seed, any_accuracy=True)
+        took = time.perf_counter() - began
+        found[way] = {"seconds": took, "ratio": seconds / took, "passes": result.cost["passes"]}
+        if way == "exact":
+            losses = {s.head: s.scores["ablation"].value for s in result.heads}
+            found["same_ranking"] = _same(slow, losses)
+            found["best"] = str(result.heads[0].head)
+        if way == "search":
+            found["search"]["best"] = str(result.heads[0].head)
+            found["search"]["left"] = sum(s.n == prompts for s in result.heads)
+    found["peak_gib"] = peak_bytes() / 2**30
+    return found
+
+
+def _same(slow: dict[HeadId, np.ndarray], losses: dict[HeadId, float]) -> bool:
+    """Whether both rank the heads alike. Heads less than 1e-4 logits apart, which is rounding, may change places."""
+    order = sorted(slow, key=lambda head: slow[head].mean())
+    values = [losses[head] for head in order]
+    return all(a >= b - 1e-4 for a, b in pairwise(values))
+
+
+def random_model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """24 layers of 24 heads, of small width, with the tokenizer's vocabulary."""
+    torch.manual_seed(0)
+    config = Mamba2Config(
+        hidden_size=96, num_hidden_layers=24, num_heads=24, head_dim=8, state_size=16, n_groups=1, expand=2,
+        vocab_size=len(tokenizer), chunk_size=32, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return Mamba2ForCausalLM(config).eval()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints one line a way, and writes the numbers to --out. Exit code 1 if a goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="few prompts: shows that it works, not how fast it is")
+    parser.add_argument("--out", type=Path, help="where the numbers go, as JSON")
+    asked = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    pico = Base(model=str(ROOT / "checkpoints" / "pico-mamba2"))
+    tokenizer = load_tokenizer(pico)
+    examples = 8 if asked.quick else 128
+    section = Locate(pairs=24, examples=examples, batch_size=min(examples, 64))
+    wide = section.model_copy(update={"examples": 2 if asked.quick else 64})
+    found = [compare("pico-mamba2", load_model(pico).eval(), tokenizer, section, True, 0)]
+    found.append(compare("random 24 x 24", random_model(tokenizer), tokenizer, wide, False, 0))
+    for row in found:
+        print(f"{row['model']}: {row['heads']} heads, {row['prompts']} prompts of {row['tokens']} tokens, "
+              f"{row['pairs']} choices; peak memory {row['peak_gib']:.2f} GiB")  # fmt: skip
+        print(f"  notebook  {row['notebook']['seconds']:9.1f} s  {row['notebook']['passes']:12.0f} passes")
+        for way, goal in GOALS.items():
+            own = row[way]
+            print(
+                f"  {way:8}  {own['seconds']:9.1f} s  {own['passes']:12.0f} passes  {own['ratio']:7.0f}x (goal {goal}x)"
+            )
+        print(f"  same ranking: {row['same_ranking']}; best head {row['best']}, by the search {row['search']['best']}")
+    if asked.out:
+        asked.out.write_text(json.dumps(found, indent=1) + "\n")
+    missed = [w for row in found for w, goal in GOALS.items() if row[w]["ratio"] < goal]
+    return 0 if asked.quick or not missed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""The clean passes over all prompts, one batch in memory at a time. Owns: which prompts, and who measures them.
+
+Batches are dealt out to the processes in turn; what they found is gathered in the order of the batches, so that every
+process knows all of it and the numbers do not depend on how many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import distributed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.errors import ModelError
+from surgery.locate.sweep import Sweep, Variant
+from surgery.probes.documents import Document, EncodedBatch, encode, rng_of
+from surgery.probes.kv_retrieval import kv_document
+from surgery.recipe import Locate
+
+R = TypeVar("R")
+_ROUNDING = 1e-3  # logits; what two exact computations of one margin may differ by
+
+
+class Prompts:
+    """Batches of prompts, and the model that they are put to.
+
+    KV-retrieval prompts of evaluation words unless batches are given: left-padded, up to the query.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        section: Locate,
+        seed: int,
+        batches: Sequence[EncodedBatch] | None = None,
+    ) -> None:
+        self._model, self.tokenizer, self._checked = model, tokenizer, False
+        self._documents: list[list[Document]] | None = None
+        if batches is None:
+            n, size = section.examples, section.batch_size
+            documents = [kv_document(rng_of("locate", seed, i), section.pairs, split="eval") for i in range(n)]
+            self._documents = [documents[i : i + size] for i in range(0, n, size)]
+            batches = [encode(chunk, tokenizer, padding_side="left", until_answer=True) for chunk in self._documents]
+        self.batches = list(batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def documents(self, index: int) -> list[Document] | None:
+        """The text of a batch; None where batches were given."""
+        return self._documents[index] if self._documents is not None else None
+
+    def map(self, measure: Callable[[int, Sweep], R], batches: range | None = None) -> list[R]:
+        """What `measure(index, sweep)` gives for each batch, in their order; this process runs its share of them."""
+        asked = list(batches if batches is not None else range(len(self.batches)))
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return [measure(index, self._sweep(index)) for index in asked]
+        rank, processes = distributed.get_rank(), distributed.get_world_size()
+        own = [(index, measure(index, self._sweep(index))) for index in asked[rank::processes]]
+        shares: list[list[tuple[int, R]]] = [[] for _ in range(processes)]
+        distributed.all_gather_object(shares, own)
+        return [result for _, result in sorted((x for share in shares for x in share), key=lambda pair: pair[0])]
+
+    def _sweep(self, index: int) -> Sweep:
+        sweep = Sweep(self._model, self.batches[index].to(self._model.device))
+        if not self._checked:
+            self._check_decode(sweep)
+            self._checked = True
+        return sweep
+
+    def _check_decode(self, sweep: Sweep) -> None:
+        """Measuring at the query needs a cached step that is the forward pass."""
+        clean = sweep.clean.margin
+        apart = float((sweep.at_query([Variant()])[0].margin - clean).abs().max())
+        if self._model.dtype == torch.float32 and apart > _ROUNDING * max(1.0, float(clean.abs().max())):
+            hint = "Its cached decode step is not its forward pass (a finite time_step_limit does that)."
+            raise ModelError("locate", f"{apart:.3g} logits apart", hint)

@@ -1,0 +1,104 @@
+"""Nothing is called where there is nothing, and what is found is found again."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import numpy as np
+import pytest
+import torch
+
+from bench.null import allowed, calls, shuffled_labels
+from bench.stability import Effects, agreement, halves, measure, probe_seeds, table
+from surgery.heads import HeadId
+from surgery.locate.sweep import Sweep, Variant
+from surgery.probes.documents import EncodedBatch
+from tests.planted import answers, plant, planted_prompts, planted_tokenizer, scored_heads
+
+locating = import_module("surgery.locate")  # `surgery.locate` itself is the function
+SEEDS = 10
+
+
+def rows_of(batch: EncodedBatch, rows: torch.Tensor) -> EncodedBatch:
+    return EncodedBatch(**{name: getattr(batch, name)[rows] for name in batch.__dataclass_fields__})
+
+
+class TestNull:
+    @pytest.mark.parametrize("kind", ["random", "shuffled"])
+    def test_family_wise_error(self, kind: str) -> None:
+        called = [seed for seed in range(SEEDS) if calls(kind, seed, examples=32)]
+        assert len(called) <= allowed(SEEDS)
+
+    def test_family_wise_error_where_every_head_changes_answers(self) -> None:
+        called = [seed for seed in range(100) if calls("redrawn", seed, examples=150)]
+        assert len(called) <= allowed(100)
+
+    def test_needs_the_correction(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(locating, "holm", lambda p_values, level: [p <= level for p in p_values])
+        assert sum(bool(calls("redrawn", seed, examples=150)) for seed in range(20)) > allowed(20)
+
+    def test_bound_is_the_binomial_one(self) -> None:
+        """Among many runs of a test of exactly this level few exceed it, and one less would be exceeded often."""
+        runs = np.random.default_rng(0).binomial(40, 0.05, size=100_000)
+        assert (runs > allowed(40)).mean() < 0.015 < (runs > allowed(40) - 1).mean()
+        assert (allowed(10), allowed(40)) == (2, 5)
+
+    def test_shuffled_labels_are_at_chance(self) -> None:
+        right = torch.cat([answers(*shuffled_labels(seed, 48)).correct for seed in range(SEEDS)])
+        assert abs(float(right.double().mean()) - 0.2) < 0.06  # 480 prompts
+
+    @pytest.mark.parametrize(("lost", "role"), [(9, "neither"), (10, "aggregate")])
+    def test_corrected_over_both_columns(self, lost: int, role: str) -> None:
+        """16 heads by 2 columns: 2^-9 is above 0.05/32, and below the 0.05/16 of one column; 2^-10 is below both."""
+        planted, batch = plant(0), planted_prompts(0, 32)
+        sweep = Sweep(planted.model, batch)
+        without = sweep.at_query([Variant(ablate=(planted.aggregate,))])[0]
+        rows = (sweep.clean.correct & ~without.correct).nonzero()[:lost, 0]
+        heads = scored_heads(planted.model, [rows_of(batch, rows)], methods=("query", "context"))
+        found = next(s for s in heads if s.head == planted.aggregate)
+        assert (found.scores["query_accuracy"].value, found.scores["query_accuracy"].n) == (1.0, lost)
+        assert found.role == role
+
+
+def made_up(noise: float, heads: int = 16, prompts: int = 64, seed: int = 0) -> Effects:
+    """(1,H,N): head h is worth h, give or take."""
+    rng = np.random.default_rng(seed)
+    return np.arange(heads, dtype=float)[None, :, None] + noise * rng.normal(size=(1, heads, prompts))
+
+
+class TestStability:
+    def test_same_effects_agree(self) -> None:
+        found = agreement(made_up(0.1), made_up(0.1, seed=1))
+        assert found["rank"] == pytest.approx(1)
+        assert found["top 1"] == found["top 10"] == 1
+        assert found["candidates"] >= 15
+
+    def test_noise_does_not(self) -> None:
+        found = [agreement(made_up(1e6, seed=2 * s), made_up(1e6, seed=2 * s + 1)) for s in range(20)]
+        assert abs(np.mean([f["rank"] for f in found])) < 0.5
+        assert np.mean([f["top 10"] for f in found]) < 0.8  # 10 of 16 by chance
+        assert min(f["candidates"] for f in found) >= 8
+
+    def test_opposite_ranks(self) -> None:
+        assert agreement(made_up(0.1), -made_up(0.1))["rank"] == pytest.approx(-1)
+
+    def test_sides_share_no_prompt(self) -> None:
+        numbered = [1000 * s + np.arange(64, dtype=float)[None, None] for s in range(3)]
+        for pairs in (halves(numbered, 32), probe_seeds(numbered, 64)):
+            sides = [(set(one.ravel()), set(other.ravel())) for one, other in pairs]
+            assert sides and not any(one & other for one, other in sides)
+
+    def test_measures_what_locating_measures(self) -> None:
+        planted = plant(1)
+        found = measure(planted.model, planted_tokenizer(), seed=1, examples=8, pairs=5, size=4)
+        assert {name: x.shape for name, x in found.items()} == {"ablation": (1, 16, 8), "sharpen": (2, 16, 8)}
+        best = np.argsort(-found["ablation"][0].mean(-1))[:2]
+        assert {HeadId(int(i) // 4, int(i) % 4) for i in best} == set(planted.heads)
+        sharpened = found["sharpen"].mean(-1).max(0).argmax()
+        assert HeadId(int(sharpened) // 4, int(sharpened) % 4) == planted.aggregate
+
+    def test_table_has_every_comparison(self) -> None:
+        measured = [{"ablation": made_up(0.1, prompts=128, seed=s)} for s in range(3)]
+        rows = table(measured)
+        assert [(r["kind"], r["n"]) for r in rows] == [("halves", 64), ("seeds", 64), ("seeds", 128)]
+        assert all(r["rank"] > 0.99 and r["top 10"] == 1 for r in rows)

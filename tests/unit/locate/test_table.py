@@ -1,0 +1,52 @@
+"""Batches in their order, and intervals over the prompts that each item has."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from surgery.locate.statistics import bootstrap_mean
+from surgery.locate.table import Record, Table, intervals, scores_of, spread
+
+
+def record(index: int, margins: list[float]) -> Record:
+    column = np.array([[[m - 1.0 for m in margins], [1.0] * len(margins)], [[np.nan] * len(margins)] * 2])
+    clean = np.array([margins, [float(m > 0) for m in margins]])
+    return Record(index, clean, {"query": column, "segment_end": column}, {"attribution": column[:, 0]}, 2.0)
+
+
+def test_batches_are_put_in_order_whoever_measured_them() -> None:
+    table = Table([record(1, [3.0]), record(0, [1.0, -2.0])])
+    assert table.clean_margin().tolist() == [1.0, -2.0, 3.0]
+    assert table.clean_correct().tolist() == [True, False, True]
+    assert table.margin("query")[0].tolist() == [0.0, -3.0, 2.0] and table.passes == 4.0
+
+
+def test_losses_and_gains_have_their_signs() -> None:
+    scores = scores_of(Table([record(0, [1.0, -2.0]), record(1, [3.0])]), {"segment_end": 1}, 0)
+    assert scores["query"][0].value == 1.0 and scores["segment_end"][0].value == -1.0
+    assert scores["query_accuracy"][0].value == pytest.approx(-1 / 3)
+    assert scores["attribution"][0].value == pytest.approx(-1 / 3)
+
+
+def test_what_was_not_measured_has_no_prompts() -> None:
+    scores = scores_of(Table([record(0, [1.0, 2.0])]), {}, 0)
+    assert [i.n for i in scores["query"]] == [2, 0]
+
+
+def test_each_row_has_the_interval_of_its_own_prompts() -> None:
+    values = np.random.default_rng(0).normal(size=(4, 20))
+    values[1, 10:] = values[3, 10:] = np.nan
+    found = intervals(values, 5)
+    assert [i.n for i in found] == [20, 10, 20, 10]
+    alone = dict(zip((1, 3), bootstrap_mean(values[[1, 3]][:, :10], 5), strict=True))
+    alone |= dict(zip((0, 2), bootstrap_mean(values[[0, 2]], 5), strict=True))
+    for row, interval in alone.items():
+        ends = (interval.value, interval.low, interval.high)
+        assert (found[row].value, found[row].low, found[row].high) == pytest.approx(ends)
+
+
+def test_spread_puts_values_at_their_places() -> None:
+    whole = spread([np.ones((2, 3)), np.zeros((2, 3))], [2, 0], 4)
+    assert whole.shape == (4, 2, 3) and np.isnan(whole[[1, 3]]).all()
+    assert whole[2].min() == 1 and whole[0].max() == 0

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint format pretrain compat real-shape gpu clean
+.PHONY: demo test check lint format pretrain compat real-shape gpu bench evidence clean
 
 $(VENV)/.installed: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -39,7 +39,7 @@ pretrain: $(VENV)/.installed
 compat: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .compat "transformers==5.21.*"
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.compat $(BIN)/python -m pytest -n 2 tests/unit/hybrid tests/unit/families \
-		tests/unit/locate tests/unit/test_capture.py tests/unit/test_splice.py tests/integration/test_famil*.py
+		tests/unit/locate tests/unit/test_capture.py tests/unit/test_procedures.py tests/unit/test_splice.py tests/integration/test_famil*.py
 
 ## recipes/mamba2-130m.yaml, unchanged, on a planted checkpoint of that shape and format, into runs/real-shape/.
 real-shape: $(VENV)/.installed
@@ -48,6 +48,14 @@ real-shape: $(VENV)/.installed
 ## The GPU bench, under 9 minutes, with or without a virtual environment; options in GPU='...'. See docs/BENCHMARKS.md.
 gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) bench/gpu.py $(GPU)
+
+## How much cheaper locating is than the paper's notebook, in one run: ratios. About a quarter of an hour on one core.
+bench: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python bench/locate.py $(BENCH)
+
+## The evidence for the choice of site: arms as files under runs/evidence/, docs/EVIDENCE.md from what is finished. Hours.
+evidence: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python bench/evidence.py
 
 clean:
 	rm -rf runs $(VENV) .compat .pytest_cache .ruff_cache .mypy_cache build *.egg-info

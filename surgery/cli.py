@@ -11,15 +11,14 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from surgery import __version__
 from surgery.errors import SurgeryError
+from surgery.printing import Bars, out, print_analysis, print_heads, print_plan, print_results
 from surgery.recipe import AnalysisRecipe, Base, PretrainRecipe, Recipe, load_any, load_recipe, to_yaml
 
 app = typer.Typer(
@@ -29,7 +28,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-out = Console(width=None if sys.stdout.isatty() else 140)  # a pipe has no width: do not cut names
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file, such as recipes/quickstart.yaml.")]
 Overrides = Annotated[
@@ -37,46 +35,6 @@ Overrides = Annotated[
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what another recipe left in the folder.")]
 Runs = Annotated[Path, typer.Option("--runs", help="Where run folders are.")]
-
-
-class Bars:
-    """One bar a stage that says what is being done; plain lines where there is no terminal."""
-
-    def __init__(self) -> None:
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
-
-    def start(self, stage: str, what: str) -> None:
-        """A stage begins."""
-        if not out.is_terminal:
-            out.print(f"{stage:>9}  {what} ...", highlight=False)
-            return
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, TextColumn("{task.fields[note]}"), console=out, transient=True)
-        self._task = self._bar.add_task(f"{stage:>9}  {what}", total=None, note="")
-        self._bar.start()
-
-    def progress(self, done: int, total: int, note: str = "") -> None:
-        """`done` of `total` units of work."""
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done, total=total, note=note)
-        elif total >= 50 and done * 10 // total > (done - 1) * 10 // total:
-            out.print(f"{'':>9}  {done} of {total}  {note}", highlight=False)
-
-    def stop(self) -> None:
-        """Removes the bar, also after an error."""
-        if self._bar is not None:
-            self._bar.stop()
-        self._bar = self._task = None
-
-    def finish(self, stage: str, seconds: float) -> None:
-        """A stage is done."""
-        self.stop()
-        out.print(f"{stage:>9}  done in {seconds:.1f} s", highlight=False)
-
-    def skip(self, stage: str, why: str) -> None:
-        """A stage is not run."""
-        out.print(f"{stage:>9}  skipped: {why}", highlight=False)
 
 
 @app.command()
@@ -107,7 +65,7 @@ def _run(
     if dry:
         from surgery.dryrun import dry_run
 
-        _print_plan(dry_run(loaded, folder, path))
+        print_plan(dry_run(loaded, folder, path))
         return
     from surgery import pipeline
 
@@ -115,7 +73,9 @@ def _run(
     try:
         done = pipeline.run_pipeline(loaded, folder, first, last, overwrite, bars)
         if done.accelerator.is_main_process and "evaluate" in done.stages:
-            _print_results(folder)
+            print_results(folder)
+        elif done.accelerator.is_main_process and "locate" in done.stages:
+            print_heads(folder)
         done.accelerator.end_training()
     finally:
         bars.stop()
@@ -176,17 +136,7 @@ def analyse(
         found = work(loaded, runs / loaded.name, overwrite, bars.progress)
     finally:
         bars.stop()
-    tasks = list(found["chance"])
-    table = Table("arm", *(task.replace("_", " ") for task in tasks), "perplexity", title=f"{runs / loaded.name}")
-    for name, scores in found["tasks"].items():
-        cells = (f"{scores[t]['accuracy']:.3f}{' *' if scores[t].get('worse') else ''}" for t in tasks)
-        table.add_row(name, *cells, f"{scores['perplexity']:.3f}")
-    table.add_row("chance", *(f"{found['chance'][task]:.3f}" for task in tasks), "")
-    out.print(table)
-    out.print("* worse than the base: exact McNemar at 0.05, Holm-corrected over the arms", highlight=False)
-    if found["minimal"] is not None:
-        text = "minimal model: {layers} of {of} layers; KV {accuracy:.3f} against {base:.3f} (p = {p_value:.2g})"
-        out.print(text.format(**found["minimal"]), highlight=False)
+    print_analysis(found, runs / loaded.name)
 
 
 @app.command()
@@ -276,91 +226,6 @@ def convert(
 
     done = work(Base(model=model), folder, dtype, overwrite)
     out.print(f"wrote {folder}: {done.tensors} tensors in {done.shards} file(s)", highlight=False)
-
-
-def _print_plan(found: dict[str, Any]) -> None:
-    """What a dry run found: the plan, what a step costs, memory, cache."""
-    table = Table(title="What the run would do", show_header=False)
-    if found["shapes_from"]:
-        table.add_row("shapes", f"from {found['shapes_from']}; the checkpoint itself is not at hand")
-    origin = (
-        "not located yet: counted in the middle layer" if found["heads_from"] == "stand-in" else found["heads_from"]
-    )
-    heads = found["heads"] if len(found["heads"]) <= 8 else [*found["heads"][:8], f"... {len(found['heads'])} in all"]
-    table.add_row("heads", f"{', '.join(heads)} ({origin})")
-    for site in found["sites"]:
-        text = f"{len(site['heads'])} heads, {site['mode']}, init {site['init']}, query/key {site['qk_width']}, "
-        table.add_row(f"layer {site['layer']}", text + f"value {site['v_width']}")
-    for key in ("parameters", "new_parameters", "trainable_parameters", "steps", "documents"):
-        table.add_row(key.replace("_", " "), f"{found[key]:,}")
-    tokens, flops = found["tokens"], found["flops"]
-    arms = ", the control included" if found["arms"] > 1 else ""
-    table.add_row("tokens", f"{tokens['step']:,} a step, {tokens['run']:,} in all{arms}")
-    table.add_row("", f"counted with {found['tokens_counted_with']}")
-    table.add_row("FLOPs", f"{flops['step']:.2e} a step, {flops['run']:.2e} in all{arms}; no elementwise work")
-    out.print(table, highlight=False)
-    _print_memory(found)
-    lengths = [key for key in found["cache"]["base"] if key not in ("state", "kv_per_token")]
-    out.print("Kept for one sequence while decoding:", highlight=False)
-    table = Table("", "states", "KV a token", *(f"{length} tokens" for length in lengths))
-    for name, cache in found["cache"].items():
-        table.add_row(name, *(_size(cache[key]) for key in ("state", "kv_per_token", *lengths)))
-    out.print(table, highlight=False)
-
-
-def _print_memory(found: dict[str, Any]) -> None:
-    """The memory table, and whether it fits."""
-    largest, fits = found["largest"], found["fits"]
-    batch = f"{largest['rows']} documents of {largest['tokens']} tokens ({largest['source']})"
-    out.print(f"Memory of one device while training; largest micro-batch: {batch}:", highlight=False)
-    table = Table(show_header=False)
-    notes = {
-        "optimizer": "AdamW's two moments, fp32",
-        "activations": "kept for the backward pass, without kernels",
-        "temporaries": "beside them at the worst moment, without kernels",
-    }
-    for key, size in found["memory"].items():
-        table.add_row(key.replace("_", " "), _size(size), notes.get(key, ""))
-    out.print(table, highlight=False)
-    if fits is None:
-        out.print("hardware.memory_gib is not given: whether it fits is not said.", highlight=False)
-        return
-    verdict = f"fits, {_size(fits['left'])} left" if fits["fits"] else f"does not fit: {_size(-fits['left'])} too much"
-    out.print(f"{fits['count']} x {fits['gpu']}, {fits['memory_gib']:g} GiB each: {verdict}.", highlight=False)
-
-
-def _size(count: int) -> str:
-    """Bytes as a person reads them."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:,.2f} {unit}"
-    return f"{count:,} B"
-
-
-def _print_results(folder: Path) -> None:
-    """The summary table of a finished run."""
-    path = folder / "results.json"
-    if not path.is_file():
-        return
-    results = json.loads(path.read_text(encoding="utf-8"))
-    _print_arms(f"{folder}: heads {', '.join(results['heads'])}", results["arms"])
-    if (folder / "export").is_dir():
-        out.print(f"hybrid checkpoint: {folder / 'export'}; figures: {folder / 'figures'}", highlight=False)
-
-
-def _print_arms(title: str, arms: dict[str, Any]) -> None:
-    """Every task by arm."""
-    table = Table(title=title)
-    table.add_column("")
-    for name in arms:
-        table.add_column(name.replace("_", " "), justify="right")
-    for pairs in next(iter(arms.values()))["kv_retrieval"]:
-        table.add_row(f"KV, {pairs} pairs", *(f"{arm['kv_retrieval'][pairs]['accuracy']:.3f}" for arm in arms.values()))
-    for task in ("letter_choice", "option_text", "closed_book", "closed_book_seen"):
-        table.add_row(task.replace("_", " "), *(f"{arm[task]['accuracy']:.3f}" for arm in arms.values()))
-    for key in ("perplexity", "perplexity_seen"):
-        table.add_row(key.replace("_", " "), *(f"{arm[key]:.3f}" for arm in arms.values()))
-    out.print(table)
 
 
 @app.callback(invoke_without_command=True)

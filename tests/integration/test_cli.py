@@ -12,7 +12,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from tests.integration.conftest import BASE, RECIPE, ROOT, SMALL, surgery
+from tests.integration.conftest import BASE, RECIPE, ROOT, SMALL, run_small, surgery
 
 
 def test_inspect_names_mixers_and_bytes(finished: Path, tmp_path: Path) -> None:
@@ -58,10 +58,33 @@ def test_pretrain_writes_a_checkpoint_that_loads(tmp_path: Path) -> None:
 def test_two_processes_train_one_model(tmp_path: Path) -> None:
     """Rank 0 writes the run folder; both ranks train on their share of every batch."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*torchrun, "-m", "surgery", "run", str(RECIPE), *SMALL, "--to", "train", "train.steps=2"]
+    shared = ("locate.batch_size=4", "locate.backups=2")
+    command = [*torchrun, "-m", "surgery", "run", str(RECIPE), *SMALL, *shared, "--to", "train", "train.steps=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("train  done") == 1
     weights = load_file(tmp_path / "runs" / "quickstart" / "trained" / "model.safetensors")
     assert all(bool(torch.isfinite(w).all()) for w in weights.values())
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    assert run_small(alone, *shared, options=("--to", "locate")).returncode == 0
+    heads = [(path / "runs" / "quickstart" / "heads.json").read_text() for path in (tmp_path, alone)]
+    assert heads[0] == heads[1], "both processes measured half of the prompts; the result is that of one"
+
+
+def test_locate_alone_says_what_it_found(tmp_path: Path) -> None:
+    """Any method by itself; nothing beyond what was asked for."""
+    done = surgery(
+        "locate", str(RECIPE), *SMALL, "locate.methods=[attribution]", "splice.select=attribution", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs" / "quickstart"
+    heads = json.loads((folder / "heads.json").read_text())
+    assert set(heads["heads"][0]["scores"]) == {"attribution"} and heads["heads"][0]["role"] == "unmeasured"
+    assert heads["heads"][0]["head"] in done.stdout and "locate.html" in done.stdout and "forward passes" in done.stdout
+    assert (folder / "locate.html").stat().st_size > 10_000 and (folder / "heads.csv").read_text().count("\n") == 33
+    refused = surgery(
+        "plan", str(RECIPE), *SMALL, "locate.methods=[attribution]", "splice.select=attribution", cwd=tmp_path
+    )
+    assert refused.returncode == 2 and "add sharpen to locate.methods" in refused.stderr

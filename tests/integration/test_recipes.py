@@ -121,11 +121,11 @@ def test_a_dry_run_at_true_size_is_quick_and_light(name: str, tmp_path: Path) ->
     """Unchanged, as a user runs it, without a network."""
     code = (
         "import json, resource, sys, time; from pathlib import Path\n"
-        "from surgery.cli import _print_plan\n"
+        "from surgery.printing import print_plan\n"
         "from surgery.dryrun import dry_run\n"
         "from surgery.recipe import load_recipe\n"
         "path = Path(sys.argv[1]); began = time.process_time()\n"
-        "found = dry_run(load_recipe(path), Path('runs/x'), path); _print_plan(found)\n"
+        "found = dry_run(load_recipe(path), Path('runs/x'), path); print_plan(found)\n"
         "found |= {'seconds': time.process_time() - began}\n"
         "found |= {'gib': resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}\n"
         "print(json.dumps(found, default=str))\n"

@@ -30,7 +30,7 @@ FLOORS = {
     **dict.fromkeys(("analyse", "export", "card", "hub", "inspect", "convert"), 3),
     **dict.fromkeys(("meters", "estimate"), 3),
     **dict.fromkeys(("pipeline", "stages", "dryrun"), 4),
-    **dict.fromkeys(("cli", "__init__", "__main__"), 5),
+    **dict.fromkeys(("cli", "printing", "__init__", "__main__"), 5),
 }
 WITHOUT_TORCH = ("heads", "errors", "recipe", "sections", "changes", "measures", "rundir", "yamlfile")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "safetensors", "peft", "tokenizers", "matplotlib"}

@@ -3,11 +3,11 @@
     python bench/transfer.py --out runs/transfer.json        (the shipped base, its heads and its hybrid)
     python bench/transfer.py --model ... --heads ... --arm hybrid=... [--examples 256] [--seed 0]
 
-For each task and size: the base's accuracy; the margin that each head gains from a perfect read at the query (METHOD
-2.3), and how the chosen head ranks by it, by the column it was chosen for and by its better one; the accuracy of other
-checkpoints on the same prompts, with exact one-sided McNemar tests against the base both ways. Prompts come from the
-evaluation splits, and from other seeds than those of locating. Where the base is at chance a gain in margin says
-little: what is read perfectly in a format that the model never saw need not be decoded.
+For each task and size: the base's accuracy; the margin that each head gains from a perfect read at the query
+(docs/LOCATE.md), and how the chosen head ranks by it, by the column it was chosen for and by its better one; the
+accuracy of other checkpoints on the same prompts, with exact one-sided McNemar tests against the base both ways.
+Prompts come from the evaluation splits, and from other seeds than those of locating. Where the base is at chance a gain
+in margin says little: what is read perfectly in a format that the model never saw need not be decoded.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class ScoredHead:
     """A head with what was measured of it.
 
     Attributes:
-        role: what its ablation says it does (METHOD: by position); `unmeasured` where neither position was tested, or
+        role: what its ablation says it does by position; `unmeasured` where neither position was tested, or
             where the search dropped the head early.
         reads: the column of the sharpen test that it gains more from, where its attention is supervised; None if it was
             not measured.

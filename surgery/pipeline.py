@@ -1,7 +1,7 @@
 """Runs the stages in order: freshness, resume, who writes. Must never know: how a stage does its work.
 
 A stage is fresh if its manifest matches the hashes of its inputs, its sections of the recipe and its version; else it
-runs again. Under a launcher every process trains; rank 0 alone does the rest and writes.
+runs again. Under a launcher every process locates and trains; rank 0 alone does the rest and writes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a model weighs: parameters, state and KV bytes. Owns: the formulas (METHOD 4). Must never know: weights.
+"""What a model weighs: parameters, state and KV bytes. Owns: the formulas. Must never know: weights.
 
 Shape legend: I inner width, G groups, N state width, H heads, P head width.
 """

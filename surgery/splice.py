@@ -1,6 +1,6 @@
 """Plan and weights -> a hybrid. Owns: initial values of the branch, silencing, the gap at step 0.
 
-Must never know: how heads were chosen, files, training. METHOD 4: an SSM head is linear attention with C as query,
+Must never know: how heads were chosen, files, training. An SSM head is linear attention with C as query,
 B as key and x as value, so the branch starts from its own copies of those rows and of their short convolutions, or
 reads them where the mixer makes them (Mamba-1).
 """

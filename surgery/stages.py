@@ -356,7 +356,7 @@ def versions() -> dict[str, str]:
 
 
 STAGES: tuple[Stage, ...] = (
-    Stage("locate", "ablating every head",
+    Stage("locate", "measuring every head",
           ("base", "locate", "splice.select", "splice.num_heads", "splice.heads"),
           (), ("heads.json", "heads.csv", "locate.html", "locate.json", "figures/locate"), _locate,
           together=True, version=2),

@@ -141,7 +141,7 @@ class _Locating:
             "accuracy": wilson(int(table.clean_correct().sum()), n),
             "margin": bootstrap_mean(table.clean_margin()[None], self.seed)[0],
         }
-        return _Found(ranked, chosen, clean, tuple(groups), {"prompts": float(n), "passes": table.passes})
+        return _Found(ranked, chosen, clean, tuple(groups), {"prompts": float(n), "passes": self.prompts.passes})
 
     def _default_ranking(self) -> str:
         """For a choice that no score makes: by the first method that ranks."""

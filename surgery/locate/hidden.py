@@ -1,4 +1,4 @@
-"""What every head reads: attention matrices, hidden or not, and what their shape says. METHOD 2.6.
+"""What every head reads: attention matrices, hidden or not, and what their shape says. docs/LOCATE.md.
 
 Owns: shares, and which rows are scored. Must never know: files, selection, pictures. An SSM head mixes like linear
 attention, `y_t = sum_s a[t,s] x_s` (Dao and Gu, arXiv 2405.21060; Ali et al., arXiv 2403.01590), so it has a matrix:

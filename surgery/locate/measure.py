@@ -41,6 +41,20 @@ ESTIMATES = {
     **{name: f"hidden attention: {name.replace('_', ' ')}" for name in STRUCTURAL},
 }
 Item = tuple[HeadId, ...]
+
+
+def _from_every_mixer(sweep: Sweep) -> float:
+    return sum(1 - spec.layer / sweep.model.config.num_hidden_layers for spec in sweep.specs)
+
+
+# What the estimates of one prompt cost in forward passes; a backward pass is taken for two.
+_PASSES: dict[str, Callable[[Sweep], float]] = {
+    "attribution": lambda sweep: 3.0,
+    "integrated_gradients": lambda sweep: 15 * _from_every_mixer(sweep),
+    "layer_divergence": _from_every_mixer,
+    "retrieval_score": lambda sweep: 1.0,
+    "hidden_attention": lambda sweep: 1.0,
+}
 Run = Callable[[Sweep, list[Item]], list[ChoiceScores]]
 
 
@@ -105,7 +119,7 @@ def measure(
             record.estimates[column] = np.full((len(items), values_HB.shape[1]), np.nan)
             record.estimates[column][:heads] = values_HB
             tick()
-    record.passes = sweep.passes
+        sweep.passes += _PASSES.get(method, lambda sweep: 0.0)(sweep) * len(sweep.batch)
     return record
 
 

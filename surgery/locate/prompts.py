@@ -38,6 +38,7 @@ class Prompts:
         batches: Sequence[EncodedBatch] | None = None,
     ) -> None:
         self._model, self.tokenizer, self._checked = model, tokenizer, False
+        self.passes = 0.0  # full forward passes of one prompt, by all processes
         self._documents: list[list[Document]] | None = None
         if batches is None:
             n, size = section.examples, section.batch_size
@@ -56,13 +57,20 @@ class Prompts:
     def map(self, measure: Callable[[int, Sweep], R], batches: range | None = None) -> list[R]:
         """What `measure(index, sweep)` gives for each batch, in their order; this process runs its share of them."""
         asked = list(batches if batches is not None else range(len(self.batches)))
+
+        def one(index: int) -> tuple[int, R, float]:
+            sweep = self._sweep(index)
+            return index, measure(index, sweep), sweep.passes
+
         if not (distributed.is_available() and distributed.is_initialized()):
-            return [measure(index, self._sweep(index)) for index in asked]
-        rank, processes = distributed.get_rank(), distributed.get_world_size()
-        own = [(index, measure(index, self._sweep(index))) for index in asked[rank::processes]]
-        shares: list[list[tuple[int, R]]] = [[] for _ in range(processes)]
-        distributed.all_gather_object(shares, own)
-        return [result for _, result in sorted((x for share in shares for x in share), key=lambda pair: pair[0])]
+            shares = [[one(index) for index in asked]]
+        else:
+            rank, processes = distributed.get_rank(), distributed.get_world_size()
+            shares = [[] for _ in range(processes)]
+            distributed.all_gather_object(shares, [one(index) for index in asked[rank::processes]])
+        found = sorted((x for share in shares for x in share), key=lambda x: x[0])
+        self.passes += sum(passes for _, _, passes in found)
+        return [result for _, result, _ in found]
 
     def _sweep(self, index: int) -> Sweep:
         sweep = Sweep(self._model, self.batches[index].to(self._model.device))

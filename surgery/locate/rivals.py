@@ -39,7 +39,7 @@ def attribution(sweep: Sweep) -> Tensor:
 
     `sum over tokens and the head's channels of u * d margin / d u`, at the input of `out_proj`. One forward and one
     backward pass for all heads; the activations of all layers are kept meanwhile, so choose the batch by that. What
-    normalises afterwards can turn its sign (METHOD 2.5).
+    normalises afterwards can turn its sign.
 
     Returns:
         (heads, B) float32 on the CPU, in logits; heads in the order of `sweep.specs`.
@@ -115,7 +115,7 @@ def retrieval_score(
     are left out. One pass for each document, unpadded.
 
     Args:
-        hidden: SSM heads too: by the size of what they mix in, `|a[t,s] x_s|` with the hidden attention of METHOD 2.6.
+        hidden: SSM heads too: by the size of what they mix in, `|a[t,s] x_s|` its hidden attention.
             That takes (channels,T,T) numbers a layer in Mamba-1, (H,T,T) elsewhere.
 
     Returns:

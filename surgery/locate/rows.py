@@ -1,4 +1,4 @@
-"""What the shape of attention rows says. Owns: the formulas, on arrays. Must never know: models, text. METHOD 2.6.
+"""What the shape of attention rows says. Owns: the formulas, on arrays. Must never know: models, text. docs/LOCATE.md.
 
 A row holds shares: what one token reads of each token of its past, summing to 1. Gather and Aggregate are those of
 arXiv 2504.18574. Shape legend: T tokens of the prompt, K segments of it; `...` is whatever the caller has in front.

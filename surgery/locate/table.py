@@ -30,14 +30,12 @@ class Record:
         clean: (2,B) margins, and 1 or 0 for right or wrong.
         columns: column -> (C,2,B), the same of the changed models.
         estimates: column -> (C,B) what a method says that removing the item costs, in its own unit.
-        passes: full forward passes of one prompt that it took.
     """
 
     index: int
     clean: Array
     columns: dict[str, Array] = field(default_factory=dict)
     estimates: dict[str, Array] = field(default_factory=dict)
-    passes: float = 0.0
 
 
 def plain(scores: ChoiceScores) -> Array:
@@ -58,7 +56,6 @@ class Table:
 
     def __init__(self, records: Sequence[Record]) -> None:
         self._records = sorted(records, key=lambda record: record.index)
-        self.passes = sum(record.passes for record in records)
 
     @property
     def columns(self) -> tuple[str, ...]:

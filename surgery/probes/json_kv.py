@@ -1,4 +1,4 @@
-"""JSON key-value retrieval in the text of "Lost in the Middle" (Liu et al., arXiv 2307.03172; METHOD 3).
+"""JSON key-value retrieval in the text of "Lost in the Middle" (Liu et al., arXiv 2307.03172).
 
     Extract the value corresponding to the specified key in the JSON object below.
 

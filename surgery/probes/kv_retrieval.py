@@ -1,4 +1,4 @@
-"""KV-retrieval in the paper's exact text (arXiv 2504.18574, section 4; METHOD 3).
+"""KV-retrieval in the paper's exact text (arXiv 2504.18574, section 4).
 
     Memorize the following dictionary:
     key:value

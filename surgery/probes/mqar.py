@@ -1,4 +1,4 @@
-"""Multi-query associative recall, MQAR (Arora et al., zoology, arXiv 2312.04927; METHOD 3).
+"""Multi-query associative recall, MQAR (Arora et al., zoology, arXiv 2312.04927).
 
      k1 v1 k2 v2 ... kn vn k3 v3 k1 v1 ...
 

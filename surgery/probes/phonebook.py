@@ -1,4 +1,4 @@
-"""Phonebook look-up in the text of "Repeat After Me" (Jelassi et al., arXiv 2402.01032; METHOD 3).
+"""Phonebook look-up in the text of "Repeat After Me" (Jelassi et al., arXiv 2402.01032).
 
     Name Surname: 0123456789
     ...

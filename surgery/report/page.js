@@ -7,6 +7,7 @@ const UNITS = {
   accuracy: { title: "Accuracy, share of prompts", digits: 3 },
   share: { title: "Shape of the attention, 0 to 1", digits: 3 },
   tokens: { title: "Spread of the attention, tokens", digits: 1 },
+  nats: { title: "Divergence of the answer, nats", digits: 3 },
 };
 const PAGE = 100; // rows of the table at a time
 const BY_NAME = new Map(DATA.heads.map((head) => [head.name, head]));
@@ -238,7 +239,7 @@ function paintTable() {
     th.firstChild.append(el("small", {}, `${unit} `, el("span", { "aria-hidden": "true" }, sorted ? (state.down ? "▼" : "▲") : "\u00a0")));
     return th;
   };
-  const columns = DATA.columns.map((c) => heading(c.key, label(c).replace(" accuracy", ""), c.unit === "tokens" || c.unit === "share" ? "" : c.unit, ""));
+  const columns = DATA.columns.map((c) => heading(c.key, label(c).replace(" accuracy", ""), c.unit === "logits" || c.unit === "accuracy" ? c.unit : "", ""));
   byId("table").tHead.replaceChildren(el("tr", {}, ...PLAIN.map(([key, text, align]) => heading(key, text, "", align)), ...columns));
   const found = visible();
   byId("table").tBodies[0].replaceChildren(...found.slice(0, state.rows).map(rowOf));

@@ -28,7 +28,8 @@ from surgery.report.heatmaps import PANELS
 from surgery.rundir import write_text
 
 LEVELS = 999  # shares are kept as whole numbers of this part of the largest one
-_STRUCTURE = {
+_NOTES = {
+    "retrieval_score": "how often the head looks at the token to be copied most",
     "gather_score": "segments' ends on their own segment, beyond the decay",
     "aggregate_score": "the gold segment among all that the query reads",
     "segment_share": "all segments in the query's row",
@@ -139,16 +140,16 @@ def _columns(heads: HeadSet) -> list[str]:
 
 def _unit(column: str) -> str:
     """Columns of one unit share a scale."""
-    if column in _STRUCTURE:
+    if column in ("effective_tokens", "layer_divergence"):
+        return "tokens" if column == "effective_tokens" else "nats"
+    if column in _NOTES:
         return "share"
-    if column == "effective_tokens":
-        return "tokens"
     return "accuracy" if column.endswith("_accuracy") else "logits"
 
 
 def _head_data(heads: HeadSet) -> dict[str, Any]:
     columns = _columns(heads)
-    notes = {**PANELS, **{f"{name}_accuracy": note for name, note in PANELS.items()}, **_STRUCTURE}
+    notes = {**PANELS, **{f"{name}_accuracy": note for name, note in PANELS.items()}, **_NOTES}
     place: dict[HeadId, int] = {s.head: i + 1 for i, s in enumerate(heads.chosen)}
     rows = [
         {

@@ -47,7 +47,7 @@ def keep_loss(logits_BTV: Tensor, base_logits_BTV: Tensor, batch: EncodedBatch) 
 
 
 def attention_loss(attentions: Sequence[Tensor], reads: Sequence[Sequence[Reads]], batch: EncodedBatch) -> Tensor:
-    """Attention supervision: -log of the new head's attention from each query to its gold position (METHOD 4).
+    """Attention supervision: -log of the new head's attention from each query to its gold position.
 
     Args:
         attentions: for each spliced layer, (B, H, Q, T) rows at `batch.query`.

@@ -120,7 +120,7 @@ class TestStreams:
             assert torch.equal(trace.scan[spec.name], trace.heads[spec.name]) and structure.norm_weight(mixer) is None
 
     def test_hidden_attention_is_causal_and_has_its_formula(self) -> None:
-        """Against METHOD 2.6, one entry at a time, from the projection's own rows."""
+        """Against the formula of docs/LOCATE.md, one entry at a time, from the projection's own rows."""
         model = llamba()
         structure, spec, mixer = of(model)
         projected = traced(model, tokens(1, 12)).projected["L1H"]

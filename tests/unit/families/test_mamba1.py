@@ -100,7 +100,7 @@ class TestStreams:
         self.assert_rebuilt(splice(base, plan_of(base, "add", init)).double())
 
     def test_hidden_attention_is_causal_and_has_its_formula(self, name: str) -> None:
-        """Against METHOD 2.6, one entry at a time."""
+        """Against the formula of docs/LOCATE.md, one entry at a time."""
         model = pico_family(name)
         structure, spec, mixer = of(model)
         streams = structure.streams(mixer, spec, traced(model, tokens(1, 12)).projected["L1H"])

@@ -146,7 +146,7 @@ class TestStreams:
         assert torch.equal(structure.skip(mixer, x_BHP), mixer.D[:, None] * x_BHP)
 
     def test_hidden_attention_is_causal_and_has_its_formula(self) -> None:
-        """Against METHOD 2.6, one entry at a time."""
+        """Against the formula of docs/LOCATE.md, one entry at a time."""
         model = pico_base(n_groups=2)
         structure, spec, mixer = of(model)
         streams = structure.streams(mixer, spec, traced(model, tokens(1, 12)).projected["L1H"])

@@ -53,9 +53,9 @@ gpu:
 bench: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python bench/locate.py $(BENCH)
 
-## The evidence for the choice of site: arms as files under runs/evidence/, docs/EVIDENCE.md from what is finished. Hours.
+## Which way of choosing a site wins: every arm, hours on one core; goes on after an interruption. docs/EVIDENCE.md.
 evidence: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python bench/evidence.py
+	OMP_NUM_THREADS=1 $(BIN)/python bench/evidence.py $(EVIDENCE)
 
 clean:
 	rm -rf runs $(VENV) .compat .pytest_cache .ruff_cache .mypy_cache build *.egg-info

@@ -144,8 +144,8 @@ class ScoredHead:
 
     @property
     def n(self) -> int:
-        """Prompts that it was measured on."""
-        return max((interval.n for interval in self.scores.values()), default=0)
+        """Prompts that all of its scores were measured on; fewer where a search dropped it."""
+        return min((interval.n for interval in self.scores.values()), default=0)
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class ScoredGroup:
     Attributes:
         kind: `layer` (all heads of one mixer), `backup` (one more head off, given the others), `pair` (a Gather and an
             Aggregate head off together) or `chosen` (all chosen heads off).
-        scores: as of a head; `alone` is the sum of what its heads lose one by one.
+        scores: as of a head. `alone` is what its parts lose one by one: a pair's sum, or the last head of a backup.
     """
 
     kind: str

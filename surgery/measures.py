@@ -69,8 +69,10 @@ class Locate(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Locate:
-        if self.fill != "zero" and self.batch_size == 1:
-            raise ValueError("`fill: mean` and `resample` take from the other prompts of a batch; raise `batch_size`")
+        if self.fill != "zero" and (self.batch_size == 1 or self.examples % self.batch_size == 1):
+            raise ValueError("`fill: mean` and `resample` take from the other prompts of a batch: change `batch_size`")
+        if self.search is not None and not set(NEEDS.values()) & set(self.methods):
+            raise ValueError("`search` needs a method that ranks heads, such as ablation or sharpen")
         if self.backups and "ablation" not in self.methods:
             raise ValueError("`backups` needs `ablation` among the methods")
         if self.backups > self.top_k:

@@ -13,7 +13,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 
 from surgery.checkpoint import load_config
-from surgery.errors import PlanError, RunError
+from surgery.errors import PlanError, RecipeError, RunError
 from surgery.families import family_of
 from surgery.families.donors import donor_mixers
 from surgery.heads import HeadId
@@ -68,11 +68,16 @@ def _look_first(run: Run) -> None:
     recipe = run.recipe
     config = load_config(recipe.base)
     check_not_spliced(config)
-    if run.stages[-1] == "locate":  # analysis alone: models that nothing can be spliced into are welcome
+    alone = run.stages[-1] == "locate"  # analysis alone: models that nothing can be spliced into are welcome
+    if not alone:
+        check_splices(config)
+    if alone and not family_of(config).sites(config):
         run.tokenizer()
         run.base()
         return
-    check_splices(config)
+    if not alone and "locate" in run.stages and "sharpen" not in recipe.locate.methods:
+        hint = "Add sharpen: it says what the spliced head is to read. `surgery locate` alone does without."
+        raise RecipeError("locate.methods", list(recipe.locate.methods), hint)
     teacher = run.teacher_config()
     if teacher is not None:
         donor_mixers(teacher)

@@ -120,7 +120,7 @@ def print_heads(folder: Path, most: int = 10) -> None:
     cost = json.loads((folder / "locate.json").read_text(encoding="utf-8"))
     chosen = {scored["head"] for scored in heads["chosen"]}
     columns = [name for name in heads["heads"][0]["scores"] if not name.endswith("_accuracy")]
-    table = Table(title=f"{folder}: best heads by {heads['method']}; * chosen")
+    table = Table(title=f"{folder}: heads, best first; * chosen by {heads['method']}")
     for name in ("head", "role", "reads", *columns):
         table.add_column(name.replace("_", " "), justify="left" if name in ("head", "role", "reads") else "right")
     for scored in heads["heads"][:most]:
@@ -133,7 +133,7 @@ def print_heads(folder: Path, most: int = 10) -> None:
         if group["kind"] != "layer":
             lost = group["scores"]["ablation"]
             names = " ".join(group["heads"])
-            out.print(f"{group['kind']:>9}  without {names}: margin -{lost['value']:.3f}", highlight=False)
+            out.print(f"{group['kind']:>9}  without {names}: margin {-lost['value']:+.3f}", highlight=False)
     clean = heads["clean"]["accuracy"]
     text = (
         "{:.0f} prompts, clean accuracy {:.3f}; {:.0f} forward passes of a prompt in {:.0f} s, peak memory {:.2f} GiB"

@@ -189,13 +189,13 @@ def _locate(run: Run, key: str) -> None:
     )
     if not run.accelerator.is_main_process:
         return
+    write_json(run.folder / "locate.json", heads.cost)
+    write_json(run.folder / "heads.json", to_json(heads))  # the measurement first: what follows could fail
+    write_csv(heads, run.folder / "heads.csv")
     with new_folder(run.folder / "figures" / "locate") as figures:
         if any(column in scored.scores for scored in heads.heads for column in COLUMNS):
             head_maps(heads, figures)
-    write_csv(heads, run.folder / "heads.csv")
     write_page(heads, _what_heads_read(run, heads), run.folder / "locate.html")
-    write_json(run.folder / "locate.json", heads.cost)
-    write_json(run.folder / "heads.json", to_json(heads))
 
 
 def _what_heads_read(run: Run, heads: HeadSet) -> PromptAttention:

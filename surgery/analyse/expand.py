@@ -53,6 +53,8 @@ def _changes(sweep: Sweep, config: PreTrainedConfig) -> Iterator[Change]:
     digits = max(2, len(str(total - 1)))
     running = range(total if layers is None else layers)
     if sweep.kind == "prune":
+        if config.num_hidden_layers < 2:
+            raise RecipeError("sweeps.prune", "1 layer", "There is nothing to prune; leave the sweep out.")
         for count in range(total - 1, 0, -1):
             yield Change(name=f"prune_{count:0{digits}d}", layers=count)
     elif sweep.kind == "drop_one":

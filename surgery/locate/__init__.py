@@ -15,17 +15,18 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.errors import ModelError, ProbeError
+from surgery.errors import ModelError, ProbeError, RecipeError
 from surgery.families import family_of, geometry_of
 from surgery.heads import HeadId, HeadSet, Interval, Role, ScoredGroup, ScoredHead
 from surgery.locate.backup import backups, pairs, together, without_over
 from surgery.locate.choose import RANKED_BY, Candidate, better_read, choose, rank
-from surgery.locate.measure import COLUMNS, ESTIMATES, Item, columns_of, items_of, measure
+from surgery.locate.measure import COLUMNS, ESTIMATES, REMOVALS, Item, columns_of, items_of, measure
 from surgery.locate.prompts import Prompts
 from surgery.locate.search import rounds, survivors
 from surgery.locate.statistics import bootstrap_mean, holm, mcnemar, wilson
 from surgery.locate.sweep import READS, Sweep, Variant
 from surgery.locate.table import Array, Record, Table, plain, scores_of
+from surgery.measures import NEEDS
 from surgery.probes.documents import EncodedBatch
 from surgery.recipe import Locate, Splice
 from surgery.removal import Removal
@@ -109,6 +110,13 @@ class _Locating:
     ) -> None:
         self.model, self.section, self.splice, self.seed = model, section, splice, seed
         self.prompts, self.any_accuracy, self._progress = prompts, any_accuracy, progress
+        needed = NEEDS.get(splice.select)
+        if needed is not None and needed not in section.methods:
+            raise RecipeError("splice.select", splice.select, f"It needs {needed} among locate.methods.")
+        if section.fill != "zero" and min(map(len, prompts.batches)) < 2:
+            raise ProbeError(
+                "locate.fill", section.fill, "A batch has one prompt, and nothing to take from: resize them."
+            )
         family = family_of(model.config)
         self.specs, self.sites = family.mixers(model.config), family.sites(model.config)
         self.items: list[Item] = items_of(self.specs, section.layers)
@@ -118,7 +126,7 @@ class _Locating:
     def _count_steps(self) -> int:
         """How often `tick` is called, if every batch is measured here."""
         given = self.splice.num_heads - 1 if self.splice.select == "sharpen" else 0
-        methods = len(columns_of(self.section)) + len(set(self.section.methods) & set(ESTIMATES))
+        methods = len(columns_of(self.section)) + len(set(self.section.methods) - REMOVALS)
         return len(self.prompts) * max(1, methods) + given + self.section.backups + (1 if self.section.backups else 0)
 
     def tick(self) -> None:
@@ -130,7 +138,7 @@ class _Locating:
         table, alive = self._measure()
         ranks = self.splice.select in RANKED_BY
         if ranks and not self.any_accuracy:
-            check_clean(table, self.section)
+            check_clean(table, self.section, self.prompts.chance)
         check_moved(table)
         scored, groups = self._score(table, alive)
         ranked = rank(scored, self.splice.select if ranks else self._default_ranking())
@@ -185,8 +193,12 @@ class _Locating:
         ]
         several = self.splice.num_heads > 1 or self.section.backups > 0
         keep = max(self.splice.num_heads, self.section.top_k if several else 1)
-        left = survivors([arm[: len(self.heads)] for arm in arms], heads, keep, risk, num_rounds)
-        return left + [i for i in alive if i >= len(self.heads)]
+        sites = {spec.name for spec in self.sites}
+        left = [i for i in alive if i >= len(self.heads)]
+        for spliced in (True, False):  # what cannot be spliced must not push out what can
+            kind = [i for i in heads if (self.heads[i].mixer in sites) == spliced]
+            left += survivors([arm[: len(self.heads)] for arm in arms], kind, keep, risk, num_rounds)
+        return sorted(left)
 
     def _score(self, table: Table, alive: list[int]) -> tuple[tuple[ScoredHead, ...], list[ScoredGroup]]:
         """Intervals for every head and column, its role by position, and the better column to read; layers too."""
@@ -223,12 +235,12 @@ class _Locating:
         return found + ([together([s.head for s in chosen], without, self.seed)] if chosen else [])
 
 
-def check_clean(table: Table, section: Locate) -> None:
+def check_clean(table: Table, section: Locate, chance: float) -> None:
     """Raises ProbeError where the base is at chance or at ceiling."""
     right = table.clean_correct()
     accuracy = wilson(int(right.sum()), len(right))
     value = f"{section.pairs} (clean accuracy {accuracy.value:.2f})"
-    if accuracy.low <= 1 / section.pairs:
+    if accuracy.low <= chance:
         raise ProbeError(
             "locate.pairs", value, "The base is at chance, so no head can be told from another: try fewer."
         )
@@ -254,12 +266,12 @@ def roles_of(table: Table, alive: Sequence[int], heads: int) -> list[Role]:
 
     By exact McNemar tests on the answers that a removal loses, one for each head and position, all Holm-corrected
     together: the chance of calling any head of a model that does not retrieve is at most 0.05. Heads that a search
-    dropped, and positions that were not measured, are not called.
+    dropped count among the tests, and are not called; nor are positions that were not measured.
     """
-    right, tested = table.clean_correct(), [i for i in alive if i < heads]
+    right, tested = table.clean_correct(), {i for i in alive if i < heads}
     kinds = {"context": "gather", "query": "aggregate"}
-    asked = [(kind, i, column) for column, kind in kinds.items() if column in table.columns for i in tested]
-    p_values = [mcnemar(right, table.correct(column)[i] > 0) for _, i, column in asked]
+    asked = [(kind, i, column) for column, kind in kinds.items() if column in table.columns for i in range(heads)]
+    p_values = [mcnemar(right, table.correct(column)[i] > 0) if i in tested else 1.0 for _, i, column in asked]
     called = {(kind, i) for (kind, i, _), passed in zip(asked, holm(p_values, _LEVEL), strict=True) if passed}
     if not asked:
         return ["unmeasured"] * heads

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import ProbeError
 from surgery.evaluate.scoring import ChoiceScores
+from surgery.families import family_of
 from surgery.heads import HeadId, MixerSpec
 from surgery.locate.hidden import STRUCTURAL, structural_scores
 from surgery.locate.rivals import attribution, integrated_gradients, layer_divergence, retrieval_score
@@ -32,6 +33,7 @@ COLUMNS = {
     "segment_end": "the head reads the end of the gold segment perfectly, at the query",
     "answer_token": "the head reads the gold value perfectly, at the query",
 }
+REMOVALS = {"ablation", "query", "context", "sharpen"}  # the methods that change single heads and fill these
 # In units of their own.
 ESTIMATES = {
     "attribution": "margin that removing the head costs, to first order",
@@ -51,7 +53,7 @@ def _from_every_mixer(sweep: Sweep) -> float:
 _PASSES: dict[str, Callable[[Sweep], float]] = {
     "attribution": lambda sweep: 3.0,
     "integrated_gradients": lambda sweep: 15 * _from_every_mixer(sweep),
-    "layer_divergence": _from_every_mixer,
+    "layer_divergence": lambda sweep: 1 + _from_every_mixer(sweep),
     "retrieval_score": lambda sweep: 1.0,
     "hidden_attention": lambda sweep: 1.0,
 }
@@ -118,8 +120,9 @@ def measure(
             heads = len(values_HB)
             record.estimates[column] = np.full((len(items), values_HB.shape[1]), np.nan)
             record.estimates[column][:heads] = values_HB
+        if method not in REMOVALS:
+            sweep.passes += _PASSES[method](sweep) * len(sweep.batch)
             tick()
-        sweep.passes += _PASSES.get(method, lambda sweep: 0.0)(sweep) * len(sweep.batch)
     return record
 
 
@@ -148,5 +151,11 @@ def _retrieval_scores(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]
 ) -> Array:
     """(heads,B), of SSM heads by their hidden attention."""
-    scores = [retrieval_score(model, tokenizer, [document], hidden=True) for document in documents]
+    heads = sum(spec.num_heads for spec in family_of(model.config).mixers(model.config))
+    scores = []
+    for document in documents:
+        try:
+            scores.append(retrieval_score(model, tokenizer, [document], hidden=True))
+        except ProbeError:  # nothing of this answer stands in its segment, as the tokenizer cuts them
+            scores.append(torch.full((heads,), torch.nan))
     return torch.stack(scores, 1).double().numpy()

@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.errors import ModelError
+from surgery.errors import ModelError, SurgeryError
 from surgery.locate.sweep import Sweep, Variant
 from surgery.probes.documents import Document, EncodedBatch, encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
@@ -37,7 +37,8 @@ class Prompts:
         seed: int,
         batches: Sequence[EncodedBatch] | None = None,
     ) -> None:
-        self._model, self.tokenizer, self._checked = model, tokenizer, False
+        self._model, self.tokenizer = model, tokenizer
+        self._unchecked = bool({"query", "sharpen"} & set(section.methods))
         self.passes = 0.0  # full forward passes of one prompt, by all processes
         self._documents: list[list[Document]] | None = None
         if batches is None:
@@ -46,6 +47,12 @@ class Prompts:
             self._documents = [documents[i : i + size] for i in range(0, n, size)]
             batches = [encode(chunk, tokenizer, padding_side="left", until_answer=True) for chunk in self._documents]
         self.batches = list(batches)
+
+    @property
+    def chance(self) -> float:
+        """Accuracy of guessing among the choices of each prompt's last question."""
+        counts = torch.cat([(batch.choice_ids[:, -1] >= 0).sum(-1) for batch in self.batches])
+        return float((1 / counts.clamp(min=1)).mean())
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -65,18 +72,34 @@ class Prompts:
         if not (distributed.is_available() and distributed.is_initialized()):
             shares = [[one(index) for index in asked]]
         else:
-            rank, processes = distributed.get_rank(), distributed.get_world_size()
-            shares = [[] for _ in range(processes)]
-            distributed.all_gather_object(shares, [one(index) for index in asked[rank::processes]])
+            shares = self._shared(lambda mine: [one(index) for index in mine], asked)
         found = sorted((x for share in shares for x in share), key=lambda x: x[0])
         self.passes += sum(passes for _, _, passes in found)
         return [result for _, result, _ in found]
 
+    def _shared(self, work: Callable[[list[int]], R], asked: list[int]) -> list[R]:
+        """What each process makes of its share. An error of one is raised by all, or the others would wait for it."""
+        rank, processes = distributed.get_rank(), distributed.get_world_size()
+        own: tuple[R | None, str] = (None, "")
+        failure: SurgeryError | None = None
+        try:
+            own = (work(asked[rank::processes]), "")
+        except SurgeryError as error:
+            own, failure = (None, str(error)), error
+        shares: list[tuple[R | None, str]] = [(None, "")] * processes
+        distributed.all_gather_object(shares, own)
+        if failure is not None:
+            raise failure
+        for other, (_, said) in enumerate(shares):
+            if said:
+                raise ModelError("locate", f"process {other}", said)
+        return [share for share, _ in shares if share is not None]
+
     def _sweep(self, index: int) -> Sweep:
         sweep = Sweep(self._model, self.batches[index].to(self._model.device))
-        if not self._checked:
+        if index == 0 and self._unchecked:  # by one process alone
             self._check_decode(sweep)
-            self._checked = True
+            self._unchecked = False
         return sweep
 
     def _check_decode(self, sweep: Sweep) -> None:

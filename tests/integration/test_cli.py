@@ -84,6 +84,10 @@ def test_locate_alone_says_what_it_found(tmp_path: Path) -> None:
     assert set(heads["heads"][0]["scores"]) == {"attribution"} and heads["heads"][0]["role"] == "unmeasured"
     assert heads["heads"][0]["head"] in done.stdout and "locate.html" in done.stdout and "forward passes" in done.stdout
     assert (folder / "locate.html").stat().st_size > 10_000 and (folder / "heads.csv").read_text().count("\n") == 33
+    (tmp_path / "x").mkdir()
+    only = ("locate.methods=[ablation]", "splice.select=ablation")
+    whole = surgery("run", str(RECIPE), *SMALL, *only, cwd=tmp_path / "x")
+    assert whole.returncode == 2 and "Add sharpen" in whole.stderr and not (tmp_path / "x" / "runs").exists()
     refused = surgery(
         "plan", str(RECIPE), *SMALL, "locate.methods=[attribution]", "splice.select=attribution", cwd=tmp_path
     )

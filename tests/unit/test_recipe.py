@@ -339,6 +339,8 @@ def test_what_is_not_measured_cannot_choose(select: str, needed: str, write: Wri
         ("{methods: [sharpen], backups: 2}", "needs `ablation`"),
         ("{backups: 13}", "top_k"),
         ("{search: {risk: 0}}", "greater than 0"),
+        ("{methods: [retrieval_score], search: {}}", "ranks heads"),
+        ("{fill: mean, examples: 33}", "batch_size"),
         ("{fill: mean, batch_size: 1}", "batch_size"),
         ("{where: nowhere}", "everywhere"),
         ("{fill: noise}", "resample"),

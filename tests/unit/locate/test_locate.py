@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from surgery.errors import ModelError, PlanError, ProbeError
+from surgery.errors import ModelError, PlanError, ProbeError, RecipeError
 from surgery.families import family_of, geometry_of
 from surgery.heads import HeadId, HeadSet, Interval, MixerSpec, ScoredHead, head_set_from_json, to_json
 from surgery.locate import COLUMNS, locate, rank
@@ -107,6 +107,8 @@ class TestRole:
 
     def test_what_was_not_measured_is_not_called(self) -> None:
         lost = {"query": [0, 1, 1], "context": [1, 0, 1]}
+        all_right = table_of(query=[1] * 3)
+        assert locating.roles_of(all_right, [], 3) == ["unmeasured"] * 3
         assert locating.roles_of(table_of(**lost), [1, 2], 3) == ["unmeasured", "gather", "neither"]
         assert locating.roles_of(table_of(query=lost["query"]), range(3), 3) == ["aggregate", "neither", "neither"]
         assert locating.roles_of(table_of(ablation=[0, 0, 0]), range(3), 3) == ["unmeasured"] * 3
@@ -220,7 +222,24 @@ class TestLocate:
                 return np.ones(10)
 
         with pytest.raises(ProbeError, match=r"locate\.pairs: 4 .*at ceiling.*more"):
-            locating.check_clean(Table(), PROMPTS)
+            locating.check_clean(Table(), PROMPTS, 0.25)
+
+    @pytest.mark.parametrize("select", ["sharpen", "ablation", "gather", "attribution"])
+    def test_what_was_not_measured_does_not_choose(self, select: Any) -> None:
+        section = PROMPTS.model_copy(update={"methods": ("query",)})
+        with pytest.raises(RecipeError, match=rf"splice\.select: {select}\. It needs \w+ among"):
+            locate(self._model(), pico_tokenizer(), section, Splice(select=select))
+
+    def test_chance_is_that_of_the_prompts(self) -> None:
+        """Four choices a prompt, whatever the section says of pairs."""
+        prompts = locating.Prompts(self._model(), pico_tokenizer(), PROMPTS, 0)
+        wider = PROMPTS.model_copy(update={"pairs": 24})
+        assert locating.Prompts(self._model(), pico_tokenizer(), wider, 0, prompts.batches).chance == 0.25
+
+    def test_a_baseline_needs_other_prompts(self) -> None:
+        section = PROMPTS.model_copy(update={"fill": "mean", "examples": 5})
+        with pytest.raises(ProbeError, match="one prompt"):
+            locate(self._model(), pico_tokenizer(), section)
 
     def test_too_many_pairs_are_refused(self) -> None:
         with pytest.raises(ProbeError, match="pairs: 101"):

@@ -1,0 +1,163 @@
+"""What is compared: the arms, their budget, their order. Owns: names, definitions, identity. No torch, no models.
+
+An arm is one training of one model. A way of choosing a site is a pointer to arms: every site is trained once a seed,
+and the report says which arm each method would have picked. What an arm is stands in `Arm` whole, so that its hash says
+whether a result on disk is the one that is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from surgery.heads import Reads
+from surgery.recipe import Evaluate, Optimizer, Source, Train, Weights
+from surgery.rundir import fingerprint
+
+Kind = Literal["none", "softmax", "linear", "hidden"]
+Trains = Literal["all", "new_heads", "lora"]
+Choices = Mapping[str, Any]
+
+VERSION = 1  # raised when an arm's result changes for the same definition
+SHIPPED, SECOND, TRANSFORMER = "shipped", "second", "transformer"
+PROMPTS_SEED = 900  # of the evaluation: no choosing and no training draws from it
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What every arm gets: the same steps on the same documents, and the same questions afterwards.
+
+    Attributes:
+        rows, keep_rows: documents a step with dictionaries, and of each kind that is to be kept.
+        locate_pairs, locate_examples: the prompts that sites are chosen on.
+    """
+
+    steps: int = 100
+    warmup: int = 10
+    lr: float = 2e-3
+    new_heads_lr: float = 2e-2
+    rows: int = 16
+    keep_rows: int = 8
+    pairs: tuple[int, int] = (8, 32)
+    lora_rank: int = 8
+    evaluate_pairs: tuple[int, ...] = (8, 16, 32, 48)
+    examples: int = 200
+    sentences: int = 200
+    locate_pairs: int = 24
+    locate_examples: int = 128
+
+    def train(self, attention: bool, new_heads: bool) -> Train:
+        """The library's training section; `attention`: whether its own supervision of spliced heads is on."""
+        weights = Weights(answer=1.0, attention=1.0 if attention else 0.0)
+        kept = Weights(keep=1.0)
+        sources = (
+            Source(task="kv_retrieval", pairs=self.pairs, questions=4, rows=self.rows, weights=weights),
+            Source(task="closed_book", half=0, rows=self.keep_rows, weights=kept),
+            Source(task="sentence", half=0, rows=self.keep_rows, weights=kept),
+        )
+        optimizer = Optimizer(lr=self.lr, new_heads_lr=self.new_heads_lr, warmup=self.warmup)
+        return Train(steps=self.steps, trains="new_heads" if new_heads else "all", sources=sources, optimizer=optimizer)
+
+    @property
+    def evaluate(self) -> Evaluate:
+        return Evaluate(pairs=self.evaluate_pairs, examples=self.examples, sentences=self.sentences)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One training.
+
+    Attributes:
+        name: what the report calls it; unique within a base and seed.
+        base: which pretrained model.
+        heads, reads: the sites, and what each is to read.
+        kind: `none` trains without a splice; `hidden` too, but supervises the SSM head's own hidden attention.
+    """
+
+    base: str
+    name: str
+    seed: int
+    heads: tuple[str, ...] = ()
+    reads: tuple[Reads, ...] = ()
+    kind: Kind = "none"
+    mode: Literal["add", "replace"] = "add"
+    init: Literal["ssm", "random"] = "ssm"
+    supervised: bool = True
+    trains: Trains = "all"
+
+    @property
+    def file(self) -> str:
+        return f"{self.base}-{self.name}_seed{self.seed}.json"
+
+    def identity(self, budget: Budget, revision: str) -> str:
+        """Hash of everything that the result depends on; `revision` identifies the base's weights."""
+        return fingerprint([VERSION, asdict(self), asdict(budget), revision, PROMPTS_SEED])
+
+
+def site_arm(choices: Choices, base: str, seed: int, name: str, heads: Sequence[str], **more: Any) -> Arm:
+    """A splice at these heads; each reads what the sharpen test says it gains more from."""
+    reads = tuple(choices["reads"][head] for head in heads)
+    return Arm(base, name, seed, tuple(heads), reads, **{"kind": "softmax", **more})
+
+
+def head_name(head: str) -> str:
+    """The arm of a single site."""
+    return f"site-{head}"
+
+
+def layer_name(layer: int) -> str:
+    """The arm of all heads of a layer."""
+    return f"layer-{layer}"
+
+
+METHODS = ("sharpen", "ablation", "attribution", "random")  # each chooses one head
+LAYER_METHODS = ("divergence", "uniform")  # each chooses one layer
+
+
+def main_arms(choices: Choices, base: str, seed: int) -> Iterator[Arm]:
+    """No splice, and every site that a method chose; methods that agree share an arm."""
+    yield Arm(base, "no-splice", seed)
+    for head in dict.fromkeys(choices["methods"][method][0] for method in METHODS):
+        yield site_arm(choices, base, seed, head_name(head), [head])
+    for layer in dict.fromkeys(choices["layers"][method] for method in LAYER_METHODS):
+        yield site_arm(choices, base, seed, layer_name(layer), _heads_of(choices, layer))
+
+
+def variant_arms(choices: Choices, base: str, seed: int) -> Iterator[Arm]:
+    """What is put at sharpen's site, how it starts, what supervises it, what trains."""
+    ranked = choices["methods"]["sharpen"]
+    best = ranked[:1]
+
+    def arm(name: str, heads: Sequence[str] = best, **more: Any) -> Arm:
+        return site_arm(choices, base, seed, name, heads, **more)
+
+    yield arm("unsupervised", supervised=False)
+    yield arm("random-init", init="random")
+    yield arm("replace", mode="replace")
+    yield arm("linear", kind="linear")
+    yield arm("hidden-supervised", kind="hidden")
+    yield arm("new-heads-only", trains="new_heads")
+    yield arm("lora", trains="lora")
+    yield arm("two-heads", ranked[:2])
+    yield arm("four-heads", ranked[:4])
+    yield arm("random-init-unsupervised", init="random", supervised=False)
+    yield arm("linear-unsupervised", kind="linear", supervised=False)
+    yield arm("replace-random-init", mode="replace", init="random")
+
+
+def every_site(choices: Choices, base: str, seed: int, each: int | None = None) -> Iterator[Arm]:
+    """Single heads: all of the layer that sharpen chose, and of every other layer the first `each` (None: all)."""
+    winning = layer_of(choices["methods"]["sharpen"][0])
+    for layer in sorted({layer_of(head) for head in choices["scores"]}, key=lambda k: (k != winning, k)):
+        heads = _heads_of(choices, layer)
+        for head in heads if layer == winning else heads[:each]:
+            yield site_arm(choices, base, seed, head_name(head), [head])
+
+
+def layer_of(head: str) -> int:
+    return int(head[1:].split("H")[0])
+
+
+def _heads_of(choices: Choices, layer: int) -> list[str]:
+    return sorted((h for h in choices["scores"] if layer_of(h) == layer), key=lambda h: int(h.split("H")[1]))

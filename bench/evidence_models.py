@@ -1,0 +1,153 @@
+"""The models of the arms that the library does not build: linear attention, LoRA, a Transformer of the same size.
+
+Owns: those modules, and the rows that supervision reads from them. Must never know: budgets, files.
+Shape legend: B documents, T tokens, Q questions, H heads, P head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.families import family_of, mixer_of, structure_of
+from surgery.heads import HeadId
+from surgery.hybrid.attention import SplicedAttention
+from surgery.probes.documents import EncodedBatch
+
+Rows = Callable[[EncodedBatch], list[Tensor]]  # (B,H,Q,T) for each supervised layer, after a forward pass
+
+
+class LinearAttention(SplicedAttention):
+    """The branch without its softmax: weights `q.k`, causal. No cache.
+
+    They are divided by the sum of their absolute values, which is also what supervision sees; the branch's output does
+    not depend on that scale, since every head goes through an RMSNorm.
+    """
+
+    weights_BHTT: Tensor
+
+    def forward(
+        self,
+        u_BTD: Tensor,
+        cache: Any = None,
+        padding_mask: Tensor | None = None,
+        causal_mask: Any = None,
+        rows: Any = None,
+        streams: tuple[Tensor, Tensor] | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """(B,T,D) -> (B,T,D). Raises ValueError with a cache, or where rows are asked of it."""
+        if cache is not None or rows is not None:
+            raise ValueError("LinearAttention: whole sequences without splice_queries only; pass use_cache=False.")
+        if padding_mask is not None:
+            u_BTD = u_BTD * padding_mask[:, :, None].to(u_BTD.dtype)
+        query, key, value = self._qkv(u_BTD, None, streams, positions)
+        seen_TT = torch.ones(u_BTD.shape[1], u_BTD.shape[1], dtype=torch.bool, device=u_BTD.device).tril()
+        scores_BHTT = (query @ key.transpose(2, 3)).masked_fill(~seen_TT, 0.0)
+        if padding_mask is not None:
+            scores_BHTT = scores_BHTT * padding_mask[:, None, None, :].to(scores_BHTT.dtype)
+        weights = scores_BHTT / scores_BHTT.abs().sum(-1, keepdim=True).clamp(min=1e-9)
+        self.weights_BHTT = weights.abs()
+        return self._put_out((weights @ value).transpose(1, 2), u_BTD)
+
+
+def make_linear(hybrid: PreTrainedModel) -> list[LinearAttention]:
+    """Puts linear attention in the place of every spliced branch, with its weights; returns the new branches."""
+    found = []
+    for mixer in [m for m in hybrid.modules() if isinstance(getattr(m, "attention", None), SplicedAttention)]:
+        old = mixer.attention
+        site = next(s for s in hybrid.config.splice if s["layer"] == old.layer_idx)
+        branch = LinearAttention(hybrid.config, site, old.layer_idx)
+        branch.load_state_dict(old.state_dict())
+        mixer.attention = branch
+        found.append(branch)
+    return found
+
+
+def linear_rows(branches: list[LinearAttention]) -> Rows:
+    """The rows at the queries, of the last forward pass."""
+    return lambda batch: [_at_queries(branch.weights_BHTT, batch) for branch in branches]
+
+
+@contextmanager
+def hidden_rows(model: PreTrainedModel, head: HeadId) -> Iterator[Rows]:
+    """The SSM head's own hidden attention, |a[t,s]| |x_s|, each row divided by its sum. With gradients.
+
+    Right-padded batches: a row at a query sees real tokens alone.
+    """
+    spec = next(s for s in family_of(model.config).mixers(model.config) if s.name == head.mixer)
+    structure, mixer = structure_of(spec), mixer_of(model, spec)
+    in_proj = structure.in_proj(mixer)
+    assert in_proj is not None, "an attention head has no hidden attention"
+    projected: list[Tensor] = []
+
+    def keep(_: nn.Module, __: tuple, output: Tensor) -> None:
+        projected[:] = [output]
+
+    def rows(batch: EncodedBatch) -> list[Tensor]:
+        streams = structure.streams(mixer, spec, projected[0])
+        a_BHTT = structure.hidden_attention(mixer, spec, streams)[:, head.head, None]
+        length_BHT = streams.x[:, :, head.head, None].norm(dim=-1).transpose(1, 2)
+        share = _at_queries(a_BHTT.abs() * length_BHT[:, :, None], batch)
+        return [share / share.sum(-1, keepdim=True).clamp(min=1e-9)]
+
+    handle = in_proj.register_forward_hook(keep)
+    try:
+        yield rows
+    finally:
+        handle.remove()
+
+
+def _at_queries(weights_BHTT: Tensor, batch: EncodedBatch) -> Tensor:
+    """(B,H,Q,T); padded questions take row 0, and are left out by the loss."""
+    index = batch.query.clamp(min=0)[:, None, :, None].expand(-1, weights_BHTT.shape[1], -1, weights_BHTT.shape[3])
+    return weights_BHTT.gather(2, index)
+
+
+def add_lora(hybrid: PreTrainedModel, rank: int) -> PreTrainedModel:
+    """LoRA on `in_proj` and `out_proj` of every mixer. The adapters join a branch, so that they train as new weights.
+
+    PEFT refuses Mamba's `out_proj` by the model type, since the fused kernel reads that weight itself; a hybrid's type
+    is not on that list, and without kernels the adapter is called.
+    """
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["in_proj", "out_proj"])
+    inject_adapter_in_model(config, hybrid)
+    adapters = [m for name, m in hybrid.named_modules() if name.endswith(("lora_A", "lora_B"))]
+    branch = next(m for m in hybrid.modules() if isinstance(m, SplicedAttention))
+    branch.adapters = nn.ModuleList(adapters)
+    return hybrid
+
+
+def build_transformer(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
+    """As many layers and as wide as the base, 4 heads with rotary positions; the MLP's width makes the sizes meet."""
+    size, width, layers = (sum(p.numel() for p in base.parameters()), base.config.hidden_size, _layers(base))
+
+    def build(intermediate: int) -> LlamaForCausalLM:
+        config = LlamaConfig(
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            intermediate_size=intermediate,
+            vocab_size=len(tokenizer),
+            max_position_embeddings=2048,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.eos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            tie_word_embeddings=True,
+        )
+        return LlamaForCausalLM(config)
+
+    with torch.device("meta"):
+        least = sum(p.numel() for p in build(1).parameters())
+    torch.manual_seed(seed)
+    return build(max(1, 1 + round((size - least) / (3 * width * layers))))
+
+
+def _layers(base: PreTrainedModel) -> int:
+    return int(base.config.num_hidden_layers)

@@ -34,7 +34,7 @@ class PlanError(SurgeryError):
 
 
 class ProbeError(SurgeryError):
-    """A probe cannot be made as asked: more pairs than values, a value of several tokens."""
+    """A probe cannot be made as asked: more pairs than values, choices that no token tells apart."""
 
 
 class RunError(SurgeryError):

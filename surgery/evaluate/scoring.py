@@ -13,23 +13,40 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.errors import ProbeError
+from surgery.evaluate.choices import paths_of, scored_choices
 from surgery.probes.documents import Document, EncodedBatch, encode
 
 
 @dataclass(frozen=True)
 class ChoiceScores:
-    """For each document: whether the gold choice won, and by how much, in logits."""
+    """For each document: whether the gold choice won, and by how much.
+
+    The margin is the gold choice's log-likelihood minus the best other's, which for choices of one token is the
+    difference of their logits.
+    """
 
     correct: Tensor
     margin: Tensor
 
 
 def choice_scores(logits_BV: Tensor, batch: EncodedBatch) -> ChoiceScores:
-    """Compares the gold choice with the best of the others, on the logits of each row's last question."""
-    last = (batch.gold >= 0).sum(1).clamp(min=1) - 1
-    rows = torch.arange(len(batch), device=logits_BV.device)
-    ids_BK, gold_B = batch.choice_ids[rows, last], batch.gold[rows, last]
+    """Compares the gold choice with the best of the others, on the logits of each row's last question.
+
+    Raises:
+        ProbeError: it takes more than the first token to tell them apart.
+    """
+    choices_BKC, gold_B = batch.last_question()
+    if bool((choices_BKC[..., 1:] >= 0).any()):
+        hint = "One step cannot score them, and neither can a gradient of one; evaluating and removing heads can."
+        raise ProbeError("choices", "several tokens each", hint)
+    ids_BK = choices_BKC[..., 0]
     scores_BK = logits_BV.float().gather(1, ids_BK.clamp(min=0)).masked_fill(ids_BK < 0, -math.inf)
+    return compared(scores_BK, gold_B)
+
+
+def compared(scores_BK: Tensor, gold_B: Tensor) -> ChoiceScores:
+    """The gold choice against the best of the others; -inf scores are of choices that a row does not have."""
     gold_scores_B = scores_BK.gather(1, gold_B[:, None])[:, 0]
     others_B = scores_BK.scatter(1, gold_B[:, None], -math.inf).amax(1)
     margin = gold_scores_B - others_B
@@ -40,13 +57,21 @@ def choice_scores(logits_BV: Tensor, batch: EncodedBatch) -> ChoiceScores:
 def answer_choices(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], batch_size: int
 ) -> ChoiceScores:
-    """Each document's last question, scored over its choices by their first token. `lm_head` on the last token only."""
+    """Each document's last question, scored over its choices: `lm_head` on the last token only.
+
+    Where it takes several tokens to tell a batch's choices apart, they are decoded from the prompt's states.
+    """
     found = []
     for start in range(0, len(documents), batch_size):
         batch = encode(documents[start : start + batch_size], tokenizer, padding_side="left", until_answer=True)
         batch = batch.to(model.device)
-        output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, logits_to_keep=1)
-        found.append(choice_scores(output.logits[:, -1], batch))
+        paths = paths_of(batch)
+        if paths is None:
+            output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, logits_to_keep=1)
+            found.append(choice_scores(output.logits[:, -1], batch))
+        else:
+            _, gold_B = batch.last_question()
+            found.append(compared(scored_choices(model, batch, paths), gold_B))
     return ChoiceScores(torch.cat([f.correct for f in found]).cpu(), torch.cat([f.margin for f in found]).cpu())
 
 

@@ -140,7 +140,7 @@ def test_16_bit_models_subtract_in_32() -> None:
     model = pico_base().to(torch.bfloat16)
     sweep = Sweep(model, prompts((11, 11)))
     spec, head = sweep.specs[1], 2
-    own = sweep._contribution(spec, [head], "zero")
+    own = sweep._contribution(sweep.prompt, spec, [head], "zero")
     columns = structure_of(spec).weight_slices(spec, head).out
     weight = structure_of(spec).out_proj(mixer_of(model, spec)).weight.double()[:, columns]
     exact = sweep.trace.heads[spec.name].double()[..., columns] @ weight.T

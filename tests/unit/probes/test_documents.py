@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from surgery.errors import ProbeError
@@ -17,11 +17,12 @@ from surgery.probes.documents import (
     EncodedBatch,
     Question,
     Writer,
-    choice_token,
+    choice_tokens,
     draw,
     encode,
     rng_of,
     split_of,
+    told_apart,
 )
 from tests.pico import pico_tokenizer
 from tests.unit.probes.samples import ASKING, MAKERS, RETRIEVING, cut, sample, several_questions
@@ -172,48 +173,131 @@ def test_until_answer_refuses_a_document_without_a_question(task: str) -> None:
         encode(BATCHES[task], pico_tokenizer(), until_answer=True)
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte: numbers of the same first digit start with the same token."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(["<pad>", *alphabet])}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+def byte_tokenizer(*merges: tuple[str, str]) -> PreTrainedTokenizerFast:
+    """One token a byte but for the merges: numbers of the same first digit start with the same token."""
+    alphabet = ["<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(m) for m in merges)]
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=list(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>")
 
 
-def asked(answer: str, *others: str) -> Document:
+def asked(answer: str, *others: str, prompt: str = "Say:") -> Document:
     writer = Writer()
-    writer.add("Say:")
+    writer.add(prompt)
     span = writer.add(answer)
     return Document("made_up", writer.text, (Question(span, (answer, *others), 0),))
 
 
-def test_choices_that_start_with_the_same_token_are_refused() -> None:
-    with pytest.raises(ProbeError, match="same token"):
-        encode([asked("71", "80", "70")], byte_tokenizer())
-    with pytest.raises(ProbeError, match="same token"):
-        encode([asked("71", "80", "81")], byte_tokenizer())
+def looked_up(answer: str, *others: str) -> Document:
+    """Values that a line break ends, and a question for the first."""
+    writer = Writer()
+    start, _ = writer.add("a:")
+    value = writer.add(answer)
+    _, end = writer.add("\n")
+    for other in others:
+        writer.add(f"b:{other}\n")
+    span = writer.add(answer)
+    question = Question(span, (answer, *others), 0, segment=(start, end), value=value)
+    return Document("made_up", writer.text, (question,))
+
+
+def scored_by(batch: EncodedBatch, row: int = 0) -> list[str]:
+    """The text of the tokens that each choice of the last question is scored by."""
+    tokens_BKC, _ = batch.last_question()
+    return [byte_tokenizer().decode(choice[choice >= 0].tolist()) for choice in tokens_BKC[row]]
+
+
+def test_choices_are_scored_by_the_fewest_tokens_that_tell_them_apart() -> None:
+    def found(*values: str) -> list[str]:
+        return scored_by(encode([looked_up(*values)], byte_tokenizer()))
+
+    assert found("712", "80", "6") == ["7", "8", "6"]
+    assert found("712", "80", "723") == ["71", "80", "72"]
+    assert found("712", "80", "713", "6") == ["712", "80\n", "713", "6\n"]
+
+
+def test_a_value_that_begins_another_is_scored_with_its_end() -> None:
+    batch = encode([looked_up("7", "71", "70"), looked_up("71", "7", "42")], byte_tokenizer())
+    assert scored_by(batch) == ["7\n", "71", "70"]
+    assert scored_by(batch, 1) == ["71", "7\n", "42"]
+    assert torch.equal(batch.choice_ids, batch.choice_tokens[..., 0]) and batch.choice_rest.shape[-1] == 1
+
+
+def test_what_cannot_be_told_apart_is_refused() -> None:
+    """Nothing is known to end the shorter one; the same tokens twice."""
+    for first, other in (("7", "71"), ("71", "7"), ("71", "71")):
+        with pytest.raises(ProbeError, match="made_up choices"):
+            encode([asked(first, "80", other)], byte_tokenizer())
+    with pytest.raises(ProbeError, match="made_up choices"):
+        encode([looked_up("71", "80", "71")], byte_tokenizer())
+
+
+def test_told_apart_against_every_pair() -> None:
+    """No choice begins another, and with a token fewer two of them would be the same or one would begin another."""
+    rng = rng_of("told apart")
+    for _ in range(200):
+        numbers = [str(n) for n in rng.sample(range(1000), rng.randint(2, 9))]
+        choices = [tuple(map(int, n)) for n in numbers]
+        found = told_apart(choices, [(99,)] * len(choices))
+        depth = max(map(len, found))
+        whole = [(*choice, 99) for choice in choices]
+        assert found == [w[:depth] for w in whole]
+        assert all(a[: len(b)] != b for a, b in itertools.permutations(found, 2))
+        fewer = [w[: depth - 1] for w in whole]
+        assert any(a[: len(b)] == b for a, b in itertools.permutations(fewer, 2))
 
 
 def test_an_answer_of_several_tokens_is_marked_whole() -> None:
     batch = encode([asked("71", "80")], byte_tokenizer())
     assert batch.answers[0].tolist() == [False] * 4 + [True] * 2
     assert batch.query.tolist() == [[3]]
-    assert batch.choice_ids[0, 0].tolist() == [choice_token(byte_tokenizer(), c) for c in ("7", "8")]
+    assert scored_by(batch) == ["7", "8"]
+
+
+@pytest.mark.parametrize("trim", [False, True])
+def test_an_answer_that_does_not_begin_with_a_token_is_refused(trim: bool) -> None:
+    """Whether the tokenizer's offsets show the space that a token holds, or leave it out."""
+    tokenizer = byte_tokenizer(("Ġ", "7"))
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
+    with pytest.raises(ProbeError, match="last of the prompt"):
+        encode([asked("7", "8", prompt="Say: ")], tokenizer)
+    assert len(encode([asked("8", "9", prompt="Say: ")], tokenizer)) == 1
+    assert scored_by(encode([asked("7", "8", prompt="Say:")], tokenizer)) == ["7", "8"]
+
+
+def test_a_token_of_several_characters_of_the_prompt_is_refused_too() -> None:
+    tokenizer = byte_tokenizer(("y", ":"), ("a", "y:"), ("ay:", "7"))
+    with pytest.raises(ProbeError, match="ay:7"):
+        encode([asked("7", "8")], tokenizer)
+
+
+def test_choices_are_tokenized_as_they_stand_after_the_prompt() -> None:
+    """Some tokenizers put a space before every text: it would be the first token of every choice."""
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend(" ")
+    batch = encode([asked("71", "80")], tokenizer)
+    assert scored_by(batch) == ["7", "8"]
+    assert batch.choice_ids[0, 0, 0] == batch.target[0, 0]
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    return tuple(pico_tokenizer()(text, add_special_tokens=False)["input_ids"])
 
 
 @pytest.mark.parametrize("name", ASKING)
 def test_choices_of_a_task_have_distinct_first_tokens(name: str) -> None:
     texts = {choice for document in sample(name, 60) for question in document.questions for choice in question.choices}
-    starts = {text: choice_token(pico_tokenizer(), text) for text in texts}
+    starts = {text: choice_tokens(ids_of, text)[0] for text in texts}
     for document in sample(name, 60):
         for question in document.questions:
             assert len({starts[c] for c in question.choices}) == len(question.choices)
+    assert encode(sample(name, 60), pico_tokenizer()).choice_rest.shape[-1] == 0
 
 
 def test_a_choice_without_a_token_is_refused() -> None:
     with pytest.raises(ProbeError, match="choice"):
-        choice_token(pico_tokenizer(), "")
+        choice_tokens(ids_of, "")
 
 
 def test_moving_and_slicing_keep_every_field() -> None:

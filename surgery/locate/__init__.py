@@ -21,7 +21,7 @@ from surgery.heads import HeadId, HeadSet, Interval, Role, ScoredGroup, ScoredHe
 from surgery.locate.backup import backups, pairs, together, without_over
 from surgery.locate.choose import RANKED_BY, Candidate, better_read, choose, rank
 from surgery.locate.measure import COLUMNS, ESTIMATES, REMOVALS, Item, columns_of, items_of, measure
-from surgery.locate.prompts import Prompts
+from surgery.locate.prompts import ROUNDING, Prompts
 from surgery.locate.search import rounds, survivors
 from surgery.locate.statistics import bootstrap_mean, holm, mcnemar, wilson
 from surgery.locate.sweep import READS, Sweep, Variant
@@ -32,7 +32,6 @@ from surgery.recipe import Locate, Splice
 from surgery.removal import Removal
 
 Progress = Callable[[int, int], None]
-_ROUNDING = 1e-3  # logits; what two exact computations of one margin may differ by
 _LEVEL = 0.05  # family-wise, over both role tests of all heads
 
 
@@ -256,7 +255,7 @@ def check_moved(table: Table) -> None:
     if not measured:
         return
     moved = np.nanmax(np.abs(table.margin(measured[0]) - table.clean_margin()))
-    if float(moved) < _ROUNDING:
+    if float(moved) < ROUNDING:
         hint = "Removing heads moves no logit: they are all zero, or a kernel bypasses the hooks."
         raise ModelError("locate", f"ablation at {measured[0]}", hint)
 

@@ -12,10 +12,10 @@ import numpy as np
 from surgery.errors import PlanError
 from surgery.heads import HeadId, Interval, MixerSpec, Reads, ScoredHead
 from surgery.locate.statistics import bootstrap_mean
+from surgery.locate.sweep import READS
 from surgery.probes.documents import rng_of
 from surgery.recipe import Locate, Splice
 
-READS: tuple[Reads, ...] = ("segment_end", "answer_token")
 Candidate = tuple[HeadId, Reads]
 # (candidates, those that read perfectly already) -> (candidates, N): what each gains, prompt by prompt.
 Gains = Callable[[Sequence[Candidate], Sequence[Candidate]], np.ndarray]

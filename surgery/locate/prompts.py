@@ -20,7 +20,7 @@ from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Locate
 
 R = TypeVar("R")
-_ROUNDING = 1e-3  # logits; what two exact computations of one margin may differ by
+ROUNDING = 1e-3  # logits; what two exact computations of one margin may differ by
 
 
 class Prompts:
@@ -106,6 +106,6 @@ class Prompts:
         """Measuring at the query needs a cached step that is the forward pass."""
         clean = sweep.clean.margin
         apart = float((sweep.at_query([Variant()])[0].margin - clean).abs().max())
-        if self._model.dtype == torch.float32 and apart > _ROUNDING * max(1.0, float(clean.abs().max())):
+        if self._model.dtype == torch.float32 and apart > ROUNDING * max(1.0, float(clean.abs().max())):
             hint = "Its cached decode step is not its forward pass (a finite time_step_limit does that)."
             raise ModelError("locate", f"{apart:.3g} logits apart", hint)

@@ -26,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from surgery.capture import Trace, from_mixer, hooked, record
 from surgery.errors import ModelError, ProbeError, RecipeError
+from surgery.evaluate.choices import arguments
 from surgery.evaluate.scoring import choice_scores
 from surgery.families import family_of, mixer_of, structure_of
 from surgery.gradients import factored, factored_output
@@ -250,7 +251,7 @@ def _removed(sweep: Sweep, spec: MixerSpec, naive: bool) -> Iterator[None]:
 
 def _logits(sweep: Sweep) -> Tensor:
     """(B,V) at the query."""
-    inputs = sweep._inputs(sweep.batch.input_ids, sweep.mask)
+    inputs = arguments(sweep.model, sweep.batch.input_ids, sweep.mask)
     logits: Tensor = sweep.model(**inputs, use_cache=False, logits_to_keep=1).logits[:, -1]
     return logits
 

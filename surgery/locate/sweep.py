@@ -110,7 +110,7 @@ class Sweep:
         self.trace: Trace = self.prompt.trace
         with torch.no_grad():
             prefix = None if self.mask is None else self.mask[:, :-1]
-            inputs = self._inputs(batch.input_ids[:, :-1], prefix)
+            inputs = arguments(model, batch.input_ids[:, :-1], prefix)
             self.cache = getattr(model(**inputs, use_cache=True, logits_to_keep=1), self.cache_argument)
         query = replace(batch, input_ids=batch.input_ids[:, -1:], attention_mask=batch.attention_mask[:, -1:])
         self.query = replace(self.prompt, batch=query, past=batch.input_ids.shape[1] - 1)
@@ -142,16 +142,13 @@ class Sweep:
             logits, cache = self._run(part, 1, cache)
         return replace(part, trace=trace, cache=None if cache is None else snapshot(cache)), logits
 
-    def _inputs(self, input_ids: Tensor, mask: Tensor | None, past: int = 0) -> dict[str, Any]:
-        return arguments(self.model, input_ids, mask, past)
-
     def _run(self, part: Part, variants: int, cache: Cache | None = None, naive: bool = False) -> tuple[Tensor, Any]:
         """Logits at the last token of a part, repeated for the variants, and the cache where one is needed.
 
         (W*rows,U), of the tokens that are some prompt's choices; (W*rows,V) if `naive`, or if there are paths.
         """
         mask = None if part.mask is None else part.mask.repeat(variants, 1)
-        inputs = self._inputs(part.batch.input_ids.repeat(variants, 1), mask, part.past)
+        inputs = arguments(self.model, part.batch.input_ids.repeat(variants, 1), mask, part.past)
         if cache is not None:
             inputs[self.cache_argument] = cache
         keep = cache is not None or self.paths is not None

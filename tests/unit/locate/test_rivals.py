@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from surgery.capture import record
 from surgery.errors import ModelError, ProbeError, RecipeError
+from surgery.evaluate.choices import arguments
 from surgery.families import block_of, family_of, mixer_of, structure_of
 from surgery.heads import MixerSpec
 from surgery.locate import rivals
@@ -65,7 +66,7 @@ def changed(sweep: Sweep, spec: MixerSpec, module: nn.Module, change: Callable[[
 def whole_logits(sweep: Sweep, repeats: int = 1) -> Tensor:
     """(repeats*B,V) at the query, by whole passes of the model."""
     mask = None if sweep.mask is None else sweep.mask.repeat(repeats, 1)
-    inputs = sweep._inputs(sweep.batch.input_ids.repeat(repeats, 1), mask)
+    inputs = arguments(sweep.model, sweep.batch.input_ids.repeat(repeats, 1), mask)
     with torch.no_grad():
         return sweep.model(**inputs, use_cache=False).logits[:, -1].double()
 

@@ -3,6 +3,7 @@
 Owns: the order of the arms, their files, going on after an interruption. docs/EVIDENCE.md is written from the results.
 
     python bench/evidence.py               goes on with the first arm that has no result, to the last; then the report
+    python bench/evidence.py --only second the arms of one base; processes of different bases may share a folder
     python bench/evidence.py --report      the report alone, from the arms that are there
 
 Every arm is a file, `runs/evidence/arms/BASE-NAME_seedN.json`, written whole when the arm is done. It holds a hash of
@@ -17,6 +18,8 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -107,24 +110,16 @@ class Experiment:
             write_json(path, {"key": key, "base": base, "seed": seed, **choose(model, tokenizer, self.budget, seed)})
         return read_json(path)
 
-    def arms(self) -> Iterator[Arm]:
-        """All arms, the most important first; a base is made when its first arm is asked for."""
-        for family, base in (
-            (main_arms, SHIPPED),
-            (main_arms, SECOND),
-            (variant_arms, SHIPPED),
-            (variant_arms, SECOND),
-        ):
-            for seed in self.seeds:
+    def arms(self, only: str | None = None) -> Iterator[Arm]:
+        """All arms, or those of one base, the most important first; a base is made when its first arm is asked for."""
+        bases = [base for base in (SHIPPED, SECOND) if only in (None, base)]
+        for family in (main_arms, variant_arms, partial(every_site, each=2)):
+            for base, seed in product(bases, self.seeds):
                 yield from family(self.choices(base, seed), base, seed)
-        for base in (SHIPPED, SECOND):
-            for seed in self.seeds:
-                yield from every_site(self.choices(base, seed), base, seed, each=2)
-        for seed in self.seeds:
-            yield Arm(TRANSFORMER, "no-splice", seed)
-        for base in (SHIPPED, SECOND):
-            for seed in self.seeds:
-                yield from every_site(self.choices(base, seed), base, seed)
+        if only in (None, TRANSFORMER):
+            yield from (Arm(TRANSFORMER, "no-splice", seed) for seed in self.seeds)
+        for base, seed in product(bases, self.seeds):
+            yield from every_site(self.choices(base, seed), base, seed)
 
     def result(self, arm: Arm) -> dict[str, Any] | None:
         """What is on disk of this very arm."""
@@ -134,10 +129,10 @@ class Experiment:
         found: dict[str, Any] = read_json(path)
         return found if found["key"] == arm.identity(self.budget, self.model(arm.base)[2]) else None
 
-    def run(self, most: int | None = None) -> int:
-        """Runs the arms that have no result, `most` of them at most; returns how many it ran."""
+    def run(self, most: int | None = None, only: str | None = None) -> int:
+        """Runs the arms that have no result, `most` of them at most, of the base `only`; returns how many it ran."""
         prompts, ran = questions(self.budget), 0
-        for arm in self.arms():
+        for arm in self.arms(only):
             if ran == most:
                 break
             if self.result(arm) is not None:
@@ -216,6 +211,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "evidence")
     parser.add_argument("--report", action="store_true", help="write the report from the arms that are there")
     parser.add_argument("--most", type=int, help="run this many arms and stop")
+    parser.add_argument("--only", choices=(SHIPPED, SECOND, TRANSFORMER), help="run the arms of this base alone")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "EVIDENCE.md", help="figures go beside it")
     given = parser.parse_args(words)
     logging.set_verbosity_error()
@@ -223,7 +219,7 @@ def main(words: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     experiment = Experiment(given.folder)
     if not given.report:
-        experiment.run(given.most)
+        experiment.run(given.most, given.only)
     report(experiment, given.page)
     return 0
 

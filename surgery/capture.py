@@ -47,6 +47,15 @@ class Trace:
     below: dict[int, Tensor] = field(default_factory=dict)
     tuples: set[str | int] = field(default_factory=set)
 
+    def followed_by(self, other: Trace) -> Trace:
+        """This pass and the one that went on from it, as if they were one."""
+        streams = ("heads", "scan", "projected", "output", "below")
+        joined = {
+            name: {k: torch.cat([x, getattr(other, name)[k]], 1) for k, x in getattr(self, name).items()}
+            for name in streams
+        }
+        return Trace(**joined, tuples=self.tuples)
+
 
 class Hooks:
     """Forward hooks that are removed together, and that must all have fired.

@@ -39,6 +39,8 @@ class Prompts:
     ) -> None:
         self._model, self.tokenizer = model, tokenizer
         self._unchecked = bool({"query", "sharpen"} & set(section.methods))
+        at_query = {"query", "sharpen"} if section.fill == "zero" else {"sharpen"}
+        self._stepwise = set(section.methods) <= at_query and not section.backups
         self.passes = 0.0  # full forward passes of one prompt, by all processes
         self._documents: list[list[Document]] | None = None
         if batches is None:
@@ -96,11 +98,11 @@ class Prompts:
         return [share for share, _ in shares if share is not None]
 
     def _sweep(self, index: int) -> Sweep:
-        sweep = Sweep(self._model, self.batches[index].to(self._model.device))
+        batch = self.batches[index].to(self._model.device)
         if index == 0 and self._unchecked:  # by one process alone
-            self._check_decode(sweep)
+            self._check_decode(Sweep(self._model, batch[:2]))
             self._unchecked = False
-        return sweep
+        return Sweep(self._model, batch, stepwise=self._stepwise)
 
     def _check_decode(self, sweep: Sweep) -> None:
         """Measuring at the query needs a cached step that is the forward pass."""

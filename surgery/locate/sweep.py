@@ -87,14 +87,18 @@ class Sweep:
     Args:
         batch: left-padded prompts that end at the query (`encode(..., padding_side="left", until_answer=True)`).
         memory: bytes that the states or the residual streams of one folded pass may take; 512 MiB on a GPU. On a CPU
-            32 MiB, within its caches, took half the time of 512. The clean pass of the
-            batch comes on top: all layers' streams, about 4 * (D + 5 I) bytes a token and layer.
+            32 MiB, within its caches, took half the time of 512. The clean pass of the batch comes on top: all layers'
+            streams, about 4 * (D + 5 I) bytes a token and layer.
+        stepwise: the clean model takes the query as a decode step behind the other tokens. That is half the work where
+            only `at_query` is asked for; `without` gives the same but for rounding.
 
     Attributes:
         passes: what was run so far, in full forward passes of one prompt.
     """
 
-    def __init__(self, model: PreTrainedModel, batch: EncodedBatch, memory: int | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, batch: EncodedBatch, memory: int | None = None, stepwise: bool = False
+    ) -> None:
         self.model, self.batch = model, batch
         self.memory = memory or (2**29 if model.device.type == "cuda" else 2**25)
         self.passes = 0.0
@@ -106,21 +110,28 @@ class Sweep:
         self.tokens, self.narrow = _narrowed(batch)
         self.paths: Paths | None = paths_of(batch)
         with torch.no_grad():
-            self.clean: ChoiceScores = self._run_clean()
+            self.clean: ChoiceScores = self._run_clean(stepwise)
         self.trace: Trace = self.prompt.trace
-        with torch.no_grad():
-            prefix = None if self.mask is None else self.mask[:, :-1]
-            inputs = arguments(model, batch.input_ids[:, :-1], prefix)
-            self.cache = getattr(model(**inputs, use_cache=True, logits_to_keep=1), self.cache_argument)
-        query = replace(batch, input_ids=batch.input_ids[:, -1:], attention_mask=batch.attention_mask[:, -1:])
-        self.query = replace(self.prompt, batch=query, past=batch.input_ids.shape[1] - 1)
-        self.passes += 2.0 * len(batch) + self._path_passes()
         self._values: dict[tuple[str, Reads], Tensor] = {}
 
-    def _run_clean(self) -> ChoiceScores:
+    def _run_clean(self, stepwise: bool) -> ChoiceScores:
         """The clean model on the prompts and on the paths, and what it did there."""
         T, mask, paths = self.batch.input_ids.shape[1], self.mask, self.paths
-        self.prompt, logits = self._recorded(Part(self.batch, mask, 0, Trace(), None))
+        query = replace(
+            self.batch, input_ids=self.batch.input_ids[:, -1:], attention_mask=self.batch.attention_mask[:, -1:]
+        )
+        whole = Part(self.batch, mask, 0, Trace(), None)
+        self.query = replace(whole, batch=query, past=T - 1)
+        if stepwise:
+            with record(self.model, self.specs) as before:
+                self.cache = self._behind_query()
+            self.query, logits = self._recorded(self.query, expand_cache(self.cache, 1))
+            self.prompt = replace(whole, trace=before.followed_by(self.query.trace), cache=self.query.cache)
+        else:
+            self.prompt, logits = self._recorded(whole)
+            self.query = replace(self.query, trace=self.prompt.trace, cache=self.prompt.cache)
+            self.cache = self._behind_query()
+        self.passes += len(self.batch) * (1.0 if stepwise else 2.0) + self._path_passes()
         self.steps: list[Part] = []
         found = [logits]
         if paths is None or self.prompt.cache is None:
@@ -135,6 +146,13 @@ class Sweep:
             self.steps.append(part)
             found.append(logits)
         return self._score(found)[0]
+
+    def _behind_query(self) -> Cache:
+        """The clean model's states and keys where the query comes next."""
+        mask = None if self.mask is None else self.mask[:, :-1]
+        inputs = arguments(self.model, self.batch.input_ids[:, :-1], mask)
+        cache: Cache = getattr(self.model(**inputs, use_cache=True, logits_to_keep=1), self.cache_argument)
+        return cache
 
     def _recorded(self, part: Part, cache: Cache | None = None) -> tuple[Part, Tensor]:
         """The part with what the clean model did there, and its logits. `cache` goes on."""

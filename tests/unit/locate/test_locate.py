@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from importlib import import_module
 from typing import Any
 
@@ -306,7 +307,9 @@ class TestLocate:
         columns = ("query", "segment_end", "answer_token")
         for head in part.heads:
             assert set(head.scores) == {*columns, *(f"{c}_accuracy" for c in columns)}
-            assert all(head.scores[c] == whole[head.head].scores[c] for c in columns)
+            for c in columns:
+                same = asdict(head.scores[c]) == pytest.approx(asdict(whole[head.head].scores[c]), abs=1e-4)
+                assert same, "but for rounding: the clean query is a decode step too"
             assert head.role in ("aggregate", "neither")
         assert names(part.chosen) == names(part.heads)[:1] and len(part.heads) == 8
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
+from surgery.heads import Interval
 from surgery.locate import COLUMNS, locate
 from surgery.recipe import Locate, Splice
 from tests.pico import pico_family, pico_tokenizer
 
 CONTEXT = {"ablation", "context"}
+
+
+def agree(one: Interval, other: Interval) -> bool:
+    """But for rounding: at the query alone the clean model takes it as a decode step too."""
+    return asdict(one) == pytest.approx(asdict(other), abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["mamba2", "bamba"])
@@ -20,7 +28,7 @@ def test_columns_at_the_query_are_the_same(name: str) -> None:
     for full, part in zip(whole.heads, query.heads, strict=True):
         assert full.head == part.head
         assert {c for c in full.scores if c in COLUMNS} - {c for c in part.scores if c in COLUMNS} == CONTEXT
-        assert all(full.scores[column] == part.scores[column] for column in part.scores)
+        assert all(agree(full.scores[column], part.scores[column]) for column in part.scores)
     assert {head.role for head in query.heads} <= {"aggregate", "neither"}
     assert [head.head for head in query.chosen] == [head.head for head in whole.chosen]
 

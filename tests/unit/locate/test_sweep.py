@@ -109,6 +109,23 @@ def test_a_set_at_the_query_is_the_decode_step(make: Any) -> None:
     assert_same(sweep.without(SETS, Removal("query")), sweep.at_query([Variant(ablate=tuple(s)) for s in SETS]))
 
 
+@every_model
+@every_batch
+def test_one_pass_and_a_step_equal_two_passes(lengths: tuple[int, ...], make: Any) -> None:
+    """The clean query as a decode step; the recorded streams are those of the whole pass."""
+    whole = sweep_of(make, lengths)
+    step = Sweep(whole.model, whole.batch, stepwise=True)
+    assert step.passes == whole.passes / 2
+    assert_same([step.clean], [whole.clean])
+    assert_same(step.at_query(SINGLE + COMBINED), whole.at_query(SINGLE + COMBINED))
+    assert_same(step.without(SETS), whole.without(SETS))
+    for name in ("heads", "scan", "projected", "output", "below"):
+        here, there = getattr(step.trace, name), getattr(whole.trace, name)
+        assert here.keys() == there.keys()
+        for key in here:
+            torch.testing.assert_close(here[key], there[key], atol=1e-4, rtol=1e-4)
+
+
 def test_the_tokens_that_are_meant() -> None:
     batch = prompts(BATCHES["padded"])
     everywhere, context, query = (tokens_of(batch, w) for w in ("everywhere", "context", "query"))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
 from surgery.changes import Change, Sweep
 from surgery.errors import RecipeError
@@ -263,6 +263,7 @@ class AnalysisRecipe(Section):
 class TinyMamba2(Section):
     """Shape of a small Mamba-2 that is pretrained here."""
 
+    kind: Literal["mamba2"] = "mamba2"
     hidden_size: Positive = 128
     num_hidden_layers: Positive = 4
     head_dim: Positive = 32
@@ -287,12 +288,40 @@ class TinyMamba2(Section):
         return value
 
 
+class TinyTransformer(Section):
+    """Shape of a small Transformer (Llama's class) that is pretrained here, to be a teacher."""
+
+    kind: Literal["llama"]
+    hidden_size: Positive = 128
+    num_hidden_layers: Positive = 4
+    num_attention_heads: Positive = 4
+    num_key_value_heads: Positive = 4
+    intermediate_size: Positive = 256
+    vocab_size: int = Field(1024, ge=300, le=2000, description="Entries of the tokenizer, at most.")
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> TinyTransformer:
+        if self.hidden_size % self.num_attention_heads or self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError("num_attention_heads must divide hidden_size, and num_key_value_heads the heads")
+        return self
+
+
+def _kind(value: Any) -> str:
+    """A model is a Mamba-2 if nothing is said."""
+    return str(value.get("kind", "mamba2") if isinstance(value, dict) else getattr(value, "kind", "mamba2"))
+
+
+TinyModel = Annotated[
+    Annotated[TinyMamba2, Tag("mamba2")] | Annotated[TinyTransformer, Tag("llama")], Discriminator(_kind)
+]
+
+
 class PretrainRecipe(Section):
     """How a small checkpoint of this repository was made."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     seed: Seed = 0
-    model: TinyMamba2 = TinyMamba2()
+    model: TinyModel = TinyMamba2()
     train: Train
     evaluate: Evaluate = Evaluate()
 

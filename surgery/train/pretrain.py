@@ -15,12 +15,20 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import GenerationConfig, Mamba2Config, Mamba2ForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers import __version__ as transformers_version
 
 from surgery.errors import RunError
 from surgery.evaluate import evaluate, make_prompts
-from surgery.recipe import PretrainRecipe, TinyMamba2, to_yaml
+from surgery.recipe import PretrainRecipe, TinyMamba2, TinyTransformer, to_yaml
 from surgery.report.figures import training_curve
 from surgery.rundir import new_folder, read_json, write_json, write_text
 from surgery.train import make_accelerator, train
@@ -29,13 +37,34 @@ from surgery.train.tokenizer import build_tokenizer
 Progress = Callable[[int, int, str], None]
 
 
-def build_model(shape: TinyMamba2, tokenizer: PreTrainedTokenizerBase, seed: int) -> Mamba2ForCausalLM:
-    """transformers' own class, seeded.
+def build_model(shape: TinyMamba2 | TinyTransformer, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    """transformers' own class, seeded."""
+    torch.manual_seed(seed)
+    return _mamba2(shape, tokenizer) if isinstance(shape, TinyMamba2) else _transformer(shape, tokenizer)
+
+
+def _transformer(shape: TinyTransformer, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+    """Rotary positions; contexts of 2,048 tokens."""
+    return LlamaForCausalLM(LlamaConfig(**shape.model_dump(exclude={"kind", "vocab_size"}), **_ids(tokenizer)))
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What a config takes from the tokenizer."""
+    return {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.eos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "tie_word_embeddings": True,
+    }
+
+
+def _mamba2(shape: TinyMamba2, tokenizer: PreTrainedTokenizerBase) -> Mamba2ForCausalLM:
+    """Mamba-2.
 
     Its initialisation (dt of 0.001 to 0.1, A of 1 to H) makes what a head reads from its state a hundredth of what the
     skip D passes on, and long runs make up for it. Here dt is larger and A smaller, so that short runs learn.
     """
-    torch.manual_seed(seed)
     config = Mamba2Config(
         hidden_size=shape.hidden_size,
         num_heads=2 * shape.hidden_size // shape.head_dim,
@@ -43,14 +72,10 @@ def build_model(shape: TinyMamba2, tokenizer: PreTrainedTokenizerBase, seed: int
         n_groups=shape.n_groups,
         state_size=shape.state_size,
         num_hidden_layers=shape.num_hidden_layers,
-        vocab_size=len(tokenizer),
         chunk_size=shape.chunk_size,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.eos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        tie_word_embeddings=True,
         time_step_min=shape.time_step[0],
         time_step_max=shape.time_step[1],
+        **_ids(tokenizer),
     )
     model = Mamba2ForCausalLM(config)
     low, high = (math.log(a) for a in shape.decay)
@@ -104,12 +129,12 @@ def pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None = N
         for extra in ("training.svg", "training.csv"):
             (new / extra).unlink()
         write_json(new / "scores.json", scores)
-        write_text(new / "README.md", base_card(recipe, scores, history, sum(p.numel() for p in model.parameters())))
+        write_text(new / "README.md", base_card(recipe, scores, history, model))
     shutil.rmtree(steps, ignore_errors=True)
 
 
 def base_card(
-    recipe: PretrainRecipe, scores: Mapping[str, Any], history: list[dict[str, float]], parameters: int
+    recipe: PretrainRecipe, scores: Mapping[str, Any], history: list[dict[str, float]], model: PreTrainedModel
 ) -> str:
     """README.md of the checkpoint: command, time, versions, accuracy by step."""
     front = {"library_name": "transformers", "pipeline_tag": "text-generation", "license": "apache-2.0"}
@@ -122,13 +147,17 @@ def base_card(
         rest = [f"{summary[t]['accuracy']:.3f}" for t in ("letter_choice", "closed_book")]
         lines.append(f"| {step} | {' | '.join(kv + rest)} | {summary['perplexity']:.3f} |")
     found = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers_version}
+    what = (
+        "It is small on purpose: its state holds a few pairs, so it has the retrieval gap of a large state-space model."
+        if isinstance(recipe.model, TinyMamba2)
+        else "It is the teacher of the small Mamba-2 that stands beside it: as wide, as deep, the same tokenizer."
+    )
     return (
         "---\n" + yaml.safe_dump(front, sort_keys=False) + "---\n\n"
         f"# {recipe.name}\n\n"
-        f"A Mamba-2 of {parameters:,} parameters (`Mamba2ForCausalLM`), trained from nothing on generated "
-        "text: KV-retrieval, letter choice, facts about invented people, plain sentences. It is small on "
-        "purpose: its state holds a few pairs, so it has the retrieval gap of a large state-space model. It is of no "
-        "use but to try the toolkit.\n\n"
+        f"{model.num_parameters():,} parameters (`{type(model).__name__}`), trained from nothing on generated text: "
+        f"KV-retrieval, letter choice, facts about invented people, plain sentences. {what} It is of no use but to try "
+        "the toolkit.\n\n"
         f"Made with `surgery pretrain` and the recipe below, seed {recipe.seed}, in "
         f"{minutes:.0f} minutes with {torch.get_num_threads()} threads ({json.dumps(found)}).\n\n"
         f"Accuracy on the evaluation split ({recipe.evaluate.examples} prompts each) by training step:\n\n"

@@ -49,7 +49,7 @@ real-shape: $(VENV)/.installed
 gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) bench/gpu.py $(GPU)
 
-## How much cheaper locating is than the paper's notebook, in one run: ratios. About a quarter of an hour on one core.
+## How much cheaper locating is than the paper's notebook, in one run: ratios. About twenty minutes on one core.
 bench: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python bench/locate.py $(BENCH)
 

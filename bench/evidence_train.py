@@ -40,9 +40,11 @@ class RowTrainer(Trainer):
     rows: Rows | None = None
     reads: tuple[tuple[Reads, ...], ...] = ()
 
-    def losses(self, model: torch.nn.Module, source: Source, batch: EncodedBatch) -> dict[str, Tensor]:
+    def losses(
+        self, model: torch.nn.Module, source: Source, batch: EncodedBatch, *given: Any, **named: Any
+    ) -> dict[str, Tensor]:
         """As the loop's, and the attention loss on documents that have something to read."""
-        terms = super().losses(model, source, batch)
+        terms = super().losses(model, source, batch, *given, **named)
         if self.rows is not None and bool((batch.answer_token >= 0).any()):
             terms["attention"] = attention_loss(self.rows(batch), self.reads, batch)
         return terms
@@ -115,5 +117,5 @@ def run_arm(
 def _last_losses(history: list[dict[str, float]]) -> dict[str, float]:
     """Mean of every loss over the last tenth of the steps."""
     last = history[-max(1, len(history) // 10) :]
-    names = [name for name in last[-1] if name not in ("step", "seconds")]
+    names = [name for name in last[-1] if name not in ("step", "seconds", "tokens")]
     return {name: round(sum(h[name] for h in last) / len(last), 5) for name in names}

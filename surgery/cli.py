@@ -19,7 +19,7 @@ from rich.table import Table
 from surgery import __version__
 from surgery.errors import SurgeryError
 from surgery.printing import Bars, out, print_analysis, print_heads, print_plan, print_results
-from surgery.recipe import AnalysisRecipe, Base, PretrainRecipe, Recipe, load_any, load_recipe, to_yaml
+from surgery.recipe import AnalysisRecipe, Base, PretrainRecipe, Recipe, load_any, load_recipe, shipped, to_yaml
 
 app = typer.Typer(
     help="Give a Mamba a memory: locate its retrieval heads, splice attention in there, train briefly, export.",
@@ -79,6 +79,22 @@ def _run(
         done.accelerator.end_training()
     finally:
         bars.stop()
+
+
+@app.command()
+def finetune(
+    hybrid: Annotated[str, typer.Argument(metavar="HYBRID", help="A hybrid: a checkpoint folder or a Hub id.")],
+    data: Annotated[str, typer.Argument(metavar="DATA", help="JSONL with prompt and answer, and answer_span or not.")],
+    overrides: Overrides = None,
+    first: Annotated[str | None, typer.Option("--from", help="Run this stage again, and begin there.")] = None,
+    last: Annotated[str | None, typer.Option("--to", help="Stop after this stage.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; load no weights.")] = False,
+    overwrite: Overwrite = False,
+    runs: Runs = Path("runs"),
+) -> None:
+    """Train a hybrid on your own data: `run` of recipes/finetune.yaml with both set."""
+    given = [f"base.model={json.dumps(hybrid)}", f"train.sources.0.data.path={json.dumps(data)}"]
+    _run(shipped("finetune"), [*given, *(overrides or ())], first, last, overwrite, runs, dry_run)
 
 
 def _stage_command(name: str, what: str) -> None:

@@ -5,6 +5,7 @@ Must never know: how it is printed, how a stage does its work.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,16 @@ from surgery.errors import ModelError
 from surgery.estimate import CacheBytes, MicroBatch, StepCost, cache_bytes, micro_batches, step_cost
 from surgery.families import family_of, geometry_of
 from surgery.families.runtime import shorten_chunks
-from surgery.heads import HeadId, HeadSet, ScoredHead, head_set_from_json
-from surgery.plan import make_plan, splice_field
-from surgery.recipe import Base, Hardware, Recipe
+from surgery.heads import HeadId, HeadSet, Plan, ScoredHead, head_set_from_json
+from surgery.plan import make_plan, plan_of_hybrid, splice_field
+from surgery.recipe import Base, Hardware, Recipe, Splice, as_base
 from surgery.rundir import RunDir, read_json
 from surgery.sizes import meta_model, sizes_of
-from surgery.stages import STAGES, Run
+from surgery.stages import STAGES
 from surgery.train import make_accelerator
 from surgery.train.tokenizer import build_tokenizer
+from surgery.training import TrainStage
+from surgery.workspace import Run
 
 LENGTHS = {"1k": 1024, "8k": 8 * 1024, "32k": 32 * 1024, "128k": 128 * 1024}
 GIB = 2**30
@@ -46,49 +49,67 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None) -> dict[str,
     """
     base, shapes_from = _at_hand(recipe.base, path)
     config = load_config(base)
-    heads = _located(recipe, folder)
-    teacher = load_config(_at_hand(recipe.splice.teacher.as_base, path)[0]) if recipe.splice.teacher else None
-    plan = make_plan(heads or _stand_in(recipe, config), config, recipe.splice, recipe.seed, teacher)
-    fields = splice_field(plan, config, recipe.splice, teacher)
+    plan, fields, heads_from = _planned(recipe, config, folder, path)
     plain = _as_loaded(meta_model(config, base.trust_remote_code), recipe.base)
     hybrid = _hybrid(config, fields, recipe.base)
     before, after = sizes_of(plain), sizes_of(hybrid)
     caches = {"base": _cache(cache_bytes(plain)), "hybrid": _cache(cache_bytes(hybrid))}
     tokenizer, counted_with = _tokenizer(recipe.base, may_ask=not shapes_from)
     processes = recipe.hardware.count
-    batches = micro_batches(recipe.train, recipe.seed, tokenizer, processes)
-    keeps = any(source.weights.keep > 0 for source in recipe.train.sources)
-    cost = step_cost(hybrid, plain if keeps else None, plan.grafts, recipe.train, batches)
-    trainable = sum(p.numel() for p in hybrid.parameters() if p.requires_grad)
+    costs, trainable = [], 0
+    for number, stage in enumerate(recipe.train.sequence):
+        batches = micro_batches(stage, recipe.seed, tokenizer, processes, recipe.train.micro_batch)
+        frozen = plain if stage.uses("keep") else None
+        costs.append((stage, batches, step_cost(hybrid, frozen, plan.grafts, recipe.train, batches, number)))
+        trainable = max(trainable, sum(p.numel() for p in hybrid.parameters() if p.requires_grad))
     return {
         "shapes_from": shapes_from,
         "heads": [str(h) for h in plan.heads],
-        "heads_from": "located" if heads else "listed" if recipe.splice.heads else "stand-in",
+        "heads_from": heads_from,
         "sites": fields,
         "parameters": before.parameters,
         "new_parameters": after.new_parameters,
         "trainable_parameters": trainable,
         "cache": caches,
-        **_training(recipe, cost, batches, counted_with),
-        "fits": _fits(cost, recipe.hardware),
+        **_training(recipe, costs, counted_with),
+        "fits": _fits(max((cost for _, _, cost in costs), key=lambda c: c.memory.total), recipe.hardware),
     }
 
 
-def _training(recipe: Recipe, cost: StepCost, batches: tuple[MicroBatch, ...], counted_with: str) -> dict[str, Any]:
-    """Steps, tokens, FLOPs and memory; the run's are those of all arms that train."""
-    processes, steps = recipe.hardware.count, recipe.train.steps
-    arms = 2 if recipe.train.has_control else 1
-    rows, columns = batches[cost.largest].shape
-    tokens, flops = round(cost.tokens * processes), cost.flops * processes
+def _planned(
+    recipe: Recipe, config: PreTrainedConfig, folder: Path, path: Path | None
+) -> tuple[Plan, list[dict[str, Any]], str]:
+    """The plan, the config field it makes, and where its heads are from."""
+    if recipe.splice is None:
+        return plan_of_hybrid(config, recipe.base.model), config.splice, "in the hybrid"
+    heads = _located(recipe, folder)
+    teacher = load_config(_at_hand(as_base(recipe.splice.teacher), path)[0]) if recipe.splice.teacher else None
+    plan = make_plan(heads or _stand_in(recipe, recipe.splice, config), config, recipe.splice, recipe.seed, teacher)
+    said = "located" if heads else "listed" if recipe.splice.heads else "stand-in"
+    return plan, splice_field(plan, config, recipe.splice, teacher), said
+
+
+def _training(
+    recipe: Recipe, costs: Sequence[tuple[TrainStage, tuple[MicroBatch, ...], StepCost]], counted_with: str
+) -> dict[str, Any]:
+    """Steps, tokens, FLOPs and memory; the run's are those of all arms that train, a step's those of the largest."""
+    processes = recipe.hardware.count
+    arms = 2 if recipe.has_control else 1
+    stage, batches, worst = max(costs, key=lambda found: found[2].memory.total)
+    rows, columns = batches[worst.largest].shape
+    lengths = [stage.num_steps for stage, _, _ in costs]
+    tokens = [round(cost.tokens * processes) for _, _, cost in costs]
+    flops = [cost.flops * processes for _, _, cost in costs]
+    documents = sum(sum(micro.rows for micro in found) * n for (_, found, _), n in zip(costs, lengths, strict=True))
     return {
-        "steps": steps,
+        "steps": recipe.train.num_all_steps,
         "arms": arms,
-        "documents": steps * sum(source.rows for source in recipe.train.sources),
-        "tokens": {"step": tokens, "run": tokens * steps * arms},
+        "documents": round(documents * processes),
+        "tokens": {"step": max(tokens), "run": sum(t * n for t, n in zip(tokens, lengths, strict=True)) * arms},
         "tokens_counted_with": counted_with,
-        "flops": {"step": flops, "run": flops * steps * arms},
-        "largest": {"source": recipe.train.sources[cost.largest].task, "rows": rows, "tokens": columns},
-        "memory": {**asdict(cost.memory), "total": cost.memory.total},
+        "flops": {"step": max(flops), "run": sum(f * n for f, n in zip(flops, lengths, strict=True)) * arms},
+        "largest": {"source": stage.sources[worst.largest].name, "rows": rows, "tokens": columns},
+        "memory": {**asdict(worst.memory), "total": worst.memory.total},
     }
 
 
@@ -105,14 +126,14 @@ def _cache(found: CacheBytes) -> dict[str, Any]:
     return {"state": found.state, "kv_per_token": found.per_token, **{k: found.at(n) for k, n in LENGTHS.items()}}
 
 
-def _stand_in(recipe: Recipe, config: PreTrainedConfig) -> HeadSet:
+def _stand_in(recipe: Recipe, splice: Splice, config: PreTrainedConfig) -> HeadSet:
     """The heads that the recipe lists, or the first ones around the middle layer."""
     sites = family_of(config).sites(config)
-    chosen = [HeadId.parse(h) for h in recipe.splice.heads]
+    chosen = [HeadId.parse(h) for h in splice.heads]
     if not chosen and sites:
         middle = sites[len(sites) // 2].layer
         near = sorted(sites, key=lambda spec: abs(spec.layer - middle))
-        chosen = [head for spec in near for head in spec.heads][: recipe.splice.num_heads]
+        chosen = [head for spec in near for head in spec.heads][: splice.num_heads]
     scored = tuple(ScoredHead(h, "neither", "answer_token", {}) for h in chosen)
     return HeadSet(recipe.base.model, "", geometry_of(config), (), scored, "stand-in", recipe.seed)
 

@@ -37,6 +37,10 @@ class ProbeError(SurgeryError):
     """A probe cannot be made as asked: more pairs than values, choices that no token tells apart."""
 
 
+class DataError(SurgeryError):
+    """Documents of the user's own cannot be used; the field names the file and its line, or the row."""
+
+
 class RunError(SurgeryError):
     """The run folder is in the way: it belongs to another recipe, or a stage's input is missing."""
 

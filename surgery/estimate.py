@@ -23,8 +23,10 @@ from surgery.meters import FusedAttention, Meter, PassCost, extrapolate, measure
 from surgery.probes.documents import EncodedBatch, encode
 from surgery.recipe import Source, Train
 from surgery.train import make_accelerator
-from surgery.train.data import step_documents
-from surgery.train.loop import Trainer, trainable
+from surgery.train.loop import Trainer
+from surgery.train.optim import trainable
+from surgery.train.userdata import open_source
+from surgery.training import TrainStage
 
 SAMPLED_STEPS = 4  # whose documents give the mean length
 SHORT = (
@@ -45,12 +47,14 @@ class MicroBatch:
         batch: documents of the largest size that the source draws.
         tokens: mean number of tokens a step, without padding.
         columns: mean length of the batch, padding included.
+        rows: mean number of documents a step; `batch` may hold fewer.
     """
 
     source: Source
     batch: EncodedBatch
     tokens: float
     columns: float
+    rows: float
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -60,22 +64,29 @@ class MicroBatch:
 
 
 def micro_batches(
-    section: Train, seed: int, tokenizer: PreTrainedTokenizerBase, processes: int = 1
+    stage: TrainStage, seed: int, tokenizer: PreTrainedTokenizerBase, processes: int = 1, at_once: int | None = None
 ) -> tuple[MicroBatch, ...]:
-    """The sources of a step, from the generators that training uses.
+    """The sources of a step, from the generators and files that training uses.
+
+    Args:
+        at_once: documents of a source that go through the model together, at most.
 
     Raises:
         ProbeError: the tokenizer cannot tell the choices of a probe apart.
     """
     found = []
-    for index, source in enumerate(section.sources):
+    for index, source in enumerate(stage.sources):
         high = source.pairs[1]
-        largest = source.model_copy(update={"pairs": (high, high)})
-        batch = encode(step_documents(largest, seed, index, 0)[::processes], tokenizer)
-        drawn = [step_documents(source, seed, index, step)[::processes] for step in range(SAMPLED_STEPS)]
+        largest = open_source(source.model_copy(update={"pairs": (high, high)}), tokenizer, seed, index)
+        batch = encode(largest.step(0)[::processes][:at_once], tokenizer)
+        stream = open_source(source, tokenizer, seed, index)
+        drawn = [stream.step(step)[::processes] for step in range(SAMPLED_STEPS)]
         masks = [encode(documents, tokenizer).attention_mask for documents in drawn]
-        tokens = sum(int(mask.sum()) for mask in masks) / SAMPLED_STEPS
-        found.append(MicroBatch(source, batch, tokens, sum(mask.shape[1] for mask in masks) / SAMPLED_STEPS))
+        tokens, columns, rows = (
+            sum(f(mask) for mask in masks) / SAMPLED_STEPS
+            for f in (lambda m: int(m.sum()), lambda m: m.shape[1], lambda m: m.shape[0])
+        )
+        found.append(MicroBatch(source, batch, tokens, columns, rows))
     return tuple(found)
 
 
@@ -126,14 +137,16 @@ def step_cost(
     grafts: tuple[Graft, ...],
     section: Train,
     batches: Sequence[MicroBatch],
+    number: int = 0,
 ) -> StepCost:
     """Runs every micro-batch of a step on the meta device.
 
     Args:
         model: on the meta device; what trains is marked and gets a gradient.
         base: the frozen base on the meta device, needed where a source gives `keep` a weight.
+        number: of the stage in `section.sequence`.
     """
-    trained = trainable(model, section)
+    trained = trainable(model, section.sequence[number])
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter)
     model.train()
@@ -153,7 +166,10 @@ def step_cost(
         activations=costs[largest].saved,
         temporaries=costs[largest].peak - costs[largest].saved,
     )
-    flops = sum(cost.flops * micro.columns / micro.shape[1] for cost, micro in zip(costs, batches, strict=True))
+    flops = sum(
+        cost.flops * micro.columns / micro.shape[1] * micro.rows / micro.shape[0]
+        for cost, micro in zip(costs, batches, strict=True)
+    )
     return StepCost(memory, largest, flops, sum(micro.tokens for micro in batches))
 
 
@@ -172,7 +188,7 @@ class _SourceCost:
 
 
 def _is_supervised(source: Source, grafts: tuple[Graft, ...]) -> bool:
-    return source.weights.attention > 0 and bool(grafts)
+    return source.weights.uses("attention") and bool(grafts)
 
 
 def _source_cost(
@@ -181,7 +197,7 @@ def _source_cost(
     """Model and losses one after the other: the model's scan may have to be extrapolated, the losses never."""
     body, outputs = runner.cost(micro, _is_supervised(micro.source, grafts))
     kept, kept_outputs = PassCost(0, 0, 0, 0, 0), None
-    if micro.source.weights.keep > 0:
+    if micro.source.weights.uses("keep"):
         assert frozen is not None
         with torch.no_grad():
             kept, kept_outputs = frozen.cost(micro, supervised=False)

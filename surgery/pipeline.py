@@ -12,15 +12,18 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
-from surgery.checkpoint import load_config
+from surgery.checkpoint import load_config, load_tokenizer
 from surgery.errors import PlanError, RecipeError, RunError
+from surgery.evaluate import held_out_documents
 from surgery.families import family_of
 from surgery.families.donors import donor_mixers
 from surgery.heads import HeadId
-from surgery.plan import check_in_range, check_not_spliced, check_splices
-from surgery.recipe import Recipe, to_yaml
-from surgery.stages import STAGE_NAMES, STAGES, Reporter, Run, Silent, Stage
+from surgery.plan import check_in_range, check_not_spliced, check_splices, plan_of_hybrid
+from surgery.recipe import Recipe, Splice, as_base, to_yaml
+from surgery.stages import Stage, stages_of
 from surgery.train import make_accelerator
+from surgery.train.userdata import open_source
+from surgery.workspace import Reporter, Run, Silent
 
 
 def run_pipeline(
@@ -42,29 +45,71 @@ def run_pipeline(
         RunError: an unknown stage, a folder of another recipe, an input that is missing.
         SurgeryError: what a stage raises.
     """
+    stages = stages_of(recipe)
+    known = [stage.name for stage in stages]
     for option, name in (("--from", first), ("--to", last)):
-        if name is not None and name not in STAGE_NAMES:
-            raise RunError(option, name, f"Stages are: {', '.join(STAGE_NAMES)}.")
-    begin = STAGE_NAMES.index(first) if first else 0
-    end = STAGE_NAMES.index(last) if last else len(STAGES) - 1
+        if name is not None and name not in known:
+            tuned = " The base is a hybrid already (splice: null)." if recipe.splice is None else ""
+            raise RunError(option, name, f"Stages are: {', '.join(known)}.{tuned}")
+    begin = known.index(first) if first else 0
+    end = known.index(last) if last else len(stages) - 1
     if begin > end:
         raise RunError("--to", last, f"It comes before {first}.")
     accelerator = make_accelerator()
     is_main = accelerator.is_main_process
-    names = tuple(stage.name for stage in STAGES[begin : end + 1])
+    chosen = stages[begin : end + 1]
+    names = tuple(stage.name for stage in chosen)
     run = Run(recipe, folder, accelerator, reporter if reporter is not None and is_main else Silent(), names)
     _look_first(run)
     if is_main:
-        _check_above(run, STAGES[:begin])
+        _check_above(run, stages[:begin])
         run.rundir.claim(to_yaml(recipe), overwrite)
     accelerator.wait_for_everyone()
-    for stage in STAGES[begin : end + 1]:
+    for stage in chosen:
         _run_stage(run, stage, forced=stage.name == first)
     return run
 
 
 def _look_first(run: Run) -> None:
-    """Everything about the base and the heads that can be refused before anything is written or measured."""
+    """Everything about models, heads and data that can be refused before anything is written or measured."""
+    if run.recipe.splice is None:
+        _look_at_hybrid(run)
+    else:
+        _look_at_base(run, run.recipe.splice)
+    run.tokenizer()
+    run.base()
+    if "train" in run.stages:
+        _look_at_data(run)
+
+
+def _look_at_hybrid(run: Run) -> None:
+    """The base is to be a hybrid, and the control a model like it without a splice."""
+    recipe = run.recipe
+    plan_of_hybrid(load_config(recipe.base), recipe.base.model)
+    if recipe.control is None:
+        return
+    try:
+        check_not_spliced(load_config(as_base(recipe.control)))
+    except PlanError:
+        hint = "It is a hybrid. The control is a model without a splice, such as the hybrid's own base."
+        raise PlanError("control.model", recipe.control.model, hint) from None
+    vocabularies = [load_tokenizer(base).get_vocab() for base in (recipe.base, as_base(recipe.control))]
+    if vocabularies[0] != vocabularies[1]:
+        hint = "Its tokenizer is not the hybrid's: the two cannot be trained on the same tokens."
+        raise RecipeError("control.model", recipe.control.model, hint)
+
+
+def _look_at_data(run: Run) -> None:
+    """The user's own data: every row, unless it is streamed; those that are held out, as far as they are asked."""
+    train, config = run.recipe.train, run.base().config
+    context, vocab_size = getattr(config, "max_position_embeddings", None), config.vocab_size
+    for source in [source for stage in train.sequence for source in stage.sources if source.data is not None]:
+        open_source(source, run.tokenizer(), run.recipe.seed, 0, context, vocab_size)
+    held_out_documents(train, run.tokenizer(), run.recipe.evaluate.examples, context, vocab_size)
+
+
+def _look_at_base(run: Run, splice: Splice) -> None:
+    """The base is to be one that can be spliced, as far as this call goes, and to have the heads that are asked for."""
     recipe = run.recipe
     config = load_config(recipe.base)
     check_not_spliced(config)
@@ -72,8 +117,6 @@ def _look_first(run: Run) -> None:
     if not alone:
         check_splices(config)
     if alone and not family_of(config).sites(config):
-        run.tokenizer()
-        run.base()
         return
     if not alone and "locate" in run.stages and "sharpen" not in recipe.locate.methods:
         hint = "Add sharpen: it says what the spliced head is to read. `surgery locate` alone does without."
@@ -81,15 +124,13 @@ def _look_first(run: Run) -> None:
     teacher = run.teacher_config()
     if teacher is not None:
         donor_mixers(teacher)
-    for head in map(HeadId.parse, recipe.splice.heads):
+    for head in map(HeadId.parse, splice.heads):
         check_in_range(head, config)
     heads = sum(spec.num_heads for spec in family_of(config).sites(config))
-    if recipe.splice.num_heads > heads:
-        raise PlanError("splice.num_heads", recipe.splice.num_heads, f"The model has {heads} heads.")
-    if recipe.splice.select == "sharpen" and recipe.splice.num_heads > recipe.locate.top_k:
-        raise PlanError("splice.num_heads", recipe.splice.num_heads, "Raise locate.top_k to at least that number.")
-    run.tokenizer()
-    run.base()
+    if splice.num_heads > heads:
+        raise PlanError("splice.num_heads", splice.num_heads, f"The model has {heads} heads.")
+    if splice.select == "sharpen" and splice.num_heads > recipe.locate.top_k:
+        raise PlanError("splice.num_heads", splice.num_heads, "Raise locate.top_k to at least that number.")
 
 
 def _check_above(run: Run, stages: tuple[Stage, ...]) -> None:

@@ -162,6 +162,10 @@ def _print_arms(title: str, arms: dict[str, Any]) -> None:
         table.add_column(name.replace("_", " "), justify="right")
     for pairs in next(iter(arms.values()))["kv_retrieval"]:
         table.add_row(f"KV, {pairs} pairs", *(f"{arm['kv_retrieval'][pairs]['accuracy']:.3f}" for arm in arms.values()))
+    for name, entry in next(iter(arms.values())).get("held_out", {}).items():
+        what, key = ("exact match", "accuracy") if "accuracy" in entry else ("perplexity", "perplexity")
+        label = f"{name}: {entry['n']} held out, {what}"
+        table.add_row(label, *(f"{arm['held_out'][name][key]:.3f}" for arm in arms.values()))
     for task in ("letter_choice", "option_text", "closed_book", "closed_book_seen"):
         table.add_row(task.replace("_", " "), *(f"{arm[task]['accuracy']:.3f}" for arm in arms.values()))
     for key in ("perplexity", "perplexity_seen"):

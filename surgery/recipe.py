@@ -18,13 +18,10 @@ from surgery.errors import RecipeError
 from surgery.heads import HeadId, Init, Mode, Unit
 from surgery.measures import NEEDS, Locate, Select
 from surgery.sections import Pairs, Positive, Section
+from surgery.training import Checkpoint, Optimizer, Source, Task, Train, Weights
 from surgery.yamlfile import read_mapping
 
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
-Weight = Annotated[float, Field(ge=0)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Rate = Annotated[float, Field(gt=0, le=1)]
-Task = Literal["kv_retrieval", "letter_choice", "option_text", "closed_book", "statement", "sentence"]
 
 
 class Base(Section):
@@ -40,12 +37,14 @@ class Base(Section):
     )
 
 
-class Teacher(Section):
+def as_base(given: Checkpoint) -> Base:
+    """The same checkpoint, as what loads one wants it."""
+    return Base(model=given.model, revision=given.revision, dtype=given.dtype)
+
+
+class Teacher(Checkpoint):
     """A Transformer whose attention is transplanted. It has to be as wide as the base."""
 
-    model: str = Field(description="Folder of a checkpoint, or its id on the Hub.")
-    revision: str | None = Field(None, description="Branch, tag or commit of a Hub id.")
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("float32", description="Of its weights in memory.")
     donors: dict[str, str] = Field(
         {},
         description="Its head for a head of the base, such as {L17H3: L17H24}; the one of the same name if not said.",
@@ -57,11 +56,6 @@ class Teacher(Section):
         for name in (*value, *value.values()):
             HeadId.parse(name)
         return value
-
-    @property
-    def as_base(self) -> Base:
-        """The same checkpoint, as what loads one wants it."""
-        return Base(model=self.model, revision=self.revision, dtype=self.dtype)
 
 
 class Splice(Section):
@@ -105,76 +99,6 @@ class Splice(Section):
         return self
 
 
-class Weights(Section):
-    """How much each objective counts on the documents of one source."""
-
-    answer: Weight = Field(0.0, description="Cross-entropy on the answers.")
-    attention: Weight = Field(0.0, description="Cross-entropy of the new head's attention at the gold position.")
-    keep: Weight = Field(0.0, description="KL to the frozen base, on every token.")
-    text: Weight = Field(0.0, description="Cross-entropy on every token.")
-
-
-class Source(Section):
-    """Documents that one generator contributes to every step."""
-
-    task: Task
-    rows: Positive = Field(description="Documents a step, over all processes.")
-    pairs: tuple[Pairs, Pairs] = Field((2, 16), description="kv_retrieval: pairs of a step are drawn from this range.")
-    questions: Positive = Field(1, description="kv_retrieval: questions a document, at most.")
-    half: Literal[0, 1] | None = Field(None, description="closed_book, statement, sentence: only this half of them.")
-    weights: Weights
-
-    @field_validator("pairs")
-    @classmethod
-    def _ordered(cls, value: tuple[int, int]) -> tuple[int, int]:
-        if value[0] > value[1]:
-            raise ValueError("the range is [low, high], with low <= high")
-        return value
-
-    @model_validator(mode="after")
-    def _weights_have_a_meaning(self) -> Source:
-        if not any(self.weights.model_dump().values()):
-            raise ValueError("every weight is 0; give it one, or leave the source out")
-        if self.weights.answer > 0 and self.task in ("statement", "sentence"):
-            raise ValueError(f"{self.task} has no answers; give `answer` weight 0")
-        if self.weights.attention > 0 and self.task not in ("kv_retrieval", "letter_choice"):
-            raise ValueError(f"{self.task} has nothing to read; give `attention` weight 0")
-        return self
-
-    @model_validator(mode="after")
-    def _half_has_a_meaning(self) -> Source:
-        if self.half is not None and self.task not in ("closed_book", "statement", "sentence"):
-            raise ValueError(f"{self.task} has no halves; leave `half` out")
-        return self
-
-
-class Optimizer(Section):
-    """AdamW, with one learning rate for the new heads and one for the rest."""
-
-    lr: Rate = Field(2e-3, description="Learning rate of the weights that the base had.")
-    new_heads_lr: Rate = Field(6e-3, description="Learning rate of the spliced heads.")
-    betas: tuple[Beta, Beta] = (0.9, 0.98)
-    weight_decay: Weight = 0.0
-    warmup: int = Field(20, ge=0, description="Steps of linear warm-up; a cosine to zero follows.")
-    max_grad_norm: float = Field(1.0, gt=0)
-
-
-class Train(Section):
-    """Brief training. The sources of a step are its micro-batches; their gradients add up."""
-
-    steps: Positive = 300
-    trains: Literal["all", "new_heads"] = Field("all", description="Which weights train.")
-    sources: tuple[Source, ...] = Field(min_length=1)
-    optimizer: Optimizer = Optimizer()
-    save_every: Positive = Field(50, description="Steps between checkpoints to resume from.")
-    no_splice: bool = Field(True, description="Also train the control: the base, for the same steps, no splice.")
-
-    @property
-    def has_control(self) -> bool:
-        """Whether a control is trained; where only new heads train, the base itself is the control."""
-        return self.no_splice and self.trains == "all"
-
-
 class Evaluate(Section):
     """Every arm on the same prompts."""
 
@@ -200,13 +124,20 @@ class Hardware(Section):
 
 
 class Recipe(Section):
-    """One operation, from a pretrained model to an exported hybrid."""
+    """One operation, from a pretrained model to an exported hybrid, or from a hybrid to one that is trained further."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Names the run folder, runs/NAME.")
     seed: Seed = 0
     base: Base
     locate: Locate = Locate()
-    splice: Splice = Splice()
+    splice: Splice | None = Field(
+        Splice(), description="What is spliced where; null where the base is a hybrid already, to be trained further."
+    )
+    control: Checkpoint | None = Field(
+        None,
+        description="With `splice: null`: a model without a splice that is trained alike, such as the hybrid's own "
+        "base. No control is trained if not said.",
+    )
     train: Train
     evaluate: Evaluate = Evaluate()
     export: Export = Export()
@@ -214,10 +145,26 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _choice_is_measured(self) -> Recipe:
-        needed = NEEDS.get(self.splice.select)
-        if needed is not None and needed not in self.locate.methods:
+        needed = NEEDS.get(self.splice.select) if self.splice is not None else None
+        if self.splice is not None and needed is not None and needed not in self.locate.methods:
             raise ValueError(f"splice.select: {self.splice.select} needs {needed} among locate.methods")
         return self
+
+    @model_validator(mode="after")
+    def _control_is_the_base(self) -> Recipe:
+        if self.control is not None and self.splice is not None:
+            raise ValueError("`control` goes with `splice: null`; with a splice the base itself is the control")
+        return self
+
+    @property
+    def has_control(self) -> bool:
+        """Whether a control is trained: the base, or with `splice: null` the model that is named."""
+        return self.train.has_control and (self.splice is not None or self.control is not None)
+
+    @property
+    def teacher(self) -> Teacher | None:
+        """Whose attention is transplanted, if any."""
+        return self.splice.teacher if self.splice is not None else None
 
 
 class AnalysisRecipe(Section):
@@ -327,7 +274,7 @@ class PretrainRecipe(Section):
 
     @model_validator(mode="after")
     def _nothing_to_keep(self) -> PretrainRecipe:
-        if any(s.weights.keep or s.weights.attention for s in self.train.sources):
+        if self.train.uses("keep", "attention", "mixing"):
             raise ValueError("a model that is made from nothing has no base to keep and no new head: weights 0")
         return self
 
@@ -342,6 +289,19 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: type[R] =
         RecipeError: no such file, not YAML, duplicate or unknown key, wrong type, bad value; names the key.
     """
     return check_recipe(read_mapping(Path(path), overrides), kind)
+
+
+def shipped(name: str) -> Path:
+    """The file of a recipe that a command runs by itself: in the installed package, or in `recipes/` of a checkout.
+
+    Raises:
+        RecipeError: it is in neither place.
+    """
+    package = Path(__file__).parent
+    for folder in (package / "recipes", package.parent / "recipes"):
+        if (folder / f"{name}.yaml").is_file():
+            return folder / f"{name}.yaml"
+    raise RecipeError("recipe", name, "The installation lacks it. Install ssm-surgery again.")
 
 
 AnyRecipe = Recipe | PretrainRecipe | AnalysisRecipe
@@ -381,3 +341,10 @@ def check_recipe(data: dict[str, Any], kind: type[R] = Recipe) -> R:  # type: ig
 def to_yaml(recipe: AnyRecipe) -> str:
     """The recipe in full, defaults included."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
+
+
+__all__ = [
+    "AnalysisRecipe", "Base", "Change", "Checkpoint", "Evaluate", "Export", "Hardware", "Locate", "Optimizer",
+    "PretrainRecipe", "Recipe", "Source", "Splice", "Sweep", "Task", "Teacher", "TinyMamba2", "TinyTransformer",
+    "Train", "Weights", "as_base", "check_recipe", "load_any", "load_recipe", "shipped", "to_yaml",
+]  # fmt: skip

@@ -9,126 +9,34 @@ import platform
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate import __version__ as accelerate_version
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 
 from surgery import __version__
 from surgery.card import model_card, public_name, public_recipe
-from surgery.checkpoint import load_config, load_model, load_tokenizer, revision_of
-from surgery.evaluate import Arm, compare, evaluate, make_prompts
+from surgery.evaluate import Arm, compare, evaluate, held_out_documents, make_prompts
 from surgery.export import export
 from surgery.families import family_of
-from surgery.heads import HeadSet, Plan, head_set_from_json, plan_from_json, to_json
+from surgery.heads import HeadSet, to_json
 from surgery.locate import COLUMNS, locate
 from surgery.locate.hidden import prompt_attention
 from surgery.plan import make_plan
 from surgery.probes.documents import encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
-from surgery.recipe import Base, Recipe, to_yaml
+from surgery.recipe import Recipe, to_yaml
 from surgery.report.figures import accuracy_by_pairs, attention_map, head_maps, training_curve
 from surgery.report.page import PromptAttention, write_csv, write_page
-from surgery.rundir import RunDir, digest, fingerprint, new_folder, read_json, write_json
+from surgery.rundir import digest, fingerprint, new_folder, read_json, write_json
 from surgery.splice import splice, step_zero_gap
 from surgery.train import train
-
-
-class Reporter(Protocol):
-    """Where progress goes; the CLI draws it."""
-
-    def start(self, stage: str, what: str) -> None: ...
-
-    def progress(self, done: int, total: int, note: str = "") -> None: ...
-
-    def finish(self, stage: str, seconds: float) -> None: ...
-
-    def skip(self, stage: str, why: str) -> None: ...
-
-
-class Silent:
-    """No progress: for the Python API and for ranks other than 0."""
-
-    def start(self, stage: str, what: str) -> None:
-        """Ignores it."""
-
-    def progress(self, done: int, total: int, note: str = "") -> None:
-        """Ignores it."""
-
-    def finish(self, stage: str, seconds: float) -> None:
-        """Ignores it."""
-
-    def skip(self, stage: str, why: str) -> None:
-        """Ignores it."""
-
-
-@dataclass
-class Run:
-    """One recipe in one folder; `stages` are those that this call goes through."""
-
-    recipe: Recipe
-    folder: Path
-    accelerator: Accelerator
-    reporter: Reporter = field(default_factory=Silent)
-    stages: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        self.rundir = RunDir(self.folder)
-        self._base: PreTrainedModel | None = None
-        self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._revision: str | None = None
-
-    def revision(self) -> str:
-        """What identifies the base, its tokenizer and the teacher; their files are hashed once."""
-        if self._revision is None:
-            teacher = self.recipe.splice.teacher
-            given = revision_of(teacher.as_base) if teacher else ""
-            self._revision = revision_of(self.recipe.base) + (f"+{given}" if given else "")
-        return self._revision
-
-    def base(self) -> PreTrainedModel:
-        """The pretrained model, loaded once; never trained."""
-        if self._base is None:
-            self._base = load_model(self.recipe.base).to(self.accelerator.device)
-        return self._base
-
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The base's tokenizer, loaded once."""
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.recipe.base)
-        return self._tokenizer
-
-    def teacher(self) -> PreTrainedModel | None:
-        """Whose attention is transplanted, if any."""
-        teacher = self.recipe.splice.teacher
-        return load_model(teacher.as_base).to(self.accelerator.device) if teacher else None
-
-    def teacher_config(self) -> PreTrainedConfig | None:
-        """Its config alone."""
-        teacher = self.recipe.splice.teacher
-        return load_config(teacher.as_base) if teacher else None
-
-    def model(self, name: str) -> PreTrainedModel:
-        """A model that a stage has saved in the run folder."""
-        return load_model(Base(model=str(self.folder / name), dtype="auto")).to(self.accelerator.device)
-
-    def heads(self) -> HeadSet:
-        """What `locate` wrote."""
-        return head_set_from_json(read_json(self.folder / "heads.json"))
-
-    def plan(self) -> Plan:
-        """What `plan` wrote."""
-        return plan_from_json(read_json(self.folder / "plan.json"))
-
-    def save(self, model: PreTrainedModel, name: str) -> None:
-        """Writes a model folder whole; loads without remote code where `surgery.hybrid` is imported."""
-        with new_folder(self.folder / name) as folder:
-            model.save_pretrained(folder)
+from surgery.workspace import Run
 
 
 @dataclass(frozen=True)
@@ -158,17 +66,21 @@ class Stage:
         recipe = run.recipe.model_dump(mode="json")
         for unused in ("no_splice", "save_every"):
             recipe["train"].pop(unused)
-        recipe["train"]["control"] = run.recipe.train.has_control and self.name in ("control", "evaluate", "export")
+        recipe["train"]["control"] = run.recipe.has_control and self.name in ("control", "evaluate", "export")
         parts = {}
         for part in ("seed", *self.sections):
             section, _, name = part.partition(".")
             parts[part] = recipe[section][name] if name else recipe[section]
+        if "control" in parts:
+            parts["control revision"] = run.control_revision
+        if "train" in parts and run.data_revision:
+            parts["data revision"] = run.data_revision
         inputs = {r: digest(run.folder / r) for r in self.reads}
-        return fingerprint([self.name, self.version, run.revision(), parts, inputs])
+        return fingerprint([self.name, self.version, run.revision, parts, inputs])
 
     def outputs(self, run: Run) -> list[Path]:
         """The files and folders that it leaves for this recipe."""
-        control = _CONTROL if self.name == "control" and run.recipe.train.has_control else ()
+        control = _CONTROL if self.name == "control" and run.recipe.has_control else ()
         return [run.folder / name for name in (*self.writes, *control)]
 
 
@@ -177,6 +89,7 @@ _CONTROL = ("no_splice", "no_splice_training.json", "figures/no_splice_training"
 
 def _locate(run: Run, key: str) -> None:
     recipe = run.recipe
+    assert recipe.splice is not None
     heads = locate(
         run.base(),
         run.tokenizer(),
@@ -184,7 +97,7 @@ def _locate(run: Run, key: str) -> None:
         recipe.splice,
         recipe.seed,
         public_name(recipe.base.model),
-        run.revision(),
+        run.revision,
         run.reporter.progress,
     )
     if not run.accelerator.is_main_process:
@@ -207,7 +120,9 @@ def _what_heads_read(run: Run, heads: HeadSet) -> PromptAttention:
 
 
 def _plan(run: Run, key: str) -> None:
-    plan = make_plan(run.heads(), run.base().config, run.recipe.splice, run.recipe.seed, run.teacher_config())
+    heads = run.heads()
+    assert heads is not None
+    plan = make_plan(heads, run.base().config, run.recipe.splice, run.recipe.seed, run.teacher_config())
     write_json(run.folder / "plan.json", to_json(plan))
 
 
@@ -227,41 +142,46 @@ def _sample(run: Run, count: int, pairs: int = 0) -> Any:
 
 
 def _train(run: Run, key: str) -> None:
-    _train_arm(run, key, run.model("spliced"), run.plan(), "trained", "training")
+    _train_arm(run, key, run.untrained(), run.base, "trained", "training")
 
 
 def _control(run: Run, key: str) -> None:
-    if run.recipe.train.has_control:
-        _train_arm(run, key, load_model(run.recipe.base), None, "no_splice", "no_splice_training")
+    if run.recipe.has_control:
+        # It keeps what it knew itself.
+        kept = run.base if run.recipe.splice is not None else run.untrained_control
+        _train_arm(run, key, run.untrained_control(), kept, "no_splice", "no_splice_training")
     elif run.accelerator.is_main_process:
         for name in _CONTROL:
             path = run.folder / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def _train_arm(run: Run, key: str, model: PreTrainedModel, plan: Plan | None, name: str, curve: str) -> None:
-    """Trains one arm from the newest checkpoint of this very key; writes the model and its losses."""
+def _train_arm(
+    run: Run, key: str, model: PreTrainedModel, kept: Callable[[], PreTrainedModel], name: str, curve: str
+) -> None:
+    """Trains one arm from the newest checkpoint of this very key; writes the model and its losses.
+
+    Args:
+        kept: loads the frozen model for the objective `keep`.
+    """
     section, steps = run.recipe.train, run.folder / "steps"
     mine = steps / key[:16]
     if run.accelerator.is_main_process and steps.is_dir():
         for other in steps.iterdir():
             if other != mine:
                 shutil.rmtree(other)
-    keeps = any(source.weights.keep > 0 for source in section.sources)
-
-    def on_step(step: int, losses: dict[str, float]) -> None:
-        run.reporter.progress(step, section.steps, f"loss {losses['loss']:.3f}")
-
     history = train(
         model,
         run.tokenizer(),
         section,
-        plan,
-        run.base() if keeps else None,
+        run.plan(),
+        kept() if section.uses("keep") else None,
         run.recipe.seed,
         mine,
         run.accelerator,
-        on_step,
+        _Watch(run, model, name),
+        control=name == "no_splice",
+        outputs=run.folder,
     )
     if run.accelerator.is_main_process:
         run.save(model, name)
@@ -271,12 +191,36 @@ def _train_arm(run: Run, key: str, model: PreTrainedModel, plan: Plan | None, na
         shutil.rmtree(steps, ignore_errors=True)
 
 
+class _Watch:
+    """Draws the progress of a training, and looks at held-out KV accuracy every so often."""
+
+    def __init__(self, run: Run, model: PreTrainedModel, name: str) -> None:
+        self.run, self.model, self.name = run, model, name
+        self.accuracy = ""
+        self._recent: list[tuple[float, float]] = []
+
+    def __call__(self, step: int, losses: dict[str, float]) -> None:
+        section, recipe = self.run.recipe.train, self.run.recipe
+        if section.check_every and step % section.check_every == 0 and self.run.accelerator.is_main_process:
+            pairs = (recipe.locate.pairs,)
+            few = recipe.evaluate.model_copy(update={"pairs": pairs, "examples": 64, "sentences": 1})
+            arm = evaluate(self.model, self.run.tokenizer(), few, recipe.seed + 1)
+            self.model.train()
+            self.accuracy = f", KV {arm.summary['kv_retrieval'][str(pairs[0])]['accuracy']:.2f}"
+        self._recent = [*self._recent[-9:], (losses["tokens"], losses["seconds"])]
+        tokens, seconds = (sum(column) for column in zip(*self._recent, strict=True))
+        parts = " ".join(f"{k} {v:.3f}" for k, v in losses.items() if k not in ("step", "tokens", "seconds"))
+        note = f"{parts}{self.accuracy}, {tokens / max(seconds, 1e-9):.0f} tokens/s"
+        self.run.reporter.progress(step, section.num_all_steps, note)
+
+
 def _evaluate(run: Run, key: str) -> None:
     began = time.perf_counter()
     recipe = run.recipe
-    prompts = make_prompts(recipe.evaluate, recipe.seed)
+    held_out = held_out_documents(recipe.train, run.tokenizer(), recipe.evaluate.examples)
+    prompts = make_prompts(recipe.evaluate, recipe.seed, held_out)
     models: dict[str, Callable[[], PreTrainedModel]] = {"base": run.base}
-    if recipe.train.has_control:
+    if recipe.has_control:
         models["no_splice"] = lambda: run.model("no_splice")
     models["hybrid"] = lambda: run.model("trained")
     arms: dict[str, Arm] = {}
@@ -292,17 +236,19 @@ def _evaluate(run: Run, key: str) -> None:
 def _write_results(run: Run, arms: dict[str, Arm], began: float) -> None:
     recipe = run.recipe
     summaries = {name: arm.summary for name, arm in arms.items()}
-    trained = [source.pairs for source in recipe.train.sources if source.task == "kv_retrieval"]
+    sources = [source for stage in recipe.train.sequence for source in stage.sources]
+    trained = [source.pairs for source in sources if source.task == "kv_retrieval"]
     span = (min(p[0] for p in trained), max(p[1] for p in trained)) if trained else None
     with new_folder(run.folder / "figures" / "evaluate") as figures:
         accuracy_by_pairs({name: arm["kv_retrieval"] for name, arm in summaries.items()}, figures, span)
         _draw_attention(run, figures)
-    seconds = {name: (run.rundir.manifest(name) or {}).get("seconds", 0.0) for name in STAGE_NAMES[:5]}
+    before = [stage.name for stage in stages_of(recipe) if stage.name not in ("evaluate", "export")]
+    seconds = {name: (run.rundir.manifest(name) or {}).get("seconds", 0.0) for name in before}
     results = {
         "heads": [str(h) for h in run.plan().heads],
         "arms": summaries,
         "p_values": compare(arms, "base"),
-        "step_zero_gap": read_json(run.folder / "splice.json"),
+        "step_zero_gap": read_json(run.folder / "splice.json") if recipe.splice is not None else None,
         "seconds": {**seconds, "evaluate": round(time.perf_counter() - began, 2)},
         "seed": recipe.seed,
         "versions": versions(),
@@ -314,9 +260,10 @@ def _draw_attention(run: Run, figures: Path) -> None:
     """The first spliced head's attention from the query over one prompt, before and after training."""
     batch = _sample(run, 1, pairs=min(16, run.recipe.locate.pairs))
     plan, rows = run.plan(), {}
-    for label, name in (("before training", "spliced"), ("after training", "trained")):
+    before = run.base if run.recipe.splice is None else partial(run.model, "spliced")
+    for label, load in (("before training", before), ("after training", partial(run.model, "trained"))):
         with torch.no_grad():
-            output = run.model(name)(batch.input_ids, use_cache=False, splice_queries=batch.query)
+            output = load()(batch.input_ids, use_cache=False, splice_queries=batch.query)
         rows[label] = output.splice_attentions[0][0, 0, 0].cpu().numpy()
     tokens = [run.tokenizer().decode([i]) for i in batch.input_ids[0].tolist()]
     marks = {"segment end": batch.segment_end, "answer token": batch.answer_token, "query": batch.query}
@@ -370,4 +317,18 @@ STAGES: tuple[Stage, ...] = (
     Stage("export", "exporting", ("base", "locate", "splice", "train", "evaluate", "export"),
           ("trained", "results.json", "plan.json", "heads.json"), ("export",), _export),
 )  # fmt: skip
-STAGE_NAMES = tuple(stage.name for stage in STAGES)
+# Of a base that is a hybrid already: `splice: null`.
+TUNING: tuple[Stage, ...] = (
+    Stage("train", "training the hybrid", ("base", "train"), (), ("trained", "training.json", "figures/training"),
+          _train, together=True),
+    Stage("control", "training the control", ("base", "control", "train"), (), (), _control, together=True),
+    Stage("evaluate", "scoring every arm", ("base", "control", "train", "locate.pairs", "evaluate"),
+          ("trained", "no_splice"), ("results.json", "figures/evaluate"), _evaluate),
+    Stage("export", "exporting", ("base", "control", "splice", "train", "evaluate", "export"),
+          ("trained", "results.json"), ("export",), _export),
+)  # fmt: skip
+
+
+def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
+    """The stages that a recipe goes through, in order."""
+    return TUNING if recipe.splice is None else STAGES

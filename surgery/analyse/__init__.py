@@ -26,7 +26,7 @@ from surgery.evaluate import Arm, Prompts, compare, evaluate, make_prompts
 from surgery.families import family_of
 from surgery.locate.statistics import holm, mcnemar, wilson
 from surgery.procedures import altered
-from surgery.recipe import AnalysisRecipe, to_yaml
+from surgery.recipe import AnalysisRecipe, as_base, to_yaml
 from surgery.report.figures import accuracy_by_pairs, tasks_by_arm, tasks_by_site
 from surgery.rundir import fingerprint, new_folder, read_json, write_json, write_text
 from surgery.splice import splice
@@ -51,7 +51,7 @@ def analyse(
         SurgeryError: what loading and scoring raise.
     """
     config = load_config(recipe.base)
-    teacher_config = load_config(recipe.teacher.as_base) if recipe.teacher else None
+    teacher_config = load_config(as_base(recipe.teacher)) if recipe.teacher else None
     sweeps, single = expand(recipe, config)
     for change in (*single, *(c for changes in sweeps.values() for c in changes)):
         check_change(change, config, recipe.teacher, teacher_config)
@@ -102,7 +102,7 @@ class _Table:
     def __init__(self, recipe: AnalysisRecipe, folder: Path) -> None:
         self.recipe, self.folder = recipe, folder / "arms"
         self.revision = revision_of(recipe.base)
-        self.given = revision_of(recipe.teacher.as_base) if recipe.teacher else ""
+        self.given = revision_of(as_base(recipe.teacher)) if recipe.teacher else ""
         self.prompts = make_prompts(recipe.evaluate, recipe.seed)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -117,7 +117,7 @@ class _Table:
     @cached_property
     def teacher(self) -> PreTrainedModel:
         assert self.recipe.teacher is not None
-        return load_model(self.recipe.teacher.as_base).to(self.device)  # type: ignore[arg-type]
+        return load_model(as_base(self.recipe.teacher)).to(self.device)  # type: ignore[arg-type]
 
     def arm(self, change: Change | None, tick: Callable[[int, int], None]) -> Arm:
         """Scored now, or as it was written by an analysis that was interrupted."""

@@ -45,7 +45,7 @@ _MORE_ARMS = (
 )
 _OBJECTIVES = {"loss": INK, "answer": BLUE, "attention": ORANGE, "keep": GREEN, "text": PURPLE}
 _MORE_COLOURS = ["#B8860B", "#56B4E9", GREY]
-_NOT_LOSSES = ("step", "seconds")
+_NOT_LOSSES = ("step", "seconds", "tokens", "kv_accuracy")
 _Curves = Mapping[str, NDArray[np.float64]]
 
 

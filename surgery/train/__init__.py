@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,10 +12,19 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.checkpoint import load_model, load_tokenizer, revision_of
 from surgery.errors import RunError
-from surgery.heads import Plan
-from surgery.recipe import Train
+from surgery.heads import Graft, Plan
+from surgery.recipe import Train, as_base
+from surgery.rundir import fingerprint
 from surgery.train.loop import OnStep, Trainer
+from surgery.train.steps import checkpoints
+from surgery.train.logits_cache import LogitsCache
+from surgery.train.teacher import Teacher, check_tokenizers
+from surgery.train.track import log, tracked
+from surgery.training import TrainStage
+
+_FROM_TEACHER = ("distil", "mixing", "hidden")
 
 
 def make_accelerator() -> Accelerator:
@@ -43,24 +53,108 @@ def train(
     folder: Path | str | None = None,
     accelerator: Accelerator | None = None,
     on_step: OnStep | None = None,
+    control: bool = False,
+    outputs: Path | None = None,
 ) -> list[dict[str, float]]:
-    """Trains `model` in place and returns the losses of every step.
+    """Trains `model` in place, stage after stage, and returns the losses of every step.
 
     Args:
-        plan: what was spliced, so that attention supervision knows its heads; None trains without (the control).
+        plan: what was spliced, so that attention supervision knows its heads; None trains without.
         base: the frozen model for the `keep` objective.
-        folder: for `step_*/`, the checkpoints to resume from; training goes on from the newest one that is there.
+        folder: for the checkpoints to resume from; training goes on from the newest one that is there.
             None trains without: an interrupted call begins anew.
-        on_step: called with (step, losses) after each step.
+        on_step: called after each step with its number and its entry of the history: losses, tokens, seconds.
+        control: `model` has no splice; stages that train new heads alone are left out.
+        outputs: folder for what is kept besides the weights: `adapters/` in PEFT's format, `teacher_logits/` where a
+            stage says `distil.cache`, `logs/` of trackers that write files. None keeps nothing, and logs nothing.
 
     Raises:
-        TrainingDiverged: loss or gradient is not finite; says which step, and keeps the last good one.
+        TrainingDiverged: loss or gradient is not finite, or grows; says which step, and keeps the last good one.
         RunError: the folder holds the steps of another training.
+        DataError: a row of the user's data cannot be used.
     """
-    grafts = plan.grafts if plan else ()
+    grafts = plan.grafts if plan and not control else ()
+    layers = tuple(sorted({graft.site.layer for graft in plan.grafts})) if plan else ()
     accelerator = accelerator or make_accelerator()
-    steps = Path(folder) if folder is not None else None
-    return Trainer(model, tokenizer, section, seed, steps, accelerator, base, grafts, on_step).run()
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    numbers = [n for n, stage in enumerate(section.sequence) if not (control and stage.trains == "new_heads")]
+    steps = {n: _steps_of(folder, section, n) for n in numbers}
+    begun = [n for n in numbers if steps[n] is not None and checkpoints(steps[n])]  # type: ignore[arg-type]
+    history: list[dict[str, float]] = []
+
+    def note(step: int, entry: dict[str, float]) -> None:
+        log(accelerator, step, entry)
+        if on_step is not None:
+            on_step(step, entry)
+
+    names = section.trackers if outputs is not None else ()
+    logs = (outputs or Path()) / "logs" / ("no_splice" if control else "hybrid")
+    with tracked(accelerator, names, logs, {"seed": seed, "steps": section.num_all_steps}):
+        for number in numbers[numbers.index(max(begun)) if begun else 0 :]:
+            stage = section.sequence[number]
+            teacher = load_teacher(section, stage, tokenizer, model, grafts) if stage.uses(*_FROM_TEACHER) else None
+            cached = None
+            if teacher is not None and stage.distil.cache and outputs is not None:
+                folder_of = outputs / "teacher_logits"
+                cached = open_cache(folder_of, section, stage, tokenizer, accelerator.is_main_process)
+            trainer = Trainer(
+                model, tokenizer, section, seed, steps[number], accelerator, base, grafts, note,
+                number, teacher, cached, layers, history,
+            )  # fmt: skip
+            history = trainer.run()
+            _finish(trainer, outputs if accelerator.is_main_process and not control else None)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(dtypes[name])
+    return history
+
+
+def _finish(trainer: Trainer, outputs: Path | None) -> None:
+    """Keeps a stage's adapters, and merges them: the next stage, and the export, have a plain model."""
+    if trainer.adapters is None:
+        return
+    if outputs is not None:
+        folder = outputs / "adapters" / (trainer.stage.name if trainer.section.stages else "")
+        trainer.adapters.save(folder, str(trainer.model.name_or_path))
+    trainer.adapters.merge()
+
+
+def load_teacher(
+    section: Train,
+    stage: TrainStage,
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    grafts: Sequence[Graft] = (),
+) -> Teacher:
+    """The recipe's teacher, if it can teach this model.
+
+    Raises:
+        RecipeError: its tokenizer is another, or it lacks tokens, heads, layers or the width that the stage compares.
+    """
+    assert section.teacher is not None
+    given = as_base(section.teacher)
+    check_tokenizers(tokenizer, load_tokenizer(given))
+    objectives = [name for name in _FROM_TEACHER if stage.uses(name) and (grafts or name != "mixing")]
+    return Teacher(load_model(given), tokenizer, model.config, grafts, stage.align, objectives)
+
+
+def open_cache(
+    folder: Path, section: Train, stage: TrainStage, tokenizer: PreTrainedTokenizerBase, main: bool = True
+) -> LogitsCache:
+    """The teacher's logits on disk, for this teacher, tokenizer and `top_k`."""
+    assert section.teacher is not None
+    identity = {
+        "teacher": revision_of(as_base(section.teacher)),
+        "tokenizer": fingerprint(sorted(tokenizer.get_vocab().items())),
+        "top_k": stage.distil.top_k,
+    }
+    return LogitsCache(folder / f"top{stage.distil.top_k}", identity, main=main)
+
+
+def _steps_of(folder: Path | str | None, section: Train, number: int) -> Path | None:
+    """Where a stage keeps its steps."""
+    if folder is None:
+        return None
+    return Path(folder) / f"{number}-{section.stages[number].name}" if section.stages else Path(folder)
 
 
 __all__ = ["make_accelerator", "train"]

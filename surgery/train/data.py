@@ -1,19 +1,72 @@
-"""Batches for training. Owns: which documents step i sees. Must never know: models, losses.
+"""Batches for training. Owns: which generated documents step i sees. Must never know: models, losses, files.
 
 A step's documents depend on (seed, source, step) alone: no loader state, so a resumed run sees what an uninterrupted
-one would have, and every process takes its own rows of the same global batch.
+one would have, and every process takes its own rows of the same global batch. Documents of the user's own are streams
+of the same kind (`userdata.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import cache
 from random import Random
+from typing import Protocol
+
+from transformers import PreTrainedTokenizerBase
 
 from surgery.probes.documents import Document, Split, rng_of, split_of
 from surgery.probes.knowledge import Fact, fact_question, fact_statement, facts, letter_choice, option_text
 from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.sentences import sentence
 from surgery.recipe import Source
+
+_DRAWN_TOGETHER = 16  # documents tokenized at a time where a step is a number of tokens
+
+
+class Stream(Protocol):
+    """What one source contributes.
+
+    Attributes:
+        skipped: rows that could not be used and were left out.
+    """
+
+    skipped: int
+
+    def step(self, step: int) -> list[Document]:
+        """All processes' documents of a step, counted from 0: the same in whatever order steps are asked for."""
+        ...
+
+
+class GeneratedStream:
+    """Documents of one of the toolkit's generators.
+
+    Args:
+        index: of the source in the recipe.
+    """
+
+    def __init__(self, source: Source, tokenizer: PreTrainedTokenizerBase, seed: int, index: int) -> None:
+        self.source, self.tokenizer, self.seed, self.index = source, tokenizer, seed, index
+        self.skipped = 0
+
+    def step(self, step: int) -> list[Document]:
+        """`rows` documents; or as many as `tokens` hold, one at least: the first that crosses them is left out."""
+        if self.source.tokens is None:
+            return step_documents(self.source, self.seed, self.index, step)
+        chosen: list[Document] = []
+        room = self.source.tokens
+        for document, size in self._sized(maker(self.source, rng_of("train", self.seed, self.index, step))):
+            room -= size
+            if chosen and room < 0:
+                break
+            chosen.append(document)
+        return chosen
+
+    def _sized(self, make: Callable[[], Document]) -> Iterator[tuple[Document, int]]:
+        """Documents without end, each with its number of tokens."""
+        while True:
+            documents = [make() for _ in range(_DRAWN_TOGETHER)]
+            ids = self.tokenizer([d.text for d in documents], add_special_tokens=False)["input_ids"]
+            yield from zip(documents, map(len, ids), strict=True)
 
 
 @cache
@@ -30,17 +83,23 @@ def sentence_half(rng: Random, half: int | None, split: Split = "train") -> Docu
             return document
 
 
-def step_documents(source: Source, seed: int, index: int, step: int) -> list[Document]:
-    """The documents that `source`, the `index`-th of the recipe, contributes to `step`."""
-    rng = rng_of("train", seed, index, step)
+def maker(source: Source, rng: Random) -> Callable[[], Document]:
+    """What draws one step's documents from `rng`, one a call; those of kv_retrieval all have the same pairs."""
     if source.task == "kv_retrieval":
         pairs = rng.randint(*source.pairs)
         questions = min(source.questions, pairs)
-        return [kv_document(rng, pairs, questions) for _ in range(source.rows)]
+        return lambda: kv_document(rng, pairs, questions)
     if source.task == "sentence":
-        return [sentence_half(rng, source.half) for _ in range(source.rows)]
+        return lambda: sentence_half(rng, source.half)
     if source.task in ("letter_choice", "option_text"):
         make = letter_choice if source.task == "letter_choice" else option_text
-        return [make(rng) for _ in range(source.rows)]
+        return lambda: make(rng)
     tell = fact_question if source.task == "closed_book" else fact_statement
-    return [tell(rng.choice(fact_half(source.half))) for _ in range(source.rows)]
+    return lambda: tell(rng.choice(fact_half(source.half)))
+
+
+def step_documents(source: Source, seed: int, index: int, step: int) -> list[Document]:
+    """The `rows` documents that a generator, the `index`-th source of the recipe, contributes to `step`."""
+    assert source.rows is not None, "steps of so many tokens are made by GeneratedStream"
+    make = maker(source, rng_of("train", seed, index, step))
+    return [make() for _ in range(source.rows)]

@@ -1,51 +1,89 @@
-"""The training loop. Owns: steps, parameter groups, schedule, checkpoints to resume from, the guard against NaN.
+"""The training loop. Owns: the steps of one stage, micro-batches, the guard against losses that are no numbers.
 
 Must never know: recipes of other stages, how heads are located. One loop pretrains the small base, trains the hybrid
-and trains its control. A step's data and learning rate depend on the step's number alone, so a run that was killed
-and goes on ends with the same weights as one that was not.
+and trains its control. A step's data, learning rate and random numbers depend on the step alone, so a run that was
+killed and goes on ends with the same weights as one that was not. Every loss is a sum divided by how many terms the
+whole step has, over all micro-batches and processes: however a step is cut up, its gradient is the same.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import math
-import re
-import shutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file, save_file
-from torch import nn
+from accelerate.utils.memory import release_memory, should_reduce_batch_size
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import RunError, TrainingDiverged
 from surgery.heads import Graft
-from surgery.hybrid.attention import SplicedAttention
-from surgery.probes.documents import EncodedBatch, encode
-from surgery.recipe import Optimizer, Source, Train
-from surgery.rundir import fingerprint, new_folder, sweep
-from surgery.train.data import step_documents
-from surgery.train.objectives import answer_loss, attention_loss, keep_loss, text_loss
+from surgery.probes.documents import Document, EncodedBatch, encode
+from surgery.recipe import Train
+from surgery.rundir import fingerprint
+from surgery.train.adapters import Adapters
+from surgery.train.divergence import TopK
+from surgery.train.logits_cache import LogitsCache
+from surgery.train.objectives import (
+    answer_loss,
+    attention_loss,
+    counts,
+    divergence_loss,
+    hidden_loss,
+    mixing_loss,
+    text_loss,
+)
+from surgery.train.optim import adamw, set_learning_rates, trainable
+from surgery.train.steps import checkpoints, load_step, save_step
+from surgery.train.teacher import Teacher
+from surgery.train.userdata import Stream, open_source
+from surgery.training import Source, TrainStage
 
 OnStep = Callable[[int, dict[str, float]], None]
+_LOG = logging.getLogger(__name__)
+_WINDOW = 20  # steps whose mean loss is compared with that of the first ones
+_MAY_NOT_GROW = ("answer", "text", "distil")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Documents that go through the model together.
+
+    Attributes:
+        index: of the source in its stage.
+        counts: how many terms each of its objectives has, over the whole step, for one process.
+        real: False for a stand-in, where a process has no document of its own; it counts for nothing.
+    """
+
+    source: Source
+    index: int
+    batch: EncodedBatch
+    counts: Mapping[str, float] = field(default_factory=dict)
+    real: bool = True
 
 
 @dataclass
 class Trainer:
-    """One training: a model, what it is trained on, and where its checkpoints go.
+    """One stage of a training: a model, what it is trained on, and where its checkpoints go.
 
     Attributes:
         model: trained in place.
         base: the frozen model that `keep` compares with; needed when a source gives `keep` a weight.
         grafts: the spliced heads, which `attention` supervises; none for a control or a pretraining.
         folder: holds `step_*/`, the checkpoints to resume from; only the newest is kept. None keeps none.
-        on_step: called on every process after each step with the losses.
+        on_step: called on every process after each step with its entry of the history: losses, tokens, seconds.
+        number: of the stage in `section.sequence`.
+        teacher: what `distil`, `mixing` and `hidden` compare with.
+        cache: of the teacher's logits.
+        layers: that `trains: spliced_layers` means for a control.
+        history: of every step so far, those of earlier stages first.
     """
 
     model: PreTrainedModel
@@ -57,186 +95,322 @@ class Trainer:
     base: PreTrainedModel | None = None
     grafts: tuple[Graft, ...] = ()
     on_step: OnStep | None = None
+    number: int = 0
+    teacher: Teacher | None = None
+    cache: LogitsCache | None = None
+    layers: tuple[int, ...] = ()
     history: list[dict[str, float]] = field(default_factory=list)
+    adapters: Adapters | None = None
+
+    def __post_init__(self) -> None:
+        self.stage: TrainStage = self.section.sequence[self.number]
+        self._streams: list[Stream] = []
+        self._before = sum(stage.num_steps for stage in self.section.sequence[: self.number])
+        self._running: MicroBatch | None = None
+        self._at_once: dict[int, int] = {}  # documents of a source in a micro-batch, where memory forced them down
 
     def run(self) -> list[dict[str, float]]:
         """Trains to the last step, from the newest checkpoint if there is one; returns the losses of every step.
 
         Raises:
-            TrainingDiverged: loss or gradient is not finite; the last good checkpoint stays.
+            TrainingDiverged: loss or gradient is not finite, or far above where it was; the last good step stays.
         """
-        self._check_sources()
-        self.model.train()
-        parameters = trainable(self.model, self.section)
-        optimizer = _adamw(self.model, parameters, self.section.optimizer)
+        self._check()
+        self._streams = self._open()
+        parameters = self._prepare_model()
+        optimizer = adamw(self.model, parameters, self.stage.optimizer)
         model, optimizer = self.accelerator.prepare(self.model, optimizer)
-        if self.base is not None:
-            self.base.eval().requires_grad_(False).to(self.accelerator.device)
-        start = self._resume(self.folder, optimizer) if self.folder else 0
-        for step in range(start, self.section.steps):
-            began = time.perf_counter()
-            _set_learning_rates(optimizer, self.section.optimizer, step, self.section.steps)
-            losses = self._step(model, step)
-            norm = self.accelerator.clip_grad_norm_(parameters, self.section.optimizer.max_grad_norm)
-            if not (math.isfinite(losses["loss"]) and math.isfinite(float(norm))):
-                raise self._diverged(step, losses["loss"])
-            if self.folder and step > start and step % self.section.save_every == 0:
-                self._save(self.folder, optimizer, step)  # only now: with these weights the next loss is finite
-            optimizer.step()
-            optimizer.zero_grad()
-            self.history.append({"step": step + 1, **losses, "seconds": round(time.perf_counter() - began, 4)})
-            if self.on_step is not None:
-                self.on_step(step + 1, losses)
+        model.train()
+        start = self._resume(optimizer)
+        for step in range(start, self.stage.num_steps):
+            self._one_step(model, optimizer, parameters, step, start)
         if not all(bool(p.isfinite().all()) for p in parameters):
-            raise self._diverged(self.section.steps - 1, math.nan)
+            raise self._diverged(self.stage.num_steps - 1, "not finite")
         self.accelerator.free_memory()
         self.model.eval()
+        if self.cache is not None:
+            self.cache.flush()
+        if self.section.gradient_checkpointing:
+            self.model.gradient_checkpointing_disable()
         return self.history
 
-    def _step(self, model: nn.Module, step: int) -> dict[str, float]:
-        """Forward and backward of every source; gradients add up. Returns the weighted losses."""
-        parts: dict[str, float] = {}
-        last = len(self.section.sources) - 1
-        for index, source in enumerate(self.section.sources):
-            batch = self._batch(source, index, step)
-            with nullcontext() if index == last else self.accelerator.no_sync(model):
-                terms = self.losses(model, source, batch)
-                total = torch.stack(list(terms.values())).sum()
+    def _open(self) -> list[Stream]:
+        """The documents of every source; those of later stages are others."""
+        context = getattr(self.model.config, "max_position_embeddings", None)
+        first = 1000 * self.number
+        return [
+            open_source(source, self.tokenizer, self.seed, first + index, context, self.model.config.vocab_size)
+            for index, source in enumerate(self.stage.sources)
+        ]
+
+    def _prepare_model(self) -> list[nn.Parameter]:
+        """Adapters, what trains and in which precision; returns what trains."""
+        if self.stage.trains == "lora":
+            self.adapters = Adapters(self.model, self.stage.lora, self.grafts)
+        parameters = trainable(self.model, self.stage, self.layers)
+        if self.section.precision == "bf16":
+            for parameter in parameters:
+                parameter.data = parameter.data.float()
+        if self.section.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.section.compile:
+            self.model.compile()
+        for frozen in (self.base, self.teacher.model if self.teacher else None):
+            if frozen is not None:
+                frozen.eval().requires_grad_(False).to(self.accelerator.device)
+        return parameters
+
+    def _one_step(
+        self, model: nn.Module, optimizer: Any, parameters: Sequence[nn.Parameter], step: int, start: int
+    ) -> None:
+        began, steps = time.perf_counter(), self.stage.num_steps
+        torch.manual_seed(hash((self.seed, self.number, step, self.accelerator.process_index)))  # dropout
+        set_learning_rates(optimizer, self.stage.optimizer, step, steps)
+        losses, tokens = self._gradient(model, optimizer, step)
+        norm = self.accelerator.clip_grad_norm_(parameters, self.stage.optimizer.max_grad_norm)
+        if not (math.isfinite(losses["loss"]) and math.isfinite(float(norm))):
+            raise self._diverged(step, str(losses["loss"]))
+        if step == start and self.adapters is not None:
+            self.adapters.check_reached()
+        if self.folder and step > start and step % self.section.save_every == 0:
+            # Only now: with these weights the next loss is finite.
+            self._save(optimizer, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds = round(time.perf_counter() - began, 4)
+        self.history.append({"step": self._before + step + 1, **losses, "tokens": tokens, "seconds": seconds})
+        self._check_growth(step)
+        if self.on_step is not None:
+            self.on_step(self._before + step + 1, self.history[-1])
+
+    def _gradient(self, model: nn.Module, optimizer: Any, step: int) -> tuple[dict[str, float], int]:
+        """Forward and backward of the whole step; where memory does not do, once more in smaller pieces."""
+        while True:
+            micro = self._micro_batches(step)
+            try:
+                return self._run(model, micro, step)
+            except (RuntimeError, torch.OutOfMemoryError) as error:
+                if not should_reduce_batch_size(error):
+                    raise
+                self._halve(step)
+            optimizer.zero_grad()
+            release_memory()
+
+    def _halve(self, step: int) -> None:
+        """Half as many documents at a time of the source that did not fit. Raises RunError where that is no way out."""
+        assert self._running is not None
+        rows, index = len(self._running.batch), self._running.index
+        field_name = f"train.sources.{index}"
+        if self.accelerator.num_processes > 1:
+            hint = "Out of memory. The processes have to agree on the size beforehand: lower train.micro_batch."
+            raise RunError(field_name, f"{rows} documents at a time", hint)
+        if rows == 1:
+            hint = "Out of memory with one document. Shorten it, or set train.gradient_checkpointing."
+            raise RunError(field_name, f"{self._running.batch.input_ids.shape[1]} tokens", hint)
+        self._at_once[index] = rows // 2
+        _LOG.warning("step %d: out of memory; %s goes on with %d documents at a time", step + 1, field_name, rows // 2)
+
+    def _run(self, model: nn.Module, micro: Sequence[MicroBatch], step: int) -> tuple[dict[str, float], int]:
+        """Adds up the gradients of all micro-batches; the weighted losses, and the tokens of all processes."""
+        progress = step / max(1, self.stage.num_steps - 1)
+        parts: dict[str, Tensor] = {}
+        for place, part in enumerate(micro):
+            self._running, last = part, place + 1 == len(micro)
+            with nullcontext() if last else self.accelerator.no_sync(model):
+                with self._precision():
+                    terms = self.losses(model, part.source, part.batch, part.counts, progress)
+                    total = torch.stack(list(terms.values())).sum() * float(part.real)
                 self.accelerator.backward(total)
             for name, term in terms.items():
-                parts[name] = parts.get(name, 0.0) + term.item()
-        mean = self.accelerator.reduce(torch.tensor(list(parts.values()), device=self.accelerator.device), "mean")
-        losses = dict(zip(parts, [float(x) for x in mean], strict=True))
-        return {"loss": sum(losses.values()), **losses}
+                parts[name] = parts.get(name, 0.0) + term.detach() * float(part.real)
+        names = sorted({n for source in self.stage.sources for n in source.weights.at(progress)} & set(parts))
+        tokens = sum(int(m.batch.attention_mask.sum()) for m in micro if m.real)
+        found = torch.stack([*(parts[n].float() for n in names), torch.tensor(float(tokens), device=self._device)])
+        mean = [float(x) for x in self.accelerator.reduce(found, "mean")]
+        losses = dict(zip(names, mean, strict=False))
+        return {"loss": sum(losses.values()), **losses}, round(mean[-1] * self.accelerator.num_processes)
 
-    def _batch(self, source: Source, index: int, step: int) -> EncodedBatch:
-        documents = step_documents(source, self.seed, index, step)
-        mine = documents[self.accelerator.process_index :: self.accelerator.num_processes]
-        return encode(mine, self.tokenizer).to(self.accelerator.device)
+    def _precision(self) -> AbstractContextManager[None]:
+        if self.section.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self._device.type, torch.bfloat16)  # type: ignore[return-value]
 
-    def losses(self, model: nn.Module, source: Source, batch: EncodedBatch) -> dict[str, torch.Tensor]:
-        """The objectives that have a weight on this source, each times its weight."""
-        weights = source.weights
-        supervise = weights.attention > 0 and bool(self.grafts)
-        extra = {"splice_queries": batch.query} if supervise else {}
+    @property
+    def _device(self) -> torch.device:
+        return self.accelerator.device
+
+    def _micro_batches(self, step: int) -> list[MicroBatch]:
+        """This process's documents of the step, and by how much their losses are divided."""
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        made: list[MicroBatch] = []
+        for index, (source, stream) in enumerate(zip(self.stage.sources, self._streams, strict=True)):
+            documents = stream.step(step)
+            mine = documents[rank::world]
+            size = self._at_once.get(index) or self.section.micro_batch or max(1, len(mine))
+            for chunk in [mine[i : i + size] for i in range(0, len(mine), size)] or [documents[:1]]:
+                made.append(MicroBatch(source, index, self._encoded(chunk), real=bool(mine)))
+        return self._counted(made)
+
+    def _encoded(self, documents: list[Document]) -> EncodedBatch:
+        return encode(documents, self.tokenizer).to(self._device)
+
+    def _counted(self, micro: list[MicroBatch]) -> list[MicroBatch]:
+        """The same, with the number of terms of every source's objectives in the whole step, for one process."""
+        names = [(i, name) for i, s in enumerate(self.stage.sources) for name in sorted(s.weights.at(0.5))]
+        total = dict.fromkeys(names, 0)
+        for part in micro:
+            for name, count in counts(part.batch, part.source.weights.at(0.5)).items():
+                total[part.index, name] += count * part.real
+        values = torch.tensor(list(total.values()), dtype=torch.float64, device=self._device)
+        world = self.accelerator.num_processes
+        if world > 1:
+            values = self.accelerator.reduce(values, "sum")
+        found = {key: float(value) / world for key, value in zip(total, values, strict=True)}
+        for (index, name), count in found.items():
+            supervised = name not in ("attention", "mixing") or self.grafts
+            if not count and supervised:
+                hint = f"No document of this step has anything for {name}; give it weight 0."
+                raise RunError(f"train.sources.{index}.weights.{name}", self.stage.sources[index].name, hint)
+        return [
+            MicroBatch(m.source, m.index, m.batch, {n: c for (i, n), c in found.items() if i == m.index}, m.real)
+            for m in micro
+        ]
+
+    def losses(
+        self,
+        model: nn.Module,
+        source: Source,
+        batch: EncodedBatch,
+        counts: Mapping[str, float] | None = None,
+        progress: float = 0.5,
+    ) -> dict[str, Tensor]:
+        """The objectives that have a weight on this source, each times its weight.
+
+        Args:
+            counts: how many terms each is divided by; those of the batch itself if not given.
+            progress: through the stage, in [0, 1].
+        """
+        weights, divide = source.weights.at(progress), dict(counts or {})
+        supervise = "attention" in weights and bool(self.grafts)
+        aligned = {"mixing", "hidden", "distil"} & weights.keys()
+        if not self.grafts:
+            aligned -= {"mixing"}
+        extra: dict[str, Any] = {}
+        if "mixing" in aligned:
+            extra["splice_queries"] = every_token(batch)
+        elif supervise:
+            extra["splice_queries"] = batch.query
+        if "hidden" in aligned:
+            extra["output_hidden_states"] = True
         output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, **extra)
-        terms: dict[str, torch.Tensor] = {}
-        if weights.answer > 0:
-            terms["answer"] = weights.answer * answer_loss(output.logits, batch)
+        terms: dict[str, Tensor] = {}
+        if "answer" in weights:
+            terms["answer"] = answer_loss(output.logits, batch, divide.get("answer"))
         if supervise:
-            reads = [graft.reads for graft in self.grafts]
-            terms["attention"] = weights.attention * attention_loss(output.splice_attentions, reads, batch)
-        if weights.keep > 0:
+            reads, rows = [graft.reads for graft in self.grafts], output.splice_attentions
+            rows = [at_queries(x, batch) for x in rows] if "mixing" in aligned else rows
+            terms["attention"] = attention_loss(rows, reads, batch, divide.get("attention"))
+        if "keep" in weights:
             assert self.base is not None
             with torch.no_grad():
                 base = self.base(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
-            terms["keep"] = weights.keep * keep_loss(output.logits, base, batch)
-        if weights.text > 0:
-            terms["text"] = weights.text * text_loss(output.logits, batch)
-        if not terms.keys() & {"answer", "keep", "text"}:
+            terms["keep"] = divergence_loss(output.logits, base, batch, self.stage.distil, divide.get("keep"))
+        if "text" in weights:
+            terms["text"] = text_loss(output.logits, batch, divide.get("text"))
+        if aligned:
+            assert self.teacher is not None
+            terms |= self._towards_teacher(output, batch, aligned, divide)
+        terms = {name: weights[name] * term for name, term in terms.items()}
+        if not terms.keys() - {"attention", "mixing"}:
             terms["none"] = output.logits.sum() * 0  # every parameter takes part, or DDP waits for it
         return terms
 
-    def _check_sources(self) -> None:
+    def _towards_teacher(
+        self, output: Any, batch: EncodedBatch, aligned: set[str], divide: Mapping[str, float]
+    ) -> dict[str, Tensor]:
+        """The unweighted objectives that compare with the teacher."""
+        assert self.teacher is not None
+        known = self.cache.get(batch) if self.cache is not None and "distil" in aligned else None
+        found, terms = self.teacher.outputs(batch, aligned - {"distil"} if known is not None else aligned), {}
+        if "distil" in aligned:
+            target = self._kept(found.logits, batch) if known is None else known
+            terms["distil"] = divergence_loss(output.logits, target, batch, self.stage.distil, divide.get("distil"))
+        if "mixing" in aligned:
+            terms["mixing"] = mixing_loss(output.splice_attentions, found.mixing, batch, divide.get("mixing"))
+        if "hidden" in aligned:
+            own = self.teacher.student_hidden(output.hidden_states)
+            terms["hidden"] = hidden_loss(own, found.hidden, batch, divide.get("hidden"))
+        return terms
+
+    def _kept(self, logits_BTV: Tensor, batch: EncodedBatch) -> Tensor | TopK:
+        """The teacher's logits, as the cache gives them next time."""
+        if self.cache is None:
+            return logits_BTV
+        assert self.stage.distil.top_k is not None
+        self.cache.put(batch, TopK.of(logits_BTV[batch.attention_mask.bool()], self.stage.distil.top_k))
+        found = self.cache.get(batch)
+        assert found is not None
+        return found
+
+    def _check(self) -> None:
         """Raises RunError before the first step for what would fail in the middle."""
-        for index, source in enumerate(self.section.sources):
-            if source.rows < self.accelerator.num_processes:
+        for index, source in enumerate(self.stage.sources):
+            if source.rows is not None and source.rows < self.accelerator.num_processes:
                 hint = f"Give at least one row to each of the {self.accelerator.num_processes} processes."
                 raise RunError(f"train.sources.{index}.rows", source.rows, hint)
-            if source.weights.keep > 0 and self.base is None:
-                raise RunError(f"train.sources.{index}.weights.keep", source.weights.keep, "Give the frozen base too.")
-        if self.section.trains == "new_heads" and not spliced_parameters(self.model):
-            raise RunError("train.trains", "new_heads", "The model has no spliced heads: nothing would train.")
+            if source.weights.uses("keep") and self.base is None:
+                raise RunError(f"train.sources.{index}.weights.keep", 1.0, "Give the frozen base too.")
+            if source.weights.uses("distil", "mixing", "hidden") and self.teacher is None:
+                raise RunError("train.teacher", None, "distil, mixing and hidden need a teacher.")
 
-    def _save(self, where: Path, optimizer: Any, step: int) -> None:
-        """Writes `step_*/` whole, then drops the older ones."""
-        if self.accelerator.is_main_process:
-            target = where / f"step_{step:06d}"
-            with new_folder(target) as folder:
-                weights = {k: v.detach().cpu().contiguous() for k, v in self.model.named_parameters()}
-                save_file(weights, folder / "model.safetensors")
-                torch.save(optimizer.state_dict(), folder / "optimizer.pt")
-                (folder / "state.json").write_text(
-                    json.dumps({"step": step, "of": self._identity(), "history": self.history})
-                )
-            for old in checkpoints(where):
-                if old != target:
-                    shutil.rmtree(old)
-        self.accelerator.wait_for_everyone()
-
-    def _resume(self, where: Path, optimizer: Any) -> int:
+    def _resume(self, optimizer: Any) -> int:
         """Loads the newest checkpoint; returns the number of steps already done."""
-        if where.exists() and self.accelerator.is_main_process:
-            sweep(where)
-        self.accelerator.wait_for_everyone()
-        found = checkpoints(where)
-        if not found:
+        if self.folder is None:
             return 0
-        state = json.loads((found[-1] / "state.json").read_text())
-        if state["of"] != self._identity():
-            raise RunError(
-                "steps", str(found[-1]), "It belongs to another training. Delete it, or name another folder."
-            )
-        weights = load_file(found[-1] / "model.safetensors")
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(weights[name])
-        optimizer.load_state_dict(torch.load(found[-1] / "optimizer.pt", weights_only=True, map_location="cpu"))
+        state = load_step(self.folder, self.model, optimizer, self._identity(), self.accelerator)
+        if state is None:
+            if self.number:
+                self._save(optimizer, 0)  # what the earlier stages have left
+            return 0
         self.history = state["history"]
         return int(state["step"])
+
+    def _save(self, optimizer: Any, step: int) -> None:
+        assert self.folder is not None
+        state = {"of": self._identity(), "history": self.history}
+        save_step(self.folder, self.model, optimizer, step, state, self.accelerator)
 
     def _identity(self) -> str:
         """What two trainings have in common that may go on from each other's steps."""
         shapes = {name: list(p.shape) for name, p in self.model.named_parameters()}
-        section = self.section.model_dump(mode="json", exclude={"save_every", "no_splice"})
-        return fingerprint([section, self.seed, shapes])
+        beside = {"save_every", "no_splice", "trackers", "check_every"}
+        return fingerprint([self.section.model_dump(mode="json", exclude=beside), self.number, self.seed, shapes])
 
-    def _diverged(self, step: int, loss: float) -> TrainingDiverged:
+    def _check_growth(self, step: int) -> None:
+        """Raises TrainingDiverged where a loss stays at more than twice what it was at first, and a nat above it."""
+        if step + 1 < 2 * _WINDOW:
+            return
+        for name in _MAY_NOT_GROW:
+            mine = [h for h in self.history if h["step"] > self._before]
+            first, last = ([h[name] for h in part if name in h] for part in (mine[:_WINDOW], mine[-_WINDOW:]))
+            constant = all(s.weights.at(0.0).get(name) == s.weights.at(1.0).get(name) for s in self.stage.sources)
+            if constant and first and last and sum(last) / len(last) > 2 * sum(first) / len(first) + 1:
+                raise self._diverged(step, f"{sum(last) / len(last):.3g} for {name}")
+
+    def _diverged(self, step: int, loss: str) -> TrainingDiverged:
         found = checkpoints(self.folder) if self.folder else []
         kept = f"The last good step is kept in {found[-1].name}." if found else "No step was saved yet."
         hint = f"{kept} Try smaller train.optimizer.lr and new_heads_lr, a longer warmup, or check the data."
-        return TrainingDiverged(f"train step {step + 1}", f"loss {loss}", hint)
+        return TrainingDiverged(f"train step {self._before + step + 1}", f"loss {loss}", hint)
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """The `step_*` folders, oldest first."""
-    return sorted(p for p in folder.glob("step_*") if re.fullmatch(r"step_\d+", p.name))
+def every_token(batch: EncodedBatch) -> Tensor:
+    """(B,T) every real token's index; -1 on padding."""
+    index = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
+    return index.expand(batch.input_ids.shape).where(batch.attention_mask.bool(), -1)
 
 
-def spliced_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters of the spliced heads, each once."""
-    return [p for m in model.modules() if isinstance(m, SplicedAttention) for p in m.parameters()]
-
-
-def trainable(model: nn.Module, section: Train) -> list[nn.Parameter]:
-    """Marks what trains, and returns it. Every other parameter is frozen."""
-    chosen = spliced_parameters(model) if section.trains == "new_heads" else list(model.parameters())
-    model.requires_grad_(False)
-    for parameter in chosen:
-        parameter.requires_grad_(True)
-    return chosen
-
-
-def _adamw(model: nn.Module, parameters: Sequence[nn.Parameter], settings: Optimizer) -> torch.optim.AdamW:
-    """AdamW over two groups, new heads and the rest; vectors (norms, biases, scales, A_log, D) do not decay."""
-    new = {id(p) for p in spliced_parameters(model)}
-    groups = []
-    for is_new, lr in ((True, settings.new_heads_lr), (False, settings.lr)):
-        for decays in (True, False):
-            members = [p for p in parameters if (id(p) in new) == is_new and (p.ndim > 1) == decays]
-            if members:
-                decay = settings.weight_decay if decays else 0.0
-                groups.append({"params": members, "lr": lr, "peak_lr": lr, "weight_decay": decay})
-    return torch.optim.AdamW(groups, betas=settings.betas)
-
-
-def learning_rate_factor(step: int, steps: int, warmup: int) -> float:
-    """Linear warm-up, then a cosine to zero; the share of the peak at `step`, counted from 0."""
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
-
-
-def _set_learning_rates(optimizer: Any, settings: Optimizer, step: int, steps: int) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = group["peak_lr"] * learning_rate_factor(step, steps, settings.warmup)
+def at_queries(rows_BHTT: Tensor, batch: EncodedBatch) -> Tensor:
+    """(B,H,Q,T) of the rows of all tokens, those of the queries; padded questions take row 0."""
+    index = batch.query.clamp(min=0)[:, None, :, None]
+    return rows_BHTT.gather(2, index.expand(-1, rows_BHTT.shape[1], -1, rows_BHTT.shape[3]))

@@ -104,14 +104,14 @@ def pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None = N
     model = build_model(recipe.model, tokenizer, recipe.seed)
     steps = folder.with_name(folder.name + ".steps")
     prompts = make_prompts(recipe.evaluate, recipe.seed)
-    marks = {math.ceil(recipe.train.steps * tenth / 10) for tenth in range(1, 11)}
+    marks = {math.ceil(recipe.train.num_all_steps * tenth / 10) for tenth in range(1, 11)}
     scores_file = steps / "scores.json"
     if not list(steps.glob("step_*")):
         scores_file.unlink(missing_ok=True)
 
     def on_step(step: int, losses: dict[str, float]) -> None:
         if progress is not None:
-            progress(step, recipe.train.steps, f"loss {losses['loss']:.3f}")
+            progress(step, recipe.train.num_all_steps, f"loss {losses['loss']:.3f}")
         if step in marks:
             scores = read_json(scores_file) if scores_file.is_file() else {}
             scores[str(step)] = evaluate(model, tokenizer, recipe.evaluate, recipe.seed, prompts).summary

@@ -36,7 +36,7 @@ from surgery.heads import HeadId
 from surgery.hybrid.attention import SplicedAttention
 from surgery.recipe import Base
 from surgery.rundir import read_json, write_json
-from surgery.train.loop import spliced_parameters, trainable
+from surgery.train.optim import spliced_parameters, trainable
 from tests.integration.conftest import BASE
 from tests.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer, prompts, tokens
 

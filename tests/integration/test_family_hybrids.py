@@ -27,7 +27,8 @@ from surgery.checkpoint import load_model
 from surgery.families import family_of, geometry_of, mixer_of, structure_of
 from surgery.hybrid.attention import SplicedAttention
 from surgery.recipe import Base, Optimizer, Train
-from surgery.train.loop import Trainer, _adamw, spliced_parameters, trainable
+from surgery.train.loop import Trainer
+from surgery.train.optim import adamw, spliced_parameters, trainable
 from tests.battery import (
     assert_cache_is_as_large_as_said,
     base,
@@ -89,7 +90,7 @@ class TestSplice:
     def test_silenced_heads_stay_silent_in_training(self, name: str) -> None:
         model, plan = copy.deepcopy(trained(name, "replace")).train(), plan_of(base(name), "replace")
         parameters = trainable(model, Train.model_validate({"sources": [KV], "trains": "all"}))
-        optimizer = _adamw(model, parameters, Optimizer(weight_decay=0.1, lr=1e-2))
+        optimizer = adamw(model, parameters, Optimizer(weight_decay=0.1, lr=1e-2))
         for _ in range(3):
             optimizer.zero_grad()
             model(input_ids=tokens(), labels=tokens(), use_cache=False).loss.backward()

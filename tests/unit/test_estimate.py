@@ -18,7 +18,7 @@ from surgery.plan import make_plan
 from surgery.recipe import Source, Splice, Train, Weights
 from surgery.splice import splice
 from surgery.train import train
-from surgery.train.loop import spliced_parameters
+from surgery.train.optim import spliced_parameters
 from tests.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, pico_tokenizer
 
 CLOSE = 0.1
@@ -114,12 +114,13 @@ def test_the_peak_covers_a_real_one() -> None:
     batch = micro.batch
 
     def run() -> list[torch.Tensor]:
-        from surgery.train.objectives import keep_loss
+        from surgery.train.objectives import divergence_loss
+        from surgery.training import Distil
 
         student = hybrid(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
         with torch.no_grad():
             teacher = base(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
-        return [keep_loss(student, teacher, batch)]
+        return [divergence_loss(student, teacher, batch, Distil())]
 
     known = torch.nn.ModuleList([hybrid, base])
     assert len(belongings(known)) > len(belongings(hybrid))

@@ -73,7 +73,7 @@ def test_a_minimal_recipe_gets_the_defaults_of_the_schema(write: Write) -> None:
         ("train.steps=0", "train.steps", "0"),
         ("train.steps=many", "train.steps", "'many'"),
         ("train.steps=1.5", "train.steps", "1.5"),
-        ("train.steps=null", "train.steps", "None"),
+        ("train.steps=1.5", "train.steps", "1.5"),
         ("seed=-1", "seed", "-1"),
         ("splice.mode=glue", "splice.mode", "'glue'"),
         ("train.optimizer.lr=-1e-3", "train.optimizer.lr", "-0.001"),

@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 
-from surgery.probes.documents import rng_of, split_of
+from surgery.probes.documents import Document, rng_of, split_of
 from surgery.probes.knowledge import fact_question, fact_statement, facts
 from surgery.probes.words import key_words
 from surgery.recipe import Source
-from surgery.train.data import fact_half, sentence_half, step_documents
+from surgery.train.data import GeneratedStream, fact_half, sentence_half, step_documents
+from tests.pico import pico_tokenizer
 
 TASKS = ("kv_retrieval", "letter_choice", "option_text", "closed_book", "statement", "sentence")
 HALVED = ("closed_book", "statement", "sentence")
 
 
-def source(task: str, rows: int = 3, **more: Any) -> Source:
+def source(task: str, rows: int | None = 3, **more: Any) -> Source:
     return Source.model_validate({"task": task, "rows": rows, "weights": {"text": 1.0}, **more})
 
 
@@ -105,3 +106,34 @@ def test_training_never_sees_evaluation_texts() -> None:
         for step in range(20):
             for text in texts(source(task), step=step):
                 assert split_of(text.split("Answer:")[0]) == "train"
+
+
+def budgeted(task: str, tokens: int | None, seed: int = 0, **more: Any) -> GeneratedStream:
+    return GeneratedStream(source(task, rows=None, tokens=tokens, **more), pico_tokenizer(), seed, 0)
+
+
+def sizes(documents: list[Document]) -> list[int]:
+    return [len(pico_tokenizer()(d.text, add_special_tokens=False)["input_ids"]) for d in documents]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_stream_of_rows_gives_the_step_documents(task: str) -> None:
+    stream = GeneratedStream(source(task), pico_tokenizer(), 3, 1)
+    assert [stream.step(s) for s in (4, 0)] == [step_documents(source(task), 3, 1, s) for s in (4, 0)]
+    assert stream.skipped == 0
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_budget_holds_the_documents_that_rows_would_give_as_far_as_it_goes(task: str) -> None:
+    for step, tokens in enumerate((1, 90, 250, 1000)):
+        documents = budgeted(task, tokens).step(step)
+        more = step_documents(source(task, rows=len(documents) + 1), 0, 0, step)
+        assert documents == more[:-1]
+        assert len(documents) == 1 or 0 < sum(sizes(documents)) <= tokens
+        assert sum(sizes(more)) > tokens
+
+
+def test_a_budget_that_is_met_exactly_is_used_up() -> None:
+    first = step_documents(source("letter_choice", rows=3), 0, 0, 0)
+    assert budgeted("letter_choice", sum(sizes(first))).step(0) == first
+    assert budgeted("letter_choice", sum(sizes(first)) - 1).step(0) == first[:2]

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ from transformers import PreTrainedModel
 
 from surgery.errors import RunError, TrainingDiverged
 from surgery.heads import Graft, MixerSpec
-from surgery.recipe import Train
+from surgery.recipe import Optimizer, Train
 from surgery.train import loop
-from surgery.train.loop import Trainer, checkpoints, learning_rate_factor, spliced_parameters
+from surgery.train.loop import Trainer
+from surgery.train.optim import adamw, learning_rate_factor, spliced_parameters, trainable
+from surgery.train.steps import checkpoints
 from tests.pico import HEAD_DIM, HEADS, STATE, pico_base, pico_hybrid, pico_site, pico_tokenizer
 
 KV = {"task": "kv_retrieval", "rows": 1, "pairs": (2, 2), "weights": {"answer": 1.0, "attention": 1.0}}
@@ -89,8 +92,13 @@ def test_the_base_does_not_move(tmp_path: Path) -> None:
 
 
 def test_training_on_one_batch_lowers_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    same = loop.step_documents
-    monkeypatch.setattr(loop, "step_documents", lambda source, seed, index, step: same(source, seed, index, 0))
+    real = loop.open_source
+
+    def always_the_first(*given: Any) -> Any:
+        first = real(*given).step(0)
+        return SimpleNamespace(step=lambda _: first)
+
+    monkeypatch.setattr(loop, "open_source", always_the_first)
     history = trainer(tmp_path, section(8, sources=[KV])).run()
     assert history[-1]["loss"] < history[0]["loss"]
 
@@ -101,8 +109,11 @@ def test_history_tells_every_step_and_every_weighted_objective(tmp_path: Path) -
     history = made.run()
     assert [entry["step"] for entry in history] == [1, 2, 3] == [step for step, _ in seen]
     for entry, (_, parts) in zip(history, seen, strict=True):
-        assert set(parts) == {"loss", "answer", "attention", "keep", "text"}
-        assert entry["loss"] == pytest.approx(sum(v for k, v in parts.items() if k != "loss"))
+        assert entry == parts
+        weighted = {k: v for k, v in parts.items() if k not in ("step", "loss", "tokens", "seconds")}
+        assert set(weighted) == {"answer", "attention", "keep", "text"}
+        assert entry["loss"] == pytest.approx(sum(weighted.values()))
+        assert entry["tokens"] == int(entry["tokens"]) > 0
     assert not made.model.training
 
 
@@ -116,7 +127,7 @@ def test_a_weight_scales_its_objective(tmp_path: Path) -> None:
 
 def test_a_control_without_grafts_is_not_supervised(tmp_path: Path) -> None:
     history = trainer(tmp_path, section(1), pico_base(**SHAPE), grafts=()).run()
-    assert set(losses(history)[0]) == {"step", "loss", "answer", "keep", "text"}
+    assert set(losses(history)[0]) == {"step", "loss", "answer", "keep", "text", "tokens"}
     assert history[0]["keep"] == pytest.approx(0, abs=1e-5)
 
 
@@ -204,9 +215,9 @@ def spoil(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     calls: list[int] = []
     real = loop.answer_loss
 
-    def answer_loss(logits: Tensor, batch: Any) -> Tensor:
+    def answer_loss(*given: Any) -> Tensor:
         calls.append(1)
-        return real(logits, batch) + (math.nan if len(calls) == at else 0.0)
+        return real(*given) + (math.nan if len(calls) == at else 0.0)
 
     monkeypatch.setattr(loop, "answer_loss", answer_loss)
 
@@ -249,22 +260,22 @@ def test_a_gradient_that_is_no_number_stops_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("steps", "warmup"), [(10, 0), (10, 3), (300, 20), (1, 0), (5, 4)])
 def test_learning_rate_rises_then_falls(steps: int, warmup: int) -> None:
-    factors = [learning_rate_factor(step, steps, warmup) for step in range(steps)]
+    factors = [learning_rate_factor(step, steps, Optimizer(warmup=warmup)) for step in range(steps)]
     rise, fall = factors[: warmup + 1], factors[warmup:]
     assert all(0 < f <= 1 for f in factors)
     assert factors[warmup] == pytest.approx(1)
     assert rise == sorted(rise)
     assert [b - a for a, b in itertools.pairwise(rise)] == pytest.approx([1 / (warmup + 1)] * warmup)
     assert fall == sorted(fall, reverse=True)
-    assert learning_rate_factor(steps, steps, warmup) == pytest.approx(0, abs=1e-12)
+    assert learning_rate_factor(steps, steps, Optimizer(warmup=warmup)) == pytest.approx(0, abs=1e-12)
 
 
 def test_learning_rate_is_half_at_the_middle_of_the_fall() -> None:
-    assert learning_rate_factor(60, 100, 20) == pytest.approx(0.5)
+    assert learning_rate_factor(60, 100, Optimizer(warmup=20)) == pytest.approx(0.5)
 
 
 def test_a_warm_up_longer_than_the_training_only_rises() -> None:
-    factors = [learning_rate_factor(step, 5, 20) for step in range(5)]
+    factors = [learning_rate_factor(step, 5, Optimizer(warmup=20)) for step in range(5)]
     assert factors == sorted(factors)
     assert 0 < factors[0] < factors[-1] < 1
 
@@ -272,8 +283,8 @@ def test_a_warm_up_longer_than_the_training_only_rises() -> None:
 def test_new_heads_and_the_rest_have_their_own_rates_and_vectors_do_not_decay() -> None:
     model = hybrid()
     train = section(optimizer={"lr": 1e-3, "new_heads_lr": 1e-2, "weight_decay": 0.1})
-    parameters = loop.trainable(model, train)
-    groups = loop._adamw(model, parameters, train.optimizer).param_groups
+    parameters = trainable(model, train)
+    groups = adamw(model, parameters, train.optimizer).param_groups
     new = {id(p) for p in spliced_parameters(model)}
     assert sorted(id(p) for g in groups for p in g["params"]) == sorted(map(id, parameters))
     for group in groups:

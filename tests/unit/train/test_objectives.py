@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -11,8 +12,19 @@ import torch
 from torch import Tensor
 
 from surgery.heads import Reads
+from surgery.meters import saved_bytes
 from surgery.probes.documents import EncodedBatch, encode
-from surgery.train.objectives import answer_loss, attention_loss, keep_loss, text_loss
+from surgery.train.divergence import TopK, naive_divergence
+from surgery.train.objectives import (
+    answer_loss,
+    attention_loss,
+    counts,
+    divergence_loss,
+    hidden_loss,
+    mixing_loss,
+    text_loss,
+)
+from surgery.training import Distil
 from tests.pico import pico_tokenizer
 from tests.unit.probes.samples import sample, several_questions
 
@@ -80,7 +92,9 @@ def test_padding_does_not_count(side: str) -> None:
     spoiled = torch.where(batch.attention_mask[..., None].bool(), logits, torch.full_like(logits, 50.0).cumsum(-1))
     assert (spoiled != logits).any()
     assert answer_loss(spoiled, batch) == answer_loss(logits, batch)
-    assert keep_loss(spoiled, base, batch) == keep_loss(logits, base, batch)
+    for settings in (Distil(), Distil(top_k=3)):
+        loss = divergence_loss(logits, base, batch, settings)
+        assert divergence_loss(spoiled, base, batch, settings) == loss
     assert text_loss(spoiled, batch) == text_loss(logits, batch)
 
 
@@ -106,7 +120,7 @@ def test_knowing_nothing_costs_the_logarithm_of_the_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_keep_loss_is_the_divergence_from_the_base(side: str) -> None:
+def test_divergence_loss_is_the_mean_over_real_tokens(side: str) -> None:
     batch = batch_of(side)
     student, base = logits_for(batch, 1), logits_for(batch, 2)
     found = []
@@ -115,15 +129,26 @@ def test_keep_loss_is_the_divergence_from_the_base(side: str) -> None:
             if batch.attention_mask[b, t]:
                 p, q = log_softmax(base[b, t]), log_softmax(student[b, t])
                 found.append(float((p.exp() * (p - q)).sum()))
-    assert float(keep_loss(student, base, batch)) == pytest.approx(sum(found) / len(found), rel=1e-5)
+    loss = float(divergence_loss(student, base, batch, Distil()))
+    assert loss == pytest.approx(sum(found) / len(found), rel=1e-5)
 
 
-def test_keep_loss_is_zero_for_equal_predictions_and_positive_otherwise() -> None:
-    batch = batch_of()
-    logits = logits_for(batch)
-    assert float(keep_loss(logits, logits, batch)) == pytest.approx(0, abs=1e-6)
-    assert float(keep_loss(logits + 5, logits, batch)) == pytest.approx(0, abs=1e-5)
-    assert float(keep_loss(logits_for(batch, 1), logits, batch)) > 0.1
+def test_divergence_loss_follows_its_settings() -> None:
+    batch = batch_of()[2:3]  # the longest: no padding
+    assert bool(batch.attention_mask.all())
+    student, base = logits_for(batch, 1), logits_for(batch, 2)
+    settings = Distil(divergence="reverse", temperature=3.0)
+    expected = naive_divergence(student.double(), base.double(), "reverse", 3.0).mean()
+    assert float(divergence_loss(student, base, batch, settings)) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_the_likeliest_tokens_may_be_given_for_the_real_tokens_alone(side: str) -> None:
+    batch = batch_of(side)
+    student, base = logits_for(batch, 1), logits_for(batch, 2)
+    settings = Distil(top_k=4, divergence="jensen_shannon")
+    top = TopK.of(base[batch.attention_mask.bool()], 4)
+    assert divergence_loss(student, top, batch, settings) == divergence_loss(student, base, batch, settings)
 
 
 def rows_on(batch: EncodedBatch, gold: Sequence[Tensor], share: float = 1.0) -> Tensor:
@@ -186,3 +211,144 @@ def test_attention_loss_refuses_rows_and_reads_that_do_not_match() -> None:
     rows = rows_on(batch, [batch.segment_end])
     with pytest.raises(ValueError, match="zip"):
         attention_loss([rows, rows], [("segment_end",)], batch)
+
+
+def test_a_question_without_both_gold_positions_is_not_asked() -> None:
+    batch = batch_of(plain=False)
+    rows = rows_on(batch, [batch.segment_end], share=0.5)
+    rows[0, :, 0] = 1e-3
+    without = dataclasses.replace(batch, answer_token=batch.answer_token.clone())
+    without.answer_token[0, 0] = -1
+    assert counts(without, ["attention"])["attention"] == counts(batch, ["attention"])["attention"] - 1
+    assert float(attention_loss([rows], [("segment_end",)], without)) == pytest.approx(-math.log(0.5), rel=1e-5)
+
+
+def random_rows(batch: EncodedBatch, seed: int) -> list[Tensor]:
+    """Two layers, of two heads and of one: (B,H,T,T) of numbers everywhere, in the future and on padding too."""
+    rng = torch.Generator().manual_seed(seed)
+    T = batch.input_ids.shape[1]
+    return [torch.rand(len(batch), h, T, T, generator=rng) for h in (2, 1)]
+
+
+def random_states(batch: EncodedBatch, seed: int) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return [torch.randn(*batch.input_ids.shape, 8, generator=rng) for _ in range(3)]
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_mixing_loss_is_the_squared_distance_of_the_causal_rows(side: str) -> None:
+    batch = batch_of(side)
+    mine, other = random_rows(batch, 0), random_rows(batch, 1)
+    heads = []
+    for a, b in zip(mine, other, strict=True):
+        for h in range(a.shape[1]):
+            total, tokens = 0.0, 0
+            for d in range(len(batch)):
+                places = batch.attention_mask[d].nonzero()[:, 0]
+                for i, t in enumerate(places):
+                    total += float((a[d, h, t, places[: i + 1]] - b[d, h, t, places[: i + 1]]).double().square().sum())
+                    tokens += 1
+            heads.append(total / tokens)
+    assert float(mixing_loss(mine, other, batch)) == pytest.approx(sum(heads) / len(heads), rel=1e-5)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_hidden_loss_is_the_mean_length_of_the_difference(side: str) -> None:
+    batch = batch_of(side)
+    mine, other = random_states(batch, 0), random_states(batch, 1)
+    found = []
+    for a, b in zip(mine, other, strict=True):
+        for d, t in batch.attention_mask.nonzero().tolist():
+            found.append(math.sqrt(float((a[d, t] - b[d, t]).double().square().sum())))
+    assert float(hidden_loss(mine, other, batch)) == pytest.approx(sum(found) / len(found), rel=1e-5)
+
+
+def test_where_student_and_teacher_agree_the_gradient_is_zero_and_finite() -> None:
+    batch = batch_of()
+    for loss, made in ((mixing_loss, random_rows), (hidden_loss, random_states)):
+        mine = [x.requires_grad_() for x in made(batch, 0)]
+        found = loss(mine, [x.detach().clone() for x in mine], batch)
+        assert float(found) == 0
+        assert all(bool((g == 0).all()) for g in torch.autograd.grad(found, mine))
+
+
+def loss_of(name: str, batch: EncodedBatch, model: list[Tensor], count: float | None) -> Tensor:
+    """An objective on outputs that stand for the whole batch's: `model` is cut to the batch's rows by the caller."""
+    if name in ("answer", "text"):
+        return {"answer": answer_loss, "text": text_loss}[name](model[0], batch, count)
+    if name in ("keep", "distil"):
+        base = model[0].detach().roll(7, dims=-1)
+        return divergence_loss(model[0], base, batch, Distil(top_k=5 if name == "distil" else None), count)
+    if name == "attention":
+        rows = [x.softmax(-1) for x in model]
+        return attention_loss(rows, [("segment_end", "answer_token"), ("answer_token",)], batch, count)
+    other = [x.detach().flip(-1) for x in model]
+    return {"mixing": mixing_loss, "hidden": hidden_loss}[name](model, other, batch, count)
+
+
+def outputs_for(name: str, batch: EncodedBatch) -> list[Tensor]:
+    if name in ("mixing", "hidden"):
+        return {"mixing": random_rows, "hidden": random_states}[name](batch, 4)
+    if name == "attention":
+        Q = batch.query.shape[1]
+        return [x[:, :, :Q] for x in random_rows(batch, 4)]
+    return [logits_for(batch)]
+
+
+OBJECTIVES = ("answer", "attention", "keep", "text", "distil", "mixing", "hidden")
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_parts_of_a_batch_add_up_to_the_whole(name: str) -> None:
+    """Two processes with different numbers of terms, one of them perhaps with none: loss and gradient."""
+    batch, processes = batch_of(), 2  # five documents: three with questions, two of plain text
+    leaves = [x.double().requires_grad_() for x in outputs_for(name, batch)]
+    whole = loss_of(name, batch, leaves, None)
+    expected = torch.autograd.grad(whole, leaves)
+    number = counts(batch, [name])[name]
+    found = torch.zeros(())
+    for rows in (slice(0, 3), slice(3, 5)):
+        part = batch[rows]
+        loss = loss_of(name, part, [x[rows] for x in leaves], number / processes) / processes
+        loss.backward()
+        found = found + loss.detach()
+    assert float(found) == pytest.approx(float(whole), rel=1e-6)
+    for leaf, gradient in zip(leaves, expected, strict=True):
+        torch.testing.assert_close(leaf.grad, gradient, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_counts_are_the_numbers_of_terms(name: str) -> None:
+    """A loss divided by 1 is the sum of its terms: as many times the mean as there are terms."""
+    batch = batch_of()
+    outputs = outputs_for(name, batch)
+    total, mean = (float(loss_of(name, batch, outputs, count)) for count in (1, None))
+    assert round(total / mean, 3) == counts(batch, OBJECTIVES)[name]
+
+
+@pytest.mark.parametrize("name", ["answer", "attention"])
+def test_a_part_without_terms_still_depends_on_the_model(name: str) -> None:
+    batch = encode(sample("sentence"), pico_tokenizer())
+    leaves = [x.requires_grad_() for x in outputs_for(name, batch)]
+    loss = loss_of(name, batch, leaves, 6)
+    assert float(loss) == 0
+    assert all(bool((g == 0).all()) for g in torch.autograd.grad(loss, leaves))
+
+
+def test_few_terms_keep_few_logits_for_the_backward_pass() -> None:
+    batch = batch_of()
+    logits = logits_for(batch).requires_grad_()
+    with saved_bytes() as saved:
+        answer_loss(logits, batch)
+    assert saved.total < 0.2 * logits.nbytes
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_an_answer_with_nothing_before_it_is_no_term(side: str) -> None:
+    """On the first real token of a row nothing predicts it, whatever padding stands before."""
+    batch = batch_of(side)
+    first = dataclasses.replace(batch, answers=batch.answers.clone())
+    for b in range(len(batch)):
+        first.answers[b, int(batch.attention_mask[b].nonzero()[0])] = True
+    assert counts(first, ["answer"]) == counts(batch, ["answer"])
+    assert answer_loss(logits_for(batch), first) == answer_loss(logits_for(batch), batch)

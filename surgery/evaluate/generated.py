@@ -1,0 +1,101 @@
+"""What a model says by itself: greedy answers to a user's own prompts. Owns: the answers, what counts as right.
+
+A choice among candidates is not asked for: students within 0.2 points of a teacher by likelihood were 21 points behind
+when generating (arXiv 2603.26556). Must never know: arms, files, which documents were held out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.probes.documents import Document, EncodedBatch, encode
+
+
+def exact_matches(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Document],
+    batch_size: int,
+    naive: bool = False,
+) -> Tensor:
+    """(N,) bool: whether the text that the model goes on with is the answer, spaces at its ends aside.
+
+    It may use as many tokens as the batch's longest answer. What comes behind its end token does not count; where the
+    documents themselves have none behind their answers, what comes behind as many tokens as the answer has.
+
+    Args:
+        documents: with an answer each; only that of the last question is asked for.
+        naive: every token from a whole pass over an unpadded row, without a cache.
+
+    Raises:
+        ProbeError: a document has no question.
+    """
+    found = []
+    for start in range(0, len(documents), batch_size):
+        chunk = documents[start : start + batch_size]
+        prompts = encode(chunk, tokenizer, padding_side="left", until_answer=True).to(model.device)
+        lengths = _answer_lengths(chunk, tokenizer, prompts)
+        most = max(lengths)
+        new_BN = _naive(model, prompts, most) if naive else _generated(model, tokenizer, prompts, most)
+        for document, ids, length in zip(chunk, new_BN.tolist(), lengths, strict=True):
+            found.append(_said(ids, tokenizer, document, length) == _answer(document, tokenizer))
+    return torch.tensor(found)
+
+
+def _ends(document: Document, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the end token follows its answer."""
+    return tokenizer.eos_token is not None and document.text.endswith(str(tokenizer.eos_token))
+
+
+def _answer(document: Document, tokenizer: PreTrainedTokenizerBase) -> str:
+    text = document.text[slice(*document.questions[-1].answer)]
+    return (text.removesuffix(str(tokenizer.eos_token)) if _ends(document, tokenizer) else text).strip()
+
+
+def _answer_lengths(
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, prompts: EncodedBatch
+) -> list[int]:
+    """Tokens of each answer, the end token left out."""
+    asked = [Document(d.task, d.text[: d.questions[-1].answer[1]]) for d in documents]
+    whole = encode(asked, tokenizer).attention_mask.sum(1).tolist()
+    before = prompts.attention_mask.sum(1).tolist()
+    return [w - b - _ends(d, tokenizer) for w, b, d in zip(whole, before, documents, strict=True)]
+
+
+def _said(ids: list[int], tokenizer: PreTrainedTokenizerBase, document: Document, length: int) -> str:
+    if not _ends(document, tokenizer):
+        ids = ids[:length]
+    elif tokenizer.eos_token_id in ids:
+        ids = ids[: ids.index(tokenizer.eos_token_id)]
+    return str(tokenizer.decode(ids)).strip()
+
+
+def _generated(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: EncodedBatch, most: int) -> Tensor:
+    """(B,N) the likeliest tokens one after the other, from the cache; N is `most`, or less where all rows have ended."""
+    ends = tokenizer.eos_token_id
+    settings = GenerationConfig(
+        max_new_tokens=most,
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        eos_token_id=ends,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends,
+    )
+    ids = model.generate(prompts.input_ids, attention_mask=prompts.attention_mask, generation_config=settings)
+    return ids[:, prompts.input_ids.shape[1] :]
+
+
+@torch.no_grad()
+def _naive(model: PreTrainedModel, prompts: EncodedBatch, most: int) -> Tensor:
+    """(B,`most`) the same tokens; those behind an end token are what they are."""
+    rows = []
+    for ids_T, mask_T in zip(prompts.input_ids, prompts.attention_mask, strict=True):
+        row = ids_T[mask_T.bool()][None]
+        for _ in range(most):
+            row = torch.cat([row, model(row, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+        rows.append(row[0, -most:])
+    return torch.stack(rows)

@@ -1,0 +1,165 @@
+"""A teacher's top-k logits on disk. Owns: shards, their index, what a folder may be used for.
+
+Must never know: models, recipes, steps. A document is known by its token ids, so it is found again in another epoch, in
+another order, by another number of processes; what the teacher says does not depend on the documents beside it.
+
+A folder holds `cache.json`, which says whose logits these are, and shards named by what is in them:
+
+    documents (D,16) bytes: a hash of each document's token ids     offsets (D+1): its rows, [offsets[d], offsets[d+1])
+    values (R,K) fp16: log-probabilities                            indices (R,K) int32
+
+A row takes 6 K bytes. A shard is written beside its place and renamed into it: a run that was killed leaves whole ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from surgery.errors import RunError
+from surgery.probes.documents import EncodedBatch
+from surgery.rundir import read_json, sweep, write_json
+from surgery.train.divergence import TopK
+
+_HASH = 16  # bytes
+Place = tuple[Path, int, int]  # a shard, and the rows of a document in it
+
+
+class LogitsCache:
+    """The logits of one teacher, filled as they are needed.
+
+    Args:
+        folder: made if there is none.
+        identity: what the logits depend on besides the document: the teacher's revision, the tokenizer, `top_k`.
+        flush_every: batches that are put in before a shard is written; a run that is killed loses no more.
+        main: whether this process clears away what a killed run left half-written. One process should.
+
+    Raises:
+        RunError: the folder holds logits of another identity, other files, or a damaged shard.
+    """
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any], flush_every: int = 50, main: bool = True) -> None:
+        self.folder, self._flush_every, self._batches = folder, flush_every, 0
+        self._pending: dict[bytes, TopK] = {}
+        self._places: dict[bytes, Place] = {}
+        self._indexed: set[Path] = set()
+        self._claim(dict(identity), main)
+        self._index()
+
+    def __len__(self) -> int:
+        """Documents that are known."""
+        return len(self._places.keys() | self._pending.keys())
+
+    def get(self, batch: EncodedBatch) -> TopK | None:
+        """The rows of the batch's real tokens, document after document, on its device; None unless all are known."""
+        names = [_hashed(ids) for ids in _documents(batch)]
+        if any(name not in self._places and name not in self._pending for name in names):
+            return None
+        found: dict[bytes, TopK] = {name: self._pending[name] for name in names if name in self._pending}
+        by_file: dict[Path, list[bytes]] = {}
+        for name in {*names} - found.keys():
+            by_file.setdefault(self._places[name][0], []).append(name)
+        for path, wanted in by_file.items():
+            with _opened(path) as file:
+                values, indices = file.get_slice("values"), file.get_slice("indices")
+                for name in wanted:
+                    _, start, end = self._places[name]
+                    found[name] = TopK(values[start:end], indices[start:end])
+        rows = TopK(torch.cat([found[n].values for n in names]), torch.cat([found[n].indices for n in names]))
+        return TopK(rows.values.float(), rows.indices.long()).to(batch.input_ids.device)
+
+    def put(self, batch: EncodedBatch, rows: TopK) -> None:
+        """Remembers the rows of the batch's real tokens; every so often a shard is written."""
+        stored = TopK(rows.values.to("cpu", torch.float16), rows.indices.to("cpu", torch.int32))
+        start = 0
+        for ids in _documents(batch):
+            self._pending[_hashed(ids)] = stored[start : start + len(ids)]
+            start += len(ids)
+        assert start == len(rows), "the rows are not those of the batch's real tokens"
+        self._batches += 1
+        if self._batches >= self._flush_every:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what was put in as a shard, and takes notice of those that other processes wrote.
+
+        Raises:
+            RunError: it cannot be written; what was written before is kept.
+        """
+        if self._pending:
+            names = sorted(self._pending)
+            lengths = torch.tensor([0, *(len(self._pending[name]) for name in names)])
+            tensors = {
+                "documents": torch.tensor([list(name) for name in names], dtype=torch.uint8),
+                "offsets": lengths.cumsum(0),
+                "values": torch.cat([self._pending[name].values for name in names]),
+                "indices": torch.cat([self._pending[name].indices for name in names]),
+            }
+            _write(self.folder / f"shard_{hashlib.sha256(b''.join(names)).hexdigest()[:16]}.safetensors", tensors)
+        self._pending, self._batches = {}, 0
+        self._index()
+
+    def _claim(self, identity: dict[str, Any], main: bool) -> None:
+        path = self.folder / "cache.json"
+        if self.folder.exists() and not path.exists() and any(p.suffix != ".tmp" for p in self.folder.iterdir()):
+            raise RunError("train.distil.cache", str(self.folder), "It holds something else; delete or move it.")
+        if path.exists():
+            stored = read_json(path)
+            odd = sorted(k for k in stored.keys() | identity.keys() if stored.get(k) != identity.get(k))
+            if odd:
+                hint = f"Its logits are of another {', '.join(odd)}. Delete it, or use another folder."
+                raise RunError("train.distil.cache", str(self.folder), hint)
+        else:
+            write_json(path, identity)
+        if main:
+            sweep(self.folder)
+
+    def _index(self) -> None:
+        """Reads which documents the shards hold that are new."""
+        for path in sorted(set(self.folder.glob("shard_*.safetensors")) - self._indexed):
+            with _opened(path) as file:
+                names, offsets = file.get_tensor("documents").tolist(), file.get_tensor("offsets").tolist()
+            for name, start, end in zip(names, offsets, offsets[1:], strict=False):
+                self._places[bytes(name)] = (path, start, end)
+            self._indexed.add(path)
+
+
+def _documents(batch: EncodedBatch) -> list[Tensor]:
+    """The token ids of each document, without padding."""
+    return [ids[real] for ids, real in zip(batch.input_ids.cpu(), batch.attention_mask.bool().cpu(), strict=True)]
+
+
+def _hashed(ids: Tensor) -> bytes:
+    return hashlib.sha256(ids.to(torch.int32).numpy().tobytes()).digest()[:_HASH]
+
+
+def _opened(path: Path) -> Any:
+    """Raises RunError where the file is not whole."""
+    try:
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError) as error:
+        hint = f"Delete it: its documents are computed again ({error})."
+        raise RunError("train.distil.cache", str(path), hint) from None
+
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Whole or not at all."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        save_file(tensors, beside)
+        with open(beside, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except (SafetensorError, OSError) as error:
+        hint = f"A shard could not be written ({error}). Free some space, or leave `cache` out."
+        raise RunError("train.distil.cache", str(path.parent), hint) from None
+    finally:
+        beside.unlink(missing_ok=True)

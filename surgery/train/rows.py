@@ -1,0 +1,350 @@
+"""From a path to rows, each with the place where it stands. Owns: file formats, folders, splits, the Hub.
+
+Must never know: tokenizers, documents, what a column means. Lines of JSONL are found by their place in the file and
+parsed when they are asked for; Parquet files and Hub data sets are Arrow tables on disk (`datasets`). So neither
+holds its text in memory. Lines and rows count from 1.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, count
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from surgery.errors import DataError
+from surgery.training import Columns, Data
+
+FORMATS = (".jsonl", ".json", ".parquet")
+_SPLITS = {"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_TOKEN = re.compile(r"hf_\w+")
+_BATCH = 256  # rows of a Parquet file in memory while it is streamed
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row as it was found: a line of JSON, or fields.
+
+    Attributes:
+        where: file and line, or data set and row, for messages.
+    """
+
+    where: str
+    raw: bytes | Mapping[str, Any]
+
+    def fields(self) -> Mapping[str, Any]:
+        """Its columns. Raises DataError for a line that is not a JSON object."""
+        if not isinstance(self.raw, bytes):
+            return self.raw
+        try:
+            found = json.loads(self.raw)
+        except (ValueError, RecursionError) as error:
+            raise DataError(self.where, f"not JSON: {error}", "Give one JSON object a line.") from None
+        if not isinstance(found, dict):
+            hint = 'Give one JSON object a line, such as {"prompt": ..., "answer": ...}.'
+            raise DataError(self.where, f"a {type(found).__name__}, not an object", hint)
+        return found
+
+
+class Rows(Protocol):
+    """Rows that are all there, in the order of the files."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int) -> Row: ...
+
+    def __iter__(self) -> Iterator[Row]: ...
+
+
+class JsonLines:
+    """A JSONL file. It is read where a row stands; a file that changes meanwhile is refused."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._stamp = path, _stamp(path)
+        places = array("q")
+        for line, start, text in _lines(path):
+            places.extend((line, start, len(text)))
+        self._places_N3 = np.array(places, dtype=np.int64).reshape(-1, 3)
+
+    def __len__(self) -> int:
+        return len(self._places_N3)
+
+    def __getitem__(self, i: int) -> Row:
+        if _stamp(self.path) != self._stamp:
+            raise DataError(str(self.path), "changed while it was in use", "Start again, on a copy that stays.")
+        line, start, length = self._places_N3[i].tolist()
+        with open(self.path, "rb") as file:
+            file.seek(start)
+            return Row(f"{self.path}:{line}", file.read(length))
+
+    def __iter__(self) -> Iterator[Row]:
+        return (Row(f"{self.path}:{line}", text) for line, _, text in _lines(self.path))
+
+
+class ArrowRows:
+    """An Arrow table, or a list of rows, with a name for each."""
+
+    def __init__(self, table: Any, name: str) -> None:
+        self.table, self.name = table, name
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, i: int) -> Row:
+        return Row(f"{self.name}: row {i + 1}", self.table[i])
+
+    def __iter__(self) -> Iterator[Row]:
+        return (Row(f"{self.name}: row {i}", fields) for i, fields in enumerate(self.table, 1))
+
+
+class JoinedRows:
+    """The rows of several files, one after the other."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self.parts, self._ends = parts, list(accumulate(map(len, parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, i: int) -> Row:
+        part = bisect_right(self._ends, i)
+        return self.parts[part][i - (self._ends[part - 1] if part else 0)]
+
+    def __iter__(self) -> Iterator[Row]:
+        return (row for part in self.parts for row in part)
+
+
+class ShuffledPasses:
+    """Passes over rows that are read as they come, shuffled within a buffer; files, and a Hub set's shards, too."""
+
+    def __init__(self, data: Data, seed: int) -> None:
+        import datasets
+
+        files = local_files(data)
+        self.data, self.local = data, bool(files)
+        if files:  # a list in `gen_kwargs` is a list of shards, a tuple is not
+            given = {"files": files, "columns": tuple(wanted(data.columns))}
+            stream = datasets.IterableDataset.from_generator(_as_items, gen_kwargs=given)
+        else:
+            stream = _from_hub(data)
+        self._stream = stream.shuffle(seed=seed, buffer_size=data.buffer)
+
+    def rows(self, number: int) -> Iterator[Row]:
+        """The rows of a pass, counted from 0; asked for again, the same."""
+        self._stream.set_epoch(number)
+        if self.local:
+            return (Row(item["where"], item["raw"]) for item in self._stream)
+        return _streamed(self._stream, self.data)
+
+
+def open_rows(data: Data) -> Rows:
+    """All rows, to be asked for in any order.
+
+    Raises:
+        DataError: nothing readable is there, a column is missing, or the Hub did not give it.
+    """
+    files = local_files(data)
+    if not files:
+        return ArrowRows(_from_hub(data), f"{data.path} ({data.split})")
+    parts = [_open_file(path, wanted(data.columns)) for path in files]
+    return parts[0] if len(parts) == 1 else JoinedRows(parts)
+
+
+def rows_in_order(data: Data) -> Iterator[Row]:
+    """All rows, once, in the order of the files, read as they come."""
+    files = local_files(data)
+    if files:
+        return (row for path in files for row in _read_file(path, wanted(data.columns)))
+    return _streamed(_from_hub(data), data) if data.streaming else iter(open_rows(data))
+
+
+def wanted(columns: Columns) -> list[str]:
+    """The columns that are read."""
+    if columns.text is not None:
+        return [columns.text]
+    asked = [columns.messages] if columns.messages is not None else [columns.prompt, columns.answer]
+    return asked if columns.answer_span is None else [*asked, columns.answer_span]
+
+
+def local_files(data: Data) -> list[Path]:
+    """The files behind `data.path`, in order of name; none for a Hub id.
+
+    Raises:
+        DataError: nothing is there, a folder has several formats or not the split, or it is no file of rows.
+    """
+    path = Path(data.path).expanduser()
+    if not path.exists():
+        if path.suffix.lower() in FORMATS or not _HUB_ID.fullmatch(data.path):
+            hint = "Give a JSONL or Parquet file, a folder of them, or a data set's id on the Hub (owner/name)."
+            raise DataError("data.path", data.path, f"There is no such file or folder. {hint}")
+        return []
+    if data.name is not None or data.revision is not None:
+        raise DataError("data.path", data.path, "It is on this disk; `name` and `revision` are for the Hub.")
+    inside = sorted(path.rglob("*")) if path.is_dir() else [path]
+    files = [f for f in inside if f.is_file() and f.suffix.lower() in FORMATS and not f.name.startswith(".")]
+    if not files:
+        raise DataError("data.path", data.path, f"It holds no {', '.join(FORMATS)} file.")
+    formats = sorted({f.suffix.lower() for f in files})
+    if len(formats) > 1:
+        raise DataError("data.path", data.path, f"It holds {' and '.join(formats)} files. Name one, or part them.")
+    return _of_split(files, path, data.split)
+
+
+def _of_split(files: list[Path], root: Path, split: str) -> list[Path]:
+    """Those whose names say the split; all, where no name says any."""
+    words = [set(re.split(r"[^a-z0-9]+", str(f.relative_to(root)).lower())) for f in files] if root.is_dir() else []
+    said = [w & (_SPLITS | {split}) for w in words]
+    if not any(said):
+        if split != "train":
+            raise DataError("data.split", split, f"No file name at {root} says it; leave `split` out.")
+        return files
+    unsaid = [f.name for f, names in zip(files, said, strict=True) if not names]
+    if unsaid:
+        raise DataError("data.path", root, f"Some of its files name a split, {unsaid[0]} does not. Name one file.")
+    chosen = [f for f, names in zip(files, said, strict=True) if split in names]
+    if not chosen:
+        raise DataError("data.split", split, f"{root} has {', '.join(sorted(set().union(*said)))}.")
+    return chosen
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """What tells that a file has changed."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
+    """Number, place in bytes and text of every line that is not blank."""
+    start = 0
+    with open(path, "rb") as file:
+        for line, text in enumerate(file, 1):
+            if text.strip():
+                yield line, start, text
+            start += len(text)
+
+
+def _is_list(path: Path) -> bool:
+    """Whether a .json file is one list, rather than an object a line."""
+    return path.suffix.lower() == ".json" and next((t for _, _, t in _lines(path)), b"").lstrip()[:1] == b"["
+
+
+def _listed(path: Path) -> ArrowRows:
+    """The rows of a .json file that is one list: each as its JSON, in an Arrow array. Parsing holds all of them."""
+    import pyarrow
+
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise DataError(f"{path}{line}", f"not JSON: {error}", "Give a list of objects, or one a line.") from None
+    return ArrowRows(_Packed(pyarrow.array([json.dumps(row) for row in found], pyarrow.large_binary())), str(path))
+
+
+class _Packed:
+    """An Arrow array of bytes as a sequence of bytes."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, i: int) -> bytes:
+        return self.values[i].as_py()
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (value.as_py() for value in self.values)
+
+
+def _open_file(path: Path, columns: list[str]) -> Rows:
+    """The rows of one file, in any order. Parquet becomes an Arrow table in the cache of `datasets`."""
+    if path.suffix.lower() != ".parquet":
+        return _listed(path) if _is_list(path) else JsonLines(path)
+    import datasets
+
+    _check_parquet(path, columns)
+    return ArrowRows(datasets.load_dataset("parquet", data_files=str(path), columns=columns, split="train"), str(path))
+
+
+def _read_file(path: Path, columns: list[str]) -> Iterator[Row]:
+    """The rows of one file, from the first to the last."""
+    if path.suffix.lower() != ".parquet":
+        yield from _listed(path) if _is_list(path) else JsonLines(path)
+        return
+    from pyarrow.parquet import ParquetFile
+
+    _check_parquet(path, columns)
+    batches = ParquetFile(path).iter_batches(_BATCH, columns=columns)
+    fields = (row for batch in batches for row in batch.to_pylist())
+    yield from (Row(f"{path}: row {i}", row) for i, row in enumerate(fields, 1))
+
+
+def _as_items(files: list[Path], columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Rows as `datasets` passes them on."""
+    for path in files:
+        for row in _read_file(path, list(columns)):
+            yield {"where": row.where, "raw": row.raw}
+
+
+def _check_parquet(path: Path, columns: list[str]) -> None:
+    """Raises DataError for a damaged file, or one without a column that is to be read."""
+    import pyarrow
+    from pyarrow.parquet import read_schema
+
+    try:
+        names = read_schema(path).names
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(str(path), "not a Parquet file", str(error).split("\n")[0]) from None
+    _check_columns(names, columns, str(path))
+
+
+def _check_columns(names: Sequence[str], columns: list[str], where: str) -> None:
+    missing = [name for name in columns if name not in names]
+    if missing:
+        hint = f"It has {', '.join(names)}. Say in `data.columns` which of them is what."
+        raise DataError(where, f"no column {missing[0]!r}", hint)
+
+
+def _from_hub(data: Data) -> Any:
+    """A data set of the Hub, its wanted columns only. Nothing of what it holds is run."""
+    import datasets
+
+    try:
+        found = datasets.load_dataset(
+            data.path, data.name, split=data.split, revision=data.revision, streaming=data.streaming
+        )
+    except Exception as error:  # whatever the library, the network or the files raise: the user gets one message
+        raise _hub_error(data, error) from None
+    if found.column_names is None:  # a stream whose first rows have not been read
+        return found
+    columns = wanted(data.columns)
+    _check_columns(found.column_names, columns, data.path)
+    return found.select_columns(columns)
+
+
+def _streamed(stream: Any, data: Data) -> Iterator[Row]:
+    """The rows of a Hub set as they come. They are counted as they come: shards have no common numbering."""
+    rows = iter(stream)
+    for number in count(1):
+        try:
+            fields = next(rows)
+        except StopIteration:
+            return
+        except Exception as error:
+            raise _hub_error(data, error) from None
+        yield Row(f"{data.path} ({data.split}): row {number} of the stream", fields)
+
+
+def _hub_error(data: Data, error: Exception) -> DataError:
+    """One message for all that may go wrong on the way; a token that stands in it is left out."""
+    said = _TOKEN.sub("hf_...", str(error)).strip().split("\n")[0][:300]
+    hint = "Check its id, `name`, `split` and `revision`, and the connection; log in where access is asked for."
+    return DataError(data.path, f"the Hub did not give it ({type(error).__name__}: {said})", hint)

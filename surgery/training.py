@@ -1,0 +1,333 @@
+"""The part of a recipe that says what trains, on what, towards what. Owns: its schema.
+
+Must never know: torch, models, how a loss is computed (train). docs/TRAINING.md says what to choose.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from surgery.heads import HeadId
+from surgery.sections import Pairs, Positive, Section
+
+Weight = Annotated[float, Field(ge=0)]
+Scheduled = Weight | tuple[Weight, Weight]  # a number, or its value at the first and the last step, linear between them
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Rate = Annotated[float, Field(gt=0, le=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Task = Literal["kv_retrieval", "letter_choice", "option_text", "closed_book", "statement", "sentence"]
+Trains = Literal["all", "new_heads", "spliced_layers", "lora"]
+
+
+class Checkpoint(Section):
+    """A model that is read and never changed."""
+
+    model: str = Field(description="Folder of a checkpoint, or its id on the Hub.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a Hub id.")
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("float32", description="Of its weights in memory.")
+
+
+class Weights(Section):
+    """How much each objective counts on the documents of one source; [first, last] changes it over the stage."""
+
+    answer: Scheduled = Field(0.0, description="Cross-entropy on the answers.")
+    attention: Scheduled = Field(0.0, description="Cross-entropy of the new head's attention at the gold position.")
+    keep: Scheduled = Field(0.0, description="Divergence from the frozen base, on every token.")
+    text: Scheduled = Field(0.0, description="Cross-entropy on every token.")
+    distil: Scheduled = Field(0.0, description="Divergence from the teacher, on every token.")
+    mixing: Scheduled = Field(
+        0.0, description="Distance of the new heads' attention matrices from the teacher's (MOHAWK's first stage)."
+    )
+    hidden: Scheduled = Field(
+        0.0, description="Distance of every layer's output from the teacher's (MOHAWK's second stage)."
+    )
+
+    def at(self, progress: float) -> dict[str, float]:
+        """The weights that are not zero, `progress` in [0, 1] of the way through the stage."""
+        found = {}
+        for name, value in self.model_dump().items():
+            first, last = value if isinstance(value, tuple) else (value, value)
+            if first or last:
+                found[name] = first + (last - first) * progress
+        return found
+
+    def uses(self, *names: str) -> bool:
+        """Whether one of these objectives counts at any time."""
+        return bool(self.at(0.5).keys() & set(names))
+
+
+class Columns(Section):
+    """Which fields of a row mean what. `text`, `messages`, or `prompt` and `answer`: whichever the rows have."""
+
+    prompt: str = Field("prompt", description="What comes before the answer, spaces and newlines included.")
+    answer: str = Field("answer", description="What is to be said; only this is trained by the objective `answer`.")
+    answer_span: str | None = Field(
+        None, description="[start, end) of the value in the prompt, in characters: what a new head is to look at."
+    )
+    text: str | None = Field(
+        None, description="Plain text, for `text`, `keep` and `distil`; no prompt and answer then."
+    )
+    messages: str | None = Field(
+        None, description="A chat; the last message is the answer. Needs a tokenizer with a chat template."
+    )
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Columns:
+        if self.text is not None and self.messages is not None:
+            raise ValueError("`text` or `messages`, not both")
+        return self
+
+
+class Data(Section):
+    """Documents of the user's own."""
+
+    path: str = Field(description="A JSONL or Parquet file, a folder of them, or a data set's id on the Hub.")
+    name: str | None = Field(None, description="Configuration of a Hub data set.")
+    split: str = Field("train", description="Of a Hub data set, or of a folder that has several.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a Hub data set.")
+    columns: Columns = Columns()
+    chat_template: bool = Field(False, description="Prompt and answer become a user's and an assistant's message.")
+    end: bool = Field(True, description="The end-of-text token follows every answer and text, and is trained too.")
+    streaming: bool = Field(False, description="Read while training, shuffled within a buffer, instead of before.")
+    buffer: Positive = Field(1000, description="Rows of the shuffling buffer when streaming.")
+    on_bad_row: Literal["error", "skip"] = Field("error", description="A row that cannot be used: stop, or count it.")
+    holdout: float = Field(
+        0.0, ge=0, lt=1, description="This share of the prompts is never trained on, and asked when evaluating."
+    )
+
+
+class Source(Section):
+    """Documents that one generator, or one data set, contributes to every step. Their sizes weigh the mixture."""
+
+    task: Task | None = Field(None, description="A generator of this toolkit.")
+    data: Data | None = Field(None, description="Or documents of your own.")
+    rows: Positive | None = Field(None, description="Documents a step, over all processes.")
+    tokens: Positive | None = Field(None, description="Or tokens a step: documents until they are that many.")
+    max_tokens: Positive | None = Field(
+        None, description="data: the longest document. Longer texts are cut into several; a longer prompt is a bad row."
+    )
+    pairs: tuple[Pairs, Pairs] = Field((2, 16), description="kv_retrieval: pairs of a step are drawn from this range.")
+    questions: Positive = Field(1, description="kv_retrieval: questions a document, at most.")
+    half: Literal[0, 1] | None = Field(None, description="closed_book, statement, sentence: only this half of them.")
+    weights: Weights
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.task if self.task is not None else self.data.path if self.data is not None else ""
+
+    @field_validator("pairs")
+    @classmethod
+    def _ordered(cls, value: tuple[int, int]) -> tuple[int, int]:
+        if value[0] > value[1]:
+            raise ValueError("the range is [low, high], with low <= high")
+        return value
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Source:
+        if (self.task is None) == (self.data is None):
+            raise ValueError("give `task`, a generator, or `data`, documents of your own: one of them")
+        if (self.rows is None) == (self.tokens is None):
+            raise ValueError("give `rows` or `tokens` a step: one of them")
+        if self.max_tokens is not None and self.data is None:
+            raise ValueError("`max_tokens` goes with `data`; generated documents are as long as they are")
+        return self
+
+    @model_validator(mode="after")
+    def _weights_have_a_meaning(self) -> Source:
+        if not self.weights.at(0.5):
+            raise ValueError("every weight is 0; give it one, or leave the source out")
+        if self.weights.uses("answer") and self.task in ("statement", "sentence"):
+            raise ValueError(f"{self.task} has no answers; give `answer` weight 0")
+        if self.weights.uses("attention") and self.task in ("option_text", "closed_book", "statement", "sentence"):
+            raise ValueError(f"{self.task} has nothing to read; give `attention` weight 0")
+        if self.data is not None and self.data.columns.text is not None and self.weights.uses("answer", "attention"):
+            raise ValueError("plain text has no answers; give `answer` and `attention` weight 0")
+        if self.data is not None and self.data.columns.answer_span is None and self.weights.uses("attention"):
+            raise ValueError("`attention` needs `data.columns.answer_span`, or weight 0: it is not known what to read")
+        return self
+
+    @model_validator(mode="after")
+    def _half_has_a_meaning(self) -> Source:
+        if self.half is not None and self.task not in ("closed_book", "statement", "sentence"):
+            raise ValueError(f"{self.name} has no halves; leave `half` out")
+        return self
+
+
+class Optimizer(Section):
+    """AdamW, with one learning rate for the new heads, one for adapters, and one for the rest."""
+
+    lr: Rate = Field(2e-3, description="Learning rate of the weights that the base had.")
+    new_heads_lr: Rate = Field(6e-3, description="Learning rate of the spliced heads.")
+    lora_lr: Rate | None = Field(None, description="Learning rate of LoRA's adapters; the new heads' if not said.")
+    betas: tuple[Beta, Beta] = (0.9, 0.98)
+    weight_decay: Weight = 0.0
+    warmup: int = Field(20, ge=0, description="Steps of linear warm-up.")
+    schedule: Literal["cosine", "wsd", "constant"] = Field(
+        "cosine", description="After the warm-up: a cosine to `floor`; constant, then a line to it (WSD); or constant."
+    )
+    decay: Share = Field(0.1, description="wsd: the share of the steps, at the end, that the line takes.")
+    floor: Share = Field(0.0, description="Where the schedule ends, as a share of the learning rate.")
+    max_grad_norm: float = Field(1.0, gt=0)
+
+
+class Lora(Section):
+    """Low-rank adapters (PEFT) on what is not new. They are merged at the end of the stage, and saved beside it."""
+
+    rank: Positive = 8
+    alpha: Positive = 16
+    dropout: float = Field(0.0, ge=0, lt=1)
+    targets: tuple[str, ...] = Field(
+        ("in_proj", "out_proj"), min_length=1, description="Names of the linear layers that get one."
+    )
+
+
+class Distil(Section):
+    """How `keep` and `distil` compare two distributions of the next token."""
+
+    divergence: Literal["forward", "reverse", "jensen_shannon"] = Field(
+        "forward", description="KL(teacher || student), KL(student || teacher), or the mean of both to their mean."
+    )
+    temperature: float = Field(1.0, gt=0, description="Both logits are divided by it, the loss times its square.")
+    top_k: Positive | None = Field(
+        None, description="Compare the teacher's k likeliest tokens and the rest as one; every token if not said."
+    )
+    cache: bool = Field(
+        False, description="Write the teacher's top_k logits to disk when they are first needed, and read them after."
+    )
+
+    @model_validator(mode="after")
+    def _cache_is_small(self) -> Distil:
+        if self.cache and self.top_k is None:
+            raise ValueError("`cache` needs `top_k`: whole rows of logits would fill the disk")
+        return self
+
+
+class Align(Section):
+    """What of the teacher corresponds to what of the hybrid, for `mixing` and `hidden`."""
+
+    heads: dict[str, str] = Field(
+        {}, description="The teacher's head for a spliced head, such as {L17H3: L17H24}; the same name if not said."
+    )
+    layers: dict[int, int] = Field(
+        {}, description="The teacher's layer for each layer to compare; all of them, in proportion, if not said."
+    )
+
+    @field_validator("heads")
+    @classmethod
+    def _heads(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in (*value, *value.values()):
+            HeadId.parse(name)
+        return value
+
+
+class TrainStage(Section):
+    """A stretch of training with its data, objectives, what trains, learning rates and length."""
+
+    name: str = Field("finetune", pattern=r"^[a-z0-9_-]+$")
+    steps: Positive | None = Field(None, description="Steps; 300 if `tokens` is not said either.")
+    tokens: Positive | None = Field(None, description="Or tokens in all; every source then says its `tokens` a step.")
+    trains: Trains = Field(
+        "all", description="Which weights train; `lora`: new heads whole, adapters on the rest (`lora`)."
+    )
+    sources: tuple[Source, ...] = Field((), min_length=1)
+    optimizer: Optimizer = Optimizer()
+    lora: Lora = Lora()
+    distil: Distil = Distil()
+    align: Align = Align()
+
+    @model_validator(mode="after")
+    def _a_length(self) -> TrainStage:
+        if self.steps is not None and self.tokens is not None:
+            raise ValueError("give `steps` or `tokens`, not both")
+        if self.tokens is not None and any(source.tokens is None for source in self.sources):
+            raise ValueError("with `tokens` in all, every source says `tokens` a step, not rows")
+        return self
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps it takes."""
+        if self.tokens is None:
+            return self.steps or 300
+        return -(-self.tokens // sum(source.tokens or 0 for source in self.sources))
+
+    def uses(self, *names: str) -> bool:
+        """Whether one of these objectives counts anywhere."""
+        return any(source.weights.uses(*names) for source in self.sources)
+
+
+class Train(TrainStage):
+    """Brief training: one stage, or several of them in `stages`. A step's sources add up their gradients."""
+
+    stages: tuple[TrainStage, ...] = Field((), description="Such as align, distil, finetune, in place of one stage.")
+    teacher: Checkpoint | None = Field(
+        None, description="A model with the same tokenizer, for `distil`, `mixing` and `hidden`."
+    )
+    precision: Literal["fp32", "bf16"] = Field(
+        "fp32", description="bf16: matrix products in bf16; what trains stays in fp32, with A_log, dt_bias and D."
+    )
+    micro_batch: Positive | None = Field(
+        None, description="Documents of a source at a time, on one process; all if not said. The gradient is the same."
+    )
+    gradient_checkpointing: bool = Field(False, description="Recompute activations: less memory, more time.")
+    compile: bool = Field(False, description="torch.compile the model.")
+    save_every: Positive = Field(50, description="Steps between checkpoints to resume from.")
+    check_every: Positive | None = Field(
+        None, description="Steps between looks at held-out KV accuracy; never if not said."
+    )
+    trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = Field(
+        (), description="Where losses go too, through Accelerate."
+    )
+    no_splice: bool = Field(True, description="Also train the control: the base, for the same steps, no splice.")
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> Train:
+        if self.stages:
+            given = sorted(self.model_fields_set & set(TrainStage.model_fields))
+            if given:
+                raise ValueError(f"with `stages`, each says its own {', '.join(given)}")
+        names = [stage.name for stage in self.sequence]
+        if len(set(names)) < len(names):
+            raise ValueError("two stages have the same name")
+        for stage in self.sequence:
+            if not stage.sources:
+                raise ValueError(f"the stage {stage.name} has no `sources`")
+            if stage.uses("distil", "mixing", "hidden") and self.teacher is None:
+                raise ValueError("`distil`, `mixing` and `hidden` need `teacher`")
+        if self.teacher is not None and not any(s.uses("distil", "mixing", "hidden") for s in self.sequence):
+            raise ValueError("`teacher` is used by no objective; give `distil`, `mixing` or `hidden` a weight")
+        return self
+
+    @model_validator(mode="after")
+    def _held_out_everywhere(self) -> Train:
+        shares: dict[str, float] = {}
+        for data in self.own_data:
+            if shares.setdefault(data.path, data.holdout) != data.holdout:
+                raise ValueError(f"{data.path} is listed twice with another `holdout`: what is held out is trained on")
+        return self
+
+    @property
+    def own_data(self) -> tuple[Data, ...]:
+        """The user's own data of all stages, as often as it is listed."""
+        return tuple(source.data for stage in self.sequence for source in stage.sources if source.data is not None)
+
+    @property
+    def sequence(self) -> tuple[TrainStage, ...]:
+        """The stages, one after the other."""
+        return self.stages or (self,)
+
+    @property
+    def num_all_steps(self) -> int:
+        """Of all stages."""
+        return sum(stage.num_steps for stage in self.sequence)
+
+    def uses(self, *names: str) -> bool:
+        """Whether one of these objectives counts in any stage."""
+        return any(source.weights.uses(*names) for stage in self.sequence for source in stage.sources)
+
+    @property
+    def has_control(self) -> bool:
+        """Whether a control is trained; where only new heads train, the base itself is the control."""
+        return self.no_splice and any(stage.trains != "new_heads" for stage in self.sequence)

@@ -1,0 +1,118 @@
+"""LoRA beside the spliced heads: where adapters sit, that they are reached, merging, and what stock PEFT loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from surgery.errors import RecipeError
+from surgery.families import geometry_of, mixer_of, structure_of
+from surgery.heads import Graft, HeadId, HeadSet, ScoredHead
+from surgery.plan import make_plan
+from surgery.recipe import Splice
+from surgery.splice import splice
+from surgery.train.adapters import Adapters, adapter_parameters
+from surgery.training import Lora
+from tests.pico import pico_base, pico_family, pico_hybrid, pico_site, prompts
+
+BOTH = Lora(rank=2)
+
+
+def logits(model: nn.Module) -> Tensor:
+    batch = prompts((6, 6))
+    with torch.no_grad():
+        out: Tensor = model(batch.input_ids % 64, use_cache=False).logits
+    return out
+
+
+def stir(model: PreTrainedModel) -> None:
+    """Adapters begin as zeros; a few random numbers make them count."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in adapter_parameters(model):
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+
+
+def hybrid() -> PreTrainedModel:
+    return pico_hybrid([pico_site(1, [1])])
+
+
+@pytest.mark.parametrize("make", [hybrid, pico_base], ids=["hybrid", "base"])
+def test_adapters_change_nothing_at_first_and_merge_exactly(make: type) -> None:
+    model = make()
+    before, names = logits(model), [name for name, _ in model.named_parameters()]
+    kind, adapters = model.config.model_type, Adapters(model, BOTH)
+    assert torch.equal(logits(model), before)
+    assert model.config.model_type == kind and "model_type" not in vars(model.config)
+    stir(model)
+    moved = logits(model)
+    assert (moved - before).abs().max() > 1e-3
+    adapters.merge()
+    torch.testing.assert_close(logits(model), moved, atol=1e-4, rtol=1e-4)
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_spliced_heads_have_no_adapter() -> None:
+    model = hybrid()
+    Adapters(model, Lora(rank=2, targets=("in_proj", "out_proj")))
+    found = [name for name, _ in model.named_parameters() if ".lora_" in name]
+    assert found and not any(".attention." in name for name in found)
+    with pytest.raises(RecipeError, match=r"o_proj.*in_proj, "):
+        Adapters(hybrid(), Lora(targets=("o_proj",)))
+
+
+@pytest.mark.parametrize("make", [hybrid, pico_base], ids=["hybrid", "base"])
+def test_a_fused_kernel_does_not_pass_adapters_by(make: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixers with an adapter behind the scan run their other path; a kernel that is used all the same is an error."""
+    model = make()
+    mixer = model.backbone.layers[0].mixer
+    seen: list[bool] = []
+    mixer.norm.register_forward_hook(lambda *_: seen.append(mixer.training))
+    adapters = Adapters(model, BOTH)
+    model.train()
+    model(prompts((6, 6)).input_ids % 64, use_cache=False).logits.sum().backward()
+    assert seen and not any(seen) and mixer.training
+    adapters.check_reached()
+    next(iter(adapter_parameters(model))).grad = None
+    with pytest.raises(RecipeError, match="a kernel reads"):
+        adapters.check_reached()
+
+
+def replaced(kind: str) -> tuple[PreTrainedModel, Graft]:
+    base = pico_family(kind)
+    heads = HeadSet(
+        "", "", geometry_of(base.config), (), (ScoredHead(HeadId(1, 1), "neither", "segment_end", {}),), "list", 0
+    )
+    section = Splice(select="list", heads=("L1H1",), mode="replace")
+    plan = make_plan(heads, base.config, section, 0)
+    return splice(base, plan, section), plan.grafts[0]
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "mamba"])
+def test_silenced_heads_stay_silent(kind: str) -> None:
+    model, graft = replaced(kind)
+    columns = [structure_of(graft.site).weight_slices(graft.site, head).out for head in graft.heads]
+    adapters = Adapters(model, BOTH, (graft,))
+    stir(model)
+    moved = logits(model)
+    adapters.merge()
+    weight = mixer_of(model, graft.site).out_proj.weight
+    assert all(bool((weight[:, c] == 0).all()) for c in columns)
+    torch.testing.assert_close(logits(model), moved, atol=1e-5, rtol=1e-4)
+
+
+def test_stock_peft_loads_what_is_saved(tmp_path: Path) -> None:
+    """Adapters and spliced heads onto the spliced model as it was before training."""
+    model, fresh = hybrid(), hybrid()
+    adapters = Adapters(model, BOTH)
+    stir(model)
+    with torch.no_grad():
+        model.backbone.layers[1].mixer.attention.o_proj.weight.add_(0.1)
+    adapters.save(tmp_path / "adapter", "somewhere")
+    loaded = PeftModel.from_pretrained(fresh, str(tmp_path / "adapter"))
+    torch.testing.assert_close(logits(loaded), logits(model), atol=1e-6, rtol=1e-5)

@@ -1,0 +1,67 @@
+"""However a step is cut up, its gradient is the same; and what happens when memory does not do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from surgery.errors import RunError
+from tests.integration import training_worker as worker
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    return worker.gradients(tmp_path_factory.mktemp("whole"))
+
+
+def assert_same(found: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> None:
+    scale = torch.stack([g.norm() for g in whole.values()]).norm()
+    apart = torch.stack([(found[name] - g).norm() for name, g in whole.items()]).norm()
+    assert found.keys() == whole.keys() and float(apart / scale) < 1e-5
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_micro_batches_add_up(tmp_path: Path, whole: dict[str, torch.Tensor], size: int) -> None:
+    assert_same(worker.gradients(tmp_path, micro_batch=size), whole)
+
+
+def test_gradient_checkpointing_changes_no_gradient(tmp_path: Path, whole: dict[str, torch.Tensor]) -> None:
+    assert_same(worker.gradients(tmp_path, gradient_checkpointing=True), whole)
+
+
+def test_out_of_memory_halves_the_micro_batch_and_keeps_the_step(
+    tmp_path: Path, whole: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """More than two documents do not fit; the gradient is that of all five."""
+    real = worker.Trainer.losses
+
+    def small(self: Any, model: Any, source: Any, batch: Any, *given: Any, **named: Any) -> Any:
+        if len(batch) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 PiB")
+        return real(self, model, source, batch, *given, **named)
+
+    monkeypatch.setattr(worker.Trainer, "losses", small)
+    assert_same(worker.gradients(tmp_path), whole)
+    assert "train.sources.0 goes on with 2 documents" in caplog.text
+    assert "train.sources.1 goes on with 1 documents" in caplog.text
+
+
+def test_one_document_that_does_not_fit_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(worker.Trainer, "losses", never)
+    with pytest.raises(RunError, match="Out of memory with one document"):
+        worker.gradients(tmp_path)
+
+
+def test_other_errors_are_not_taken_for_lack_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(worker.Trainer, "losses", wrong)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        worker.gradients(tmp_path)

@@ -1,0 +1,297 @@
+"""Several stages, a teacher, LoRA, schedules, precision: what `train` does with a recipe's section."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from surgery.errors import RecipeError, RunError, TrainingDiverged
+from surgery.families import family_of, geometry_of
+from surgery.heads import Graft, Plan
+from surgery.recipe import Optimizer, Train
+from surgery.train import loop, track, train
+from surgery.train import steps as steps_module
+from surgery.train.optim import adamw, learning_rate_factor, spliced_parameters, trainable
+from surgery.train.steps import checkpoints
+from tests.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
+
+SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}
+FAST = {"warmup": 0, "lr": 1e-2, "new_heads_lr": 1e-2}
+KV = {"task": "kv_retrieval", "rows": 2, "pairs": (2, 2), "weights": {"answer": 1.0}}
+
+
+def plan() -> Plan:
+    config = pico_base(**SHAPE).config
+    graft = Graft(family_of(config).mixers(config)[1], (2,), "add", "ssm", ("segment_end",))
+    return Plan("base", geometry_of(config), (graft,), 0)
+
+
+def hybrid() -> PreTrainedModel:
+    return pico_hybrid([pico_site(1)], **SHAPE)
+
+
+def section(**given: Any) -> Train:
+    return Train.model_validate({"optimizer": FAST, "sources": [KV], **given} if "stages" not in given else given)
+
+
+def stage(name: str, **given: Any) -> dict[str, Any]:
+    return {"name": name, "steps": 2, "sources": [KV], "optimizer": FAST, **given}
+
+
+def weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def moved(before: dict[str, Tensor], model: PreTrainedModel) -> set[str]:
+    return {name for name, p in model.named_parameters() if not torch.equal(before[name], p)}
+
+
+def fit(model: PreTrainedModel, train_section: Train, **more: Any) -> list[dict[str, float]]:
+    return train(model, pico_tokenizer(), train_section, plan(), **more)
+
+
+class TestStages:
+    SECTION = section(stages=[stage("align", trains="new_heads"), stage("distil", steps=3), stage("last", steps=1)])
+
+    def test_they_follow_each_other_and_steps_are_counted_through(self) -> None:
+        model, seen = hybrid(), []
+        before = weights(model)
+
+        def on_step(step: int, _: Any) -> None:
+            seen.append(step)
+            if step == 2:
+                assert moved(before, model) == {n for n in before if ".attention." in n}
+
+        history = fit(model, self.SECTION, on_step=on_step)
+        assert seen == [1, 2, 3, 4, 5, 6] == [h["step"] for h in history]
+        assert moved(before, model) == set(before)
+
+    def test_the_documents_of_stages_differ(self) -> None:
+        twice = section(stages=[stage("one", steps=1), stage("two", steps=1)])
+        frozen = {**FAST, "lr": 1e-12, "new_heads_lr": 1e-12}
+        twice = section(stages=[{**s.model_dump(), "optimizer": frozen} for s in twice.stages])
+        first, second = fit(hybrid(), twice)
+        assert first["answer"] != pytest.approx(second["answer"], abs=1e-6)
+
+    @pytest.mark.parametrize("last", [1, 2, 3, 5])
+    def test_a_stopped_run_goes_on_in_its_stage(self, tmp_path: Path, last: int) -> None:
+        def stop(step: int, _: Any) -> None:
+            if step == last:
+                raise KeyboardInterrupt
+
+        every = self.SECTION.model_copy(update={"save_every": 1})
+        whole, again = hybrid(), hybrid()
+        fit(whole, every)
+        with pytest.raises(KeyboardInterrupt):
+            fit(hybrid(), every, folder=tmp_path, on_step=stop)
+        seen: list[int] = []
+        history = fit(again, every, folder=tmp_path, on_step=lambda step, _: seen.append(step))
+        assert moved(weights(whole), again) == set()
+        assert [h["step"] for h in history] == [1, 2, 3, 4, 5, 6]
+        # A step is kept once the next one has begun; a stage's last one when the next stage begins.
+        assert seen[0] == last
+
+    def test_a_control_leaves_out_what_trains_new_heads(self) -> None:
+        base = pico_base(**SHAPE)
+        history = fit(base, self.SECTION, control=True)
+        assert [h["step"] for h in history] == [3, 4, 5, 6]
+
+    @pytest.mark.parametrize(
+        ("given", "says"),
+        [
+            ({"stages": [stage("a")], "steps": 3}, "each says its own steps"),
+            ({"stages": [stage("a"), stage("a")]}, "same name"),
+            ({"stages": [{"name": "a"}]}, "no `sources`"),
+            ({"sources": [{**KV, "weights": {"distil": 1.0}}]}, "need `teacher`"),
+            ({"sources": [KV], "teacher": {"model": "x"}}, "used by no objective"),
+            ({"sources": [KV], "tokens": 1000}, "not rows"),
+            ({"sources": [KV], "tokens": 1000, "steps": 3}, "not both"),
+            ({"sources": [{**KV, "rows": None}]}, "one of them"),
+            ({"sources": [{**KV, "task": None}]}, "one of them"),
+            ({"sources": [KV], "distil": {"cache": True}}, "needs `top_k`"),
+        ],
+    )
+    def test_what_cannot_be_is_refused(self, given: dict[str, Any], says: str) -> None:
+        with pytest.raises(ValueError, match=says):
+            Train.model_validate(given)
+
+
+class TestWhatTrains:
+    def test_spliced_layers(self) -> None:
+        model = hybrid()
+        before = weights(model)
+        fit(model, section(steps=1, trains="spliced_layers"))
+        assert moved(before, model) == {n for n in before if "layers.1." in n}
+        base = pico_base(**SHAPE)
+        before = weights(base)
+        fit(base, section(steps=1, trains="spliced_layers"), control=True)
+        assert moved(before, base) == {n for n in before if "layers.1." in n}, "the control trains the same layers"
+
+    def test_lora_trains_new_heads_whole_and_the_rest_a_little(self, tmp_path: Path) -> None:
+        model, fresh, given = hybrid(), hybrid(), section(steps=2, trains="lora", lora={"rank": 2})
+        before = weights(model)
+        fit(model, given, outputs=tmp_path)
+        changed = moved(before, model)
+        assert {n for n in changed if ".attention." not in n} == {
+            f"backbone.layers.{k}.mixer.{part}_proj.weight" for k in (0, 1) for part in ("in", "out")
+        }
+        assert {n for n in before if ".attention." in n} <= changed
+        difference = model.backbone.layers[0].mixer.in_proj.weight - before["backbone.layers.0.mixer.in_proj.weight"]
+        assert torch.linalg.matrix_rank(difference, rtol=1e-3) <= 2
+        ids = torch.arange(2, 14)[None]
+        loaded = PeftModel.from_pretrained(fresh, str(tmp_path / "adapters"))
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
+
+    def test_supervision_reaches_the_head_beside_lora(self) -> None:
+        source = {**KV, "weights": {"attention": 1.0}}
+        model = hybrid()
+        before = weights(model)
+        fit(model, section(steps=1, trains="lora", sources=[source], lora={"targets": ["in_proj"]}))
+        assert "backbone.layers.1.mixer.attention.qkv_proj.weight" in moved(before, model)
+
+    def test_bf16_keeps_fp32_masters_and_gives_the_dtypes_back(self) -> None:
+        model, seen = hybrid().to(torch.bfloat16), []
+        own = {id(p) for p in spliced_parameters(model)}
+
+        def on_step(*_: Any) -> None:
+            seen.append({p.dtype for p in model.parameters() if id(p) in own})
+            seen.append({p.dtype for p in model.parameters() if id(p) not in own})
+
+        history = fit(model, section(steps=1, trains="new_heads", precision="bf16"), on_step=on_step)
+        assert seen == [{torch.float32}, {torch.bfloat16}] and history[0]["loss"] > 0
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+    def test_rates_of_adapters_are_their_own(self) -> None:
+        from surgery.train.adapters import Adapters, adapter_parameters
+        from surgery.training import Lora
+
+        model, settings = hybrid(), Optimizer(lr=1e-4, new_heads_lr=1e-3, lora_lr=1e-2)
+        Adapters(model, Lora(rank=2))
+        parameters = trainable(model, section(trains="lora"))
+        rates = {id(p): g["lr"] for g in adamw(model, parameters, settings).param_groups for p in g["params"]}
+        assert {rates[id(p)] for p in adapter_parameters(model)} == {1e-2}
+        assert {rates[id(p)] for p in spliced_parameters(model)} == {1e-3}
+        assert len(rates) == len(parameters)
+
+
+class TestTeacher:
+    @pytest.fixture(scope="class")
+    def teacher(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        folder = tmp_path_factory.mktemp("teacher")
+        pico_family("llama", vocab_size=1024, hidden_size=32).save_pretrained(folder)
+        pico_tokenizer().save_pretrained(folder)
+        return folder
+
+    def test_every_stage_lowers_its_distance(self, teacher: Path) -> None:
+        def aligned(name: str) -> dict[str, Any]:
+            return stage(name, steps=8, sources=[{**KV, "weights": {name: 1.0}}], align={"heads": {"L1H2": "L0H1"}})
+
+        stages = [aligned("mixing"), aligned("hidden"), aligned("distil")]
+        history = fit(hybrid(), section(stages=stages, teacher={"model": str(teacher)}))
+        for begin, name in ((0, "mixing"), (8, "hidden"), (16, "distil")):
+            part = [h[name] for h in history[begin : begin + 8]]
+            assert sum(part[-3:]) < sum(part[:3]) and min(part) > 0, name
+
+    def test_a_cache_gives_the_same_run_without_the_teacher(
+        self, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from surgery.train.teacher import Teacher
+
+        source = {**KV, "weights": {"distil": 1.0}}
+        given = section(steps=2, sources=[source], distil={"top_k": 8, "cache": True}, teacher={"model": str(teacher)})
+        first, second, asked = hybrid(), hybrid(), []
+        one = fit(first, given, outputs=tmp_path)
+        real = Teacher.outputs
+        monkeypatch.setattr(Teacher, "outputs", lambda self, batch, want: asked.append(want) or real(self, batch, want))
+        two = fit(second, given, outputs=tmp_path)
+        assert [h["distil"] for h in one] == [h["distil"] for h in two]
+        assert moved(weights(first), second) == set() and not any(asked)
+
+    def test_a_teacher_of_other_tokens_is_refused(self, tmp_path: Path) -> None:
+        from surgery.train.tokenizer import build_tokenizer
+
+        pico_family("llama", vocab_size=1024).save_pretrained(tmp_path)
+        build_tokenizer(600).save_pretrained(tmp_path)
+        source = {**KV, "weights": {"distil": 1.0}}
+        with pytest.raises(RecipeError, match="its tokenizer is not the base's"):
+            fit(hybrid(), section(steps=1, sources=[source], teacher={"model": str(tmp_path)}))
+
+
+class TestSchedules:
+    def test_wsd_is_flat_and_then_a_line(self) -> None:
+        settings = Optimizer(warmup=10, schedule="wsd", decay=0.2, floor=0.1)
+        factors = [learning_rate_factor(step, 100, settings) for step in range(101)]
+        assert factors[10:80] == [1.0] * 70 and factors[90] == pytest.approx(0.55) and factors[100] == 0.1
+
+    def test_constant_stays(self) -> None:
+        settings = Optimizer(warmup=2, schedule="constant")
+        assert [learning_rate_factor(s, 9, settings) for s in range(9)] == pytest.approx([1 / 3, 2 / 3, *[1.0] * 7])
+
+    def test_weights_change_over_a_stage(self) -> None:
+        frozen = {**FAST, "lr": 1e-12, "new_heads_lr": 1e-12}
+        ramp, full = ({**KV, "weights": {"answer": w}} for w in ([1.0, 0.0], 1.0))
+        down = fit(hybrid(), section(steps=3, sources=[ramp], optimizer=frozen))
+        flat = fit(hybrid(), section(steps=3, sources=[full], optimizer=frozen))
+        shares = [a["answer"] / b["answer"] for a, b in zip(down, flat, strict=True)]
+        assert shares == pytest.approx([1.0, 0.5, 0.0], abs=1e-5)
+
+
+class TestTrackers:
+    def test_losses_go_there_too(self, tmp_path: Path) -> None:
+        pytest.importorskip("tensorboard")
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        history = fit(hybrid(), section(steps=3, trackers=["tensorboard"]), outputs=tmp_path)
+        events = EventAccumulator(str(tmp_path / "logs" / "hybrid" / "surgery"))
+        events.Reload()
+        assert [e.value for e in events.Scalars("train/answer")] == pytest.approx([h["answer"] for h in history])
+        assert [e.step for e in events.Scalars("train/answer")] == [1, 2, 3]
+
+    def test_one_that_is_not_installed_is_an_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(track, "find_spec", lambda name: None)
+        with pytest.raises(RecipeError, match="pip install wandb"):
+            fit(hybrid(), section(steps=1, trackers=["wandb"]), outputs=tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
+
+class TestTrouble:
+    def test_a_loss_that_grows_stops_the_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls: list[int] = []
+        real = loop.answer_loss
+
+        def growing(*given: Any) -> Tensor:
+            calls.append(1)
+            return real(*given) * (1 + len(calls) / 5)
+
+        monkeypatch.setattr(loop, "answer_loss", growing)
+        still = {"warmup": 0, "lr": 1e-9, "new_heads_lr": 1e-9}
+        with pytest.raises(TrainingDiverged, match=r"train step 40: loss .* for answer"):
+            fit(hybrid(), section(steps=60, optimizer=still))
+        assert len(calls) == 40
+
+    def test_a_full_disk_is_said_and_the_last_step_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        real, calls = steps_module.save_file, []
+
+        def full(*given: Any, **named: Any) -> None:
+            calls.append(1)
+            if len(calls) == 2:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            real(*given, **named)
+
+        monkeypatch.setattr(steps_module, "save_file", full)
+        with pytest.raises(RunError, match=r"The disk is full. step_000001 is kept"):
+            fit(hybrid(), section(steps=4, save_every=1), folder=tmp_path)
+        assert [p.name for p in tmp_path.iterdir()] == ["step_000001"] == [p.name for p in checkpoints(tmp_path)]
+        monkeypatch.undo()
+        whole, again = hybrid(), hybrid()
+        fit(whole, section(steps=4, save_every=1))
+        fit(again, section(steps=4, save_every=1), folder=tmp_path)
+        assert moved(weights(whole), again) == set()

@@ -49,9 +49,11 @@ real-shape: $(VENV)/.installed
 gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) bench/gpu.py $(GPU)
 
-## How much cheaper locating is than the paper's notebook, in one run: ratios. About twenty minutes on one core.
+## Ratios, in one run each: locating against the paper's notebook (twenty minutes on one core), a hybrid's training step
+## against its base's (a minute).
 bench: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python bench/locate.py $(BENCH)
+	OMP_NUM_THREADS=1 $(BIN)/python bench/train.py $(BENCH)
 
 ## Which way of choosing a site wins: every arm, hours on one core; goes on after an interruption. docs/EVIDENCE.md.
 evidence: $(VENV)/.installed

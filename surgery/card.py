@@ -48,9 +48,12 @@ def model_card(recipe: Recipe, heads: HeadSet | None, plan: Plan, results: Mappi
 
 
 def public_name(model: str) -> str:
-    """A Hub id without its revision; of a folder, its last part."""
+    """A Hub id without its revision; of a folder or file, its last part, or the run's name where that is `export`."""
     model, _ = source_of(model, None)
-    return model if model.count("/") == 1 and not Path(model).exists() else Path(model).resolve().name
+    if model.count("/") == 1 and not Path(model).exists():
+        return model
+    path = Path(model).resolve()
+    return path.parent.name if path.name == "export" else path.name
 
 
 def public_recipe(recipe: Recipe) -> Recipe:

@@ -16,11 +16,7 @@ from surgery.probes.documents import Document, EncodedBatch, encode
 
 
 def exact_matches(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    documents: Sequence[Document],
-    batch_size: int,
-    naive: bool = False,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], batch_size: int
 ) -> Tensor:
     """(N,) bool: whether the text that the model goes on with is the answer, spaces at its ends aside.
 
@@ -29,7 +25,6 @@ def exact_matches(
 
     Args:
         documents: with an answer each; only that of the last question is asked for.
-        naive: every token from a whole pass over an unpadded row, without a cache.
 
     Raises:
         ProbeError: a document has no question.
@@ -39,11 +34,44 @@ def exact_matches(
         chunk = documents[start : start + batch_size]
         prompts = encode(chunk, tokenizer, padding_side="left", until_answer=True).to(model.device)
         lengths = _answer_lengths(chunk, tokenizer, prompts)
-        most = max(lengths)
-        new_BN = _naive(model, prompts, most) if naive else _generated(model, tokenizer, prompts, most)
+        new_BN = greedy(model, prompts, max(lengths), tokenizer.eos_token_id)
         for document, ids, length in zip(chunk, new_BN.tolist(), lengths, strict=True):
             found.append(_said(ids, tokenizer, document, length) == _answer(document, tokenizer))
     return torch.tensor(found)
+
+
+def greedy(
+    model: PreTrainedModel, prompts: EncodedBatch, most: int, end: int | None = None, naive: bool = False
+) -> Tensor:
+    """(B,`most`) the likeliest tokens, one after the other; behind the token `end` nothing but `end`.
+
+    Args:
+        prompts: left-padded.
+        naive: every token from a whole pass over an unpadded row, without a cache.
+    """
+    if naive:
+        return _naive(model, prompts, most, end)
+    fill = end if end is not None else 0
+    settings = GenerationConfig(
+        max_new_tokens=most, do_sample=False, num_beams=1, repetition_penalty=1.0, eos_token_id=end, pad_token_id=fill
+    )
+    ids = model.generate(prompts.input_ids, attention_mask=prompts.attention_mask, generation_config=settings)
+    new_BN = ids[:, prompts.input_ids.shape[1] :]
+    return torch.nn.functional.pad(new_BN, (0, most - new_BN.shape[1]), value=fill)
+
+
+@torch.no_grad()
+def _naive(model: PreTrainedModel, prompts: EncodedBatch, most: int, end: int | None) -> Tensor:
+    rows = []
+    for ids_T, mask_T in zip(prompts.input_ids, prompts.attention_mask, strict=True):
+        row, ended = ids_T[mask_T.bool()][None], False
+        for _ in range(most):
+            token = model(row, use_cache=False).logits[:, -1:].argmax(-1)
+            token = torch.full_like(token, end) if ended and end is not None else token
+            ended = ended or token.item() == end
+            row = torch.cat([row, token], 1)
+        rows.append(row[0, -most:])
+    return torch.stack(rows)
 
 
 def _ends(document: Document, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -72,30 +100,3 @@ def _said(ids: list[int], tokenizer: PreTrainedTokenizerBase, document: Document
     elif tokenizer.eos_token_id in ids:
         ids = ids[: ids.index(tokenizer.eos_token_id)]
     return str(tokenizer.decode(ids)).strip()
-
-
-def _generated(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: EncodedBatch, most: int) -> Tensor:
-    """(B,N) the likeliest tokens one after the other, from the cache; N is `most`, or less where all rows have ended."""
-    ends = tokenizer.eos_token_id
-    settings = GenerationConfig(
-        max_new_tokens=most,
-        do_sample=False,
-        num_beams=1,
-        repetition_penalty=1.0,
-        eos_token_id=ends,
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends,
-    )
-    ids = model.generate(prompts.input_ids, attention_mask=prompts.attention_mask, generation_config=settings)
-    return ids[:, prompts.input_ids.shape[1] :]
-
-
-@torch.no_grad()
-def _naive(model: PreTrainedModel, prompts: EncodedBatch, most: int) -> Tensor:
-    """(B,`most`) the same tokens; those behind an end token are what they are."""
-    rows = []
-    for ids_T, mask_T in zip(prompts.input_ids, prompts.attention_mask, strict=True):
-        row = ids_T[mask_T.bool()][None]
-        for _ in range(most):
-            row = torch.cat([row, model(row, use_cache=False).logits[:, -1:].argmax(-1)], 1)
-        rows.append(row[0, -most:])
-    return torch.stack(rows)

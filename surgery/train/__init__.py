@@ -17,9 +17,9 @@ from surgery.errors import RunError
 from surgery.heads import Graft, Plan
 from surgery.recipe import Train, as_base
 from surgery.rundir import fingerprint
+from surgery.train.logits_cache import LogitsCache
 from surgery.train.loop import OnStep, Trainer
 from surgery.train.steps import checkpoints
-from surgery.train.logits_cache import LogitsCache
 from surgery.train.teacher import Teacher, check_tokenizers
 from surgery.train.track import log, tracked
 from surgery.training import TrainStage

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from surgery.train.objectives import (
     text_loss,
 )
 from surgery.train.optim import adamw, set_learning_rates, trainable
+from surgery.train.prefix import SharedPrefix, share_weights
 from surgery.train.steps import checkpoints, load_step, save_step
 from surgery.train.teacher import Teacher
 from surgery.train.userdata import Stream, open_source
@@ -106,6 +107,7 @@ class Trainer:
         self.stage: TrainStage = self.section.sequence[self.number]
         self._streams: list[Stream] = []
         self._before = sum(stage.num_steps for stage in self.section.sequence[: self.number])
+        self.prefix: SharedPrefix | None = None
         self._running: MicroBatch | None = None
         self._at_once: dict[int, int] = {}  # documents of a source in a micro-batch, where memory forced them down
 
@@ -158,6 +160,11 @@ class Trainer:
         for frozen in (self.base, self.teacher.model if self.teacher else None):
             if frozen is not None:
                 frozen.eval().requires_grad_(False).to(self.accelerator.device)
+        if self.base is not None:
+            self.model.to(self._device)
+            share_weights(self.model, self.base)
+            if not self.section.compile:
+                self.prefix = SharedPrefix.of(self.model, self.base)
         return parameters
 
     def _one_step(
@@ -302,7 +309,13 @@ class Trainer:
             extra["splice_queries"] = batch.query
         if "hidden" in aligned:
             extra["output_hidden_states"] = True
-        output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, **extra)
+        base: Tensor | None = None
+        with ExitStack() as below:
+            if "keep" in weights:
+                base = self._base_logits(batch)
+                if self.prefix is not None:
+                    below.enter_context(self.prefix.skipped())
+            output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, **extra)
         terms: dict[str, Tensor] = {}
         if "answer" in weights:
             terms["answer"] = answer_loss(output.logits, batch, divide.get("answer"))
@@ -310,10 +323,7 @@ class Trainer:
             reads, rows = [graft.reads for graft in self.grafts], output.splice_attentions
             rows = [at_queries(x, batch) for x in rows] if "mixing" in aligned else rows
             terms["attention"] = attention_loss(rows, reads, batch, divide.get("attention"))
-        if "keep" in weights:
-            assert self.base is not None
-            with torch.no_grad():
-                base = self.base(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
+        if base is not None:
             terms["keep"] = divergence_loss(output.logits, base, batch, self.stage.distil, divide.get("keep"))
         if "text" in weights:
             terms["text"] = text_loss(output.logits, batch, divide.get("text"))
@@ -324,6 +334,15 @@ class Trainer:
         if not terms.keys() - {"attention", "mixing"}:
             terms["none"] = output.logits.sum() * 0  # every parameter takes part, or DDP waits for it
         return terms
+
+    @torch.no_grad()
+    def _base_logits(self, batch: EncodedBatch) -> Tensor:
+        """(B,T,V) of the frozen base."""
+        assert self.base is not None
+        if self.prefix is not None:
+            return self.prefix.base_logits(batch.input_ids, batch.attention_mask)
+        logits: Tensor = self.base(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
+        return logits
 
     def _towards_teacher(
         self, output: Any, batch: EncodedBatch, aligned: set[str], divide: Mapping[str, float]

@@ -129,7 +129,7 @@ def mixing_loss(
     """Squared distance of the new heads' attention matrices from the teacher's: sum over the tokens that are attended
     to, for each token that attends, mean over heads.
 
-    MOHAWK's first stage (arXiv 2408.10189, section 3.2) takes the Frobenius norm of the matrices' difference, with the
+    MOHAWK's first stage (arXiv 2408.10189) takes the Frobenius norm of the matrices' difference, with the
     teacher's stream as both layers' input. Here it is squared, so that it is a sum over tokens, and each model runs on
     its own stream: the branch is trained on what it will see.
 
@@ -150,7 +150,7 @@ def hidden_loss(
 ) -> Tensor:
     """L2 norm of the difference between the layers' outputs and the teacher's, at every token, mean over layers.
 
-    MOHAWK's second stage (arXiv 2408.10189, section 3.3) gives every student block the teacher's stream as its input;
+    MOHAWK's second stage (arXiv 2408.10189) gives every student block the teacher's stream as its input;
     here the student runs as a whole, so that a layer also answers for what those below it leave.
 
     Args:

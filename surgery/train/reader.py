@@ -199,7 +199,7 @@ class Reader:
 
 
 def is_held_out(prompt: str, share: float) -> bool:
-    """Whether a prompt is among the `share` that is never trained on: by its hash, so that equal prompts go together."""
+    """Whether a prompt is among the `share` that is never trained on: by its hash, so equal prompts go together."""
     return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:8], "big") < share * 2**64
 
 

@@ -10,9 +10,17 @@ import pytest
 from surgery.errors import PlanError
 from surgery.families import family_of, geometry_of
 from surgery.heads import Graft, HeadId, HeadSet, Plan, ScoredHead
-from surgery.plan import check_in_range, check_not_spliced, check_sites, make_plan, reads_streams, splice_field
+from surgery.plan import (
+    check_in_range,
+    check_not_spliced,
+    check_sites,
+    make_plan,
+    plan_of_hybrid,
+    reads_streams,
+    splice_field,
+)
 from surgery.recipe import Splice
-from tests.battery import plan_of
+from tests.battery import plan_of, spliced
 from tests.pico import (
     HEAD_DIM,
     SPLICED_FAMILIES,
@@ -158,3 +166,39 @@ class TestSpliceField:
             assert reads_streams(site) == (name in ("mamba", "falcon_mamba"))
             fields = splice_field(plan_of(pico_family(name)), config)[0]
             assert fields["conv_kernel"] == (0 if reads_streams(site) else site.conv_kernel)
+
+
+class TestPlanOfHybrid:
+    """What a hybrid's config alone says of how it was spliced."""
+
+    def _lost(self, plan: Plan) -> Plan:
+        """All of a plan that a config holds: not the base's name, the seed, or which teacher it was."""
+        return dataclasses.replace(plan, base="h", seed=0, teacher="")
+
+    @pytest.mark.parametrize("name", SPLICED_FAMILIES)
+    @pytest.mark.parametrize(("mode", "init"), [("add", "ssm"), ("replace", "random"), ("replace", "teacher")])
+    def test_is_the_plan_that_it_was_spliced_by(self, name: str, mode: Any, init: Any) -> None:
+        base = pico_family(name)
+        config = type(spliced(base, mode, init).config).from_dict(spliced(base, mode, init).config.to_dict())
+        assert plan_of_hybrid(config, "h") == self._lost(plan_of(base, mode, init))
+        assert splice_field(plan_of(base), base.config), "the base's config is as it was"
+
+    def test_whole_layers_are_sites_again(self) -> None:
+        config, teacher = pico_family_config("llamba"), pico_family_config("llama")
+        section = Splice.model_validate(
+            {"init": "teacher", "teacher": {"model": "t"}, "mode": "replace", "unit": "layer"}
+        )
+        plan = make_plan(chosen("L1H0", config=config), config, section, 3, teacher)
+        hybrid = family_of(config).hybrid_config(config, splice_field(plan, config, section, teacher))
+        assert plan_of_hybrid(hybrid, "h") == self._lost(plan)
+        assert len(family_of(hybrid).sites(hybrid)) == 2, "the config itself is not changed"
+
+    def test_a_plain_model_is_refused(self) -> None:
+        with pytest.raises(PlanError, match=r"base\.model: m\. .*Splice it first"):
+            plan_of_hybrid(pico_config(), "m")
+
+    def test_an_entry_for_no_layer_is_refused(self) -> None:
+        config = pico_hybrid([pico_site(1)]).config
+        config.splice = [{**config.splice[0], "layer": 7}]
+        with pytest.raises(PlanError, match=r"layer 7.*\[0, 1, 2\]"):
+            plan_of_hybrid(config, "m")

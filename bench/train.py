@@ -1,0 +1,139 @@
+"""What a training step of a hybrid costs against its base's, and what sharing the frozen layers saves. `make bench`.
+
+    python bench/train.py [--out FILE] [--quick]
+
+The shipped base and the finished example beside it (one spliced head of 32), the same documents, all weights train. CPU
+seconds of one thread, the two taking turns, median of the steps; bytes are those that torch holds at the worst moment
+of forward and backward pass, weights, gradients and moments not counted, which a meter counts exactly. Then one head in
+the last layer, new heads alone training with `keep`: with and without the layers below it shared with the frozen base.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from surgery.checkpoint import load_model, load_tokenizer  # noqa: E402
+from surgery.families import geometry_of  # noqa: E402
+from surgery.heads import HeadId, HeadSet, Plan, ScoredHead  # noqa: E402
+from surgery.meters import Meter  # noqa: E402
+from surgery.plan import make_plan  # noqa: E402
+from surgery.recipe import Base, Splice, Train  # noqa: E402
+from surgery.splice import splice  # noqa: E402
+from surgery.train import make_accelerator  # noqa: E402
+from surgery.train.loop import Trainer  # noqa: E402
+
+GOAL = 1.15
+KV = {"task": "kv_retrieval", "pairs": (8, 32), "questions": 4, "rows": 32, "weights": {"answer": 1.0}}
+KEEP = {"task": "closed_book", "half": 0, "rows": 32, "weights": {"keep": 1.0}}
+
+
+def trainer(model: PreTrainedModel, base: PreTrainedModel, plan: Plan | None, given: dict[str, Any]) -> Trainer:
+    tokenizer = load_tokenizer(Base(model=str(ROOT / "checkpoints" / "pico-mamba2")))
+    section = Train.model_validate({"steps": 1, **given})
+    made = Trainer(model, tokenizer, section, 0, None, make_accelerator(), base, plan.grafts if plan else ())
+    made._streams = made._open()
+    made._prepare_model()
+    model.train()
+    return made
+
+
+def step(made: Trainer) -> Callable[[], None]:
+    """Forward and backward of one step's documents, always the same."""
+    micro = made._micro_batches(0)
+
+    def run() -> None:
+        made._run(made.model, micro, 0)
+        made.model.zero_grad()
+
+    return run
+
+
+def seconds(runs: Sequence[Callable[[], None]], rounds: int) -> list[float]:
+    """Median CPU time of each, taking turns."""
+    found: list[list[float]] = [[] for _ in runs]
+    for number in range(rounds + 1):
+        for own, run in zip(found, runs, strict=True):
+            began = time.process_time()
+            run()
+            if number:  # the first is for warming up
+                own.append(time.process_time() - began)
+    return [median(own) for own in found]
+
+
+def peak(run: Callable[[], None]) -> int:
+    """Bytes at the worst moment."""
+    with Meter() as meter:
+        run()
+    return int(meter.peak)
+
+
+def compare(first: Trainer, second: Trainer, rounds: int) -> dict[str, Any]:
+    runs = [step(first), step(second)]
+    one, two = seconds(runs, rounds)
+    bytes_one, bytes_two = (peak(run) for run in runs)
+    return {
+        "seconds": [one, two],
+        "bytes": [bytes_one, bytes_two],
+        "time_ratio": two / one,
+        "memory_ratio": bytes_two / bytes_one,
+    }
+
+
+def in_last_layer(base: PreTrainedModel) -> tuple[PreTrainedModel, Plan]:
+    """One head beside the SSM of the last layer."""
+    head = ScoredHead(HeadId(base.config.num_hidden_layers - 1, 0), "neither", "answer_token", {})
+    heads = HeadSet("base", "", geometry_of(base.config), (head,), (head,), "list", 0)
+    section = Splice(select="list", heads=(str(head.head),))
+    plan = make_plan(heads, base.config, section, 0)
+    return splice(base, plan, section), plan
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the ratios; exit code 1 if a goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="two rounds: shows that it works, not how fast it is")
+    parser.add_argument("--out", type=Path, help="where the numbers go, as JSON")
+    asked = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    rounds = 2 if asked.quick else 15
+
+    def load(name: str) -> PreTrainedModel:
+        return load_model(Base(model=str(ROOT / "checkpoints" / name))).eval()
+
+    base, hybrid = load("pico-mamba2"), load("quickstart/export")
+    everything = {"sources": [KV], "trains": "all"}
+    found = {"hybrid against base": compare(
+        trainer(load("pico-mamba2"), base, None, everything), trainer(hybrid, base, None, everything), rounds
+    )}  # fmt: skip
+    (spliced, plan), (other, _) = in_last_layer(base), in_last_layer(base)
+    only_new = {"sources": [KEEP], "trains": "new_heads"}
+    alone = trainer(other, load("pico-mamba2"), plan, only_new)
+    alone.prefix = None
+    found["shared prefix against none"] = compare(alone, trainer(spliced, base, plan, only_new), rounds)
+    for name, row in found.items():
+        (a, b), (m, n) = row["seconds"], row["bytes"]
+        print(f"{name}: {b:.2f} s of {a:.2f} s a step, {row['time_ratio']:.2f}x; "
+              f"{n / 2**20:.0f} MiB of {m / 2**20:.0f} MiB, {row['memory_ratio']:.2f}x")  # fmt: skip
+    if asked.out:
+        asked.out.write_text(json.dumps(found, indent=1) + "\n")
+    row = found["hybrid against base"]
+    return 0 if asked.quick or max(row["time_ratio"], row["memory_ratio"]) <= GOAL else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+"""The bench of training steps, in two rounds: it compares what it says. How fast is its own business."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import train as bench
+
+
+def test_both_comparisons_are_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "train.json"
+    assert bench.main(["--quick", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    hybrid, shared = found["hybrid against base"], found["shared prefix against none"]
+    assert hybrid["bytes"][1] > hybrid["bytes"][0], "a branch keeps activations of its own"
+    assert 0 < shared["time_ratio"] and shared["memory_ratio"] <= 1.01
+    assert capsys.readouterr().out.count("MiB") == 4

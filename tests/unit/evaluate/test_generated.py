@@ -1,0 +1,135 @@
+"""Greedy answers: with a cache as without, padded as alone; what counts as right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from surgery.evaluate import Prompts, compare, evaluate
+from surgery.evaluate.generated import exact_matches, greedy
+from surgery.evaluate.scoring import perplexity
+from surgery.locate.statistics import wilson
+from surgery.probes.documents import Document, Question
+from surgery.recipe import Evaluate
+from tests.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts, randomise
+
+END = "<|endoftext|>"
+ASKED = ("Where is the fox?", "In the morning the old baker went to the market.\nWho?", "12:", "A red door, a blue")
+FAMILIES = ("mamba2", "mamba", "falcon_mamba", "llamba", "zamba2", "bamba", "hybrid")
+
+
+@cache
+def model_of(name: str) -> PreTrainedModel:
+    """Its next token depends on more than the last one."""
+    model = pico_hybrid([pico_site(1, [1, 3])], layers=2) if name == "hybrid" else pico_family(name)
+    with torch.no_grad():
+        randomise(model, 5).get_input_embeddings().weight.mul_(0.1)
+    return model.eval()
+
+
+def document(prompt: str, answer: str, end: str = END) -> Document:
+    text = prompt + answer + end
+    return Document("own", text, (Question((len(prompt), len(text)), (), -1),))
+
+
+@torch.no_grad()
+def said(model: PreTrainedModel, prompt: str, count: int) -> str:
+    """The model's own greedy text, from whole passes."""
+    row = pico_tokenizer()(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    for _ in range(count):
+        row = torch.cat([row, model(row, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    return pico_tokenizer().decode(row[0, -count:])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_cache_says_what_whole_passes_say(name: str) -> None:
+    """Left-padded together, or each prompt alone; with a token that ends two of the rows, and without."""
+    model, batch = model_of(name), prompts()
+    free = greedy(model, batch, 4, naive=True)
+    assert torch.equal(greedy(model, batch, 4), free) and len(free.unique()) > 2
+    end = int(free[0, 1])
+    ended = greedy(model, batch, 4, end)
+    assert torch.equal(ended, greedy(model, batch, 4, end, naive=True))
+    assert ended[0].tolist() == [int(free[0, 0]), end, end, end]
+
+
+def test_the_batch_does_not_matter() -> None:
+    model, tokenizer = pico_hybrid([pico_site(1, [1, 3])], vocab_size=1024, layers=2), pico_tokenizer()
+    documents = [document(p, said(model, p, n), end="") for p in ASKED for n in (1, 2, 3)]
+    alone, together = (exact_matches(model, tokenizer, documents, size) for size in (1, len(documents)))
+    assert torch.equal(alone, together) and alone.any()
+
+
+class Parrot(torch.nn.Module):
+    """Stands in for a model: goes on with these tokens, whatever it is asked."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids = pico_tokenizer()(text, add_special_tokens=False)["input_ids"]
+
+    def generate(self, ids: torch.Tensor, attention_mask: torch.Tensor, generation_config: object) -> torch.Tensor:
+        most = generation_config.max_new_tokens  # type: ignore[attr-defined]
+        new = torch.tensor([*self.ids, *[5] * most])[:most]
+        return torch.cat([ids, new.expand(len(ids), -1)], 1)
+
+
+@pytest.mark.parametrize(
+    ("says", "answer", "right"),
+    [
+        (f"42{END}", "42", True),
+        (f" 42{END}", "42", True),
+        (f"4{END}", "42", False),
+        (f"42 and more{END}", "42", False),
+        (f"42{END} and more", "42", True),
+        (END, "42", False),
+    ],
+)
+def test_right_is_the_whole_answer_and_no_more(says: str, answer: str, right: bool) -> None:
+    """A long answer beside it leaves room for more tokens than this one has."""
+    documents = [document("Who?\n", answer), document("Who?\n", "the old baker of the market")]
+    found = exact_matches(Parrot(says), pico_tokenizer(), documents, 2)  # type: ignore[arg-type]
+    assert found.tolist() == [right, False]
+
+
+def test_without_an_end_token_what_follows_the_answer_does_not_count() -> None:
+    short, long = document("Who?\n", "42", end=""), document("Who?\n", "the old baker of the market", end="")
+    found = exact_matches(Parrot("42 and more"), pico_tokenizer(), [short, long], 2)  # type: ignore[arg-type]
+    assert found.tolist() == [True, False]
+
+
+def test_nobody_is_asked_to_say_the_end_token_behind_the_longest_answer() -> None:
+    """A model that never learned to end is not wrong for that where every answer is as long."""
+    documents = [document("Who?\n", "42"), document("Who?\n", "17")]
+    found = exact_matches(Parrot("42 and more"), pico_tokenizer(), documents, 2)  # type: ignore[arg-type]
+    assert found.tolist() == [True, False]
+
+
+def test_held_out_documents_stand_in_the_summary_beside_the_rest() -> None:
+    model, tokenizer = pico_base(vocab_size=1024, layers=1), pico_tokenizer()
+    asked = [document(p, said(model, p, 1), end="") for p in ASKED]
+    asked[0] = replace(document(ASKED[0], " nothing of the kind", end=""))
+    plain = [Document("texts", p) for p in ASKED]
+    held_out = {"rows.jsonl": asked, "texts.jsonl": plain}
+    calls: list[tuple[int, int]] = []
+    arm = evaluate(
+        model,
+        tokenizer,
+        Evaluate(),
+        prompts=Prompts({}, {}, held_out),
+        progress=lambda done, total: calls.append((done, total)),
+    )
+    correct = exact_matches(model, tokenizer, asked, 64)
+    interval = wilson(int(correct.sum()), len(asked))
+    entry = {"accuracy": interval.value, "low": interval.low, "high": interval.high, "n": len(asked)}
+    assert arm.summary["held_out"]["rows.jsonl"] == entry and not correct[0]
+    expected = {"perplexity": perplexity(model, tokenizer, plain, 64), "n": len(plain)}
+    assert arm.summary["held_out"]["texts.jsonl"] == expected
+    assert torch.equal(arm.correct["held_out/rows.jsonl"], correct) and len(arm.correct) == 1
+    assert calls == [(1, 2), (2, 2)]
+    assert compare({"base": arm, "other": arm}, "base")["other"] == {"held_out/rows.jsonl": 1.0}

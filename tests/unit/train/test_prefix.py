@@ -1,0 +1,92 @@
+"""What base and model have in common is kept once and run once, and nothing else changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from surgery.train import loop
+from surgery.train.prefix import SharedPrefix, share_weights
+from tests.integration import training_worker as worker
+from tests.pico import pico_base, pico_family, pico_hybrid, pico_site
+
+SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}
+
+
+def after_two_steps(folder: Path, **more: Any) -> tuple[dict[str, Tensor], Any]:
+    folder.mkdir(exist_ok=True)
+    made = worker.trainer(folder, worker.section(folder, 2, **more))
+    made.folder = None
+    made.run()
+    return {name: p.detach().clone() for name, p in made.model.named_parameters()}, made
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_shared_prefix_changes_no_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
+) -> None:
+    given = {"trains": "new_heads", "gradient_checkpointing": checkpointing}
+    shared, trainer = after_two_steps(tmp_path, **given)
+    assert trainer.prefix is not None and trainer.prefix.layer == 1, "the head is in the second of two layers"
+    monkeypatch.setattr(loop.SharedPrefix, "of", lambda *_: None)
+    alone, other = after_two_steps(tmp_path, **given)
+    assert other.prefix is None
+    for name, weight in alone.items():
+        torch.testing.assert_close(shared[name], weight, atol=1e-6, rtol=1e-5)
+
+
+def test_the_layers_below_run_once(tmp_path: Path) -> None:
+    calls: list[str] = []
+    made = worker.trainer(tmp_path, worker.section(tmp_path, 1, trains="new_heads", sources=[worker.TEXT]))
+    assert made.base is not None
+    for name, model in (("model", made.model), ("base", made.base)):
+        model.backbone.layers[0].mixer.in_proj.register_forward_hook(lambda *_, n=name: calls.append(n))
+    made.run()
+    assert calls == ["base"]
+
+
+def test_all_that_trains_shares_nothing(tmp_path: Path) -> None:
+    _, made = after_two_steps(tmp_path, trains="all")
+    assert made.prefix is None
+    mine, theirs = dict(made.model.named_parameters()), dict(made.base.named_parameters())
+    assert not any(mine[name].data_ptr() == p.data_ptr() for name, p in theirs.items())
+
+
+def test_equal_frozen_weights_are_one() -> None:
+    model, base = pico_hybrid([pico_site(1)], **SHAPE).requires_grad_(False), pico_base(**SHAPE)
+    model.backbone.layers[1].mixer.attention.requires_grad_(True)
+    whole = sum(p.nbytes for p in base.parameters())
+    assert share_weights(model, base) == whole and share_weights(model, base) == 0
+    with torch.no_grad():
+        other = pico_base(**SHAPE)
+        other.backbone.layers[0].norm.weight.add_(1)
+    assert share_weights(model, other) == whole - other.backbone.layers[0].norm.weight.nbytes
+    assert SharedPrefix.of(model, base) is not None and SharedPrefix.of(model, other) is None
+
+
+@pytest.mark.parametrize("name", ["mamba2", "mamba", "bamba", "llamba"])
+def test_families_whose_blocks_put_out_other_things(name: str) -> None:
+    """A model that shares everything but its last layer gives its own logits from the middle on."""
+    model, base = pico_family(name).requires_grad_(False), pico_family(name)
+    share_weights(model, base)
+    last = list(model.base_model.layers)[-1]
+    with torch.no_grad():
+        for parameter in last.parameters():
+            parameter.data = parameter.data.clone() + 0.1
+    prefix = SharedPrefix.of(model, base)
+    ids = torch.arange(2, 20).view(2, 9)
+    mask = torch.ones_like(ids)
+    if prefix is None:
+        assert name == "bamba", "only models of several kinds of layers are left out"
+        return
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, use_cache=False).logits
+        base_logits = base(ids, attention_mask=mask, use_cache=False).logits
+        assert torch.equal(prefix.base_logits(ids, mask), base_logits)
+        with prefix.skipped():
+            assert torch.equal(model(ids, attention_mask=mask, use_cache=False).logits, expected)
+    assert not torch.equal(expected, base_logits)

@@ -2,7 +2,7 @@
 
 Owns: the order of the parts, their shares of the time, the report. docs/BENCHMARKS.md says how to run it, and where.
 
-    python bench/gpu.py                            on a GPU: every family against the CPU, then speed at true size
+    python bench/gpu.py                            on a GPU: every family against the CPU, then speed, training
     python bench/gpu.py --build                    the same, after one build of the kernel packages from wheels/
     python bench/gpu.py --device cpu --toy         the script itself, at sizes that say nothing about speed
 
@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLES = ("environment", "build", "correctness", "behaviour", "attention", "speed")
+TABLES = ("environment", "build", "correctness", "behaviour", "attention", "speed", "training")
 # Parts in order: module, table that its lines go to, share of the time that is left when it begins.
 PARTS = {
     "families": ("gpu_families", "correctness", 0.45),
     "attention": ("gpu_attention", "attention", 0.35),
-    "speed": ("gpu_speed", "speed", 1.0),
+    "speed": ("gpu_speed", "speed", 0.6),
+    "training": ("gpu_training", "training", 1.0),
 }
 # Before torch and transformers are imported. Kernels come from installed packages, not from a hub; what Triton has
 # tuned is kept for the next process.

@@ -15,11 +15,13 @@ COLUMNS = {
     "behaviour": ("family", "silenced head", "hooks, eval", "hooks, training", "ok"),
     "attention": ("implementation", "widths", "prompts", *_APART, "x eager", "ok"),
     "speed": ("shape", "task", "unit", "base", "hybrid", "ratio", "spread", "base GiB", "hybrid GiB"),
+    "training": ("shape", "task", "kind", "unit", "base", "hybrid", "ratio", "base GiB", "hybrid GiB", "apart", "ok"),
 }
 LEGENDS = {
     "correctness": "relative to the CPU in fp32 with the same weights; x cpu: over the CPU's own error in bf16",
     "attention": "relative to eager in fp32; x eager: over eager's own error in this dtype",
     "speed": "ratio: time of the hybrid over time of the base; spread: interquartile range over median",
+    "training": "a whole step of the loop; apart: losses from those of the plain run, at most, relative",
 }
 
 

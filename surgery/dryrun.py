@@ -54,6 +54,8 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None) -> dict[str,
     hybrid = _hybrid(config, fields, recipe.base)
     before, after = sizes_of(plain), sizes_of(hybrid)
     caches = {"base": _cache(cache_bytes(plain)), "hybrid": _cache(cache_bytes(hybrid))}
+    if recipe.splice is None:  # they are one
+        del caches["base"]
     tokenizer, counted_with = _tokenizer(recipe.base, may_ask=not shapes_from)
     processes = recipe.hardware.count
     costs, trainable = [], 0

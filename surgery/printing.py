@@ -76,7 +76,7 @@ def print_plan(found: dict[str, Any]) -> None:
     table.add_row("FLOPs", f"{flops['step']:.2e} a step, {flops['run']:.2e} in all{arms}; no elementwise work")
     out.print(table, highlight=False)
     _print_memory(found)
-    lengths = [key for key in found["cache"]["base"] if key not in ("state", "kv_per_token")]
+    lengths = [key for key in found["cache"]["hybrid"] if key not in ("state", "kv_per_token")]
     out.print("Kept for one sequence while decoding:", highlight=False)
     table = Table("", "states", "KV a token", *(f"{length} tokens" for length in lengths))
     for name, cache in found["cache"].items():

@@ -237,7 +237,7 @@ def _write_results(run: Run, arms: dict[str, Arm], began: float) -> None:
     recipe = run.recipe
     summaries = {name: arm.summary for name, arm in arms.items()}
     sources = [source for stage in recipe.train.sequence for source in stage.sources]
-    trained = [source.pairs for source in sources if source.task == "kv_retrieval"]
+    trained = [source.pairs for source in sources if source.task == "kv_retrieval" and source.weights.uses("answer")]
     span = (min(p[0] for p in trained), max(p[1] for p in trained)) if trained else None
     with new_folder(run.folder / "figures" / "evaluate") as figures:
         accuracy_by_pairs({name: arm["kv_retrieval"] for name, arm in summaries.items()}, figures, span)

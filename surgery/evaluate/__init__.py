@@ -37,8 +37,9 @@ class Prompts:
     texts: Mapping[str, Sequence[Document]]
     held_out: Mapping[str, Sequence[Document]] = field(default_factory=dict)
 
-    def __len__(self) -> int:
-        """Tasks in all."""
+    @property
+    def num_tasks(self) -> int:
+        """Of all kinds."""
         return len(self.choices) + len(self.texts) + len(self.held_out)
 
 
@@ -144,7 +145,7 @@ def evaluate(
             summary[name] = entry
         done += 1
         if progress is not None:
-            progress(done, len(prompts))
+            progress(done, prompts.num_tasks)
 
     for task, documents in prompts.choices.items():
         correct[task] = answer_choices(model, tokenizer, documents, section.batch_size).correct

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from accelerate.utils.memory import release_memory, should_reduce_batch_size
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -42,6 +43,7 @@ from surgery.train.objectives import (
 )
 from surgery.train.optim import adamw, set_learning_rates, trainable
 from surgery.train.prefix import SharedPrefix, share_weights
+from surgery.train.sharded import gather, trains, twin
 from surgery.train.steps import checkpoints, load_step, save_step
 from surgery.train.teacher import Teacher
 from surgery.train.userdata import Stream, open_source
@@ -75,7 +77,7 @@ class Trainer:
     """One stage of a training: a model, what it is trained on, and where its checkpoints go.
 
     Attributes:
-        model: trained in place.
+        model: trained in place. Under FSDP2 it holds the weights from before until `run` returns.
         base: the frozen model that `keep` compares with; needed when a source gives `keep` a weight.
         grafts: the spliced heads, which `attention` supervises; none for a control or a pretraining.
         folder: holds `step_*/`, the checkpoints to resume from; only the newest is kept. None keeps none.
@@ -107,9 +109,12 @@ class Trainer:
         self.stage: TrainStage = self.section.sequence[self.number]
         self._streams: list[Stream] = []
         self._before = sum(stage.num_steps for stage in self.section.sequence[: self.number])
+        self.trained = self.model  # what is stepped: under FSDP2 a sharded twin, until `run` returns
         self.prefix: SharedPrefix | None = None
         self._running: MicroBatch | None = None
         self._at_once: dict[int, int] = {}  # documents of a source in a micro-batch, where memory forced them down
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            self.folder = None  # it steps inside of backward, and keeps the optimizer's state to itself
 
     def run(self) -> list[dict[str, float]]:
         """Trains to the last step, from the newest checkpoint if there is one; returns the losses of every step.
@@ -119,14 +124,16 @@ class Trainer:
         """
         self._check()
         self._streams = self._open()
-        parameters = self._prepare_model()
-        optimizer = adamw(self.model, parameters, self.stage.optimizer)
-        model, optimizer = self.accelerator.prepare(self.model, optimizer)
+        self._prepare_model()
+        optimizer = adamw(self.trained, trains(self.trained), self.stage.optimizer)
+        model, optimizer = self.accelerator.prepare(self.trained, optimizer)
+        parameters = trains(model)
         model.train()
         start = self._resume(optimizer)
         for step in range(start, self.stage.num_steps):
             self._one_step(model, optimizer, parameters, step, start)
-        if not all(bool(p.isfinite().all()) for p in parameters):
+        self._make_whole()
+        if not all(bool(p.isfinite().all()) for p in trains(self.model)):
             raise self._diverged(self.stage.num_steps - 1, "not finite")
         self.accelerator.free_memory()
         self.model.eval()
@@ -145,8 +152,8 @@ class Trainer:
             for index, source in enumerate(self.stage.sources)
         ]
 
-    def _prepare_model(self) -> list[nn.Parameter]:
-        """Adapters, what trains and in which precision; returns what trains."""
+    def _prepare_model(self) -> None:
+        """Adapters, what trains and in which precision."""
         if self.stage.trains == "lora":
             self.adapters = Adapters(self.model, self.stage.lora, self.grafts)
         parameters = trainable(self.model, self.stage, self.layers)
@@ -155,17 +162,30 @@ class Trainer:
                 parameter.data = parameter.data.float()
         if self.section.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        if self.section.compile:
-            self.model.compile()
         for frozen in (self.base, self.teacher.model if self.teacher else None):
             if frozen is not None:
                 frozen.eval().requires_grad_(False).to(self.accelerator.device)
-        if self.base is not None:
+        if self.accelerator.is_fsdp2:
+            self._use(twin(self.model, self.accelerator))
+        elif self.base is not None:
             self.model.to(self._device)
             share_weights(self.model, self.base)
             if not self.section.compile:
                 self.prefix = SharedPrefix.of(self.model, self.base)
-        return parameters
+        if self.section.compile:
+            self.trained.compile()
+
+    def _make_whole(self) -> None:
+        """What is sharded goes back into the model."""
+        if self.trained is not self.model:
+            gather(self.trained, self.model)
+            self._use(self.model)
+
+    def _use(self, model: PreTrainedModel) -> None:
+        """From here on this one is stepped, saved and looked at."""
+        self.trained = model
+        if self.adapters is not None:
+            self.adapters.model = model
 
     def _one_step(
         self, model: nn.Module, optimizer: Any, parameters: Sequence[nn.Parameter], step: int, start: int
@@ -223,6 +243,7 @@ class Trainer:
         parts: dict[str, Tensor] = {}
         for place, part in enumerate(micro):
             self._running, last = part, place + 1 == len(micro)
+            self.accelerator.sync_gradients = last  # DeepSpeed steps where this is set
             with nullcontext() if last else self.accelerator.no_sync(model):
                 with self._precision():
                     terms = self.losses(model, part.source, part.batch, part.counts, progress)
@@ -252,10 +273,14 @@ class Trainer:
         made: list[MicroBatch] = []
         for index, (source, stream) in enumerate(zip(self.stage.sources, self._streams, strict=True)):
             documents = stream.step(step)
-            mine = documents[rank::world]
-            size = self._at_once.get(index) or self.section.micro_batch or max(1, len(mine))
-            for chunk in [mine[i : i + size] for i in range(0, len(mine), size)] or [documents[:1]]:
-                made.append(MicroBatch(source, index, self._encoded(chunk), real=bool(mine)))
+            mine, asked = documents[rank::world], self._at_once.get(index) or self.section.micro_batch
+            size, most = asked or max(1, len(mine)), 1
+            if asked and self.accelerator.is_fsdp2:  # weights are gathered for each, on all processes together
+                most = -(-len(documents[::world]) // asked)
+            chunks = [mine[i : i + size] for i in range(0, len(mine), size)]
+            made += [MicroBatch(source, index, self._encoded(chunk)) for chunk in chunks]
+            for _ in range(most - len(chunks)):
+                made.append(MicroBatch(source, index, self._encoded(documents[:1]), real=False))
         return self._counted(made)
 
     def _encoded(self, documents: list[Document]) -> EncodedBatch:
@@ -373,6 +398,11 @@ class Trainer:
 
     def _check(self) -> None:
         """Raises RunError before the first step for what would fail in the middle."""
+        if self.accelerator.distributed_type == DistributedType.FSDP and not self.accelerator.is_fsdp2:
+            raise RunError("fsdp_version", 1, "Set fsdp_version: 2, as recipes/accelerate/fsdp2.yaml does.")
+        if self.accelerator.is_fsdp2 and self.section.check_every is not None:
+            hint = "While weights are sharded no process can answer alone: leave it out."
+            raise RunError("train.check_every", self.section.check_every, hint)
         for index, source in enumerate(self.stage.sources):
             if source.rows is not None and source.rows < self.accelerator.num_processes:
                 hint = f"Give at least one row to each of the {self.accelerator.num_processes} processes."
@@ -386,7 +416,7 @@ class Trainer:
         """Loads the newest checkpoint; returns the number of steps already done."""
         if self.folder is None:
             return 0
-        state = load_step(self.folder, self.model, optimizer, self._identity(), self.accelerator)
+        state = load_step(self.folder, self.trained, optimizer, self._identity(), self.accelerator)
         if state is None:
             if self.number:
                 self._save(optimizer, 0)  # what the earlier stages have left
@@ -397,7 +427,7 @@ class Trainer:
     def _save(self, optimizer: Any, step: int) -> None:
         assert self.folder is not None
         state = {"of": self._identity(), "history": self.history}
-        save_step(self.folder, self.model, optimizer, step, state, self.accelerator)
+        save_step(self.folder, self.trained, optimizer, step, state, self.accelerator)
 
     def _identity(self) -> str:
         """What two trainings have in common that may go on from each other's steps."""

@@ -1,4 +1,8 @@
-"""Checkpoints to resume from. Owns: `step_*/`, written whole, the newest kept. Must never know: losses, data."""
+"""Checkpoints to resume from. Owns: `step_*/`, written whole, the newest kept. Must never know: losses, data.
+
+model.safetensors, optimizer.pt, state.json       where every process has all weights; the main one writes
+shards/, state.json                               where each has its part: every process writes its own
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,24 @@ import errno
 import json
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from surgery.errors import RunError
 from surgery.rundir import new_folder, sweep
+from surgery.train.sharded import is_sharded
+
+_SHARDS = "shards"
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -26,7 +38,7 @@ def checkpoints(folder: Path) -> list[Path]:
 def save_step(
     folder: Path, model: nn.Module, optimizer: Any, step: int, state: dict[str, Any], accelerator: Accelerator
 ) -> None:
-    """Writes `step_*/` whole, then drops the older ones. Every process calls it; the main one writes.
+    """Writes `step_*/` whole, then drops the older ones. Every process calls it.
 
     Args:
         state: plain data; `of` in it names the training that this is a step of.
@@ -34,22 +46,29 @@ def save_step(
     Raises:
         RunError: the disk is full; the older checkpoint stays.
     """
-    if accelerator.is_main_process:
-        target = folder / f"step_{step:06d}"
+    target, sharded = folder / f"step_{step:06d}", is_sharded(model)
+    if sharded or accelerator.is_main_process:
+        write = _write_sharded if sharded else _write
         try:
-            _write(target, model, optimizer, {"step": step, **state})
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            write(target, model, optimizer, {"step": step, **state}, accelerator)
+        except (CheckpointException, Exception) as error:
+            if not _is_full(error):
                 raise
             raise RunError("steps", str(target), _full(folder)) from None
-        except Exception as error:  # safetensors' own error of a full disk
-            if "os error 28" not in str(error).lower():
-                raise
-            raise RunError("steps", str(target), _full(folder)) from None
+    if accelerator.is_main_process:
         for old in checkpoints(folder):
             if old != target:
                 shutil.rmtree(old)
     accelerator.wait_for_everyone()
+
+
+def _is_full(error: BaseException) -> bool:
+    """Whether a write failed for lack of room; safetensors has an error of its own, sharded saving one of all ranks."""
+    if isinstance(error, CheckpointException):
+        return any(_is_full(one) for one, _ in error.failures.values())
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return "os error 28" in str(error).lower()
 
 
 def _full(folder: Path) -> str:
@@ -58,7 +77,7 @@ def _full(folder: Path) -> str:
     return f"The disk is full. {kept}. Make room, and start again."
 
 
-def _write(target: Path, model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
+def _write(target: Path, model: nn.Module, optimizer: Any, state: dict[str, Any], accelerator: Accelerator) -> None:
     with new_folder(target) as folder:
         weights = {k: v.detach().cpu().contiguous() for k, v in model.named_parameters()}
         save_file(weights, folder / "model.safetensors")
@@ -66,13 +85,39 @@ def _write(target: Path, model: nn.Module, optimizer: Any, state: dict[str, Any]
         (folder / "state.json").write_text(json.dumps(state))
 
 
+def _write_sharded(
+    target: Path, model: nn.Module, optimizer: Any, state: dict[str, Any], accelerator: Accelerator
+) -> None:
+    with _common_folder(target, accelerator) as folder:
+        tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            moments: dict[str, Tensor] = optimizer.state.get(parameter, {})
+            tensors |= {f"optimizer.{name}.{what}": moment for what, moment in moments.items()}
+        dcp.save(tensors, checkpoint_id=folder / _SHARDS)  # returns when every process has written
+        if accelerator.is_main_process:
+            (folder / "state.json").write_text(json.dumps(state))
+
+
+@contextmanager
+def _common_folder(target: Path, accelerator: Accelerator) -> Iterator[Path]:
+    """A new folder that every process fills; the main one makes it, and renames it when it is done itself."""
+    if not accelerator.is_main_process:
+        name: list[str | None] = [None]
+        broadcast_object_list(name)
+        yield Path(str(name[0]))
+        return
+    with new_folder(target) as folder:
+        broadcast_object_list([str(folder)])
+        yield folder
+
+
 def load_step(
     folder: Path, model: nn.Module, optimizer: Any, identity: str, accelerator: Accelerator
 ) -> dict[str, Any] | None:
-    """Loads the newest checkpoint and returns its state; None if there is none.
+    """Loads the newest checkpoint and returns its state; None if there is none. Every process calls it.
 
     Raises:
-        RunError: it belongs to another training.
+        RunError: it belongs to another training, or weights are sharded now and were not then, or the reverse.
     """
     if folder.exists() and accelerator.is_main_process:
         sweep(folder)
@@ -84,9 +129,40 @@ def load_step(
     if state["of"] != identity:
         hint = "It belongs to another training. Delete it, or name another folder."
         raise RunError("steps", str(found[-1]), hint)
-    weights = load_file(found[-1] / "model.safetensors")
+    was_sharded = (found[-1] / _SHARDS).is_dir()
+    if was_sharded != is_sharded(model):
+        kinds = ("sharded", "whole") if was_sharded else ("whole", "sharded")
+        hint = f"Its weights are {kinds[0]}, those of this launch {kinds[1]}. Launch as before, or delete it."
+        raise RunError("steps", str(found[-1]), hint)
+    (_read_sharded if was_sharded else _read)(found[-1], model, optimizer)
+    return state
+
+
+def _read(step: Path, model: nn.Module, optimizer: Any) -> None:
+    weights = load_file(step / "model.safetensors")
+    _check_names(step, weights.keys(), model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
-    optimizer.load_state_dict(torch.load(found[-1] / "optimizer.pt", weights_only=True, map_location="cpu"))
-    return state
+    optimizer.load_state_dict(torch.load(step / "optimizer.pt", weights_only=True, map_location="cpu"))
+
+
+def _read_sharded(step: Path, model: nn.Module, optimizer: Any) -> None:
+    """Of any number of processes: each reads what it holds now, whoever wrote it."""
+    parameters = dict(model.named_parameters())
+    saved = FileSystemReader(step / _SHARDS).read_metadata().state_dict_metadata
+    _check_names(step, {key.removeprefix("model.") for key in saved if key.startswith("model.")}, model)
+    tensors = {f"model.{name}": p.detach() for name, p in parameters.items()}
+    for key in saved.keys() - tensors.keys():
+        name, _, what = key.removeprefix("optimizer.").rpartition(".")
+        parameter = parameters[name]
+        tensors[key] = torch.zeros(()) if what == "step" else torch.zeros_like(parameter.detach())
+        optimizer.state[parameter][what] = tensors[key]
+    dcp.load(tensors, checkpoint_id=step / _SHARDS)
+
+
+def _check_names(step: Path, saved: Any, model: nn.Module) -> None:
+    apart = set(saved) ^ {name for name, _ in model.named_parameters()}
+    if apart:
+        hint = f"It has other weights: {min(apart)} and {len(apart) - 1} more. Delete it, or name another folder."
+        raise RunError("steps", str(step), hint)

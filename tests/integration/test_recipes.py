@@ -22,7 +22,8 @@ from tests.integration.conftest import BASE, ROOT
 
 RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}
 LOADED = {name: load_any(path) for name, path in RECIPES.items()}
-OPERATIONS = [name for name, recipe in LOADED.items() if isinstance(recipe, Recipe) and name != "quickstart"]
+ON_PICO = ("quickstart", "finetune")
+OPERATIONS = [name for name, recipe in LOADED.items() if isinstance(recipe, Recipe) and name not in ON_PICO]
 ANALYSES = [name for name, recipe in LOADED.items() if isinstance(recipe, AnalysisRecipe)]
 CONFIGS = sorted(path.parent.name for path in (ROOT / "recipes" / "configs").glob("*/config.json"))
 

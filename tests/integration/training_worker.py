@@ -1,29 +1,52 @@
 """A small training as a process of its own, for tests that need several of them or kill one.
 
 `python -m torch.distributed.run --standalone --nproc_per_node=2 -m tests.integration.training_worker FOLDER CASE`
-writes FOLDER/out.safetensors from rank 0.
+writes FOLDER/out.safetensors from rank 0. A CASE that begins with `sharded` runs under Accelerate's FSDP2.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from accelerate import Accelerator
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils.launch import prepare_multi_gpu_env
+from safetensors.torch import load_file, save_file
 
 from surgery.families import family_of
 from surgery.heads import Graft
 from surgery.recipe import Train
 from surgery.train import make_accelerator
 from surgery.train.loop import Trainer
+from surgery.train.sharded import full
 from tests.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 
+ROOT = Path(__file__).parents[2]
+FSDP2 = ROOT / "recipes" / "accelerate" / "fsdp2.yaml"
 SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}
 KV = {"task": "kv_retrieval", "rows": 5, "pairs": (2, 9), "questions": 3, "weights": {"answer": 1, "attention": 0.5}}
 TEXT = {"task": "sentence", "rows": 3, "weights": {"keep": 1.0, "text": 0.5}}
+
+
+def launch(folder: Path, case: str, code: int = 0, processes: int = 2) -> dict[str, torch.Tensor]:
+    """What rank 0 of so many processes found; nothing where they are to fail, as `code` says."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [*torchrun, "-m", "tests.integration.training_worker", str(folder), case]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
+    assert (done.returncode != 0) == bool(code), done.stderr[-3000:]
+    if code:
+        return {}
+    found = load_file(folder / "out.safetensors")
+    assert int(found.pop("world")) == processes
+    return found
 
 
 def lines(folder: Path) -> dict[str, Any]:
@@ -41,6 +64,25 @@ def section(folder: Path, steps: int, **more: Any) -> Train:
     return Train.model_validate({"steps": steps, "sources": sources, "save_every": 2, "optimizer": optimizer, **more})
 
 
+def shard() -> None:
+    """From here on `accelerator` gives one that shards, as under `accelerate launch` with the shipped file."""
+    words = launch_command_parser().parse_args(["--config_file", str(FSDP2), "-m", "surgery"])
+    environment = prepare_multi_gpu_env(_validate_launch_command(words)[0])
+    os.environ.update({k: v for k, v in environment.items() if k.startswith(("FSDP_", "ACCELERATE_"))})
+
+
+def accelerator() -> Accelerator:
+    """After `shard`: FSDP2 on a CPU, where Accelerate would fall back to DDP without a word.
+
+    What it decides by is set as on a GPU. All that follows is its own: wrapping, the optimizer's switch to the shards,
+    clipping, `no_sync`.
+    """
+    made = make_accelerator()
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        made.state.distributed_type, made.state.fsdp_plugin = DistributedType.FSDP, FullyShardedDataParallelPlugin()
+    return made
+
+
 def trainer(folder: Path, train: Train, double: bool = False, **more: Any) -> Trainer:
     """A hybrid of two layers with one spliced head, on what `section` says; steps go to FOLDER/steps."""
     model, base = pico_hybrid([pico_site(1)], **SHAPE), pico_base(**SHAPE)
@@ -49,7 +91,7 @@ def trainer(folder: Path, train: Train, double: bool = False, **more: Any) -> Tr
     site = family_of(base.config).mixers(base.config)[1]
     graft = Graft(site, (2,), "add", "ssm", ("segment_end",))
     given = {"base": base, "grafts": (graft,), **more}
-    return Trainer(model, pico_tokenizer(), train, 0, folder / "steps", make_accelerator(), **given)
+    return Trainer(model, pico_tokenizer(), train, 0, folder / "steps", accelerator(), **given)
 
 
 def gradients(folder: Path, **more: Any) -> dict[str, torch.Tensor]:
@@ -58,7 +100,8 @@ def gradients(folder: Path, **more: Any) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
 
     def keep(parameters: Any, norm: float) -> torch.Tensor:
-        found.update({name: p.grad.clone() for name, p in made.model.named_parameters() if p.grad is not None})
+        named = made.trained.named_parameters()
+        found.update({name: full(p.grad).clone() for name, p in named if p.grad is not None})
         return torch.tensor(1.0)
 
     made.accelerator.clip_grad_norm_ = keep  # type: ignore[method-assign]
@@ -78,27 +121,54 @@ def weights(folder: Path, steps: int, stop: int | None = None, double: bool = Tr
     return {name: p.detach().clone() for name, p in made.model.named_parameters()}
 
 
+def lora(folder: Path, steps: int) -> dict[str, torch.Tensor]:
+    """Final weights of a bf16 model with new heads and adapters in fp32, as `train` leaves them to be merged."""
+    train = section(folder, steps, trains="lora", precision="bf16", lora={"rank": 4, "targets": ["in_proj"]})
+    made = trainer(folder, train)
+    made.model.bfloat16()
+    assert made.base is not None
+    made.base.bfloat16()
+    made.run()
+    return {name: p.detach().clone() for name, p in made.model.named_parameters()}
+
+
+def sharded(folder: Path) -> dict[str, torch.Tensor]:
+    """What `test_sharded` compares: `run/name` of every tensor."""
+    runs = {
+        "gradient": gradients(folder),
+        "checkpointed": gradients(folder, gradient_checkpointing=True, micro_batch=2),
+        "lora": lora(folder, 2),
+        "resumed": weights(folder / "stopped", 5),
+        "uninterrupted": weights(folder, 5),
+    }
+    return {f"{run}/{name}": tensor for run, found in runs.items() for name, tensor in found.items()}
+
+
 def losses(folder: Path) -> list[dict[str, float]]:
     """Of three steps."""
     return trainer(folder, section(folder, 3)).run()
 
 
 def main(folder: Path, case: str) -> None:
-    accelerator = make_accelerator()
-    world = torch.tensor(accelerator.num_processes)
+    if case.startswith("sharded"):
+        shard()
+    first = accelerator()
+    world = torch.tensor(first.num_processes)
     found: dict[str, Any] = {}
-    if case == "gradients":
+    if case == "sharded":
+        found = sharded(folder)
+    elif case == "gradients":
         found = gradients(folder)
     elif case == "losses":
         found = {
             name: torch.tensor([h[name] for h in losses(folder)])
             for name in ("answer", "attention", "keep", "text", "tokens")
         }
-    elif case.startswith("stop"):
+    elif case.endswith("stop"):
         weights(folder, 5, stop=3)
     else:
         found = weights(folder, 5)
-    if accelerator.is_main_process:
+    if first.is_main_process:
         save_file({"world": world, **found}, folder / "out.safetensors")
 
 

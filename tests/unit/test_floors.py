@@ -29,7 +29,7 @@ FLOORS = {
     **dict.fromkeys(("locate", "plan", "splice", "train", "evaluate", "report", "sizes"), 3),
     **dict.fromkeys(("analyse", "export", "card", "hub", "inspect", "convert"), 3),
     **dict.fromkeys(("meters", "estimate"), 3),
-    **dict.fromkeys(("pipeline", "stages", "dryrun"), 4),
+    **dict.fromkeys(("pipeline", "stages", "workspace", "dryrun"), 4),
     **dict.fromkeys(("cli", "printing", "__init__", "__main__"), 5),
 }
 WITHOUT_TORCH = ("heads", "errors", "recipe", "sections", "changes", "measures", "training", "rundir", "yamlfile")

@@ -179,8 +179,9 @@ class TestPlanOfHybrid:
     @pytest.mark.parametrize(("mode", "init"), [("add", "ssm"), ("replace", "random"), ("replace", "teacher")])
     def test_is_the_plan_that_it_was_spliced_by(self, name: str, mode: Any, init: Any) -> None:
         base = pico_family(name)
-        config = type(spliced(base, mode, init).config).from_dict(spliced(base, mode, init).config.to_dict())
-        assert plan_of_hybrid(config, "h") == self._lost(plan_of(base, mode, init))
+        config = spliced(base, mode, init).config
+        reloaded = type(config).from_dict(config.to_dict())
+        assert plan_of_hybrid(reloaded, "h") == self._lost(plan_of(base, mode, init))
         assert splice_field(plan_of(base), base.config), "the base's config is as it was"
 
     def test_whole_layers_are_sites_again(self) -> None:

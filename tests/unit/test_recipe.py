@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from surgery.errors import RecipeError
-from surgery.recipe import PretrainRecipe, Recipe, check_recipe, load_any, load_recipe, to_yaml
+from surgery.recipe import PretrainRecipe, Recipe, check_recipe, load_any, load_recipe, shipped, to_yaml
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 MINIMAL = """
@@ -349,3 +349,25 @@ def test_what_is_not_measured_cannot_choose(select: str, needed: str, write: Wri
 def test_measurements_that_mean_nothing_are_refused(locate: str, says: str, write: Write) -> None:
     with pytest.raises(RecipeError, match=says):
         load_recipe(write(MINIMAL + f"locate: {locate}\n"))
+
+
+def test_a_hybrid_is_trained_further_with_a_control_if_one_is_named(write: Write) -> None:
+    spliced, alone = load_recipe(write(MINIMAL)), load_recipe(write(MINIMAL + "splice: null\n"))
+    beside = load_recipe(write(MINIMAL + "splice: null\ncontrol: {model: some/base}\n"))
+    assert [recipe.has_control for recipe in (spliced, alone, beside)] == [True, False, True]
+    assert (alone.splice, alone.teacher) == (None, None)
+    assert load_recipe(write(to_yaml(beside))) == beside
+    off = load_recipe(write(to_yaml(beside)), ["train.no_splice=false"])
+    assert not off.has_control
+    error = assert_refused(write(MINIMAL + "control: {model: some/base}\n"))
+    assert "splice: null" in error.hint
+
+
+def test_the_shipped_recipe_is_the_one_of_the_checkout() -> None:
+    path = shipped("finetune")
+    assert path in RECIPES
+    recipe = load_recipe(path)
+    assert recipe.splice is None and recipe.train.sources[0].data is not None
+    assert recipe.train.sources[0].data.holdout > 0, "what it learns is shown on rows that it was not trained on"
+    with pytest.raises(RecipeError, match="lacks it"):
+        shipped("no-such-recipe")

@@ -1,0 +1,210 @@
+"""The training loop itself on a GPU: what `surgery run` does in its train stage, at the shape of mamba2-130m.
+
+Owns: which trainings, their checks. Must never know: how a step is taken (`surgery/train/`).
+
+    all, checkpointing     hybrid against base: time of a step, peak of memory; bf16 with fp32 master weights
+    lora                   with checkpointing and whatever fused kernels are there; the loop refuses adapters that get
+                           no gradient
+    ddp, fsdp2             one process under `accelerate launch` with the files of recipes/accelerate/: losses and
+                           weights are those of the plain run
+    compile                torch.compile of the hybrid: its losses are those of the plain run
+
+Weights are random, so losses fall from the logarithm of the vocabulary. On a CPU there is no FSDP2 (Accelerate falls
+back to DDP), and no compiling. So far this has run on a CPU only, at toy sizes: no number of a GPU comes from it yet.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from bench.gpu_env import Row
+from bench.gpu_models import in_words, watch
+from bench.gpu_runner import Options
+from surgery.checkpoint import load_config
+from surgery.families import family_of, geometry_of
+from surgery.heads import Graft, Plan
+from surgery.recipe import Base, Train
+from surgery.splice import splice
+from surgery.train import make_accelerator
+from surgery.train.loop import Trainer
+from tests.pico import pico_config, pico_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAPES, TOY = ("mamba2-130m",), ("toy",)
+TASKS = ("lora", "all", "checkpointing", "fsdp2", "ddp", "compile")
+WARM_UP = 3  # steps that are not timed
+APART = 0.02  # of two losses in bf16, relative
+SETTINGS: dict[str, dict[str, Any]] = {
+    "lora": {"trains": "lora", "gradient_checkpointing": True},
+    "checkpointing": {"gradient_checkpointing": True},
+    "compile": {"compile": True},
+}
+
+
+@dataclass
+class Run:
+    """One training: the loss and seconds of every step, bytes at the peak (None on a CPU), what Accelerate made of it.
+
+    Attributes:
+        checksum: the sum of all weights' magnitudes at the end.
+        ran: whose code the recurrences were.
+    """
+
+    losses: list[float]
+    seconds: list[float]
+    peak: int | None
+    kind: str
+    checksum: float
+    ran: str
+
+
+def items(options: Options) -> list[str]:
+    """`shape | task`."""
+    tasks = [task for task in TASKS if task != "compile" or options.device == "cuda"]
+    return [f"{name} | {task}" for name in (TOY if options.toy else SHAPES) for task in tasks]
+
+
+def run(item: str, options: Options) -> list[Row]:
+    """One row of `training`."""
+    name, task = item.split(" | ")
+    if task in ("ddp", "fsdp2"):
+        return [_launched(name, task, options)]
+    hybrid = trained(name, task, "hybrid", options)
+    row = {**_row(name, task, hybrid), "ran": hybrid.ran}
+    if task == "compile":
+        return [{**row, **_against(hybrid, trained(name, "all", "hybrid", options))}]
+    base = trained(name, task, "base", options)
+    ratio = _middle(hybrid) / _middle(base)
+    return [{**row, "base": 1e3 * _middle(base), "base GiB": _gib(base.peak), "ratio": ratio}]
+
+
+@lru_cache(maxsize=4)
+def trained(name: str, task: str, arm: str, options: Options) -> Run:
+    """A training of one arm, here."""
+    base = _base(name, options)
+    sites = family_of(base.config).sites(base.config)
+    chosen = [sites[len(sites) // 2], sites[3 * len(sites) // 4]]
+    grafts = tuple(Graft(site, (1,), "add", "ssm", ("segment_end",)) for site in chosen)
+    model = base if arm == "base" else splice(base, Plan(name, geometry_of(base.config), grafts, 0))
+    del base
+    try:
+        return _train(model, grafts if arm == "hybrid" else (), task, options)
+    finally:
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _base(name: str, options: Options) -> PreTrainedModel:
+    """The same random weights for both arms, and in every process."""
+    if options.toy:
+        config = pico_config(layers=4, vocab_size=1024)
+    else:
+        config = load_config(Base(model=str(ROOT / "recipes" / "configs" / name)))  # type: ignore[assignment]
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _train(model: PreTrainedModel, grafts: tuple[Graft, ...], task: str, options: Options) -> Run:
+    accelerator, cuda = make_accelerator(), options.device == "cuda"
+    made = Trainer(model, pico_tokenizer(), _section(task, options), 0, None, accelerator, grafts=grafts)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    with watch(model) as ran:
+        history = made.run()
+    return Run(
+        losses=[entry["loss"] for entry in history],
+        seconds=[entry["seconds"] for entry in history],
+        peak=torch.cuda.max_memory_allocated() if cuda else None,
+        kind=_kind(accelerator),
+        checksum=float(sum(p.detach().double().abs().sum().cpu() for p in model.parameters())),
+        ran=in_words(ran),
+    )
+
+
+def _kind(accelerator: Accelerator) -> str:
+    if accelerator.is_fsdp2:
+        return "FSDP2"
+    kind = accelerator.distributed_type
+    return "plain" if kind == DistributedType.NO else str(DistributedType(kind).value)
+
+
+def _section(task: str, options: Options) -> Train:
+    """Documents of one length, about 9,000 tokens a step; no rate changes, so that losses fall from the first step."""
+    rows, pairs = (2, 4) if options.toy else (16, 90)
+    source = {"task": "kv_retrieval", "rows": rows, "pairs": (pairs, pairs), "questions": 4}
+    weights = {"answer": 1.0, "text": 1.0, "attention": 1.0}
+    optimizer = {"lr": 1e-3, "new_heads_lr": 1e-3, "warmup": 1, "schedule": "constant"}
+    given = {"steps": WARM_UP + options.repeats, "precision": "bf16", "optimizer": optimizer, **SETTINGS.get(task, {})}
+    return Train.model_validate({**given, "sources": [{**source, "weights": weights}]})
+
+
+def _launched(name: str, task: str, options: Options) -> Row:
+    """One process under `accelerate launch`, against the plain run."""
+    plain = trained(name, "all", "hybrid", options)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run.json"
+        given = json.dumps({"name": name, "out": str(out), **asdict(options)})
+        config = str(ROOT / "recipes" / "accelerate" / f"{task}.yaml")
+        words = ["--config_file", config, "--num_processes", "1", "-m", "bench.gpu_training", given]
+        command = [sys.executable, "-m", "accelerate.commands.launch", *words]
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if "Error" in line]
+            raise RuntimeError(errors[0] if errors else done.stderr[-300:])
+        found = Run(**json.loads(out.read_text()))
+    row = {**_row(name, task, found), **_against(found, plain)}
+    if task == "fsdp2" and options.device == "cuda":
+        row["ok"] = row["ok"] and found.kind == "FSDP2"
+    return row
+
+
+def _row(name: str, task: str, found: Run) -> Row:
+    falls = all(map(math.isfinite, found.losses)) and found.losses[-1] < found.losses[0]
+    peak = {"hybrid": 1e3 * _middle(found), "hybrid GiB": _gib(found.peak)}
+    return {"table": "training", "shape": name, "task": task, "kind": found.kind, "unit": "ms", **peak, "ok": falls}
+
+
+def _against(found: Run, plain: Run) -> Row:
+    """How far two runs of the same steps are apart."""
+    losses = zip(found.losses, plain.losses, strict=True)
+    apart = max(abs(a - b) / b for a, b in losses)
+    weights = abs(found.checksum - plain.checksum) / plain.checksum
+    return {"apart": apart, "ok": apart < APART and weights < APART}
+
+
+def _middle(found: Run) -> float:
+    return median(found.seconds[WARM_UP:])
+
+
+def _gib(peak: int | None) -> float | None:
+    return None if peak is None else peak / 2**30
+
+
+def main(words: str) -> None:
+    """The other side of `_launched`."""
+    given = json.loads(words)
+    name, out = given.pop("name"), Path(given.pop("out"))
+    out.write_text(json.dumps(asdict(trained(name, "all", "hybrid", Options(**given)))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,199 @@
+"""`surgery finetune`: a tiny hybrid trained further on a user's own lines, end to end; what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from surgery.families import family_of, geometry_of
+from surgery.heads import Graft, Plan, plan_from_json
+from surgery.pipeline import run_pipeline
+from surgery.probes.documents import Document
+from surgery.recipe import load_recipe, shipped
+from surgery.splice import splice
+from surgery.train.reader import is_held_out
+from surgery.train.userdata import IndexedDocuments
+from tests.integration.conftest import ROOT, surgery
+from tests.integration.test_errors import assert_refused
+from tests.pico import pico_base, pico_tokenizer
+
+STAGES = ["train", "control", "evaluate", "export"]
+SMALL = (
+    "train.steps=3",
+    "train.sources.0.rows=4",
+    *(f"train.sources.{i}.rows=2" for i in (1, 2, 3)),
+    "train.sources.0.data.holdout=0.3",
+    "evaluate={pairs: [4], examples: 12, sentences: 8}",
+)
+CONTROL = "control={model: ./base}"
+
+
+def line(number: int) -> dict[str, Any]:
+    prompt = f"fox:{number}\nowl:{number + 1}\nWhere is the owl?\n"
+    start = prompt.index("owl:") + 4
+    return {"prompt": prompt, "answer": str(number + 1), "answer_span": [start, start + len(str(number + 1))]}
+
+
+def write(path: Path, lines: list[Any]) -> Path:
+    path.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, a hybrid made of it, and a user's lines."""
+    cwd = tmp_path_factory.mktemp("finetune")
+    base = pico_base(vocab_size=1024, layers=2)
+    site = family_of(base.config).sites(base.config)[1]
+    plan = Plan("base", geometry_of(base.config), (Graft(site, (2,), "add", "ssm", ("answer_token",)),), 0)
+    for name, model in (("base", base), ("hybrid", splice(base, plan))):
+        model.save_pretrained(cwd / name)
+        pico_tokenizer().save_pretrained(cwd / name)
+    write(cwd / "rows.jsonl", [line(i) for i in range(60)])
+    return cwd
+
+
+@pytest.fixture(scope="module")
+def finished(place: Path) -> Path:
+    """The run folder of a finished fine-tuning with a control."""
+    done = surgery("finetune", "./hybrid", "rows.jsonl", CONTROL, *SMALL, cwd=place)
+    assert done.returncode == 0, done.stderr
+    assert [row.split()[0] for row in done.stdout.splitlines() if " done in " in row] == STAGES
+    assert "rows.jsonl: 12 held out, exact match" in done.stdout
+    return place / "runs" / "finetune"
+
+
+def test_every_arm_is_asked_the_rows_that_were_held_out(finished: Path) -> None:
+    results = json.loads((finished / "results.json").read_text())
+    assert set(results["arms"]) == {"base", "no_splice", "hybrid"}
+    for arm in results["arms"].values():
+        entry = arm["held_out"]["rows.jsonl"]
+        assert entry["n"] == 12 and 0 <= entry["low"] <= entry["accuracy"] <= entry["high"] <= 1
+    assert "held_out/rows.jsonl" in results["p_values"]["hybrid"]
+    assert results["step_zero_gap"] is None and results["heads"] == ["L1H2"]
+    assert set(results["seconds"]) == {"train", "control", "evaluate"}
+
+
+def test_both_arms_were_trained_and_the_hybrid_was_not_touched(place: Path, finished: Path) -> None:
+    before = {name: load_file(place / name / "model.safetensors") for name in ("base", "hybrid")}
+    for name, trained in (("base", "no_splice"), ("hybrid", "trained")):
+        after = load_file(finished / trained / "model.safetensors")
+        assert set(after) == set(before[name])
+        assert all((after[n] != weight).any() for n, weight in before[name].items() if "in_proj" in n)
+    assert not (finished / "heads.json").exists(), "the hybrid's folder had none"
+
+
+def test_plan_config_and_card_agree(place: Path, finished: Path) -> None:
+    export = finished / "export"
+    plan = plan_from_json(json.loads((export / "plan.json").read_text()))
+    config = json.loads((export / "config.json").read_text())
+    (graft,) = plan.grafts
+    (site,) = config["splice"]
+    assert (site["layer"], site["heads"], site["reads"]) == (graft.site.layer, list(graft.heads), list(graft.reads))
+    card = (export / "README.md").read_text()
+    assert "Fine-tuned from hybrid on rows.jsonl" in card and "| rows.jsonl, held-out rows, exact match |" in card
+    assert "| hybrid, before | base, same training | **this hybrid** |" in card
+    recipe = yaml.safe_load((export / "recipe.yaml").read_text())
+    assert (recipe["base"]["model"], recipe["control"]["model"], recipe["splice"]) == ("hybrid", "base", None)
+    assert recipe["train"]["sources"][0]["data"]["path"] == "rows.jsonl"
+    assert str(place) not in card + (export / "recipe.yaml").read_text()
+
+
+def test_the_export_loads_in_stock_transformers(finished: Path) -> None:
+    """It was loaded where `surgery` cannot be imported, and gave the trained model's logits."""
+    report = json.loads((finished / "export" / "export.json").read_text())
+    assert report["checked_without_surgery"] and report["max_logit_difference"] == 0
+    config = json.loads((finished / "export" / "config.json").read_text())
+    for name in config["auto_map"].values():
+        assert (finished / "export" / f"{name.split('.')[0]}.py").is_file()
+
+
+def test_another_content_is_trained_on_anew_and_the_same_is_not(place: Path, finished: Path) -> None:
+    shutil.copytree(place / "runs", place / "copied")
+    arguments = ("finetune", "./hybrid", "rows.jsonl", CONTROL, *SMALL, "--to", "train", "--runs", "copied")
+    same = surgery(*arguments, cwd=place)
+    try:
+        write(place / "rows.jsonl", [line(i) for i in range(61)])
+        other = surgery(*arguments, cwd=place)
+    finally:
+        write(place / "rows.jsonl", [line(i) for i in range(60)])
+    assert "skipped: finished before" in same.stdout and "train  done" in other.stdout
+
+
+def test_rows_that_are_held_out_are_never_trained_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the pipeline, over several passes."""
+    seen: list[Document] = []
+    step: Callable[..., list[Document]] = IndexedDocuments.step
+
+    def spy(self: IndexedDocuments, number: int) -> list[Document]:
+        documents = step(self, number)
+        seen.extend(documents)
+        return documents
+
+    monkeypatch.setattr(IndexedDocuments, "step", spy)
+    monkeypatch.chdir(place)
+    given = ["base.model=./hybrid", "train.sources.0.data.path=rows.jsonl", *SMALL, "train.steps=14"]
+    recipe = load_recipe(shipped("finetune"), given)
+    run_pipeline(recipe, Path("spied"), last="train")
+    prompts = {d.text[: d.questions[0].answer[0]] for d in seen}
+    everything = {line(i)["prompt"] for i in range(60)}
+    assert len(seen) == 56 and prompts == {p for p in everything if not is_held_out(p, 0.3)}
+
+
+def test_a_dry_run_counts_the_rows_of_the_file(place: Path) -> None:
+    given = (*SMALL, "train.sources.0.rows=40", "--dry-run", "--runs", "dry")
+    done = surgery("finetune", "./hybrid", "rows.jsonl", *given, cwd=place)
+    assert done.returncode == 0, done.stderr
+    assert "L1H2 (in the hybrid)" in done.stdout and "40 documents of" in done.stdout and "(rows.jsonl)" in done.stdout
+    assert not (place / "dry").exists()
+
+
+def test_it_is_run_of_the_shipped_recipe(place: Path, finished: Path) -> None:
+    """No second code path: `run` of the recipe with both set finds everything done."""
+    given = ("base.model=./hybrid", "train.sources.0.data.path=rows.jsonl", CONTROL, *SMALL)
+    done = surgery("run", str(ROOT / "recipes" / "finetune.yaml"), *given, cwd=place)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("skipped: finished before") == len(STAGES)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("./base", "rows.jsonl"), ("base.model", "Nothing is spliced", "Splice it first")),
+        (("./nowhere", "rows.jsonl"), ("base.model", "no such folder")),
+        (("./hybrid", "missing.jsonl"), ("data.path", "missing.jsonl", "no such file")),
+        (("./hybrid", "bad.jsonl"), ("bad.jsonl:3", "answer")),
+        (("./hybrid", "unmarked.jsonl"), ("unmarked.jsonl:1", "span")),
+        (("./hybrid", "one.jsonl"), ("one.jsonl", "no row is", "holdout")),
+        (("./hybrid", "rows.jsonl", "control={model: ./hybrid}"), ("control.model", "without a splice")),
+        (("./hybrid", "rows.jsonl", "--from", "plan"), ("--from", "plan", "train, control, evaluate, export")),
+        (("./hybrid", "rows.jsonl", "--to", "splice"), ("--to", "splice", "hybrid already")),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(place: Path, given: tuple[str, ...], words: tuple[str, ...]) -> None:
+    write(place / "bad.jsonl", [line(0), line(1), {"prompt": "Who?\n"}])
+    write(place / "unmarked.jsonl", [{"prompt": "Who?\n", "answer": "I"}])
+    write(place / "one.jsonl", [line(0)])
+    assert_refused(surgery("finetune", *given, *SMALL, "--runs", "refused", cwd=place), *words)
+    assert not (place / "refused").exists()
+
+
+def test_the_built_package_holds_the_recipe(tmp_path: Path) -> None:
+    """What an installed `surgery finetune` runs is the file of the checkout, byte for byte."""
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path / "lib")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-1000:]
+    built = tmp_path / "lib" / "surgery" / "recipes" / "finetune.yaml"
+    assert built.read_bytes() == (ROOT / "recipes" / "finetune.yaml").read_bytes()
+    code = "from surgery.recipe import shipped; print(shipped('finetune'))"
+    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "lib", capture_output=True, text=True)
+    assert found.stdout.strip() == str(built)

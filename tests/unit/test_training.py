@@ -1,0 +1,72 @@
+"""The schema of training: what the documentation shows is valid, and what a section comes to."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from surgery.training import Source, Train, TrainStage, Weights
+
+DOCS = Path(__file__).parents[2] / "docs" / "TRAINING.md"
+KV: dict[str, Any] = {"task": "kv_retrieval", "rows": 2, "weights": {"answer": 1.0}}
+OWN: dict[str, Any] = {"data": {"path": "x.jsonl"}, "tokens": 1000, "weights": {"answer": 1.0}}
+
+
+def test_the_examples_of_the_documentation_are_valid() -> None:
+    blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", DOCS.read_text(), re.DOTALL)]
+    assert len(blocks) >= 2
+    for block in blocks:
+        section = block.get("train", block)
+        assert Train.model_validate(section).num_all_steps > 0
+
+
+def test_weights_between_first_and_last() -> None:
+    weights = Weights(answer=2.0, attention=(1.0, 0.0), text=(0.0, 3.0))
+    assert weights.at(0.0) == {"answer": 2.0, "attention": 1.0, "text": 0.0}
+    assert weights.at(0.5) == {"answer": 2.0, "attention": 0.5, "text": 1.5}
+    assert weights.uses("text") and weights.uses("keep", "attention") and not weights.uses("keep")
+
+
+@pytest.mark.parametrize(("tokens", "steps"), [(1, 1), (1500, 1), (1501, 2), (15_000, 10)])
+def test_tokens_in_all_make_steps(tokens: int, steps: int) -> None:
+    stage = TrainStage.model_validate({"tokens": tokens, "sources": [OWN, {**OWN, "tokens": 500}]})
+    assert stage.num_steps == steps
+
+
+def test_a_stage_of_its_own_is_the_whole_sequence() -> None:
+    alone = Train.model_validate({"sources": [KV], "steps": 7})
+    several = Train.model_validate(
+        {"stages": [{"name": "a", "sources": [KV], "steps": 3}, {"name": "b", "sources": [KV]}]}
+    )
+    assert alone.sequence == (alone,) and alone.num_all_steps == 7
+    assert [stage.name for stage in several.sequence] == ["a", "b"] and several.num_all_steps == 303
+
+
+@pytest.mark.parametrize(
+    ("trains", "control"), [(["new_heads"], False), (["new_heads", "lora"], True), (["all"], True)]
+)
+def test_a_control_is_trained_where_more_than_new_heads_trains(trains: list[str], control: bool) -> None:
+    stages = [{"name": f"s{i}", "sources": [KV], "trains": what} for i, what in enumerate(trains)]
+    assert Train.model_validate({"stages": stages}).has_control == control
+    assert not Train.model_validate({"stages": stages, "no_splice": False}).has_control
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"data": {"path": "x", "columns": {"text": "t"}}}, "plain text has no answers"),
+        ({"weights": {"attention": 1.0}}, "answer_span"),
+        ({"task": "sentence", "data": None}, "no answers"),
+        ({"data": {"path": "x", "columns": {"text": "a", "messages": "b"}}}, "not both"),
+        ({"weights": {"answer": 0.0}}, "every weight is 0"),
+        ({"rows": 3}, "one of them"),
+        ({"data": None, "task": "kv_retrieval", "max_tokens": 5}, "generated documents"),
+    ],
+)
+def test_sources_that_mean_nothing_are_refused(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Source.model_validate({**OWN, **change})

@@ -3,14 +3,14 @@
 Owns: which trainings, their checks. Must never know: how a step is taken (`surgery/train/`).
 
     all, checkpointing     hybrid against base: time of a step, peak of memory; bf16 with fp32 master weights
-    lora                   with checkpointing and whatever fused kernels are there; the loop refuses adapters that get
-                           no gradient
+    lora                   with checkpointing and whatever fused kernels are there: every adapter has moved; the loop
+                           itself refuses those that get no gradient
     ddp, fsdp2             one process under `accelerate launch` with the files of recipes/accelerate/: losses and
                            weights are those of the plain run
     compile                torch.compile of the hybrid: its losses are those of the plain run
 
-Weights are random, so losses fall from the logarithm of the vocabulary. On a CPU there is no FSDP2 (Accelerate falls
-back to DDP), and no compiling. So far this has run on a CPU only, at toy sizes: no number of a GPU comes from it yet.
+Weights are random, so no loss may grow. On a CPU there is no FSDP2 (Accelerate falls back to DDP), and no compiling.
+So far this has run on a CPU only, at toy sizes: no number of a GPU comes from it yet.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ SHAPES, TOY = ("mamba2-130m",), ("toy",)
 TASKS = ("lora", "all", "checkpointing", "fsdp2", "ddp", "compile")
 WARM_UP = 3  # steps that are not timed
 APART = 0.02  # of two losses in bf16, relative
+GROWN = 1.2  # of a loss over the first; documents differ
 SETTINGS: dict[str, dict[str, Any]] = {
     "lora": {"trains": "lora", "gradient_checkpointing": True},
     "checkpointing": {"gradient_checkpointing": True},
@@ -63,6 +64,7 @@ class Run:
 
     Attributes:
         checksum: the sum of all weights' magnitudes at the end.
+        moved: whether every adapter is other than it began.
         ran: whose code the recurrences were.
     """
 
@@ -71,6 +73,7 @@ class Run:
     peak: int | None
     kind: str
     checksum: float
+    moved: bool
     ran: str
 
 
@@ -88,7 +91,7 @@ def run(item: str, options: Options) -> list[Row]:
     hybrid = trained(name, task, "hybrid", options)
     row = {**_row(name, task, hybrid), "ran": hybrid.ran}
     if task == "compile":
-        return [{**row, **_against(hybrid, trained(name, "all", "hybrid", options))}]
+        return [{**row, **against(hybrid, trained(name, "all", "hybrid", options))}]
     base = trained(name, task, "base", options)
     ratio = _middle(hybrid) / _middle(base)
     return [{**row, "base": 1e3 * _middle(base), "base GiB": _gib(base.peak), "ratio": ratio}]
@@ -135,6 +138,7 @@ def _train(model: PreTrainedModel, grafts: tuple[Graft, ...], task: str, options
         peak=torch.cuda.max_memory_allocated() if cuda else None,
         kind=_kind(accelerator),
         checksum=float(sum(p.detach().double().abs().sum().cpu() for p in model.parameters())),
+        moved=all(bool(p.any()) for name, p in model.named_parameters() if ".lora_B" in name),
         ran=in_words(ran),
     )
 
@@ -147,7 +151,7 @@ def _kind(accelerator: Accelerator) -> str:
 
 
 def _section(task: str, options: Options) -> Train:
-    """Documents of one length, about 9,000 tokens a step; no rate changes, so that losses fall from the first step."""
+    """Documents of one length, about 9,000 tokens a step; the rate is the same from the second step on."""
     rows, pairs = (2, 4) if options.toy else (16, 90)
     source = {"task": "kv_retrieval", "rows": rows, "pairs": (pairs, pairs), "questions": 4}
     weights = {"answer": 1.0, "text": 1.0, "attention": 1.0}
@@ -171,19 +175,19 @@ def _launched(name: str, task: str, options: Options) -> Row:
             errors = [line for line in done.stderr.splitlines() if "Error" in line]
             raise RuntimeError(errors[0] if errors else done.stderr[-300:])
         found = Run(**json.loads(out.read_text()))
-    row = {**_row(name, task, found), **_against(found, plain)}
+    row = {**_row(name, task, found), **against(found, plain)}
     if task == "fsdp2" and options.device == "cuda":
         row["ok"] = row["ok"] and found.kind == "FSDP2"
     return row
 
 
 def _row(name: str, task: str, found: Run) -> Row:
-    falls = all(map(math.isfinite, found.losses)) and found.losses[-1] < found.losses[0]
+    fine = all(math.isfinite(loss) and loss < GROWN * found.losses[0] for loss in found.losses) and found.moved
     peak = {"hybrid": 1e3 * _middle(found), "hybrid GiB": _gib(found.peak)}
-    return {"table": "training", "shape": name, "task": task, "kind": found.kind, "unit": "ms", **peak, "ok": falls}
+    return {"table": "training", "shape": name, "task": task, "kind": found.kind, "unit": "ms", **peak, "ok": fine}
 
 
-def _against(found: Run, plain: Run) -> Row:
+def against(found: Run, plain: Run) -> Row:
     """How far two runs of the same steps are apart."""
     losses = zip(found.losses, plain.losses, strict=True)
     apart = max(abs(a - b) / b for a, b in losses)

@@ -232,7 +232,7 @@ class TrainStage(Section):
     trains: Trains = Field(
         "all", description="Which weights train; `lora`: new heads whole, adapters on the rest (`lora`)."
     )
-    sources: tuple[Source, ...] = Field((), min_length=1)
+    sources: tuple[Source, ...] = ()
     optimizer: Optimizer = Optimizer()
     lora: Lora = Lora()
     distil: Distil = Distil()
@@ -285,7 +285,8 @@ class Train(TrainStage):
     @model_validator(mode="after")
     def _one_or_several(self) -> Train:
         if self.stages:
-            given = sorted(self.model_fields_set & set(TrainStage.model_fields))
+            fields = TrainStage.model_fields.items()
+            given = sorted(name for name, field in fields if getattr(self, name) != field.default)
             if given:
                 raise ValueError(f"with `stages`, each says its own {', '.join(given)}")
         names = [stage.name for stage in self.sequence]

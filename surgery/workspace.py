@@ -67,10 +67,9 @@ class Run:
 
     @cached_property
     def revision(self) -> str:
-        """What identifies the base, its tokenizer and the teacher; their files are hashed once."""
-        teacher = self.recipe.teacher
-        given = revision_of(as_base(teacher)) if teacher else ""
-        return revision_of(self.recipe.base) + (f"+{given}" if given else "")
+        """What identifies the base, its tokenizer and the teachers; their files are hashed once."""
+        teachers = [teacher for teacher in (self.recipe.teacher, self.recipe.train.teacher) if teacher is not None]
+        return "+".join([revision_of(self.recipe.base), *(revision_of(as_base(teacher)) for teacher in teachers)])
 
     @cached_property
     def control_revision(self) -> str:

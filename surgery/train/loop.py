@@ -1,9 +1,8 @@
-"""The training loop. Owns: the steps of one stage, micro-batches, the guard against losses that are no numbers.
+"""The training loop. Owns: the steps of one stage, lack of memory, the guard against losses that are no numbers.
 
 Must never know: recipes of other stages, how heads are located. One loop pretrains the small base, trains the hybrid
 and trains its control. A step's data, learning rate and random numbers depend on the step alone, so a run that was
-killed and goes on ends with the same weights as one that was not. Every loss is a sum divided by how many terms the
-whole step has, over all micro-batches and processes: however a step is cut up, its gradient is the same.
+killed and goes on ends with the same weights as one that was not.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,26 +25,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import RunError, TrainingDiverged
 from surgery.heads import Graft
-from surgery.probes.documents import Document, EncodedBatch, encode
+from surgery.probes.documents import EncodedBatch
 from surgery.recipe import Train
 from surgery.rundir import fingerprint
 from surgery.train.adapters import Adapters
-from surgery.train.divergence import TopK
 from surgery.train.logits_cache import LogitsCache
-from surgery.train.objectives import (
-    answer_loss,
-    attention_loss,
-    counts,
-    divergence_loss,
-    hidden_loss,
-    mixing_loss,
-    text_loss,
-)
+from surgery.train.micro import MicroBatch, counted, cut
 from surgery.train.optim import adamw, set_learning_rates, trainable
 from surgery.train.prefix import SharedPrefix, share_weights
 from surgery.train.sharded import gather, trains, twin
 from surgery.train.steps import checkpoints, load_step, save_step
 from surgery.train.teacher import Teacher
+from surgery.train.terms import Terms
 from surgery.train.userdata import Stream, open_source
 from surgery.training import Source, TrainStage
 
@@ -53,23 +44,6 @@ OnStep = Callable[[int, dict[str, float]], None]
 _LOG = logging.getLogger(__name__)
 _WINDOW = 20  # steps whose mean loss is compared with that of the first ones
 _MAY_NOT_GROW = ("answer", "text", "distil")
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Documents that go through the model together.
-
-    Attributes:
-        index: of the source in its stage.
-        counts: how many terms each of its objectives has, over the whole step, for one process.
-        real: False for a stand-in, where a process has no document of its own; it counts for nothing.
-    """
-
-    source: Source
-    index: int
-    batch: EncodedBatch
-    counts: Mapping[str, float] = field(default_factory=dict)
-    real: bool = True
 
 
 @dataclass
@@ -155,6 +129,7 @@ class Trainer:
     def _prepare_model(self) -> None:
         """Adapters, what trains and in which precision."""
         if self.stage.trains == "lora":
+            torch.manual_seed(hash((self.seed, self.number)))  # the same adapters in every process, and run
             self.adapters = Adapters(self.model, self.stage.lora, self.grafts)
         parameters = trainable(self.model, self.stage, self.layers)
         if self.section.precision == "bf16":
@@ -269,44 +244,10 @@ class Trainer:
 
     def _micro_batches(self, step: int) -> list[MicroBatch]:
         """This process's documents of the step, and by how much their losses are divided."""
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        made: list[MicroBatch] = []
-        for index, (source, stream) in enumerate(zip(self.stage.sources, self._streams, strict=True)):
-            documents = stream.step(step)
-            mine, asked = documents[rank::world], self._at_once.get(index) or self.section.micro_batch
-            size, most = asked or max(1, len(mine)), 1
-            if asked and self.accelerator.is_fsdp2:  # weights are gathered for each, on all processes together
-                most = -(-len(documents[::world]) // asked)
-            chunks = [mine[i : i + size] for i in range(0, len(mine), size)]
-            made += [MicroBatch(source, index, self._encoded(chunk)) for chunk in chunks]
-            for _ in range(most - len(chunks)):
-                made.append(MicroBatch(source, index, self._encoded(documents[:1]), real=False))
-        return self._counted(made)
-
-    def _encoded(self, documents: list[Document]) -> EncodedBatch:
-        return encode(documents, self.tokenizer).to(self._device)
-
-    def _counted(self, micro: list[MicroBatch]) -> list[MicroBatch]:
-        """The same, with the number of terms of every source's objectives in the whole step, for one process."""
-        names = [(i, name) for i, s in enumerate(self.stage.sources) for name in sorted(s.weights.at(0.5))]
-        total = dict.fromkeys(names, 0)
-        for part in micro:
-            for name, count in counts(part.batch, part.source.weights.at(0.5)).items():
-                total[part.index, name] += count * part.real
-        values = torch.tensor(list(total.values()), dtype=torch.float64, device=self._device)
-        world = self.accelerator.num_processes
-        if world > 1:
-            values = self.accelerator.reduce(values, "sum")
-        found = {key: float(value) / world for key, value in zip(total, values, strict=True)}
-        for (index, name), count in found.items():
-            supervised = name not in ("attention", "mixing") or self.grafts
-            if not count and supervised:
-                hint = f"No document of this step has anything for {name}; give it weight 0."
-                raise RunError(f"train.sources.{index}.weights.{name}", self.stage.sources[index].name, hint)
-        return [
-            MicroBatch(m.source, m.index, m.batch, {n: c for (i, n), c in found.items() if i == m.index}, m.real)
-            for m in micro
-        ]
+        most = {i: self._at_once.get(i) or self.section.micro_batch for i in range(len(self.stage.sources))}
+        documents = [stream.step(step) for stream in self._streams]
+        micro = cut(self.stage.sources, documents, most, self.tokenizer, self.accelerator)
+        return counted(self.stage.sources, micro, bool(self.grafts), self.accelerator)
 
     def losses(
         self,
@@ -316,85 +257,9 @@ class Trainer:
         counts: Mapping[str, float] | None = None,
         progress: float = 0.5,
     ) -> dict[str, Tensor]:
-        """The objectives that have a weight on this source, each times its weight.
-
-        Args:
-            counts: how many terms each is divided by; those of the batch itself if not given.
-            progress: through the stage, in [0, 1].
-        """
-        weights, divide = source.weights.at(progress), dict(counts or {})
-        supervise = "attention" in weights and bool(self.grafts)
-        aligned = {"mixing", "hidden", "distil"} & weights.keys()
-        if not self.grafts:
-            aligned -= {"mixing"}
-        extra: dict[str, Any] = {}
-        if "mixing" in aligned:
-            extra["splice_queries"] = every_token(batch)
-        elif supervise:
-            extra["splice_queries"] = batch.query
-        if "hidden" in aligned:
-            extra["output_hidden_states"] = True
-        base: Tensor | None = None
-        with ExitStack() as below:
-            if "keep" in weights:
-                base = self._base_logits(batch)
-                if self.prefix is not None:
-                    below.enter_context(self.prefix.skipped())
-            output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, **extra)
-        terms: dict[str, Tensor] = {}
-        if "answer" in weights:
-            terms["answer"] = answer_loss(output.logits, batch, divide.get("answer"))
-        if supervise:
-            reads, rows = [graft.reads for graft in self.grafts], output.splice_attentions
-            rows = [at_queries(x, batch) for x in rows] if "mixing" in aligned else rows
-            terms["attention"] = attention_loss(rows, reads, batch, divide.get("attention"))
-        if base is not None:
-            terms["keep"] = divergence_loss(output.logits, base, batch, self.stage.distil, divide.get("keep"))
-        if "text" in weights:
-            terms["text"] = text_loss(output.logits, batch, divide.get("text"))
-        if aligned:
-            assert self.teacher is not None
-            terms |= self._towards_teacher(output, batch, aligned, divide)
-        terms = {name: weights[name] * term for name, term in terms.items()}
-        if not terms.keys() - {"attention", "mixing"}:
-            terms["none"] = output.logits.sum() * 0  # every parameter takes part, or DDP waits for it
-        return terms
-
-    @torch.no_grad()
-    def _base_logits(self, batch: EncodedBatch) -> Tensor:
-        """(B,T,V) of the frozen base."""
-        assert self.base is not None
-        if self.prefix is not None:
-            return self.prefix.base_logits(batch.input_ids, batch.attention_mask)
-        logits: Tensor = self.base(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
-        return logits
-
-    def _towards_teacher(
-        self, output: Any, batch: EncodedBatch, aligned: set[str], divide: Mapping[str, float]
-    ) -> dict[str, Tensor]:
-        """The unweighted objectives that compare with the teacher."""
-        assert self.teacher is not None
-        known = self.cache.get(batch) if self.cache is not None and "distil" in aligned else None
-        found, terms = self.teacher.outputs(batch, aligned - {"distil"} if known is not None else aligned), {}
-        if "distil" in aligned:
-            target = self._kept(found.logits, batch) if known is None else known
-            terms["distil"] = divergence_loss(output.logits, target, batch, self.stage.distil, divide.get("distil"))
-        if "mixing" in aligned:
-            terms["mixing"] = mixing_loss(output.splice_attentions, found.mixing, batch, divide.get("mixing"))
-        if "hidden" in aligned:
-            own = self.teacher.student_hidden(output.hidden_states)
-            terms["hidden"] = hidden_loss(own, found.hidden, batch, divide.get("hidden"))
-        return terms
-
-    def _kept(self, logits_BTV: Tensor, batch: EncodedBatch) -> Tensor | TopK:
-        """The teacher's logits, as the cache gives them next time."""
-        if self.cache is None:
-            return logits_BTV
-        assert self.stage.distil.top_k is not None
-        self.cache.put(batch, TopK.of(logits_BTV[batch.attention_mask.bool()], self.stage.distil.top_k))
-        found = self.cache.get(batch)
-        assert found is not None
-        return found
+        """The objectives that have a weight on this source, each times its weight; `Terms.of`."""
+        terms = Terms(self.stage.distil, self.grafts, self.base, self.prefix, self.teacher, self.cache)
+        return terms.of(model, source, batch, counts, progress)
 
     def _check(self) -> None:
         """Raises RunError before the first step for what would fail in the middle."""
@@ -451,15 +316,3 @@ class Trainer:
         kept = f"The last good step is kept in {found[-1].name}." if found else "No step was saved yet."
         hint = f"{kept} Try smaller train.optimizer.lr and new_heads_lr, a longer warmup, or check the data."
         return TrainingDiverged(f"train step {self._before + step + 1}", f"loss {loss}", hint)
-
-
-def every_token(batch: EncodedBatch) -> Tensor:
-    """(B,T) every real token's index; -1 on padding."""
-    index = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
-    return index.expand(batch.input_ids.shape).where(batch.attention_mask.bool(), -1)
-
-
-def at_queries(rows_BHTT: Tensor, batch: EncodedBatch) -> Tensor:
-    """(B,H,Q,T) of the rows of all tokens, those of the queries; padded questions take row 0."""
-    index = batch.query.clamp(min=0)[:, None, :, None]
-    return rows_BHTT.gather(2, index.expand(-1, rows_BHTT.shape[1], -1, rows_BHTT.shape[3]))

@@ -9,6 +9,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ import torch
 from packaging.version import Version
 from transformers.models.mamba2 import modeling_mamba2
 
-from bench import gpu, gpu_build, gpu_env, gpu_families, gpu_runner, gpu_speed
+from bench import gpu, gpu_build, gpu_env, gpu_families, gpu_runner, gpu_speed, gpu_training
 from bench.gpu_models import base_of, hybrid_of, prompts, torch_only, watch
 from bench.gpu_table import merged, shown, text
 
-ITEMS = "mamba2,sdpa | 8,sdpa flash | 16 | plain,flash_attention_2 | 8,toy | prefill 32,toy | decode 1,toy | train"
+ITEMS = (
+    "mamba2,sdpa | 8,sdpa flash | 16 | plain,flash_attention_2 | 8,toy | prefill 32,toy | decode 1,toy | train,"
+    "toy | lora,toy | ddp"
+)
 TOY = ["--device", "cpu", "--toy", "--repeats", "1", "--items", ITEMS]
 
 
@@ -70,6 +74,17 @@ class TestToyRun:
         assert {row["task"].split()[0] for row in rows} == {"prefill", "decode", "train"}
         both = [row for row in rows if row["task"] != "train new heads"]
         assert all(row["base"] > 0 and row["hybrid"] > 0 and row["ratio"] > 0 for row in both)
+
+    def test_training_is_that_of_the_loop(self, finished: tuple[dict[str, Any], int]) -> None:
+        rows = {row["task"]: row for row in finished[0]["training"]["rows"]}
+        assert set(rows) == {"lora", "ddp"} and all(row["ok"] for row in rows.values())
+        assert rows["lora"]["ratio"] > 0 and rows["lora"]["kind"] == "plain"
+        assert "mamba2_chunk_scan" in rows["lora"]["ran"]
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+    def test_a_launched_training_is_the_plain_one(self, finished: tuple[dict[str, Any], int]) -> None:
+        (row,) = [row for row in finished[0]["training"]["rows"] if row["task"] == "ddp"]
+        assert row["kind"] == "MULTI_CPU" and row["apart"] < 1e-6 and row["hybrid"] > 0
 
     @pytest.mark.skipif(gpu_env.installed("flash-attn") is not None, reason="flash-attn is here")
     def test_a_missing_package_is_a_line(self, finished: tuple[dict[str, Any], int]) -> None:
@@ -219,6 +234,19 @@ class TestImplementations:
         monkeypatch.setattr(modeling_mamba2, name, kernel(getattr(modeling_mamba2, name).__wrapped__))
         assert gpu_families.hooked("mamba2", options, training=False) == "fire"
         assert gpu_families.hooked("mamba2", options, training=True) == "refuse"
+
+
+class TestTraining:
+    def test_every_task_is_asked_for_where_it_can_be(self) -> None:
+        on = {device: gpu_training.items(gpu_runner.Options(device)) for device in ("cuda", "cpu")}
+        assert set(on["cuda"]) - set(on["cpu"]) == {"mamba2-130m | compile"} and len(on["cpu"]) == 5
+
+    def test_two_runs_that_differ_are_not_called_the_same(self) -> None:
+        run = gpu_training.Run([4.0, 3.0], [1.0], None, "plain", 100.0, True, "")
+        found = gpu_training.against(replace(run, losses=[4.0, 3.3]), run)
+        assert found["apart"] == pytest.approx(0.1) and not found["ok"]
+        assert not gpu_training.against(replace(run, checksum=90.0), run)["ok"]
+        assert gpu_training.against(run, run) == {"apart": 0, "ok": True}
 
 
 class TestPair:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import PartialState
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
@@ -40,8 +41,14 @@ def launch(folder: Path, case: str, code: int = 0, processes: int = 2) -> dict[s
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command = [*torchrun, "-m", "tests.integration.training_worker", str(folder), case]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
-    assert (done.returncode != 0) == bool(code), done.stderr[-3000:]
+    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes) as started:
+        try:
+            said = started.communicate(timeout=240)[1]
+        finally:  # processes that wait for one another do not end with the one that launched them
+            if started.poll() is None:
+                os.killpg(started.pid, signal.SIGKILL)
+    assert (started.returncode != 0) == bool(code), said[-3000:]
     if code:
         return {}
     found = load_file(folder / "out.safetensors")
@@ -65,22 +72,17 @@ def section(folder: Path, steps: int, **more: Any) -> Train:
 
 
 def shard() -> None:
-    """From here on `accelerator` gives one that shards, as under `accelerate launch` with the shipped file."""
+    """From here on Accelerate shards, as under `accelerate launch` with the shipped file.
+
+    On a CPU it would fall back to DDP without a word, so what it decides by is set as on GPUs. All that follows is its
+    own: the wrapping, the optimizer's switch to the shards, clipping, `no_sync`.
+    """
     words = launch_command_parser().parse_args(["--config_file", str(FSDP2), "-m", "surgery"])
     environment = prepare_multi_gpu_env(_validate_launch_command(words)[0])
     os.environ.update({k: v for k, v in environment.items() if k.startswith(("FSDP_", "ACCELERATE_"))})
-
-
-def accelerator() -> Accelerator:
-    """After `shard`: FSDP2 on a CPU, where Accelerate would fall back to DDP without a word.
-
-    What it decides by is set as on a GPU. All that follows is its own: wrapping, the optimizer's switch to the shards,
-    clipping, `no_sync`.
-    """
-    made = make_accelerator()
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        made.state.distributed_type, made.state.fsdp_plugin = DistributedType.FSDP, FullyShardedDataParallelPlugin()
-    return made
+    state = make_accelerator().state
+    state.fsdp_plugin = FullyShardedDataParallelPlugin()
+    state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
 
 
 def trainer(folder: Path, train: Train, double: bool = False, **more: Any) -> Trainer:
@@ -91,7 +93,7 @@ def trainer(folder: Path, train: Train, double: bool = False, **more: Any) -> Tr
     site = family_of(base.config).mixers(base.config)[1]
     graft = Graft(site, (2,), "add", "ssm", ("segment_end",))
     given = {"base": base, "grafts": (graft,), **more}
-    return Trainer(model, pico_tokenizer(), train, 0, folder / "steps", accelerator(), **given)
+    return Trainer(model, pico_tokenizer(), train, 0, folder / "steps", make_accelerator(), **given)
 
 
 def gradients(folder: Path, **more: Any) -> dict[str, torch.Tensor]:
@@ -152,8 +154,8 @@ def losses(folder: Path) -> list[dict[str, float]]:
 def main(folder: Path, case: str) -> None:
     if case.startswith("sharded"):
         shard()
-    first = accelerator()
-    world = torch.tensor(first.num_processes)
+    accelerator = make_accelerator()
+    world = torch.tensor(accelerator.num_processes)
     found: dict[str, Any] = {}
     if case == "sharded":
         found = sharded(folder)
@@ -168,7 +170,7 @@ def main(folder: Path, case: str) -> None:
         weights(folder, 5, stop=3)
     else:
         found = weights(folder, 5)
-    if first.is_main_process:
+    if accelerator.is_main_process:
         save_file({"world": world, **found}, folder / "out.safetensors")
 
 

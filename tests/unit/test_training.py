@@ -46,6 +46,13 @@ def test_a_stage_of_its_own_is_the_whole_sequence() -> None:
     assert [stage.name for stage in several.sequence] == ["a", "b"] and several.num_all_steps == 303
 
 
+def test_a_section_in_full_loads_again() -> None:
+    """With all defaults written out, as a run folder and an export have it."""
+    for given in ({"sources": [KV]}, {"stages": [{"name": "a", "sources": [KV], "optimizer": {"lr": 0.1}}]}):
+        section = Train.model_validate(given)
+        assert Train.model_validate(section.model_dump(mode="json")) == section
+
+
 @pytest.mark.parametrize(
     ("trains", "control"), [(["new_heads"], False), (["new_heads", "lora"], True), (["all"], True)]
 )

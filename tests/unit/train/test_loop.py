@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from surgery.errors import RunError, TrainingDiverged
 from surgery.heads import Graft, MixerSpec
 from surgery.recipe import Optimizer, Train
-from surgery.train import loop
+from surgery.train import loop, terms
 from surgery.train.loop import Trainer
 from surgery.train.optim import adamw, learning_rate_factor, spliced_parameters, trainable
 from surgery.train.steps import checkpoints
@@ -213,13 +213,13 @@ def test_checkpoints_come_oldest_first_and_nothing_else_counts(tmp_path: Path) -
 def spoil(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """The answers' loss is not a number at the `at`-th step, although its gradient is finite."""
     calls: list[int] = []
-    real = loop.answer_loss
+    real = terms.answer_loss
 
     def answer_loss(*given: Any) -> Tensor:
         calls.append(1)
         return real(*given) + (math.nan if len(calls) == at else 0.0)
 
-    monkeypatch.setattr(loop, "answer_loss", answer_loss)
+    monkeypatch.setattr(terms, "answer_loss", answer_loss)
 
 
 def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_step(

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from surgery.errors import RunError
 from surgery.families import family_of
+from surgery.train.loop import Trainer
 from surgery.train.sharded import block_classes, gather, trains, twin
 from tests.battery import logits, trained
 from tests.integration import training_worker as worker
@@ -93,7 +94,9 @@ class OldSharding(Accelerator):
 def test_what_sharding_cannot_do_is_said_first(
     kind: type[Accelerator], more: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    given = worker.trainer(tmp_path, worker.section(tmp_path, 1, **more))
-    given.accelerator = kind(cpu=True)
+    no_tokenizer: Any = None
+    given = Trainer(
+        pico_hybrid([pico_site(1)]), no_tokenizer, worker.section(tmp_path, 1, **more), 0, None, kind(cpu=True)
+    )
     with pytest.raises(RunError, match=said):
         given.run()

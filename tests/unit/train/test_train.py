@@ -16,8 +16,8 @@ from surgery.errors import RecipeError, RunError, TrainingDiverged
 from surgery.families import family_of, geometry_of
 from surgery.heads import Graft, Plan
 from surgery.recipe import Optimizer, Train
-from surgery.train import loop, track, train
 from surgery.train import steps as steps_module
+from surgery.train import terms, track, train
 from surgery.train.optim import adamw, learning_rate_factor, spliced_parameters, trainable
 from surgery.train.steps import checkpoints
 from tests.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
@@ -265,13 +265,13 @@ class TestTrackers:
 class TestTrouble:
     def test_a_loss_that_grows_stops_the_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[int] = []
-        real = loop.answer_loss
+        real = terms.answer_loss
 
         def growing(*given: Any) -> Tensor:
             calls.append(1)
             return real(*given) * (1 + len(calls) / 5)
 
-        monkeypatch.setattr(loop, "answer_loss", growing)
+        monkeypatch.setattr(terms, "answer_loss", growing)
         still = {"warmup": 0, "lr": 1e-9, "new_heads_lr": 1e-9}
         with pytest.raises(TrainingDiverged, match=r"train step 40: loss .* for answer"):
             fit(hybrid(), section(steps=60, optimizer=still))

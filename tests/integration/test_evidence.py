@@ -67,7 +67,7 @@ class Small(evidence.Experiment):
         write_json(path, {"key": "", "base": base, "seed": seed, **made_up_choices()})
         return read_json(path)
 
-    def arms(self) -> Iterator[Arm]:
+    def arms(self, only: str | None = None) -> Iterator[Arm]:
         yield Arm(SHIPPED, "no-splice", 0)
         yield site_arm(self.choices(SHIPPED, 0), SHIPPED, 0, "site-L0H1", ["L0H1"])
 

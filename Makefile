@@ -17,7 +17,7 @@ demo: $(VENV)/.installed
 
 ## All tests, on pico models, without a network.
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests
 
 ## What CI runs: format, lint, types, tests.
 check: $(VENV)/.installed lint test

@@ -93,10 +93,7 @@ def train(
         for number in numbers[numbers.index(max(begun)) if begun else 0 :]:
             stage = section.sequence[number]
             teacher = load_teacher(section, stage, tokenizer, model, grafts) if stage.uses(*_FROM_TEACHER) else None
-            cached = None
-            if teacher is not None and stage.distil.cache and outputs is not None:
-                folder_of = outputs / "teacher_logits"
-                cached = open_cache(folder_of, section, stage, tokenizer, accelerator.is_main_process)
+            cached = open_cache(outputs, section, stage, tokenizer, accelerator.is_main_process)
             trainer = Trainer(
                 model, tokenizer, section, seed, steps[number], accelerator, base, grafts, note,
                 number, teacher, cached, layers, history,
@@ -138,16 +135,17 @@ def load_teacher(
 
 
 def open_cache(
-    folder: Path, section: Train, stage: TrainStage, tokenizer: PreTrainedTokenizerBase, main: bool = True
-) -> LogitsCache:
-    """The teacher's logits on disk, for this teacher, tokenizer and `top_k`."""
-    assert section.teacher is not None
+    outputs: Path | None, section: Train, stage: TrainStage, tokenizer: PreTrainedTokenizerBase, main: bool = True
+) -> LogitsCache | None:
+    """The teacher's logits on disk, for this teacher, tokenizer and `top_k`; None where the stage keeps none."""
+    if section.teacher is None or outputs is None or not (stage.distil.cache and stage.uses("distil")):
+        return None
     identity = {
         "teacher": revision_of(as_base(section.teacher)),
         "tokenizer": fingerprint(sorted(tokenizer.get_vocab().items())),
         "top_k": stage.distil.top_k,
     }
-    return LogitsCache(folder / f"top{stage.distil.top_k}", identity, main=main)
+    return LogitsCache(outputs / "teacher_logits" / f"top{stage.distil.top_k}", identity, main=main)
 
 
 def _steps_of(folder: Path | str | None, section: Train, number: int) -> Path | None:

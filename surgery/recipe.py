@@ -244,12 +244,22 @@ class TinyTransformer(Section):
     num_attention_heads: Positive = 4
     num_key_value_heads: Positive = 4
     intermediate_size: Positive = 256
+    initializer_range: float = Field(0.02, gt=0)
+    looks_back: tuple[Positive, ...] = Field(
+        (),
+        description="Heads of the first layer that begin by reading the token this many places back, the first head by "
+        "the first number: what a Mamba's short convolution gives it for nothing. With biases on the projections.",
+    )
     vocab_size: int = Field(1024, ge=300, le=2000, description="Entries of the tokenizer, at most.")
 
     @model_validator(mode="after")
     def _heads_fit(self) -> TinyTransformer:
         if self.hidden_size % self.num_attention_heads or self.num_attention_heads % self.num_key_value_heads:
             raise ValueError("num_attention_heads must divide hidden_size, and num_key_value_heads the heads")
+        if self.looks_back and (
+            self.num_key_value_heads < self.num_attention_heads or len(self.looks_back) > self.num_attention_heads
+        ):
+            raise ValueError("`looks_back` names a number a head, of heads with keys of their own")
         return self
 
 

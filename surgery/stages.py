@@ -22,6 +22,7 @@ from transformers import __version__ as transformers_version
 from surgery import __version__
 from surgery.card import model_card, public_name, public_recipe
 from surgery.evaluate import Arm, compare, evaluate, held_out_documents, make_prompts
+from surgery.evaluate.scoring import answer_choices
 from surgery.export import export
 from surgery.families import family_of
 from surgery.heads import HeadSet, to_json
@@ -191,22 +192,26 @@ def _train_arm(
         shutil.rmtree(steps, ignore_errors=True)
 
 
+_WATCHED = 64  # prompts of one look
+
+
 class _Watch:
     """Draws the progress of a training, and looks at held-out KV accuracy every so often."""
 
     def __init__(self, run: Run, model: PreTrainedModel, name: str) -> None:
         self.run, self.model, self.name = run, model, name
         self.accuracy = ""
+        pairs, seed = run.recipe.locate.pairs, run.recipe.seed
+        self.asked = [kv_document(rng_of("watch", seed, i), pairs, split="eval") for i in range(_WATCHED)]
         self._recent: list[tuple[float, float]] = []
 
     def __call__(self, step: int, losses: dict[str, float]) -> None:
         section, recipe = self.run.recipe.train, self.run.recipe
         if section.check_every and step % section.check_every == 0 and self.run.accelerator.is_main_process:
-            pairs = (recipe.locate.pairs,)
-            few = recipe.evaluate.model_copy(update={"pairs": pairs, "examples": 64, "sentences": 1})
-            arm = evaluate(self.model, self.run.tokenizer(), few, recipe.seed + 1)
+            self.model.eval()
+            found = answer_choices(self.model, self.run.tokenizer(), self.asked, recipe.evaluate.batch_size)
             self.model.train()
-            self.accuracy = f", KV {arm.summary['kv_retrieval'][str(pairs[0])]['accuracy']:.2f}"
+            self.accuracy = f", KV {found.correct.float().mean():.2f}"
         self._recent = [*self._recent[-9:], (losses["tokens"], losses["seconds"])]
         tokens, seconds = (sum(column) for column in zip(*self._recent, strict=True))
         parts = " ".join(f"{k} {v:.3f}" for k, v in losses.items() if k not in ("step", "tokens", "seconds"))

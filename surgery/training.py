@@ -17,7 +17,7 @@ Scheduled = Weight | tuple[Weight, Weight]  # a number, or its value at the firs
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Task = Literal["kv_retrieval", "letter_choice", "option_text", "closed_book", "statement", "sentence"]
+Task = Literal["kv_retrieval", "copying", "letter_choice", "option_text", "closed_book", "statement", "sentence"]
 Trains = Literal["all", "new_heads", "spliced_layers", "lora"]
 
 
@@ -108,7 +108,7 @@ class Source(Section):
     max_tokens: Positive | None = Field(
         None, description="data: the longest document. Longer texts are cut into several; a longer prompt is a bad row."
     )
-    pairs: tuple[Pairs, Pairs] = Field((2, 16), description="kv_retrieval: pairs of a step are drawn from this range.")
+    pairs: tuple[Pairs, Pairs] = Field((2, 16), description="Pairs of kv_retrieval, pieces of copying: a step's number is drawn from this range.")
     questions: Positive = Field(1, description="kv_retrieval: questions a document, at most.")
     half: Literal[0, 1] | None = Field(None, description="closed_book, statement, sentence: only this half of them.")
     weights: Weights
@@ -141,8 +141,8 @@ class Source(Section):
             raise ValueError("every weight is 0; give it one, or leave the source out")
         if self.weights.uses("answer") and self.task in ("statement", "sentence"):
             raise ValueError(f"{self.task} has no answers; give `answer` weight 0")
-        if self.weights.uses("attention") and self.task in ("option_text", "closed_book", "statement", "sentence"):
-            raise ValueError(f"{self.task} has nothing to read; give `attention` weight 0")
+        if self.weights.uses("attention") and self.task not in (None, "kv_retrieval", "letter_choice"):
+            raise ValueError(f"{self.task} has no one place to read; give `attention` weight 0")
         if self.data is not None and self.data.columns.text is not None and self.weights.uses("answer", "attention"):
             raise ValueError("plain text has no answers; give `answer` and `attention` weight 0")
         if self.data is not None and self.data.columns.answer_span is None and self.weights.uses("attention"):

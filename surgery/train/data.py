@@ -14,6 +14,7 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from surgery.probes.copying import copying_document
 from surgery.probes.documents import Document, Split, rng_of, split_of
 from surgery.probes.knowledge import Fact, fact_question, fact_statement, facts, letter_choice, option_text
 from surgery.probes.kv_retrieval import kv_document
@@ -84,9 +85,11 @@ def sentence_half(rng: Random, half: int | None, split: Split = "train") -> Docu
 
 
 def maker(source: Source, rng: Random) -> Callable[[], Document]:
-    """What draws one step's documents from `rng`, one a call; those of kv_retrieval all have the same pairs."""
-    if source.task == "kv_retrieval":
+    """What draws one step's documents from `rng`, one a call; those of kv_retrieval and copying are all as long."""
+    if source.task in ("kv_retrieval", "copying"):
         pairs = rng.randint(*source.pairs)
+        if source.task == "copying":
+            return lambda: copying_document(rng, pairs)
         questions = min(source.questions, pairs)
         return lambda: kv_document(rng, pairs, questions)
     if source.task == "sentence":

@@ -45,7 +45,28 @@ def build_model(shape: TinyMamba2 | TinyTransformer, tokenizer: PreTrainedTokeni
 
 def _transformer(shape: TinyTransformer, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
     """Rotary positions; contexts of 2,048 tokens."""
-    return LlamaForCausalLM(LlamaConfig(**shape.model_dump(exclude={"kind", "vocab_size"}), **_ids(tokenizer)))
+    given = shape.model_dump(exclude={"kind", "vocab_size", "looks_back"})
+    model = LlamaForCausalLM(LlamaConfig(**given, attention_bias=bool(shape.looks_back), **_ids(tokenizer)))
+    if shape.looks_back:
+        _look_back(model, shape.looks_back)
+    return model
+
+
+@torch.no_grad()
+def _look_back(model: LlamaForCausalLM, offsets: tuple[int, ...], gap: float = 4.0) -> None:
+    """Biases with which head h of layer 0 reads the token `offsets[h]` places before its query.
+
+    Its key's bias is one direction, turned by the key's position; its query's the same, turned `offsets[h]` places back:
+    their product is largest where the two turns meet, and `gap` larger there than at the places beside it.
+    """
+    attention, frequencies = model.model.layers[0].self_attn, model.model.rotary_emb.inv_freq
+    width = attention.head_dim
+    size = math.sqrt(gap * math.sqrt(width) / float((1 - frequencies.cos()).sum()))
+    zeros = torch.zeros_like(frequencies)
+    for head, offset in enumerate(offsets):
+        rows, turn = slice(head * width, (head + 1) * width), -offset * frequencies
+        attention.k_proj.bias[rows] = size * torch.cat([zeros + 1, zeros])
+        attention.q_proj.bias[rows] = size * torch.cat([turn.cos(), turn.sin()])
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from surgery.recipe import Source
 from surgery.train.data import GeneratedStream, fact_half, sentence_half, step_documents
 from tests.pico import pico_tokenizer
 
-TASKS = ("kv_retrieval", "letter_choice", "option_text", "closed_book", "statement", "sentence")
+TASKS = ("kv_retrieval", "copying", "letter_choice", "option_text", "closed_book", "statement", "sentence")
 HALVED = ("closed_book", "statement", "sentence")
 
 

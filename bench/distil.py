@@ -1,0 +1,182 @@
+"""What a teacher adds: the same splice and steps, with and without a small Transformer to learn from.
+
+    python bench/distil.py               every arm that has no result yet, then the table
+    python bench/distil.py --table       the table alone, from runs/distil/
+
+The base is checkpoints/pico-mamba2, the site that of the committed example, the teacher checkpoints/pico-transformer.
+Every arm is a file, runs/distil/NAME_STEPS_seedN.json, written whole. An hour on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from transformers import PreTrainedModel, PreTrainedTokenizerBase  # noqa: E402
+from transformers.utils import logging  # noqa: E402
+
+from bench.evidence import in_short_chunks  # noqa: E402
+from bench.evidence_arms import Budget  # noqa: E402
+from surgery.checkpoint import load_model, load_tokenizer  # noqa: E402
+from surgery.evaluate.scoring import answer_choices  # noqa: E402
+from surgery.families import family_of, geometry_of  # noqa: E402
+from surgery.heads import HeadId, HeadSet, ScoredHead  # noqa: E402
+from surgery.locate.rivals import retrieval_score  # noqa: E402
+from surgery.locate.statistics import mcnemar, wilson  # noqa: E402
+from surgery.plan import make_plan  # noqa: E402
+from surgery.probes.documents import rng_of  # noqa: E402
+from surgery.probes.kv_retrieval import kv_document  # noqa: E402
+from surgery.recipe import Base, Splice, Train, Weights  # noqa: E402
+from surgery.rundir import read_json, write_json  # noqa: E402
+from surgery.splice import splice  # noqa: E402
+from surgery.stages import versions  # noqa: E402
+from surgery.train import train  # noqa: E402
+
+SITE, READS = "L0H1", "answer_token"
+PAIRS, EXAMPLES, PROMPTS_SEED = (16, 32, 64), 200, 950
+# What the documents with answers are trained on. `gold`: where the value stands is known.
+ARMS: dict[str, dict[str, float]] = {
+    "answers": {"answer": 1.0},
+    "answers, teacher's logits": {"answer": 1.0, "distil": 1.0},
+    "teacher's logits alone": {"distil": 1.0},
+    "answers, teacher's attention": {"answer": 1.0, "mixing": 10.0},
+    "answers, teacher's attention and logits": {"answer": 1.0, "mixing": 10.0, "distil": 1.0},
+    "answers, gold attention": {"answer": 1.0, "attention": 1.0},
+    "answers, gold attention, teacher's logits": {"answer": 1.0, "attention": 1.0, "distil": 1.0},
+}
+STEPS, SEEDS = (50, 100), (0, 1, 2)
+
+
+def section(weights: dict[str, float], steps: int, teacher: Path, head: str) -> Train:
+    """The evidence's budget, with these objectives on the dictionaries."""
+    given = Budget(steps=steps).train(attention=True, new_heads=False).model_dump()
+    given["sources"][0]["weights"] = Weights.model_validate(weights).model_dump()
+    if {"distil", "mixing"} & weights.keys():
+        given |= {"teacher": {"model": str(teacher)}, "align": {"heads": {SITE: head}}}
+    return Train.model_validate(given)
+
+
+def retrieval_head(teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[str, float]:
+    """The teacher's head that looks most often at the token to be copied, and how often."""
+    prompts = [kv_document(rng_of("distil", "teacher", i), 24, split="eval") for i in range(100)]
+    scores = retrieval_score(teacher, tokenizer, prompts)
+    names = [
+        str(HeadId(s.layer, h)) for s in family_of(teacher.config).mixers(teacher.config) for h in range(s.num_heads)
+    ]
+    best = int(scores.argmax())
+    return names[best], float(scores[best])
+
+
+def hybrid_of(base: PreTrainedModel, seed: int) -> tuple[PreTrainedModel, Any]:
+    """The base with a branch beside `SITE`, and its plan."""
+    scored = (ScoredHead(HeadId.parse(SITE), "neither", READS, {}),)  # type: ignore[arg-type]
+    heads = HeadSet("pico-mamba2", "", geometry_of(base.config), scored, scored, "list", seed)
+    wanted = Splice(select="list", heads=(SITE,))
+    plan = make_plan(heads, base.config, wanted, seed)
+    return splice(base, plan, wanted), plan
+
+
+def scored(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Right and wrong by prompt, one character each, on the prompts that every arm is asked."""
+    found = {}
+    for pairs in PAIRS:
+        asked = [kv_document(rng_of("distil", PROMPTS_SEED, pairs, i), pairs, split="eval") for i in range(EXAMPLES)]
+        right = answer_choices(model.eval(), tokenizer, asked, 50).correct
+        found[str(pairs)] = "".join("01"[int(x)] for x in right)
+    return found
+
+
+def run(folder: Path, base_folder: Path, teacher_folder: Path) -> None:
+    """Every arm that has no result."""
+    base = in_short_chunks(load_model(Base(model=str(base_folder))))
+    teacher = load_model(Base(model=str(teacher_folder)))
+    tokenizer = load_tokenizer(Base(model=str(base_folder)))
+    head, share = retrieval_head(teacher, tokenizer)
+    for name, model in (("base", base), ("teacher", teacher)):
+        write_json(folder / f"{name}.json", {"correct": scored(model, tokenizer), "head": head, "share": share})
+    for seed in SEEDS:
+        for steps in reversed(STEPS):
+            for name, weights in {"no splice": {"answer": 1.0}, **ARMS}.items():
+                path = folder / f"{name}_{steps}_seed{seed}.json"
+                if path.is_file():
+                    continue
+                began = time.perf_counter()
+                model, plan = (copy.deepcopy(base), None) if name == "no splice" else hybrid_of(base, seed)
+                train(model, tokenizer, section(weights, steps, teacher_folder, head), plan, base, seed)
+                seconds = round(time.perf_counter() - began, 1)
+                result = {"correct": scored(model, tokenizer), "seconds": seconds, "versions": versions()}
+                write_json(path, {"arm": name, "steps": steps, "seed": seed, "weights": weights, **result})
+                shares = {k: round(v.count("1") / len(v), 3) for k, v in result["correct"].items()}
+                print(name, steps, seed, shares, seconds, flush=True)
+
+
+def table(folder: Path) -> str:
+    """Accuracy by arm, seeds put together; `*`: other than the same without a teacher (exact McNemar, two-sided)."""
+    found: dict[tuple[str, int], dict[int, dict[str, str]]] = {}
+    for path in sorted(folder.glob("*_seed*.json")):
+        result = read_json(path)
+        found.setdefault((result["arm"], result["steps"]), {})[result["seed"]] = result["correct"]
+    lines = ["| trained on | steps | " + " | ".join(f"{pairs} pairs" for pairs in PAIRS) + " | seeds |"]
+    lines.append("|---" * (len(PAIRS) + 3) + "|")
+    for name in ("base", "teacher"):
+        if (folder / f"{name}.json").is_file():
+            correct = read_json(folder / f"{name}.json")["correct"]
+            lines.append(f"| {name} | | " + " | ".join(_share(correct[str(p)]) for p in PAIRS) + " | |")
+    for steps in STEPS:
+        for name in ("no splice", *ARMS):
+            seeds = found.get((name, steps))
+            if seeds:
+                cells = [_share("".join(seeds[s][str(p)] for s in sorted(seeds))) for p in PAIRS]
+                marks = [_mark(seeds, found.get((_without(name), steps), {}), str(p)) for p in PAIRS]
+                joined = " | ".join(cell + mark for cell, mark in zip(cells, marks, strict=True))
+                lines.append(f"| {name} | {steps} | {joined} | {len(seeds)} |")
+    return "\n".join(lines)
+
+
+def _without(name: str) -> str:
+    """The arm that an arm with a teacher is held against."""
+    return "answers, gold attention" if "gold" in name else "answers"
+
+
+def _share(marks: str) -> str:
+    interval = wilson(marks.count("1"), len(marks))
+    return f"{interval.value:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
+
+
+def _mark(seeds: dict[int, dict[str, str]], others: dict[int, dict[str, str]], pairs: str) -> str:
+    shared = sorted(seeds.keys() & others.keys())
+    mine, theirs = (np.array([c == "1" for s in shared for c in arm[s][pairs]], bool) for arm in (seeds, others))
+    return "*" if min(mcnemar(mine, theirs), mcnemar(theirs, mine)) < 0.025 else ""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "distil")
+    parser.add_argument("--base", type=Path, default=ROOT / "checkpoints" / "pico-mamba2")
+    parser.add_argument("--teacher", type=Path, default=ROOT / "checkpoints" / "pico-transformer")
+    parser.add_argument("--table", action="store_true", help="the table alone")
+    given = parser.parse_args(words)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    if not given.table:
+        run(given.folder, given.base, given.teacher)
+    head = read_json(given.folder / "teacher.json")
+    print(table(given.folder) + f"\n\nteacher's head {head['head']}, retrieval score {head['share']:.2f}")
+    print(json.dumps(versions()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

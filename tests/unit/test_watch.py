@@ -1,0 +1,50 @@
+"""What is said while a model trains."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from surgery.recipe import Recipe, check_recipe
+from surgery.stages import _Watch
+from tests.pico import pico_base, pico_tokenizer
+
+LOSSES = {"step": 1, "tokens": 100, "seconds": 0.5, "loss": 2.0, "answer": 1.5}
+
+
+def watched(check_every: int | None, seen: list[str]) -> tuple[_Watch, Any]:
+    source = {"task": "kv_retrieval", "rows": 1, "weights": {"answer": 1.0}}
+    train = {"steps": 4, "sources": [source], "check_every": check_every}
+    recipe = check_recipe({"name": "t", "base": {"model": "m"}, "train": train, "locate": {"pairs": 3}}, Recipe)
+    run = SimpleNamespace(
+        recipe=recipe,
+        accelerator=SimpleNamespace(is_main_process=True),
+        reporter=SimpleNamespace(progress=lambda done, total, note: seen.append(note)),
+        tokenizer=pico_tokenizer,
+    )
+    model = pico_base(vocab_size=len(pico_tokenizer()), layers=1).train()
+    return _Watch(run, model, "t"), model  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("every", "first"), [(2, 2), (3, 3), (None, 9)])
+def test_held_out_accuracy_is_looked_at_every_so_often(every: int | None, first: int) -> None:
+    seen: list[str] = []
+    watch, model = watched(every, seen)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for step in range(1, 5):
+        watch(step, LOSSES)
+    assert [", KV " in note for note in seen] == [step >= first for step in range(1, 5)]
+    assert all("loss 2.000 answer 1.500" in note and "200 tokens/s" in note for note in seen)
+    assert model.training and all(torch.equal(weights[name], t) for name, t in model.state_dict().items())
+
+
+def test_it_is_the_share_of_prompts_that_are_answered_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    watch, _ = watched(1, seen)
+    found = SimpleNamespace(correct=torch.arange(64) < 48)
+    monkeypatch.setattr("surgery.stages.answer_choices", lambda *given: found)
+    watch(1, LOSSES)
+    assert ", KV 0.75" in seen[0]

@@ -1,0 +1,44 @@
+"""What a small Transformer starts from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from surgery.errors import RecipeError
+from surgery.recipe import PretrainRecipe, TinyTransformer, check_recipe
+from surgery.train.pretrain import build_model
+from tests.pico import pico_tokenizer
+
+SHAPE = {"kind": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+T = 16
+
+
+def attention_HTT(layer: int, **more: object) -> Tensor:
+    model = build_model(TinyTransformer.model_validate({**SHAPE, **more}), pico_tokenizer(), 0)
+    assert isinstance(model, LlamaForCausalLM)
+    model.set_attn_implementation("eager")
+    ids = torch.randint(300, 900, (1, T), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return model(ids, output_attentions=True).attentions[layer][0]
+
+
+def test_the_first_heads_look_as_far_back_as_is_said() -> None:
+    rows_HTT = attention_HTT(0, looks_back=(1, 3))
+    for head, offset in enumerate((1, 3)):
+        assert (rows_HTT[head, offset:].argmax(-1) == torch.arange(T - offset)).all()
+        assert rows_HTT[head].diagonal(-offset).min() > 0.6
+
+
+def test_other_heads_and_layers_begin_as_always() -> None:
+    untouched = [attention_HTT(0, looks_back=(1, 3))[2:], attention_HTT(1, looks_back=(1, 3))]
+    for rows_HTT in [*untouched, attention_HTT(0)]:
+        assert rows_HTT[:, -1].max() < 0.5
+
+
+def test_more_numbers_than_heads_are_refused() -> None:
+    train = {"sources": [{"task": "copying", "rows": 1, "weights": {"answer": 1.0}}]}
+    with pytest.raises(RecipeError, match="looks_back"):
+        check_recipe({"name": "t", "model": {**SHAPE, "looks_back": [1] * 5}, "train": train}, PretrainRecipe)

@@ -78,3 +78,15 @@ class Locate(Section):
         if self.backups > self.top_k:
             raise ValueError("`backups` are taken from the best `top_k` heads; ask for no more than those")
         return self
+
+
+class Efficiency(Section):
+    """What every arm costs to run, beside the base and a Transformer of the same width."""
+
+    lengths: tuple[Positive, ...] = Field((128, 1024), min_length=1, description="Tokens of a prompt.")
+    batch_sizes: tuple[Positive, ...] = Field((1,), min_length=1, description="Prompts at once.")
+    new_tokens: Positive = Field(16, description="Tokens that are written after each.")
+    repeats: Positive = Field(5, description="Timings of each model and size, in turn; their median counts.")
+    transformer: bool = Field(
+        True, description="Also a Transformer of random weights, as wide and deep, with as many parameters."
+    )

@@ -108,7 +108,9 @@ class Source(Section):
     max_tokens: Positive | None = Field(
         None, description="data: the longest document. Longer texts are cut into several; a longer prompt is a bad row."
     )
-    pairs: tuple[Pairs, Pairs] = Field((2, 16), description="Pairs of kv_retrieval, pieces of copying: a step's number is drawn from this range.")
+    pairs: tuple[Pairs, Pairs] = Field(
+        (2, 16), description="Pairs of kv_retrieval, pieces of copying: a step's number is drawn from this range."
+    )
     questions: Positive = Field(1, description="kv_retrieval: questions a document, at most.")
     half: Literal[0, 1] | None = Field(None, description="closed_book, statement, sentence: only this half of them.")
     weights: Weights

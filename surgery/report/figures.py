@@ -5,8 +5,12 @@ the three paths. Same values, same bytes. What cannot be drawn is refused with a
 """
 
 from surgery.report.attention import attention_map
+from surgery.report.costs import costs_by_length
 from surgery.report.curves import accuracy_by_pairs, training_curve
 from surgery.report.heatmaps import head_maps
 from surgery.report.tasks import tasks_by_arm, tasks_by_site
 
-__all__ = ["accuracy_by_pairs", "attention_map", "head_maps", "tasks_by_arm", "tasks_by_site", "training_curve"]
+__all__ = [
+    "accuracy_by_pairs", "attention_map", "costs_by_length", "head_maps", "tasks_by_arm", "tasks_by_site",
+    "training_curve",
+]  # fmt: skip

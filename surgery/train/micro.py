@@ -57,6 +57,8 @@ def cut(
 
     for index, source in enumerate(sources):
         mine, asked = documents[index][rank::world], at_once[index]
+        if asked:  # those of a length together: less padding
+            mine = sorted(mine, key=lambda document: len(document.text))
         size, most = asked or max(1, len(mine)), 1
         if asked and accelerator.is_fsdp2:  # weights are gathered for each, on all processes together
             most = -(-len(documents[index][::world]) // asked)

@@ -56,8 +56,8 @@ def _transformer(shape: TinyTransformer, tokenizer: PreTrainedTokenizerBase) -> 
 def _look_back(model: LlamaForCausalLM, offsets: tuple[int, ...], gap: float = 4.0) -> None:
     """Biases with which head h of layer 0 reads the token `offsets[h]` places before its query.
 
-    Its key's bias is one direction, turned by the key's position; its query's the same, turned `offsets[h]` places back:
-    their product is largest where the two turns meet, and `gap` larger there than at the places beside it.
+    Its key's bias is one direction, turned by the key's position; its query's is the same, turned `offsets[h]` places
+    back: their product is largest where the turns meet, and about `gap` larger there than at the places beside it.
     """
     attention, frequencies = model.model.layers[0].self_attn, model.model.rotary_emb.inv_freq
     width = attention.head_dim

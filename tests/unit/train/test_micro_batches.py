@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from surgery.errors import RunError
+from surgery.probes.documents import EncodedBatch, encode
+from surgery.recipe import Source
+from surgery.train.data import step_documents
+from surgery.train.micro import cut
 from tests.integration import training_worker as worker
+from tests.pico import pico_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +71,18 @@ def test_other_errors_are_not_taken_for_lack_of_memory(tmp_path: Path, monkeypat
     monkeypatch.setattr(worker.Trainer, "losses", wrong)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         worker.gradients(tmp_path)
+
+
+def test_documents_of_a_length_go_together() -> None:
+    """Fewer padded tokens than in the order they came in, and every document once."""
+    source = Source.model_validate({"task": "sentence", "rows": 12, "weights": {"text": 1.0}})
+    documents = step_documents(source, 0, 0, 0)
+    parts = cut([source], [documents], {0: 3}, pico_tokenizer(), Accelerator(cpu=True))
+    apart = [encode(documents[i : i + 3], pico_tokenizer()) for i in range(0, 12, 3)]
+    assert sum(part.batch.input_ids.numel() for part in parts) < sum(batch.input_ids.numel() for batch in apart)
+
+    def texts(batches: list[EncodedBatch]) -> list[tuple[int, ...]]:
+        rows = [row for b in batches for row in zip(b.input_ids, b.attention_mask.bool(), strict=True)]
+        return sorted(tuple(ids[mask].tolist()) for ids, mask in rows)
+
+    assert texts([part.batch for part in parts]) == texts(apart)

@@ -43,7 +43,6 @@ from bench.evidence_arms import (  # noqa: E402
     main_arms,
     variant_arms,
 )
-from bench.evidence_models import build_transformer  # noqa: E402
 from bench.evidence_report import Progress, write_report  # noqa: E402
 from bench.evidence_sites import choose  # noqa: E402
 from bench.evidence_statistics import Results  # noqa: E402
@@ -53,7 +52,6 @@ from surgery.errors import RunError  # noqa: E402
 from surgery.evaluate import Prompts, make_prompts  # noqa: E402
 from surgery.recipe import Base, PretrainRecipe, load_recipe  # noqa: E402
 from surgery.rundir import fingerprint, new_folder, read_json, write_json  # noqa: E402
-from surgery.train import train  # noqa: E402
 from surgery.train.pretrain import pretrain  # noqa: E402
 
 SEEDS = (0, 1, 2)
@@ -73,33 +71,19 @@ class Experiment:
     seeds: tuple[int, ...] = SEEDS
     shipped: Path = ROOT / "checkpoints" / "pico-mamba2"
     second: Path = ROOT / "bench" / "evidence_base.yaml"
-    transformer: Path = ROOT / "recipes" / "pretrain-pico.yaml"
+    transformer: Path = ROOT / "checkpoints" / "pico-transformer"
     _loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase, str]] = field(default_factory=dict)
 
     def model(self, base: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
         """The pretrained model, its tokenizer, and what identifies its weights; made first where it is not there."""
         if base not in self._loaded:
-            where = {SHIPPED: self.shipped, SECOND: self.folder / "base", TRANSFORMER: self.folder / "transformer"}[
-                base
-            ]
-            if not where.exists():
-                self._make(base, where)
+            where = {SHIPPED: self.shipped, SECOND: self.folder / "base", TRANSFORMER: self.transformer}[base]
+            if base == SECOND and not where.exists():
+                print("pretraining the second base", flush=True)
+                pretrain(load_recipe(self.second, (), PretrainRecipe), where)
             given = Base(model=str(where))
             self._loaded[base] = (in_short_chunks(load_model(given)), load_tokenizer(given), revision_of(given))
         return self._loaded[base]
-
-    def _make(self, base: str, where: Path) -> None:
-        print(f"pretraining the base {base!r}", flush=True)
-        if base == SECOND:
-            pretrain(load_recipe(self.second, (), PretrainRecipe), where)
-            return
-        recipe = load_recipe(self.transformer, (), PretrainRecipe)
-        twin, tokenizer, _ = self.model(SHIPPED)
-        model = build_transformer(twin, tokenizer, recipe.seed)
-        train(model, tokenizer, recipe.train, seed=recipe.seed, folder=where.with_name("transformer.steps"))
-        with new_folder(where) as new:
-            model.save_pretrained(new)
-            tokenizer.save_pretrained(new)
 
     def choices(self, base: str, seed: int) -> Choices:
         """What each method chose, measured once."""

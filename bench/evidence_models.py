@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from surgery.families import family_of, mixer_of, structure_of
 from surgery.heads import HeadId
@@ -122,32 +122,3 @@ def add_lora(hybrid: PreTrainedModel, rank: int) -> PreTrainedModel:
     branch = next(m for m in hybrid.modules() if isinstance(m, SplicedAttention))
     branch.adapters = nn.ModuleList(adapters)
     return hybrid
-
-
-def build_transformer(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
-    """As many layers and as wide as the base, 4 heads with rotary positions; the MLP's width makes the sizes meet."""
-    size, width, layers = (sum(p.numel() for p in base.parameters()), base.config.hidden_size, _layers(base))
-
-    def build(intermediate: int) -> LlamaForCausalLM:
-        config = LlamaConfig(
-            hidden_size=width,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            intermediate_size=intermediate,
-            vocab_size=len(tokenizer),
-            max_position_embeddings=2048,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=tokenizer.eos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            tie_word_embeddings=True,
-        )
-        return LlamaForCausalLM(config)
-
-    with torch.device("meta"):
-        least = sum(p.numel() for p in build(1).parameters())
-    torch.manual_seed(seed)
-    return build(max(1, 1 + round((size - least) / (3 * width * layers))))
-
-
-def _layers(base: PreTrainedModel) -> int:
-    return int(base.config.num_hidden_layers)

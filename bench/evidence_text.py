@@ -80,8 +80,8 @@ training: the larger of the sharpen test's two gains, or what ablating the head 
 """,
     "gap": """
 Gap closed = (arm - no splice) / (Transformer - no splice), in mean accuracy over seeds, on the shipped base. The
-Transformer (Llama's class, rotary positions, 4 layers, the same width, as many weights within 3%) is pretrained with
-`recipes/pretrain-pico.yaml`, the shipped base's own recipe and seed, and then gets the arms' budget without a splice.
+Transformer is `checkpoints/pico-transformer` (Llama's class, rotary positions, 4 layers, the same width, as many weights
+within 3%, another recipe: on the base's own it learned nothing to retrieve). It gets the arms' budget without a splice.
 Where it is no better than the control there is no gap to close, and the share says nothing.
 """,
 }

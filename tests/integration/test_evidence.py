@@ -27,7 +27,7 @@ from bench.evidence_arms import (
     variant_arms,
 )
 from bench.evidence_findings import finding
-from bench.evidence_models import LinearAttention, add_lora, build_transformer, hidden_rows, linear_rows, make_linear
+from bench.evidence_models import LinearAttention, add_lora, hidden_rows, linear_rows, make_linear
 from bench.evidence_statistics import Results, correlation, gap_closed, paired, ranks, sites, spread
 from bench.evidence_train import prepared, run_arm
 from surgery.checkpoint import load_model
@@ -38,7 +38,7 @@ from surgery.recipe import Base
 from surgery.rundir import read_json, write_json
 from surgery.train.optim import spliced_parameters, trainable
 from tests.integration.conftest import BASE
-from tests.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer, prompts, tokens
+from tests.pico import pico_base, pico_hybrid, pico_site, prompts, tokens
 
 TOY = Budget(
     steps=3, warmup=1, rows=2, keep_rows=2, pairs=(4, 5), evaluate_pairs=(4, 32), examples=6, sentences=4,
@@ -186,11 +186,11 @@ class TestLora:
         assert sum(p.numel() for p in hybrid.parameters() if p.requires_grad) == own + 2 * layers * widths
 
 
-def test_the_transformer_is_as_large_as_the_base() -> None:
-    base = load_model(Base(model=str(BASE)))
-    twin = build_transformer(base, pico_tokenizer(), 0)
-    sizes = [sum(p.numel() for p in model.parameters()) for model in (base, twin)]
+def test_the_transformer_is_as_large_as_the_base_and_shares_its_tokenizer() -> None:
+    folders = (BASE, BASE.parent / "pico-transformer")
+    sizes = [sum(p.numel() for p in load_model(Base(model=str(folder))).parameters()) for folder in folders]
     assert abs(sizes[1] / sizes[0] - 1) < 0.03
+    assert len({(folder / "tokenizer.json").read_bytes() for folder in folders}) == 1
 
 
 @pytest.mark.parametrize("kind", ["none", "softmax", "linear", "hidden"])
@@ -332,8 +332,8 @@ def test_missing_bases_are_made_once_and_train_as_arms(tmp_path: Path) -> None:
     short = text.replace("steps: 1000", "steps: 1").replace("rows: 16", "rows: 2").split("evaluate:")[0]
     recipe = tmp_path / "short.yaml"
     recipe.write_text(short + "evaluate: {pairs: [4], examples: 2, sentences: 2}\n")
-    made = evidence.Experiment(tmp_path / "run", TOY, (0,), second=recipe, transformer=recipe)
-    later = replace(made, second=tmp_path / "none", transformer=tmp_path / "none", _loaded={})
+    made = evidence.Experiment(tmp_path / "run", TOY, (0,), second=recipe)
+    later = replace(made, second=tmp_path / "none", _loaded={})
     for base, kind in ((SECOND, "mamba2"), (TRANSFORMER, "llama")):
         model, tokenizer, revision = made.model(base)
         assert model.config.model_type == kind and later.model(base)[2] == revision

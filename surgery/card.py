@@ -1,50 +1,87 @@
-"""The model card. Owns: its text. Must never know: models, files. Every number in it comes from `results`.
+"""The model card. Owns: its text and front matter. Must never know: models. Every number in it comes from `results`.
 
-Nothing of the user's machine goes in: a base given as a folder is named by the folder's name alone.
+Nothing of the user's machine goes in: a base given as a folder is named by the folder's name alone. The front matter
+is the Hub's (huggingface.co/docs/hub/model-cards), results in its model-index.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub import EvalResult, hf_hub_download, metadata_load
+from huggingface_hub.errors import HTTPError
+from huggingface_hub.repocard_data import eval_results_to_model_index
 
+from surgery import __version__
 from surgery.checkpoint import source_of
 from surgery.heads import HeadId, HeadSet, Plan
 from surgery.recipe import Checkpoint, Recipe, Source, to_yaml
 
-_ARM_NAMES = {"base": "base", "no_splice": "same training, no splice", "hybrid": "**this hybrid**"}
+_ARMS = {
+    "base": "base",
+    "no_splice": "same training, no splice",
+    "hybrid_heads_off": "this hybrid, new heads off",
+    "hybrid": "**this hybrid**",
+}
+_TASKS = {
+    "kv_retrieval": "KV-retrieval",
+    "option_text": "option text (its twin)",
+    "closed_book": "closed-book facts, held-out half",
+    "closed_book_seen": "closed-book facts, half seen in training",
+    "perplexity": "perplexity, held-out",
+    "perplexity_seen": "perplexity, seen half",
+}
+Place = tuple[str, ...]  # where a number is in an arm of results.json: ("kv_retrieval", "16")
 
 
-def model_card(recipe: Recipe, heads: HeadSet | None, plan: Plan, results: Mapping[str, Any]) -> str:
+def model_card(
+    recipe: Recipe,
+    heads: HeadSet | None,
+    plan: Plan,
+    results: Mapping[str, Any],
+    base_card: Mapping[str, Any] | None = None,
+) -> str:
     """README.md of an exported folder: front matter, what was done, evidence with controls, usage, limits, recipe.
 
     Args:
         heads: None where it is not known how they were chosen, as of a hybrid that is trained further.
+        base_card: front matter of the base's own card, which the licence comes from; empty where there is none.
     """
-    base = public_name(recipe.base.model)
+    base, base_card = public_name(recipe.base.model), base_card or {}
     front = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "license": recipe.export.license,
+        **_license(recipe, base_card),
+        **_origins(recipe, plan, base_card),
         "tags": [plan.grafts[0].site.kind, "hybrid", "retrieval", "ssm-surgery"],
+        "model-index": eval_results_to_model_index(recipe.name, list(_measured(results, recipe))),
     }
-    if "/" in base:
-        front["base_model"] = base
-    shared = public_recipe(recipe)
     parts = [
-        "---\n" + yaml.safe_dump(front, sort_keys=False) + "---",
+        "---\n" + yaml.safe_dump(front, sort_keys=False, allow_unicode=True) + "---",
         f"# {recipe.name}",
-        _origin(recipe, base) + "\n\n" + _what(heads, plan),
+        _origin(recipe, base) + "\n\n" + _what(heads, plan, results),
         "## Evidence\n\n" + _evidence(results, recipe),
         "## Use\n\n" + _USE,
-        "## Limits\n\n" + _limits(recipe),
-        "## Recipe\n\n```yaml\n" + to_yaml(shared) + "```",
-        "## Method\n\n" + _METHOD,
+        "## Limits\n\n" + "\n".join(f"- {limit}" for limit in limits_of(recipe)),
+        "## Licence\n\n" + _license_text(recipe, plan, base_card),
+        "## Recipe\n\n```yaml\n" + to_yaml(public_recipe(recipe)) + "```",
+        "## Citation\n\n" + _CITATION,
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def card_of(model: str, revision: str | None = None) -> dict[str, Any]:
+    """The front matter of a model's own card: README.md of its folder, or from the Hub. Empty where there is none."""
+    model, revision = source_of(model, revision)
+    here = Path(model)
+    try:
+        path = here / "README.md" if here.is_dir() else hf_hub_download(model, "README.md", revision=revision)
+        return metadata_load(path) or {}
+    except (HTTPError, OSError, ValueError, yaml.YAMLError):
+        return {}
 
 
 def public_name(model: str) -> str:
@@ -91,6 +128,48 @@ def _public_source(source: Source) -> Source:
     return source.model_copy(update={"data": source.data.model_copy(update={"path": public_name(source.data.path)})})
 
 
+def _license(recipe: Recipe, base_card: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe's if it names one, else the base's; `unknown` where neither does: it is not guessed."""
+    if recipe.export.license is not None:
+        return {"license": recipe.export.license}
+    if not base_card.get("license"):
+        return {"license": "unknown"}
+    found = {key: base_card[key] for key in ("license", "license_name", "license_link") if base_card.get(key)}
+    base, link = public_name(recipe.base.model), str(found.get("license_link", ""))
+    if link and "://" not in link and "/" in base:
+        found["license_link"] = f"https://huggingface.co/{base}/blob/main/{link}"
+    return found
+
+
+def _license_text(recipe: Recipe, plan: Plan, base_card: Mapping[str, Any]) -> str:
+    base, found = public_name(recipe.base.model), _license(recipe, base_card)
+    if recipe.export.license is not None:
+        text = f"{found['license']}, as the recipe says."
+    elif base_card.get("license"):
+        text = f"{found.get('license_name', found['license'])}, inherited from the card of {base}."
+    else:
+        text = f"**Not known**: no card of {base} was found that names one. Look it up before you share this model."
+    if plan.teacher:
+        text += f" The transplanted attention is {public_name(plan.teacher)}'s, whose own licence holds as well."
+    return text
+
+
+def _origins(recipe: Recipe, plan: Plan, base_card: Mapping[str, Any]) -> dict[str, Any]:
+    """Models and data sets of the Hub that went in. Of a base in a folder, the one that its own card came from."""
+    base = public_name(recipe.base.model)
+    given = base_card.get("base_model") or []
+    models = [base] if "/" in base else [given] if isinstance(given, str) else list(given)
+    relation = "finetune"
+    if plan.teacher and "/" in public_name(plan.teacher):
+        models, relation = [*models, public_name(plan.teacher)], "merge"
+    found: dict[str, Any] = {}
+    if models:
+        found["base_model"] = models[0] if len(models) == 1 else models
+        found["base_model_relation"] = relation
+    datasets = sorted({data.path for data in recipe.train.own_data if not Path(data.path).exists()})
+    return {**found, "datasets": datasets} if datasets else found
+
+
 def _own_data(recipe: Recipe) -> list[str]:
     """The public names of the user's own data."""
     return sorted({public_name(data.path) for data in recipe.train.own_data})
@@ -106,8 +185,8 @@ def _origin(recipe: Recipe, base: str) -> str:
     return f"Fine-tuned from {base}{on}: a state-space language model with softmax attention spliced in."
 
 
-def _what(heads: HeadSet | None, plan: Plan) -> str:
-    """Every spliced head."""
+def _what(heads: HeadSet | None, plan: Plan, results: Mapping[str, Any]) -> str:
+    """Every spliced head, how they were chosen, and how far the untrained hybrid was from the base."""
     lines = [
         "| spliced head | mode | init | reads | role that ablation found |",
         "|---|---|---|---|---|",
@@ -125,71 +204,150 @@ def _what(heads: HeadSet | None, plan: Plan) -> str:
     if heads is not None:
         chosen = f"Heads were selected by `{heads.method}` on generated KV-retrieval prompts (seed {heads.seed})."
         lines += ["", chosen]
+    gap = results.get("step_zero_gap")
+    if gap:
+        moved = f"differed from the base's by {gap['max_logit']:.3g} at most" if gap["max_logit"] else "were the base's"
+        lines += ["", f"Before training the hybrid's logits {moved}."]
     return "\n".join(lines)
 
 
+def entries(tree: Mapping[str, Any], path: Place = ()) -> Iterator[tuple[Place, Mapping[str, Any]]]:
+    """Everything that an arm was measured by: a share of right answers, or a perplexity."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            if "accuracy" in value or "perplexity" in value:
+                yield (*path, key), value
+            yield from entries(value, (*path, key))
+        elif not path and key.startswith("perplexity"):
+            yield (key,), {"perplexity": value}
+
+
+def label_of(path: Place, entry: Mapping[str, Any]) -> str:
+    """What a row of the table is called."""
+    task, *rest = path
+    if task == "held_out" and rest:
+        name = ", ".join(rest)
+        return f"{name}, held-out rows, exact match" if "accuracy" in entry else f"perplexity of {name}, held-out rows"
+    unit = " pairs" if task == "kv_retrieval" else ""
+    parts = [f"{part}{unit}" if part.isdigit() else part.replace("_", " ") for part in rest]
+    return ", ".join([_TASKS.get(task, task.replace("_", " ")), *parts])
+
+
 def _evidence(results: Mapping[str, Any], recipe: Recipe) -> str:
-    """The measured table: arms side by side, 95% Wilson intervals."""
-    arms = {name: results["arms"][name] for name in _ARM_NAMES if name in results["arms"]}
-    names = dict(_ARM_NAMES)
-    if recipe.splice is None:
-        names["base"] = f"{public_name(recipe.base.model)}, before"
-        names["no_splice"] = f"{public_name(recipe.control.model)}, same training" if recipe.control else ""
-    rows: list[tuple[str, tuple[str, ...]]]
-    held_out = arms["base"].get("held_out", {})
-    rows = [
-        (f"{name}, held-out rows, exact match", ("held_out", name))
-        for name, entry in held_out.items()
-        if "accuracy" in entry
+    """The measured table: arms side by side, 95% Wilson intervals, and what it was measured with."""
+    arms = {name: dict(entries(results["arms"][name])) for name in ordered_arms(results["arms"])}
+    p_values = results.get("p_values", {}).get("hybrid", {})
+    # The user's own rows first, perplexities last.
+    order = sorted(arms["base"].items(), key=lambda row: ("perplexity" in row[1], row[0][0] != "held_out"))
+    header = ["", *(arm_name(name, recipe) for name in arms), "prompts", *(["p"] if p_values else [])]
+    lines = ["|" + "|".join(f" {cell} " if cell else " " for cell in header) + "|", "|---" * len(header) + "|"]
+    for path, entry in order:
+        cells = [label_of(path, entry), *(cell_of(arm.get(path)) for arm in arms.values()), str(entry.get("n", ""))]
+        if p_values:
+            p = p_values.get("/".join(path))
+            cells.append(f"{p:.2g}" if isinstance(p, float) else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    notes = [
+        "Accuracy with 95% Wilson intervals on the same prompts for every arm, none of them seen in training but where "
+        f"it is said; one training seed ({recipe.seed})."
     ]
-    rows += [("KV-retrieval, " + pairs + " pairs", ("kv_retrieval", pairs)) for pairs in arms["base"]["kv_retrieval"]]
-    rows += [("letter choice", ("letter_choice",)), ("option text (its twin)", ("option_text",))]
-    rows += [("closed-book facts, held-out half", ("closed_book",))]
-    rows += [("closed-book facts, half seen in training", ("closed_book_seen",))]
-    lines = ["| | " + " | ".join(names[a] for a in arms) + " |", "|---" * (len(arms) + 1) + "|"]
-    for label, path in rows:
-        lines.append(f"| {label} | " + " | ".join(_cell(arm, path) for arm in arms.values()) + " |")
-    for label, key in (("perplexity, held-out", "perplexity"), ("perplexity, seen half", "perplexity_seen")):
-        lines.append(f"| {label} | " + " | ".join(f"{arm[key]:.3f}" for arm in arms.values()) + " |")
-    for name in [name for name, entry in held_out.items() if "perplexity" in entry]:
-        cells = (f"{arm['held_out'][name]['perplexity']:.3f}" for arm in arms.values())
-        lines.append(f"| perplexity of {name}, held-out rows | " + " | ".join(cells) + " |")
-    n = next(iter(arms["base"]["kv_retrieval"].values()))["n"]
-    asked = "".join(f", {entry['n']} of {name}" for name, entry in held_out.items())
-    seed = f"Accuracy with 95% Wilson intervals, {n} prompts a row{asked}, the same for every arm; one training seed"
-    return "\n".join([*lines, "", f"{seed} ({recipe.seed})."])
+    if p_values:
+        notes.append("p: exact one-sided McNemar test that this hybrid is right more often than the base.")
+    if "versions" in results:
+        notes.append(f"Measured with {', '.join(f'{k} {v}' for k, v in results['versions'].items())}.")
+    return "\n".join([*lines, "", " ".join(notes)])
 
 
-def _cell(arm: Mapping[str, Any], path: tuple[str, ...]) -> str:
-    entry: Any = arm
-    for key in path:
-        entry = entry[key]
-    return f"{entry['accuracy']:.3f} [{entry['low']:.3f}, {entry['high']:.3f}]"
+def ordered_arms(arms: Iterable[str]) -> list[str]:
+    """This hybrid comes last, arms that are not known here before the base."""
+    known = list(_ARMS)
+    return sorted(arms, key=lambda arm: (known.index(arm) if arm in known else -1, arm))
 
 
-def _limits(recipe: Recipe) -> str:
+def arm_name(arm: str, recipe: Recipe) -> str:
+    """What a column of the table is called, in Markdown."""
+    if recipe.splice is None and arm == "base":
+        return f"{public_name(recipe.base.model)}, before"
+    if recipe.splice is None and arm == "no_splice" and recipe.control is not None:
+        return f"{public_name(recipe.control.model)}, same training"
+    return _ARMS.get(arm, arm.replace("_", " "))
+
+
+def cell_of(entry: Mapping[str, Any] | None) -> str:
+    """A share with its interval, or a perplexity."""
+    if entry is None:
+        return "not measured"
+    if "accuracy" not in entry:
+        return f"{entry['perplexity']:.3f}"
+    interval = f" [{entry['low']:.3f}, {entry['high']:.3f}]" if "low" in entry else ""
+    return f"{entry['accuracy']:.3f}{interval}"
+
+
+def _measured(results: Mapping[str, Any], recipe: Recipe) -> Iterator[EvalResult]:
+    """The hybrid's numbers for the model-index; the controls' are in the table alone."""
+    for path, entry in entries(results["arms"]["hybrid"]):
+        own, exact = path[0] == "held_out", "accuracy" in entry
+        kind = path[1] if own and len(path) > 1 else f"ssm-surgery-{path[0]}"
+        interval = {"interval": "95% Wilson", "low": entry["low"], "high": entry["high"]} if "low" in entry else None
+        yield EvalResult(
+            task_type="text-generation",
+            dataset_name=label_of(path, entry) + ("" if own else " (generated probe)"),
+            dataset_type=kind,
+            dataset_config="/".join(path[1:]) or "default",
+            dataset_split="held-out" if own else "evaluate",
+            dataset_args={"seed": recipe.seed, **({"prompts": entry["n"]} if "n" in entry else {})},
+            metric_type="accuracy" if exact else "perplexity",
+            metric_value=entry["accuracy"] if exact else entry["perplexity"],
+            metric_args=interval,
+        )
+
+
+def limits_of(recipe: Recipe) -> tuple[str, ...]:
+    """What was trained on, and what a user has to know, a sentence or two each."""
     sources = [source for stage in recipe.train.sequence for source in stage.sources]
     tasks = sorted({source.task for source in sources if source.task})
     data = [f"generated text ({', '.join(tasks)})"] * bool(tasks) + _own_data(recipe)
     trained = "Trained further" if recipe.splice is None else "Trained"
     return (
-        f"- {trained} for {recipe.train.num_all_steps} steps on {' and '.join(data)}, and on nothing else.\n"
-        "- Keys and values are kept for the spliced layers: memory grows with length there, unlike in the base.\n"
-        "- Assisted decoding refuses stateful models. vLLM and SGLang do not load head-level hybrids.\n"
-        "- Needs transformers 5.21 or newer: older ones decode such layers wrongly."
+        f"{trained} for {recipe.train.num_all_steps} steps on {' and '.join(data)}, and on nothing else.",
+        "The probes are generated: short words and invented facts. They show retrieval, not usefulness.",
+        "Keys and values are kept for the spliced layers: memory grows with length there, unlike in the base.",
+        "Assisted decoding refuses stateful models. vLLM and SGLang do not load head-level hybrids.",
+        "Needs transformers 5.21 or newer: older ones decode such layers wrongly.",
     )
 
 
 _USE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+FOLDER = "."  # this folder, or its id on the Hub
 model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+inputs = tokenizer("The value of", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=8)[0]))
 ```
 
-With `pip install ssm-surgery` and `import surgery.hybrid` no remote code is needed."""
+Remote code is the `*.py` of this folder: read it, and name a `revision` when you load it from the Hub. With
+`pip install ssm-surgery` and `import surgery.hybrid` none is needed, and `surgery verify` checks a copy."""
 
-_METHOD = (
-    "Gather and Aggregate heads: Bick, Xing, Gu, *Understanding the Skill Gap in Recurrent Language Models: The Role "
-    "of the Gather-and-Aggregate Mechanism*, arXiv 2504.18574. Mamba-2: Dao, Gu, arXiv 2405.21060. Tool: ssm-surgery."
+_CITATION = (
+    "Gather and Aggregate heads, which this method starts from, and the toolkit:\n\n"
+    """```bibtex
+@inproceedings{bick2025gather,
+  title = {Understanding the Skill Gap in Recurrent Language Models: The Role of the Gather-and-Aggregate Mechanism},
+  author = {Bick, Aviv and Xing, Eric P. and Gu, Albert},
+  booktitle = {International Conference on Machine Learning},
+  year = {2025},
+  eprint = {2504.18574},
+  archivePrefix = {arXiv}
+}
+"""
+    f"""@software{{ssm_surgery,
+  title = {{ssm-surgery: locate the retrieval heads of a pretrained Mamba and splice attention in there}},
+  version = {{{__version__}}}
+}}
+```
+
+"""
+    "Mamba-2: Dao, Gu, arXiv 2405.21060."
 )

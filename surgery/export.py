@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import copy
 import json
-import os
+import platform
 import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import __version__ as safetensors_version
+from safetensors.torch import save_file
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import __version__ as transformers_version
 
+from surgery import __version__
 from surgery.errors import ModelError, RunError
-from surgery.families import family_of, mixer_of, structure_of
 from surgery.families.runtime import restore_chunks
 from surgery.heads import HeadSet, Plan, to_json
 from surgery.recipe import Export
+from surgery.reload import make_reference, prompt_ids, reload
 from surgery.rundir import new_folder, write_json, write_text
+from surgery.verify import RECORD, REFERENCE, check_agreement, check_tensors, fingerprints
 
 
 def export(
@@ -42,6 +42,7 @@ def export(
     results: Mapping[str, Any] | None = None,
     figures: Path | None = None,
     overwrite: bool = False,
+    page: Path | None = None,
 ) -> dict[str, Any]:
     """Writes the folder whole, verified, or not at all.
 
@@ -49,23 +50,26 @@ def export(
         folder: must not be there, or be empty, or hold an export; `overwrite` replaces whatever it is.
         card: text of README.md.
         plan, heads, recipe_yaml, results, figures: the evidence that travels with the weights.
+        page: the run's `report.html`.
 
     Returns:
-        What the verification found: `max_logit_difference`, `tensors`, `checked_without_surgery`.
+        What `export.json` holds: `checked_without_surgery`, `max_logit_difference`, `generated_tokens` (compared),
+        `tensors`, `agree` (the documents that name the config's splice), `versions`, and `files` with the sha256 and
+        size of every other file. The same inputs on the same machine give the same bytes, file by file.
 
     Raises:
         RunError: the folder holds something else.
-        ModelError: a tensor is not finite, a silenced head is not silent, or the reloaded folder gives other logits.
+        ModelError: as `verify`; a weight is not finite.
     """
     section = section or Export()
     there = Path(folder)
-    taken = there.is_file() or (there.is_dir() and any(there.iterdir()) and not (there / "export.json").is_file())
+    taken = there.is_file() or (there.is_dir() and any(there.iterdir()) and not (there / RECORD).is_file())
     if taken and not overwrite:
         raise RunError("folder", str(folder), "It holds something that is no export. Name another folder.")
     with new_folder(Path(folder)) as new:
         exported = _as_exported(model, section)
         exported.generation_config = _generation_config(model, tokenizer)
-        _save_with_code(exported, new)
+        _save_with_code(exported, new, section.max_shard_size)
         _name_backbone(new, type(exported.base_model).__name__)
         tokenizer.save_pretrained(new)
         shutil.rmtree(new / "__pycache__", ignore_errors=True)
@@ -79,10 +83,13 @@ def export(
             write_json(new / "results.json", results)
         if figures is not None and figures.is_dir():
             shutil.copytree(figures, new / "figures", ignore=shutil.ignore_patterns("*.svg", "*.csv"))
+        if page is not None and page.is_file():
+            shutil.copyfile(page, new / "report.html")
         if card:
             write_text(new / "README.md", card)
         report = verify(new, exported)
-        write_json(new / "export.json", report)
+        report |= {"versions": _versions(), "files": fingerprints(new)}
+        write_json(new / RECORD, report)
     return report
 
 
@@ -102,13 +109,13 @@ def _as_exported(model: PreTrainedModel, section: Export) -> PreTrainedModel:
     return exported
 
 
-def _save_with_code(model: PreTrainedModel, folder: Path) -> None:
+def _save_with_code(model: PreTrainedModel, folder: Path, max_shard_size: str) -> None:
     """Saves with the modelling files. The mark that asks for them sits on the class; it is taken off again."""
     model_class, config_class = type(model), type(model.config)
     try:
         model_class.register_for_auto_class("AutoModelForCausalLM")
         config_class.register_for_auto_class()
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
     finally:
         model_class._auto_class = config_class._auto_class = None
 
@@ -126,74 +133,37 @@ def _generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
     return config
 
 
-# Runs in a process that cannot import this library: what a stranger's machine would do.
-_RELOAD = """
-import json, sys
-sys.modules["surgery"] = None
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
-folder, ids, out = sys.argv[1:4]
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype="auto").eval()
-ids = load_file(ids)["ids"]
-with torch.no_grad():
-    logits = model(ids, use_cache=False).logits
-    text = model.generate(ids[:1], max_new_tokens=8, do_sample=False, pad_token_id=0)
-save_file({"logits": logits, "text": text}, out)
-"""
-
-
-def verify(folder: Path, model: PreTrainedModel, prompt_tokens: int = 24) -> dict[str, Any]:
+def verify(folder: Path, model: PreTrainedModel) -> dict[str, Any]:
     """Reloads the folder where `surgery` cannot be imported and compares logits and a generation with `model`'s.
 
+    Writes the reference that later checks of a copy compare with.
+
     Raises:
-        ModelError: they differ, a tensor is not finite, or a replaced head is not silent.
+        ModelError: they differ, a tensor is missing or not finite, a replaced head is not silent, or the documents in
+            the folder name another splice than the config.
     """
-    _check_silence(model)
-    tensors = 0
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  (safe_open is no mapping)
-                tensors += 1
-                if not bool(opened.get_tensor(name).isfinite().all()):
-                    raise ModelError("export", name, "It holds numbers that are not finite.")
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, model.config.vocab_size, (2, prompt_tokens), generator=generator)
-    with tempfile.TemporaryDirectory() as scratch:
-        given, found = Path(scratch, "ids.safetensors"), Path(scratch, "found.safetensors")
-        save_file({"ids": ids}, given)
-        command = [sys.executable, "-c", _RELOAD, str(folder.resolve()), str(given), str(found)]
-        environment = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(Path(scratch, "modules"))}
-        done = subprocess.run(command, capture_output=True, text=True, env=_environment(environment), cwd=scratch)
-        if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise ModelError("export", last, "The folder does not load in stock transformers.")
-        reloaded = load_file(found)
+    tensors = check_tensors(folder, model.config)
+    agree, _ = check_agreement(folder, model.config)
+    ids = prompt_ids(model.config.vocab_size)
+    exact = "auto" if all(p.dtype == torch.float32 for p in model.parameters()) else "float32"
+    found = reload(folder, ids, tuple(dict.fromkeys(("auto", exact))))
     with torch.no_grad():
         logits = model(ids, use_cache=False).logits
         text = model.generate(ids[:1], max_new_tokens=8, do_sample=False, pad_token_id=0)
-    difference = float((logits - reloaded["logits"]).abs().max())
-    if difference != 0 or not torch.equal(text, reloaded["text"]):
+    difference = float((logits - found["auto.logits"]).abs().max())
+    if difference != 0 or not torch.equal(text, found["auto.text"]):
         raise ModelError("export", f"logits differ by {difference}", "The reloaded folder is another model.")
-    return {"checked_without_surgery": True, "max_logit_difference": difference, "tensors": tensors}
+    save_file(make_reference(ids, found, exact), folder / REFERENCE)
+    return {
+        "checked_without_surgery": True,
+        "max_logit_difference": difference,
+        "generated_tokens": text.shape[1] - ids.shape[1],
+        "tensors": tensors,
+        "agree": agree,
+    }
 
 
-def _check_silence(model: PreTrainedModel) -> None:
-    """Where heads were replaced, their columns of `out_proj` are still zero."""
-    specs = {spec.layer: spec for spec in family_of(model.config).mixers(model.config) if spec.is_ssm}
-    for site in getattr(model.config, "splice", None) or []:
-        spec = specs[site["layer"]]
-        out_proj = structure_of(spec).out_proj(mixer_of(model, spec))
-        for head in site["heads"] if site["mode"] == "replace" else []:
-            if bool(out_proj.weight[:, structure_of(spec).weight_slices(spec, head).out].any()):
-                raise ModelError("export", f"L{spec.layer}H{head}", "It was replaced, and is not silent any more.")
-
-
-def _environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment without secrets, and `extra`."""
-    hidden = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
-    kept = {k: v for k, v in os.environ.items() if k not in hidden and k not in _LAUNCHER}
-    return {**kept, **extra}
-
-
-_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+def _versions() -> dict[str, str]:
+    """What the check depends on."""
+    own = {"surgery": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    return own | {"transformers": transformers_version, "safetensors": safetensors_version}

@@ -47,6 +47,7 @@ class FalconMambaHybridPreTrainedModel(HybridInitMixin, FalconMambaPreTrainedMod
     """Flags and initialisation common to both classes."""
 
     config_class = FalconMambaHybridConfig
+    _no_split_modules = ["FalconMambaBlock"]
 
 
 class FalconMambaHybridModel(HybridModelMixin, FalconMambaHybridPreTrainedModel, FalconMambaModel):

@@ -131,7 +131,7 @@ class MambaSsmAttention(nn.Module):
         if cache is not None:
             x_BCT = cache.update_conv_state(x_BCT, self.layer_idx, conv_kernel_size=self.conv_kernel)
         x_BCT = F.pad(x_BCT, (self.conv_kernel - 1, 0))
-        x_BCT = F.conv1d(x_BCT, self.conv1d.weight, self.conv1d.bias, groups=x_BCT.shape[1])[..., -T:]
+        x_BCT = self.conv1d(x_BCT)[..., -T:]  # called, so that weights that were put aside are brought
         return x_BCT.transpose(1, 2)
 
     def _rotate(self, x_BHTP: Tensor, past: int | Tensor) -> Tensor:
@@ -208,7 +208,6 @@ class Mamba2AttnModel(Mamba2HybridModel, MaskedMamba2Model):
     """`Mamba2HybridModel` whose layers may be attention, and may have MLPs."""
 
     config_class = Mamba2AttnConfig
-    _no_split_modules = ["Mamba2Block", "Mamba2AttnBlock"]
 
     def __init__(self, config: Mamba2AttnConfig) -> None:
         super().__init__(config)
@@ -217,6 +216,7 @@ class Mamba2AttnModel(Mamba2HybridModel, MaskedMamba2Model):
         if config.d_intermediate:
             blocks = [Mamba2AttnBlock(config, index, block.mixer) for index, block in enumerate(self.layers)]
             self.layers = nn.ModuleList(blocks)
+        self._no_split_modules = [type(block).__name__ for block in self.layers[:1]]
         self.post_init()
 
 
@@ -224,11 +224,12 @@ class Mamba2AttnForCausalLM(Mamba2HybridForCausalLM):
     """Mamba-2 language model with attention layers; "Mamba" in the name makes `generate` pass `cache_params`."""
 
     config_class = Mamba2AttnConfig
-    _no_split_modules = ["Mamba2Block", "Mamba2AttnBlock"]
 
     def __init__(self, config: Mamba2AttnConfig) -> None:
         super(Mamba2ForCausalLM, self).__init__(config)
-        self._build(Mamba2AttnModel(config))
+        backbone = Mamba2AttnModel(config)
+        self._no_split_modules = backbone._no_split_modules
+        self._build(backbone)
 
 
 __all__ = ["Mamba2AttnConfig", "Mamba2AttnForCausalLM", "Mamba2AttnModel", "Mamba2HybridPreTrainedModel"]

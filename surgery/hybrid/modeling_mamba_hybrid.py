@@ -47,6 +47,7 @@ class MambaHybridPreTrainedModel(HybridInitMixin, MambaPreTrainedModel):
     """Flags and initialisation common to both classes."""
 
     config_class = MambaHybridConfig
+    _no_split_modules = ["MambaBlock"]
 
 
 class MambaHybridModel(HybridModelMixin, MambaHybridPreTrainedModel, MambaModel):

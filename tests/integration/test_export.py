@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import surgery.hybrid
+import surgery.verify as verifying
 from surgery import export
 from surgery.checkpoint import load_model
 from surgery.errors import RunError
-from surgery.recipe import Base
+from surgery.recipe import Base, Export
+from surgery.reload import TOLERANCE, make_reference, read_reference, reload
+from surgery.verify import RECORD, REFERENCE, fingerprints, verify_folder
+from tests.battery import every_spliced, logits, trained
+from tests.integration.conftest import RECIPE, SMALL
+from tests.integration.conftest import surgery as command
+from tests.pico import tokens
+from tests.unit.test_verify import edit, exporting, in_this_process, list_again, refusal, written
 
 LIBRARY = Path(surgery.hybrid.__file__).parent
 PROMPT = "Memorize the following dictionary:\nbalo:12\nmiku:7\nThe value of the key 'miku' is"
@@ -31,24 +42,6 @@ def test_shipped_modules_are_the_librarys_own_byte_for_byte(folder: Path) -> Non
     assert shipped == ["attention.py", "donor.py", "mixins.py", "modeling_mamba2_hybrid.py"]
     for name in shipped:
         assert (folder / name).read_bytes() == (LIBRARY / name).read_bytes()
-
-
-def test_it_loads_without_surgery_and_gives_the_trained_logits(folder: Path, finished: Path, tmp_path: Path) -> None:
-    script = """
-import sys, torch
-sys.modules["surgery"] = None
-from transformers import AutoModelForCausalLM, AutoTokenizer
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
-ids = AutoTokenizer.from_pretrained(sys.argv[1])(sys.argv[2], return_tensors="pt")["input_ids"]
-with torch.no_grad():
-    torch.save(model(ids).logits, sys.argv[3])
-"""
-    out = tmp_path / "logits.pt"
-    subprocess.run([sys.executable, "-c", script, str(folder), PROMPT, str(out)], check=True, cwd=tmp_path, timeout=120)
-    trained = AutoModelForCausalLM.from_pretrained(finished / "trained").eval()
-    ids = AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt")["input_ids"]
-    with torch.no_grad():
-        assert torch.equal(torch.load(out, weights_only=True), trained(ids).logits)
 
 
 def test_registered_classes_need_no_remote_code(folder: Path) -> None:
@@ -104,3 +97,99 @@ def test_the_card_holds_the_measured_numbers(folder: Path) -> None:
     for arm in results["arms"].values():
         assert f"{arm['kv_retrieval']['8']['accuracy']:.3f}" in card
         assert f"{arm['perplexity']:.3f}" in card
+
+
+def test_a_clean_process_computes_what_was_trained(folder: Path, finished: Path) -> None:
+    """`reload` gives the trained model's logits, and all that its twin in the unit tests does; the reference is made of
+    it."""
+    ids = read_reference(folder / REFERENCE)["ids"]
+    trained_model = AutoModelForCausalLM.from_pretrained(finished / "trained").eval()
+    found, twin = reload(folder, ids, ("auto", "float32")), in_this_process(folder, ids, ("auto", "float32"))
+    assert found.keys() == twin.keys() and all(torch.equal(found[k], twin[k]) for k in found)
+    assert torch.equal(found["auto.logits"], logits(trained_model, ids))
+    reference = make_reference(ids, found, "float32")
+    stored = load_file(folder / REFERENCE)
+    assert all(torch.equal(reference[k], stored[k]) for k in stored)
+
+
+def test_a_copy_verifies_from_the_command_line(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    done = command("verify", str(copy), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    files = sum(p.is_file() for p in copy.rglob("*")) - 1
+    assert f"{files} files are those that were exported" in done.stdout and "not checked" not in done.stdout
+    assert "config.json, plan.json, heads.json, README.md agree" in done.stdout
+    assert "8 generated tokens" in done.stdout or "generated tokens the same" in done.stdout
+
+
+def test_another_model_does_not_verify(folder: Path, tmp_path: Path) -> None:
+    """The new head off, every file listed anew: a real process tells. Exit code 2, one line."""
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    name = next(n for n in load_file(copy / "model.safetensors") if n.endswith("attention.o_proj.weight"))
+    edit(copy, "model.safetensors", lambda tensors: tensors[name].zero_())
+    assert "model.safetensors" in command("verify", str(copy), cwd=tmp_path).stderr
+    list_again(copy)
+    done = command("verify", str(copy), cwd=tmp_path)
+    assert done.returncode == 2 and "logits differ from reference.safetensors" in done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_an_edited_module_runs_with_trust_alone(folder: Path, tmp_path: Path) -> None:
+    copy, mark = Path(shutil.copytree(folder, tmp_path / "copy")), tmp_path / "it ran"
+    with open(copy / "attention.py", "a") as file:
+        file.write(f"\nopen({str(mark)!r}, 'w').close()\n")
+    list_again(copy)
+    assert "attention.py" in refusal(copy) and not mark.exists()
+    assert verify_folder(copy, trust_remote_code=True)["max_logit_difference"] < TOLERANCE
+    assert mark.exists()
+
+
+def test_the_same_run_gives_the_same_bytes(finished: Path, tmp_path: Path) -> None:
+    """The stage again, elsewhere, in a process that hashes strings in another order."""
+    shutil.copytree(finished, tmp_path / "runs" / finished.name)
+    shutil.rmtree(tmp_path / "runs" / finished.name / "export")
+    again = [sys.executable, "-m", "surgery", "run", str(RECIPE), *SMALL, "--from", "export"]
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    done = subprocess.run(again, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    first, second = finished / "export", tmp_path / "runs" / finished.name / "export"
+    assert fingerprints(second) == fingerprints(first)
+    assert (second / RECORD).read_bytes() == (first / RECORD).read_bytes()
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads here in the place of a clean process, for many small folders."""
+    for module in (exporting, verifying):
+        monkeypatch.setattr(module, "reload", in_this_process)
+
+
+@every_spliced
+def test_bf16_keeps_what_has_to_be_exact(name: str, tmp_path: Path, in_process: None) -> None:
+    """And the reference is computed in fp32 all the same, so that the tolerance is that of fp32."""
+    folder = written(tmp_path / "export", "add", name, Export(dtype="bfloat16"))
+    exact = {"A_log", "dt_bias", "D", "e_score_correction_bias"}
+    for key, tensor in load_file(folder / "model.safetensors").items():
+        assert tensor.dtype == (torch.float32 if key.rsplit(".", 1)[-1] in exact else torch.bfloat16), key
+    reloaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    stored = load_file(folder / "model.safetensors")
+    assert all(torch.equal(stored[k], v) for k, v in reloaded.state_dict().items() if k in stored)
+    assert verify_folder(folder)["max_logit_difference"] < TOLERANCE
+
+
+@every_spliced
+def test_shards(name: str, tmp_path: Path, in_process: None) -> None:
+    """By size, each tensor in one of them; the same model; a wrong index is found."""
+    folder = written(tmp_path / "export", "add", name, Export(max_shard_size="30KB"))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert len(shards) > 1 and {p.name for p in shards} == set(index["weight_map"].values())
+    model = trained(name, "add")
+    unique = {v.data_ptr(): v.nbytes for v in model.state_dict(keep_vars=True).values()}
+    assert index["metadata"]["total_size"] == sum(unique.values())  # what is tied is stored once
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(folder), tokens()), logits(model, tokens()))
+    assert verify_folder(folder)["tensors"] == len(unique)
+    key = min(index["weight_map"])
+    edit(folder, "model.safetensors.index.json", lambda data: data["weight_map"].pop(key))
+    list_again(folder)
+    assert f"{key} is not in the index" in refusal(folder)

@@ -27,6 +27,7 @@ from surgery.checkpoint import load_model
 from surgery.families import family_of, geometry_of, mixer_of, structure_of
 from surgery.hybrid.attention import SplicedAttention
 from surgery.recipe import Base, Optimizer, Train
+from surgery.reload import RELOAD
 from surgery.train.loop import Trainer
 from surgery.train.optim import adamw, spliced_parameters, trainable
 from tests.battery import (
@@ -255,11 +256,11 @@ class TestDecode:
 
 
 # Runs the library's own check on several folders, in one process that cannot import the library.
-RELOAD = """
+RELOADS = """
 import sys
 script, *triples = sys.argv[1:]
 while triples:
-    sys.argv, triples = ["-c", *triples[:3]], triples[3:]
+    sys.argv, triples = ["-c", *triples[:3], "auto"], triples[3:]
     exec(script)
 """
 
@@ -281,7 +282,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, d
             exporting.export(exported(name), pico_tokenizer(), there / name, card="A card.")
             arguments += [str(there / name), str(there / "ids"), str(there / f"{name}.found")]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(there / "modules")}
-    command = [sys.executable, "-c", RELOAD, exporting._RELOAD, *arguments]
+    command = [sys.executable, "-c", RELOADS, RELOAD, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=there, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     return {name: (there / name, load_file(there / f"{name}.found")) for name in SPLICED_FAMILIES}
@@ -292,10 +293,10 @@ class TestExport:
     def test_reloaded_without_surgery_it_is_the_same(self, name: str, exports: Any) -> None:
         _, found = exports[name]
         model, ids = exported(name), tokens(2, 24)
-        assert torch.equal(found["logits"], logits(model, ids))
+        assert torch.equal(found["auto.logits"], logits(model, ids))
         end = pico_tokenizer().eos_token_id
         text = model.generate(ids[:1], max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=end)
-        assert torch.equal(found["text"], text) and text.shape[1] > 24
+        assert torch.equal(found["auto.text"], text) and text.shape[1] > 24
 
     def test_modelling_files_are_the_librarys(self, name: str, exports: Any) -> None:
         folder, _ = exports[name]

@@ -1,0 +1,176 @@
+"""An exported folder in stock transformers, and in what people run on top of it: the table in docs/CONFORMANCE.md.
+
+`stranger.py` does it all in one process that cannot import this library; a server is a process of its own. What every
+hybrid class has to do, whatever its family, is in tests/unit/hybrid/test_common_properties.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.import_utils import is_serve_available
+
+from tests.integration.conftest import ROOT
+from tests.pico import pico_hybrid, pico_site, pico_tokenizer, random_site
+from tests.unit.test_verify import exporting, in_this_process
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hybrid with heads added in one layer and one replaced in another."""
+    splice = [pico_site(0, [1, 3]), random_site(2, [0], "replace")]
+    model, there = pico_hybrid(splice, vocab_size=1024, seed=1), tmp_path_factory.mktemp("conformance") / "export"
+    with torch.no_grad():
+        model.backbone.layers[2].mixer.out_proj.weight[:, :16] = 0
+        model.get_input_embeddings().weight.mul_(0.1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exporting, "reload", in_this_process)
+        exporting.export(model, pico_tokenizer(), there)
+    return there
+
+
+def environment(scratch: Path) -> dict[str, str]:
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    given = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HF_MODULES_CACHE": str(scratch / "modules")}
+    return {**os.environ, **given, "PYTHONPATH": paths}
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, Any]:
+    """What the stranger saw."""
+    out = folder.parent / "found.json"
+    command = [sys.executable, "-m", "tests.integration.stranger", str(folder), str(out)]
+    done = subprocess.run(command, cwd=folder.parent, env=environment(folder.parent), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize(
+    "way", ["greedy", "sampling", "beams", "padded_batch", "pipeline", "saved_again", "without_head"]
+)
+def test_it_gives_what_it_should(way: str, found: dict[str, Any]) -> None:
+    """Greedy and seeded sampling as token by token over whole passes; beams as without a cache, and other than greedy;
+    a padded batch as row by row; a pipeline in batches as one by one; the same logits after every round trip."""
+    answers = found[way] if isinstance(found[way], list) else [found[way]]
+    assert answers and all(answer is True for answer in answers), found[way]
+
+
+def test_a_cache_of_fixed_size(found: dict[str, Any]) -> None:
+    assert found["static_cache"] == [True, "StaticCache"]
+
+
+def test_one_graph(found: dict[str, Any]) -> None:
+    assert found["compiled"] < 1e-5
+
+
+def test_bf16(found: dict[str, Any]) -> None:
+    *dtypes, apart, new = found["bf16"]
+    assert dtypes == ["torch.float32"] * 3 + ["torch.bfloat16"]
+    assert 0 < apart < 0.1 and new == 6
+
+
+def test_device_maps(found: dict[str, Any]) -> None:
+    """On the CPU alone, and from disk, whole or in part: the same logits and text, bit for bit."""
+    assert found["device_maps"] == dict.fromkeys(("auto", "cpu", "disk", "mixed"), True)
+
+
+def test_adapters(found: dict[str, Any]) -> None:
+    """LoRA learns, and is the same after saving, loading, merging, and loading the merged model."""
+    peft = found["peft"]
+    assert peft["trained"] == ["lora_A", "lora_B"]
+    assert peft["losses"] == sorted(peft["losses"], reverse=True) and peft["losses"][-1] < peft["losses"][0] - 0.1
+    assert max(peft["apart"]) < 1e-4 < 0.1 < peft["moved"]
+
+
+@pytest.mark.parametrize(
+    ("way", "error"),
+    [
+        ("assisted", "not supported with stateful models"),
+        ("prompt_lookup", "not supported with stateful models"),
+        ("contrastive", "Contrastive Search requires `trust_remote_code=True`"),
+        ("quantized_cache", "only supported for models with only full attention"),
+        ("continuous_batching", "Invalid layer type: hybrid"),
+    ],
+)
+def test_what_does_not_work_says_so(way: str, error: str, found: dict[str, Any]) -> None:
+    """Of transformers, not of these classes; none of them gives a wrong text instead."""
+    assert found[way].startswith("ValueError: ") and error in found[way]
+
+
+# `transformers serve` looks every class up by its name in its own package, where no model that brings its code is.
+SERVE = """
+import surgery.hybrid
+from transformers.cli.serving.model_manager import transformers
+from transformers.cli.transformers import main
+for _, _, model_class in surgery.hybrid.CLASSES:
+    setattr(transformers, model_class.__name__, model_class)
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[str]:
+    """Address of a server of the folder."""
+    if not is_serve_available():
+        pytest.skip("transformers' server is not installed: pip install 'transformers[serving]'")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", SERVE, "serve", str(folder), "--device", "cpu", "--host", "127.0.0.1"]
+    with open(folder.parent / "server.log", "w") as log:
+        process = subprocess.Popen(
+            [*command, "--port", str(port)], env=environment(folder.parent), cwd=folder.parent, stdout=log, stderr=log
+        )
+        try:
+            address = f"http://127.0.0.1:{port}"
+            wait_for(address + "/health", process)
+            yield address
+        finally:
+            process.kill()
+            process.wait()
+
+
+def wait_for(address: str, process: subprocess.Popen[bytes]) -> None:
+    for _ in range(400):
+        assert process.poll() is None, "the server is gone"
+        try:
+            urllib.request.urlopen(address, timeout=5).read()
+            return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.25)
+    raise AssertionError("the server does not answer")
+
+
+def ask(address: str, **body: Any) -> str:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(address, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return answer.read().decode()
+
+
+def test_a_server_answers(server: str, folder: Path) -> None:
+    """Over HTTP, at once and streamed: the text that `generate` gives."""
+    prompt = "The value of the key 'a' is"
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    ids = tokenizer(prompt, return_tensors="pt")
+    new = model.generate(**ids, max_new_tokens=6, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    expected = tokenizer.decode(new, skip_special_tokens=True)
+    given = {"model": str(folder), "prompt": prompt, "max_tokens": 6, "temperature": 0}
+    whole = json.loads(ask(server + "/v1/completions", **given))
+    assert whole["choices"][0]["text"] == expected and whole["usage"]["completion_tokens"] == 6
+    lines = [line.removeprefix("data: ") for line in ask(server + "/v1/completions", **given, stream=True).splitlines()]
+    pieces = [json.loads(line)["choices"][0]["text"] for line in lines if line.startswith("{")]
+    assert "".join(pieces) == expected and len(pieces) > 1

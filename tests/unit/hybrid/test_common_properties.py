@@ -1,0 +1,390 @@
+"""What transformers asks of its own models, asked of every hybrid class.
+
+Its common tests are not installed with it; these are the same properties, on hybrids with three spliced heads in two
+layers. Where the plain model of a family does not have a property, its hybrid need not: that is said where it is so.
+"""
+
+from __future__ import annotations
+
+import copy
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from surgery.families import family_of
+from surgery.hybrid import CLASSES
+from tests.battery import base, every_spliced, logits, shared, trained
+from tests.pico import HIDDEN, VOCAB, pad, tokens
+
+CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-5}  # logits of these models are up to 30
+every_class = pytest.mark.parametrize("classes", CLASSES, ids=[c[0].model_type for c in CLASSES])
+# Models that transformers compiles whole; in the others a cache of fixed size is refused.
+COMPILES = ("mamba2", "mamba2attn", "bamba", "granite", "nemotron_h")
+
+
+def to_train(name: str, **more: Any) -> Any:
+    """A copy with gradients."""
+    return copy.deepcopy(trained(name, **more)).train().requires_grad_(True)
+
+
+def saved(model: Any, folder: Path, **more: Any) -> dict[str, Tensor]:
+    """Saves, and gives what the files hold."""
+    model.save_pretrained(folder, **more)
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            assert not set(found) & set(opened.keys()), "stored twice"
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return found
+
+
+def generate(model: Any, ids: Tensor, **more: Any) -> Any:
+    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, **more}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+
+
+@every_class
+class TestConfig:
+    def test_its_defaults_make_a_config(self, classes: Any, tmp_path: Path) -> None:
+        """Without arguments, by its type, and back from a file the same."""
+        config = classes[0]()
+        assert config.splice is None and config.to_dict() == AutoConfig.for_model(config.model_type).to_dict()
+        config.save_pretrained(tmp_path)
+        assert classes[0].from_pretrained(tmp_path).to_dict() == config.to_dict()
+
+    def test_names_agree(self, classes: Any) -> None:
+        """The classes find one another, and `generate` passes the cache under the name that the forward takes."""
+        config_class, model_class, causal_class = classes
+        assert AutoModel._model_mapping[config_class] is model_class
+        assert AutoModelForCausalLM._model_mapping[config_class] is causal_class
+        assert model_class.config_class is causal_class.config_class is config_class
+        takes = family_of(config_class()).cache_argument
+        assert ("Mamba" in causal_class.__name__) == (takes == "cache_params")
+
+
+@every_spliced
+class TestSaving:
+    def test_config_survives_files_and_json(self, name: str, tmp_path: Path) -> None:
+        config = trained(name).config
+        config.save_pretrained(tmp_path)
+        again = type(config).from_pretrained(tmp_path)
+        assert again.to_dict() == config.to_dict() and again.splice == config.splice
+        assert type(config).from_dict(config.to_dict()).to_dict() == config.to_dict()
+        assert again.layer_types == config.layer_types and again.num_labels == config.num_labels
+
+    @pytest.mark.parametrize("size", ["50GB", "20KB"])
+    def test_save_and_load(self, name: str, size: str, tmp_path: Path) -> None:
+        """In one file and in several; every tensor once."""
+        model = trained(name)
+        stored = saved(model, tmp_path, max_shard_size=size)
+        assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (size == "20KB")
+        unique = {v.data_ptr(): v.nbytes for v in model.state_dict(keep_vars=True).values()}
+        assert sum(v.nbytes for v in stored.values()) == sum(unique.values())
+        again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+        assert torch.equal(logits(again, tokens()), logits(model, tokens())) and shared(again) == shared(model)
+
+    def test_with_and_without_its_head(self, name: str, tmp_path: Path) -> None:
+        """`base_model_prefix` is right: each class loads what the other one saved."""
+        model = trained(name)
+        saved(model, tmp_path / "whole")
+        body, info = AutoModel.from_pretrained(tmp_path / "whole", output_loading_info=True)
+        assert type(body) is type(model.base_model) and model.base_model is not model and not info["missing_keys"]
+        hidden = [m(tokens(), use_cache=False).last_hidden_state for m in (body, model.base_model)]
+        assert torch.equal(*hidden)
+        saved(body, tmp_path / "body")
+        whole, info = AutoModelForCausalLM.from_pretrained(tmp_path / "body", output_loading_info=True)
+        tied = model.config.tie_word_embeddings
+        assert {k.split(".")[0] for k in info["missing_keys"]} == (set() if tied else {"lm_head"})
+        assert torch.equal(whole.base_model(tokens(), use_cache=False).last_hidden_state, hidden[0])
+
+    def test_missing_weights_are_initialised(self, name: str, tmp_path: Path) -> None:
+        """As the class itself would: silent branches, finite numbers, and the stored tensors untouched."""
+        model = copy.deepcopy(trained(name))
+        state = {k: v for k, v in model.state_dict().items() if ".attention." not in k or "out_proj" in k}
+        fewer = {k: v for i, (k, v) in enumerate(sorted(state.items())) if i % 3}
+        again, info = type(model).from_pretrained(None, config=model.config, state_dict=fewer, output_loading_info=True)
+        assert info["missing_keys"] and all(p.isfinite().all() for p in again.parameters())
+        assert all(torch.equal(v, fewer[k]) for k, v in again.state_dict().items() if k in fewer)
+        fresh = type(model)(model.config)
+        fewer |= {key: Tensor() for group in shared(model) if group & set(fewer) for key in group}
+        for (key, ours), (_, theirs) in zip(again.named_parameters(), fresh.named_parameters(), strict=True):
+            if key.endswith(("attention.o_proj.weight", "attention.scale")):
+                assert torch.equal(ours, theirs), key
+            elif key not in fewer and theirs.numel() > 200 and theirs.std() > 0:
+                assert 0.7 < ours.std() / theirs.std() < 1.4, key
+
+    def test_on_no_device_and_in_a_device_context(self, name: str, tmp_path: Path) -> None:
+        model = trained(name)
+        with torch.device("meta"):
+            empty = type(model)(model.config)
+        assert {p.device.type for p in empty.parameters()} == {"meta"}
+        shapes, expected = ({k: v.shape for k, v in m.state_dict().items()} for m in (empty, model))
+        assert shapes == expected
+        saved(model, tmp_path)
+        with torch.device("cpu"):
+            assert torch.equal(logits(type(model).from_pretrained(tmp_path), tokens()), logits(model, tokens()))
+
+    def test_weights_may_lie_on_disk(self, name: str, tmp_path: Path) -> None:
+        """accelerate brings a module's weights when the module is called: none may be read past its call."""
+        model, ids = trained(name), tokens(2, 9)
+        saved(model, tmp_path / "model")
+        away = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "model", device_map={"": "disk"}, offload_folder=tmp_path / "offload"
+        )
+        assert {p.device.type for p in away.parameters()} == {"meta"}
+        assert torch.equal(logits(away, ids), logits(model, ids))
+        assert torch.equal(generate(away, ids), generate(model, ids))
+
+    def test_in_bf16(self, name: str, tmp_path: Path) -> None:
+        """What decides over decay stays fp32, logits have the dtype that the plain model's have, and all is finite."""
+        saved(trained(name), tmp_path)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+        kept = {k for k, p in model.named_parameters() if p.dtype == torch.float32}
+        assert kept == {k for k, _ in model.named_parameters() if k.rsplit(".", 1)[-1] in ("A_log", "dt_bias", "D")}
+        found = model(tokens(), use_cache=False).logits
+        plain = copy.deepcopy(base(name)).to(torch.bfloat16)(tokens(), use_cache=False).logits
+        assert found.dtype == plain.dtype and found.isfinite().all()
+        exact = logits(trained(name), tokens())
+        assert (found.float() - exact).std() < 0.1 * exact.std()
+
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_tied_weights(self, name: str, tied: bool, tmp_path: Path) -> None:
+        """Tied: one tensor, also after a load, stored once. Untied: two, with the numbers that they had."""
+        config = copy.deepcopy(trained(name).config)
+        config.tie_word_embeddings = tied
+        model = type(trained(name))(config)
+        if name == "nemotron_h" and tied:  # the plain class ties nothing, whatever its config says
+            assert base(name)._tied_weights_keys == model._tied_weights_keys == {}
+            return
+        head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+        assert (head is embedding) == tied
+        stored = saved(model, tmp_path)
+        assert ("lm_head.weight" in stored) != tied
+        again = type(model).from_pretrained(tmp_path)
+        assert (again.get_output_embeddings().weight is again.get_input_embeddings().weight) == tied
+        assert torch.equal(again.get_output_embeddings().weight, head)
+        assert set(model._tied_weights_keys) <= set(model.state_dict())
+
+    @pytest.mark.parametrize("size", [VOCAB + 11, VOCAB - 9])
+    def test_resized_embeddings(self, name: str, size: int, tmp_path: Path) -> None:
+        model = copy.deepcopy(trained(name))
+        before = logits(model, tokens() % (VOCAB - 9))
+        model.resize_token_embeddings(size, mean_resizing=False)
+        assert model.config.vocab_size == model.get_input_embeddings().num_embeddings == size
+        after = logits(model, tokens() % (VOCAB - 9))
+        least = min(size, VOCAB)
+        assert after.shape[-1] == size
+        torch.testing.assert_close(after[..., :least], before[..., :least], **CLOSE)
+        saved(model, tmp_path)
+        assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path), tokens() % (VOCAB - 9)), after)
+
+    def test_embeddings_can_be_replaced(self, name: str) -> None:
+        model = copy.deepcopy(trained(name))
+        other = torch.nn.Embedding(VOCAB, HIDDEN)
+        model.set_input_embeddings(other)
+        assert model.get_input_embeddings() is other and model.base_model.get_input_embeddings() is other
+        assert model.get_decoder() is model.base_model
+
+
+@every_spliced
+class TestForward:
+    def test_embeddings_instead_of_tokens(self, name: str) -> None:
+        model, ids = trained(name), tokens(2, 9)
+        embedded = model.get_input_embeddings()(ids)
+        assert torch.equal(logits(model, None, inputs_embeds=embedded), logits(model, ids))
+        if "inputs_embeds" not in signature(base(name).prepare_inputs_for_generation).parameters:
+            assert name in ("zamba2", "bamba", "nemotron_h")  # the plain model refuses
+            return
+        new = model.generate(inputs_embeds=embedded, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        assert torch.equal(new, generate(model, ids, max_new_tokens=4)[:, 9:])
+
+    def test_hidden_states_are_the_plain_models(self, name: str) -> None:
+        """As many, of the same shapes, and the last one is what the head reads."""
+        given = {"input_ids": tokens(2, 9), "use_cache": False, "output_hidden_states": True}
+        found, plain = (m(**given) for m in (trained(name), base(name)))
+        assert [h.shape for h in found.hidden_states] == [h.shape for h in plain.hidden_states]
+        body = trained(name).base_model(**given)
+        assert torch.equal(body.hidden_states[-1], body.last_hidden_state)
+        assert all(map(torch.equal, body.hidden_states, found.hidden_states))
+
+    def test_attentions_are_the_plain_models(self, name: str) -> None:
+        """Those of its own attention layers where it gives them; rows of spliced heads are asked for in another way."""
+        models = [copy.deepcopy(m) for m in (trained(name), base(name))]
+        for model in models:
+            model.set_attn_implementation("eager")
+        found, plain = (m(tokens(2, 9), use_cache=False, output_attentions=True) for m in models)
+        shapes = [[a.shape for a in o.get("attentions") or ()] for o in (found, plain)]
+        assert shapes[0] == shapes[1]
+        assert bool(shapes[0]) == (name in ("zamba2", "bamba", "granite", "nemotron_h"))
+
+    def test_implementations_agree(self, name: str) -> None:
+        model, (ids, mask) = copy.deepcopy(trained(name)), pad([tokens(1, n, seed=n)[0] for n in (9, 14)], "left")
+        found = {}
+        for implementation in ("eager", "sdpa"):
+            model.set_attn_implementation(implementation)
+            assert model.base_model.config._attn_implementation == implementation
+            found[implementation] = logits(model, ids, mask)[mask.bool()]
+        torch.testing.assert_close(found["sdpa"], found["eager"], **CLOSE)
+
+    def test_a_row_does_not_depend_on_its_batch(self, name: str) -> None:
+        ids = tokens(3, 11)
+        together = logits(trained(name), ids)
+        for row, alone in zip(together, ids, strict=True):
+            torch.testing.assert_close(logits(trained(name), alone[None])[0], row, **CLOSE)
+
+    def test_again_is_the_same(self, name: str) -> None:
+        model, ids = trained(name), tokens()
+        assert torch.equal(logits(model, ids), logits(model, ids))
+        torch.testing.assert_close(logits(model, ids, use_cache=True), logits(model, ids), **CLOSE)
+
+    def test_tuples(self, name: str) -> None:
+        for model in (trained(name), trained(name).base_model):
+            given = {"use_cache": False, "output_hidden_states": True}
+            named, plain = model(tokens(), **given), model(tokens(), **given, return_dict=False)
+            assert isinstance(plain, tuple) and len(plain) == len(named.to_tuple())
+            assert torch.equal(plain[0], named[0]) and all(map(torch.equal, plain[1], named.hidden_states))
+
+    def test_logits_of_some_tokens_alone(self, name: str) -> None:
+        model, ids = trained(name), tokens(2, 9)
+        whole = logits(model, ids)
+        for kept, expected in ((3, whole[:, -3:]), (torch.tensor([0, 5]), whole[:, [0, 5]]), (0, whole)):
+            torch.testing.assert_close(logits(model, ids, logits_to_keep=kept), expected, **CLOSE)
+
+    def test_the_plain_models_arguments_are_taken(self, name: str) -> None:
+        """Experts' logits where the family has experts."""
+        if name == "granite":
+            given = {"input_ids": tokens(), "use_cache": False, "output_router_logits": True}
+            found, plain = (m(**given) for m in (trained(name), base(name)))
+            assert [r.shape for r in found.router_logits] == [r.shape for r in plain.router_logits]
+            assert len(found.router_logits) > 0
+        with pytest.raises(ValueError, match="exactly one"):
+            trained(name)(tokens(), inputs_embeds=trained(name).get_input_embeddings()(tokens()))
+
+
+@every_spliced
+class TestTraining:
+    def test_loss_is_the_mean_over_labels(self, name: str) -> None:
+        """Shifted by one, without those of -100; over `num_items_in_batch` where a trainer says how many there are."""
+        model, ids = trained(name), tokens(2, 9)
+        labels = ids.clone()
+        labels[0, :4] = -100
+        output = model(ids, labels=labels, use_cache=False)
+        flat, wanted = output.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
+        total = torch.nn.functional.cross_entropy(flat, wanted, reduction="sum")
+        torch.testing.assert_close(output.loss, total / (wanted != -100).sum())
+        scaled = model(ids, labels=labels, use_cache=False, num_items_in_batch=40).loss
+        torch.testing.assert_close(scaled, total / 40)
+
+    def test_every_weight_has_a_gradient(self, name: str) -> None:
+        """Training for real: a backward pass reaches all parameters, and a step makes the loss smaller."""
+        model, ids = to_train(name), tokens(2, 12)
+        model(ids, labels=ids).loss.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        before = model(ids, labels=ids).loss.item()
+        with torch.no_grad():
+            norm = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
+            for p in model.parameters():
+                p -= 0.02 * p.grad / norm
+        assert model(ids, labels=ids).loss.item() < before
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_checkpointing_gives_the_same_gradients(self, name: str, reentrant: bool) -> None:
+        found = []
+        for checkpointing in (False, True):
+            model, ids = to_train(name), tokens(2, 9)
+            if checkpointing:
+                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+                assert model.is_gradient_checkpointing
+            model(ids, labels=ids).loss.backward()
+            found.append({k: p.grad for k, p in model.named_parameters() if p.grad is not None})
+        assert found[0].keys() == found[1].keys()
+        for key, gradient in found[0].items():
+            torch.testing.assert_close(found[1][key], gradient, atol=1e-6, rtol=1e-4, msg=key)
+
+    def test_gradients_of_hidden_states_can_be_kept(self, name: str) -> None:
+        output = to_train(name)(tokens(2, 9), output_hidden_states=True)
+        output.hidden_states[0].retain_grad()
+        output.logits.flatten()[0].backward()
+        assert output.hidden_states[0].grad.any()
+
+    def test_blocks_that_stay_whole_are_there(self, name: str) -> None:
+        """What accelerate keeps on one device: each name is that of a class here, and every mixer is inside of one."""
+        for model in (trained(name), trained(name).base_model):
+            kinds = {type(m).__name__ for m in model.modules()}
+            named = set(model._no_split_modules)
+            assert named and named <= kinds
+            blocks = [n for n, m in model.named_modules() if type(m).__name__ in named]
+            inside = [n for n, m in model.named_modules() if hasattr(m, "splice_attention") or n.endswith(".attention")]
+            assert inside and all(any(f"{n}.".startswith(f"{b}.") for b in blocks) for n in inside)
+
+    def test_a_copy_is_independent(self, name: str) -> None:
+        """Hooks of the copy act on the copy: `replace` silences by a hook, and Mamba-1 reads its streams by one."""
+        model = trained(name, "replace")
+        other = copy.deepcopy(model)
+        assert torch.equal(logits(other, tokens()), logits(model, tokens()))
+        with torch.no_grad():
+            for p in other.parameters():
+                p.mul_(0.5)
+        before = logits(model, tokens())
+        assert not torch.equal(logits(other, tokens()), before) and torch.equal(logits(model, tokens()), before)
+
+
+@every_spliced
+class TestGenerate:
+    def test_goes_on_from_a_cache(self, name: str) -> None:
+        """In one go, and after a first answer whose cache is handed back with the text so far."""
+        model, ids = trained(name), tokens(2, 9)
+        whole = generate(model, ids, max_new_tokens=8)
+        first = generate(model, ids, max_new_tokens=3, return_dict_in_generate=True)
+        argument = family_of(model.config).cache_argument
+        second = generate(model, first.sequences, **{argument: first.past_key_values, "max_new_tokens": 5})
+        assert torch.equal(second, whole)
+
+    def test_scores_are_the_logits(self, name: str) -> None:
+        model, ids = trained(name), tokens(2, 9)
+        output = generate(model, ids, return_dict_in_generate=True, output_logits=True, output_hidden_states=True)
+        full = logits(model, output.sequences)[:, 8:-1]
+        torch.testing.assert_close(torch.stack(output.logits, 1).float(), full.float(), **CLOSE)
+        assert len(output.hidden_states) == 5
+
+    def test_sampling_is_the_loop_by_hand(self, name: str) -> None:
+        """Seeded: each token drawn from the softmax of a plain forward over all before it."""
+        model, ids = trained(name), tokens(2, 9)
+        torch.manual_seed(3)
+        drawn = generate(model, ids, do_sample=True, top_k=0)
+        torch.manual_seed(3)
+        for _ in range(5):
+            odds = logits(model, ids)[:, -1].float().softmax(-1)
+            ids = torch.cat([ids, torch.multinomial(odds, 1)], 1)
+        assert torch.equal(drawn, ids) and not torch.equal(drawn, generate(model, ids[:, :9]))
+
+    def test_several_answers_to_one_prompt(self, name: str) -> None:
+        model, ids = trained(name), tokens(1, 9)
+        torch.manual_seed(0)
+        answers = generate(model, ids, do_sample=True, top_k=0, num_return_sequences=3)
+        assert answers.shape == (3, 14) and len({tuple(row.tolist()) for row in answers}) > 1
+        beams = generate(model, ids, num_beams=3, num_return_sequences=2)
+        assert torch.equal(beams[:1], generate(model, ids, num_beams=3)) and not torch.equal(*beams.split(1))
+
+    def test_cache_of_fixed_size(self, name: str) -> None:
+        """The same text; it can be compiled whole where transformers does that to the plain model."""
+        model, ids = trained(name), tokens(2, 9)
+        assert bool(model._can_compile_fullgraph) == bool(base(name)._can_compile_fullgraph) == (name in COMPILES)
+        fixed = generate(model, ids, cache_implementation="static")
+        assert torch.equal(fixed, generate(model, ids))
+
+    def test_assisted_decoding_is_refused(self, name: str) -> None:
+        """States cannot go back to an earlier token."""
+        model = trained(name)
+        assert model._is_stateful
+        with pytest.raises(ValueError, match="stateful"):
+            generate(model, tokens(1, 9), assistant_model=model)
+        with pytest.raises(ValueError, match="stateful"):
+            generate(model, tokens(1, 9), prompt_lookup_num_tokens=2)

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from surgery import __version__
 from surgery.errors import SurgeryError
-from surgery.printing import Bars, out, print_analysis, print_heads, print_plan, print_results
+from surgery.printing import Bars, out, print_analysis, print_comparison, print_heads, print_plan, print_results
 from surgery.recipe import AnalysisRecipe, Base, PretrainRecipe, Recipe, load_any, load_recipe, shipped, to_yaml
 
 app = typer.Typer(
@@ -242,6 +242,67 @@ def convert(
 
     done = work(Base(model=model), folder, dtype, overwrite)
     out.print(f"wrote {folder}: {done.tensors} tensors in {done.shards} file(s)", highlight=False)
+
+
+@app.command()
+def compare(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL... [KEY=VALUE]...", help="Checkpoints, then changes.")],
+    runs: Runs = Path("runs"),
+) -> None:
+    """Score any checkpoints on the same prompts, such as evaluate.tasks=[mqar] evaluate.efficiency={}."""
+    from surgery.comparison import compare_models, load_comparison
+
+    named = [word for word in models if "=" not in word]
+    loaded = load_comparison(named, [word for word in models if "=" in word])
+    bars = Bars()
+    bars.start("compare", "asking every model")
+    try:
+        found = compare_models(loaded, runs / loaded.name, bars.progress)
+    finally:
+        bars.stop()
+    print_comparison(found, runs / loaded.name)
+
+
+@app.command()
+def verify(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="An exported folder, or a copy of one.")],
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code it brings.")] = False,
+) -> None:
+    """Check an exported folder: every file, and that stock transformers computes the same model."""
+    from surgery.verify import verify_folder
+
+    found = verify_folder(folder, trust_remote_code)
+    if found["files"] is not None:
+        out.print(f"{found['files']} files are those that were exported", highlight=False)
+    out.print(f"{found['tensors']} tensors are there and finite; {', '.join(found['agree'])} agree", highlight=False)
+    if "max_logit_difference" in found:
+        same = f"logits within {found['max_logit_difference']:.1g} of their standard deviation"
+        out.print(f"without surgery: {same}, {found['generated_tokens']} generated tokens the same", highlight=False)
+    for sentence in found["not_checked"]:
+        out.print(f"not checked: {sentence}", highlight=False)
+
+
+@app.command()
+def publish(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="An exported folder, such as runs/NAME/export.")],
+    repo_id: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Its repository on the Hub; made if need be.")],
+    public: Annotated[bool, typer.Option("--public", help="Let everyone read it.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch to commit to; made from main if need be.")] = None,
+    pr: Annotated[bool, typer.Option("--pr", help="Open a pull request instead of committing to main.")] = False,
+    message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code it brings.")] = False,
+) -> None:
+    """Put an export on the Hub, private unless said, and compare what arrived. Run it again to go on."""
+    from surgery.hub import publish as work
+
+    def say(line: str) -> None:
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    done = work(folder, repo_id, public, revision, pr, message, trust_remote_code, say=say)
+    for label, names in (("removed", done.removed), ("left as they are", done.kept)):
+        if names:
+            say(f"{label}: {', '.join(names)}")
+    say(done.url)
 
 
 @app.callback(invoke_without_command=True)

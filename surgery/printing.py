@@ -166,11 +166,31 @@ def _print_arms(title: str, arms: dict[str, Any]) -> None:
         what, key = ("exact match", "accuracy") if "accuracy" in entry else ("perplexity", "perplexity")
         label = f"{name}: {entry['n']} held out, {what}"
         table.add_row(label, *(f"{arm['held_out'][name][key]:.3f}" for arm in arms.values()))
-    for task in ("letter_choice", "option_text", "closed_book", "closed_book_seen"):
+    asked = next(iter(arms.values()))
+    for task in [t for t in ("letter_choice", "option_text", "closed_book", "closed_book_seen") if t in asked]:
         table.add_row(task.replace("_", " "), *(f"{arm[task]['accuracy']:.3f}" for arm in arms.values()))
-    for key in ("perplexity", "perplexity_seen"):
+    for key in [key for key in ("perplexity", "perplexity_seen") if key in asked]:
         table.add_row(key.replace("_", " "), *(f"{arm[key]:.3f}" for arm in arms.values()))
     out.print(table)
+
+
+def print_comparison(found: dict[str, Any], folder: Path) -> None:
+    """Every task by model, and where a model differs from the first."""
+    from surgery.card import cell_of, entries, label_of
+
+    names = list(found["arms"])
+    table = Table("", *(f"{name}" for name in names), title=f"{folder}")
+    rows = {name: dict(entries(arm)) for name, arm in found["arms"].items()}
+    tests = {name: found["comparisons"].get(name, {}).get(names[0], {}) for name in names}
+    for path, entry in rows[names[0]].items():
+        cells = [cell_of(rows[name].get(path)) for name in names]
+        marks = [" *" if tests[name].get("/".join(path), {}).get("significant") else "" for name in names]
+        table.add_row(label_of(path, entry), *(cell + mark for cell, mark in zip(cells, marks, strict=True)))
+    out.print(table)
+    out.print(f"* other than {names[0]}: exact McNemar at 0.05, Holm-corrected over all tasks", highlight=False)
+    for reason in found["skipped"].values():
+        out.print(reason, highlight=False)
+    out.print(f"all numbers: {folder / 'results.json'}; figures: {folder / 'figures'}", highlight=False)
 
 
 def print_analysis(found: dict[str, Any], folder: Path) -> None:

@@ -16,7 +16,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError, field_validator
 from surgery.changes import Change, Sweep
 from surgery.errors import RecipeError
 from surgery.heads import HeadId, Init, Mode, Unit
-from surgery.measures import NEEDS, Locate, Select
+from surgery.measures import NEEDS, TEXTS, TODAY, Efficiency, LmEval, Locate, Probe, Select
 from surgery.sections import Pairs, Positive, Section
 from surgery.training import Checkpoint, Optimizer, Source, Task, Train, Weights
 from surgery.yamlfile import read_mapping
@@ -106,13 +106,37 @@ class Evaluate(Section):
     examples: Positive = Field(400, description="Prompts for each number of pairs, and letter-choice questions.")
     sentences: Positive = Field(400, description="Sentences for perplexity.")
     batch_size: Positive = 64
+    tasks: tuple[Probe, ...] = Field(TODAY, min_length=1, description="What is asked: names, or names with sizes.")
+    generate: bool | tuple[str, ...] = Field(
+        False, description="Also whether the answer is said, not chosen: for all tasks, or for these."
+    )
+    lm_eval: LmEval | None = Field(None, description="Tasks of lm-eval too.")
+    efficiency: Efficiency | None = Field(None, description="Time and memory too; not measured if not said.")
+
+    @model_validator(mode="after")
+    def _tasks_are_known(self) -> Evaluate:
+        names = [probe.task for probe in self.tasks]
+        if len(set(names)) < len(names):
+            raise ValueError("the same task is listed twice; give it several sizes instead")
+        said = self.generate if isinstance(self.generate, tuple) else ()
+        unknown = sorted(set(said) - (set(names) - set(TEXTS)))
+        if unknown:
+            raise ValueError(f"`generate` names {unknown[0]}, which is not among the `tasks` that have answers")
+        return self
+
+    def says(self, task: str) -> bool:
+        """Whether this task's answers are generated too."""
+        return self.generate if isinstance(self.generate, bool) else task in self.generate
 
 
 class Export(Section):
     """The checkpoint folder that loads in stock transformers."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    license: str = Field("apache-2.0", description="Licence for the card's front matter: that of the base.")
+    license: str | None = Field(None, description="Licence for the card; that of the base's own card if not said.")
+    max_shard_size: str = Field(
+        "50GB", pattern=r"^[1-9][0-9]*(KB|MB|GB|TB)$", description="Weights above it lie in several files."
+    )
 
 
 class Hardware(Section):
@@ -191,6 +215,12 @@ class AnalysisRecipe(Section):
             raise ValueError("every change needs a name of its own, other than `base`")
         if len(set(kinds)) < len(kinds):
             raise ValueError("the same sweep is listed twice")
+        return self
+
+    @model_validator(mode="after")
+    def _asks_what_is_compared(self) -> AnalysisRecipe:
+        if self.evaluate.tasks != TODAY or self.evaluate.generate or self.evaluate.lm_eval is not None:
+            raise ValueError("an analysis asks its own tasks: leave `evaluate.tasks`, `generate` and `lm_eval` out")
         return self
 
     @model_validator(mode="after")
@@ -354,7 +384,8 @@ def to_yaml(recipe: AnyRecipe) -> str:
 
 
 __all__ = [
-    "AnalysisRecipe", "Base", "Change", "Checkpoint", "Evaluate", "Export", "Hardware", "Locate", "Optimizer",
-    "PretrainRecipe", "Recipe", "Source", "Splice", "Sweep", "Task", "Teacher", "TinyMamba2", "TinyTransformer",
-    "Train", "Weights", "as_base", "check_recipe", "load_any", "load_recipe", "shipped", "to_yaml",
+    "AnalysisRecipe", "Base", "Change", "Checkpoint", "Efficiency", "Evaluate", "Export", "Hardware", "LmEval",
+    "Locate", "Optimizer", "PretrainRecipe", "Probe", "Recipe", "Source", "Splice", "Sweep", "Task", "Teacher",
+    "TinyMamba2", "TinyTransformer", "Train", "Weights", "as_base", "check_recipe", "load_any", "load_recipe",
+    "shipped", "to_yaml",
 ]  # fmt: skip

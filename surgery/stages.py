@@ -9,6 +9,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,8 +21,11 @@ from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 
 from surgery import __version__
-from surgery.card import model_card, public_name, public_recipe
-from surgery.evaluate import Arm, compare, evaluate, held_out_documents, make_prompts
+from surgery.card import card_of, model_card, public_name, public_recipe
+from surgery.checkpoint import load_model, load_tokenizer
+from surgery.evaluate import Arm, compare, evaluate, held_out_documents, make_prompts, side_by_side
+from surgery.evaluate.arms import HEADS_OFF, heads_off
+from surgery.evaluate.efficiency import TRANSFORMER, efficiency, transformer_like
 from surgery.evaluate.scoring import answer_choices
 from surgery.export import export
 from surgery.families import family_of
@@ -31,9 +35,10 @@ from surgery.locate.hidden import prompt_attention
 from surgery.plan import make_plan
 from surgery.probes.documents import encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
-from surgery.recipe import Recipe, to_yaml
-from surgery.report.figures import accuracy_by_pairs, attention_map, head_maps, training_curve
+from surgery.recipe import Recipe, as_base, to_yaml
+from surgery.report.figures import accuracy_by_pairs, attention_map, costs_by_length, head_maps, training_curve
 from surgery.report.page import PromptAttention, write_csv, write_page
+from surgery.report.run_page import Facts, write_report
 from surgery.rundir import digest, fingerprint, new_folder, read_json, write_json
 from surgery.splice import splice, step_zero_gap
 from surgery.train import train
@@ -223,42 +228,79 @@ def _evaluate(run: Run, key: str) -> None:
     began = time.perf_counter()
     recipe = run.recipe
     held_out = held_out_documents(recipe.train, run.tokenizer(), recipe.evaluate.examples)
-    prompts = make_prompts(recipe.evaluate, recipe.seed, held_out)
+    prompts = make_prompts(recipe.evaluate, recipe.seed, held_out, run.tokenizer())
     models: dict[str, Callable[[], PreTrainedModel]] = {"base": run.base}
     if recipe.has_control:
         models["no_splice"] = lambda: run.model("no_splice")
-    models["hybrid"] = lambda: run.model("trained")
+    models |= {name: lambda: run.model("trained") for name in (HEADS_OFF, "hybrid")}
+    teacher, skipped = _teacher_arm(run)
+    models |= teacher
     arms: dict[str, Arm] = {}
     for index, (name, load) in enumerate(models.items()):
 
         def progress(done: int, total: int, name: str = name, index: int = index) -> None:
             run.reporter.progress(index * total + done, len(models) * total, name)
 
-        arms[name] = evaluate(load(), run.tokenizer(), recipe.evaluate, recipe.seed, prompts, progress)
-    _write_results(run, arms, began)
+        model = load()
+        with heads_off(model) if name == HEADS_OFF else nullcontext():
+            arms[name] = evaluate(model, run.tokenizer(), recipe.evaluate, recipe.seed, prompts, progress)
+    _write_results(run, arms, began, skipped)
 
 
-def _write_results(run: Run, arms: dict[str, Arm], began: float) -> None:
+def _teacher_arm(run: Run) -> tuple[dict[str, Callable[[], PreTrainedModel]], dict[str, str]]:
+    """The teacher of training, or that of the splice, as an arm; or why it is none, by the arm's name."""
+    given = run.recipe.train.teacher or run.recipe.teacher
+    if given is None:
+        return {}, {}
+    vocabularies = [tokenizer.get_vocab() for tokenizer in (load_tokenizer(as_base(given)), run.tokenizer())]
+    if vocabularies[0] != vocabularies[1]:
+        return {}, {"teacher": "its tokenizer is not the base's: the prompts would be other tokens"}
+    return {"teacher": lambda: load_model(as_base(given)).to(run.accelerator.device)}, {}
+
+
+def _write_results(run: Run, arms: dict[str, Arm], began: float, skipped: dict[str, str]) -> None:
     recipe = run.recipe
     summaries = {name: arm.summary for name, arm in arms.items()}
     sources = [source for stage in recipe.train.sequence for source in stage.sources]
     trained = [source.pairs for source in sources if source.task == "kv_retrieval" and source.weights.uses("answer")]
     span = (min(p[0] for p in trained), max(p[1] for p in trained)) if trained else None
     with new_folder(run.folder / "figures" / "evaluate") as figures:
-        accuracy_by_pairs({name: arm["kv_retrieval"] for name, arm in summaries.items()}, figures, span)
+        if summaries["base"]["kv_retrieval"]:
+            accuracy_by_pairs({name: arm["kv_retrieval"] for name, arm in summaries.items()}, figures, span)
         _draw_attention(run, figures)
+        costs = _efficiency(run, figures)
     before = [stage.name for stage in stages_of(recipe) if stage.name not in ("evaluate", "export")]
     seconds = {name: (run.rundir.manifest(name) or {}).get("seconds", 0.0) for name in before}
     results = {
         "heads": [str(h) for h in run.plan().heads],
         "arms": summaries,
         "p_values": compare(arms, "base"),
+        **side_by_side(arms, recipe.seed),
+        **({"skipped": skipped} if skipped else {}),
         "step_zero_gap": read_json(run.folder / "splice.json") if recipe.splice is not None else None,
         "seconds": {**seconds, "evaluate": round(time.perf_counter() - began, 2)},
         "seed": recipe.seed,
         "versions": versions(),
+        **({"efficiency": costs} if costs else {}),
     }
     write_json(run.folder / "results.json", results)
+    write_report(Facts(recipe, run.plan(), run.heads(), results, run.folder / "figures"), run.folder / "report.html")
+
+
+def _efficiency(run: Run, figures: Path) -> dict[str, Any] | None:
+    """Time and memory of the base, the hybrid and a Transformer, if the recipe asks for them."""
+    section = run.recipe.evaluate.efficiency
+    if section is None:
+        return None
+    base = run.base()
+    models = {"base": base, "hybrid": run.model("trained")}
+    if section.transformer:
+        like = transformer_like(base.config, sum(p.numel() for p in base.parameters()))
+        models[TRANSFORMER] = like.to(base.device)
+    found = efficiency(models, section)
+    threads = f", {found['threads']} thread{'s' if found['threads'] > 1 else ''}" if found["threads"] else ""
+    costs_by_length(found["arms"], figures, f"{found['device']}{threads}, {found['dtype']}")
+    return found
 
 
 def _draw_attention(run: Run, figures: Path) -> None:
@@ -279,7 +321,8 @@ def _draw_attention(run: Run, figures: Path) -> None:
 def _export(run: Run, key: str) -> None:
     heads, plan = run.heads(), run.plan()
     results = read_json(run.folder / "results.json")
-    card = model_card(run.recipe, heads, plan, results)
+    base = run.recipe.base
+    card = model_card(run.recipe, heads, plan, results, card_of(base.model, base.revision))
     shared = public_recipe(run.recipe)
     export(
         run.model("trained"),
@@ -293,6 +336,7 @@ def _export(run: Run, key: str) -> None:
         results,
         run.folder / "figures",
         overwrite=True,
+        page=run.folder / "report.html",
     )
 
 
@@ -318,9 +362,10 @@ STAGES: tuple[Stage, ...] = (
           ("trained", "training.json", "figures/training"), _train, together=True),
     Stage("control", "training the control", ("base", "train"), (), (), _control, together=True),
     Stage("evaluate", "scoring every arm", ("base", "train", "locate.pairs", "evaluate"),
-          ("trained", "no_splice", "spliced", "plan.json"), ("results.json", "figures/evaluate"), _evaluate),
+          ("trained", "no_splice", "spliced", "plan.json"), ("results.json", "report.html", "figures/evaluate"),
+          _evaluate, version=2),
     Stage("export", "exporting", ("base", "locate", "splice", "train", "evaluate", "export"),
-          ("trained", "results.json", "plan.json", "heads.json"), ("export",), _export),
+          ("trained", "results.json", "report.html", "plan.json", "heads.json"), ("export",), _export, version=2),
 )  # fmt: skip
 # Of a base that is a hybrid already: `splice: null`.
 TUNING: tuple[Stage, ...] = (
@@ -328,9 +373,10 @@ TUNING: tuple[Stage, ...] = (
           _train, together=True),
     Stage("control", "training the control", ("base", "control", "train"), (), (), _control, together=True),
     Stage("evaluate", "scoring every arm", ("base", "control", "train", "locate.pairs", "evaluate"),
-          ("trained", "no_splice"), ("results.json", "figures/evaluate"), _evaluate),
+          ("trained", "no_splice"), ("results.json", "report.html", "figures/evaluate"), _evaluate,
+          version=2),
     Stage("export", "exporting", ("base", "control", "splice", "train", "evaluate", "export"),
-          ("trained", "results.json"), ("export",), _export),
+          ("trained", "results.json", "report.html"), ("export",), _export, version=2),
 )  # fmt: skip
 
 

@@ -54,11 +54,12 @@ def read_mapping(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise RecipeError(str(path), type(data).__name__, "A recipe is a mapping of keys to values.")
     for override in overrides:
-        _override(data, override)
+        apply(data, override)
     return data
 
 
-def _override(data: dict[str, Any], override: str) -> None:
+def apply(data: dict[str, Any], override: str) -> None:
+    """Sets one `key.path=value` of plain data in place. Raises RecipeError where it fits nowhere."""
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise RecipeError("override", repr(override), "Write key.path=value, such as train.steps=100.")

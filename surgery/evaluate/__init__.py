@@ -1,46 +1,32 @@
-"""Every arm on the same prompts. Owns: which prompts, the result of one arm, tests between arms.
+"""Every arm on the same prompts. Owns: the result of one arm, its place in the summary, what data held out is asked.
 
-Must never know: how an arm was made, figures. Facts and sentences come in disjoint halves: half 0 may be what a KL
-term saw, half 1 is what is scored; both are reported.
+Must never know: how an arm was made, figures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.evaluate.arms import HEADS_OFF
+from surgery.evaluate.asked import Prompts, make_prompts
 from surgery.evaluate.generated import exact_matches
-from surgery.evaluate.scoring import answer_choices, perplexity
-from surgery.locate.statistics import mcnemar, wilson
-from surgery.probes.documents import Document, rng_of
-from surgery.probes.knowledge import fact_question, letter_choice, option_text
-from surgery.probes.kv_retrieval import kv_document
+from surgery.evaluate.harness import run_lm_eval
+from surgery.evaluate.paired import contrasts, gap_closed
+from surgery.evaluate.said import say
+from surgery.evaluate.scoring import perplexity, ranked
+from surgery.locate.statistics import bootstrap_mean, mcnemar, wilson
+from surgery.probes.documents import Document
 from surgery.recipe import Evaluate, Train
-from surgery.train.data import fact_half, sentence_half
 from surgery.train.userdata import read_documents
 from surgery.training import Data
 
-SEEN, HELD_OUT = 0, 1
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """What every arm is asked: tasks with choices, texts for perplexity, and what the user's own data held out."""
-
-    choices: Mapping[str, Sequence[Document]]
-    texts: Mapping[str, Sequence[Document]]
-    held_out: Mapping[str, Sequence[Document]] = field(default_factory=dict)
-
-    @property
-    def num_tasks(self) -> int:
-        """Of all kinds."""
-        return len(self.choices) + len(self.texts) + len(self.held_out)
 
 
 @dataclass(frozen=True)
@@ -85,36 +71,6 @@ def held_out_documents(
     return found
 
 
-def make_prompts(section: Evaluate, seed: int, held_out: Mapping[str, Sequence[Document]] | None = None) -> Prompts:
-    """All prompts of an evaluation, from the evaluation splits: no prompt of training is among them.
-
-    Args:
-        held_out: of the user's own data, by name: `held_out_documents`.
-
-    Raises:
-        ProbeError: more pairs than there are values.
-    """
-
-    def rng(task: str, index: int) -> Any:
-        return rng_of("evaluate", seed, task, index)
-
-    n = range(section.examples)
-    choices: dict[str, Sequence[Document]] = {
-        f"kv_retrieval/{pairs}": [kv_document(rng(f"kv{pairs}", i), pairs, split="eval") for i in n]
-        for pairs in section.pairs
-    }
-    choices["letter_choice"] = [letter_choice(rng("letter", i), "eval") for i in n]
-    choices["option_text"] = [option_text(rng("letter", i), "eval") for i in n]
-    choices["closed_book"] = [fact_question(f) for f in fact_half(HELD_OUT)]
-    choices["closed_book_seen"] = [fact_question(f) for f in fact_half(SEEN)]
-    sentences = range(section.sentences)
-    texts = {
-        "perplexity": [sentence_half(rng("text", i), HELD_OUT, "eval") for i in sentences],
-        "perplexity_seen": [sentence_half(rng("seen", i), SEEN, "train") for i in sentences],
-    }
-    return Prompts(choices, texts, held_out or {})
-
-
 def evaluate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -129,42 +85,64 @@ def evaluate(
         progress: called with (done, all) after each task.
     """
     section = section or Evaluate()
-    prompts = prompts or make_prompts(section, seed)
+    prompts = prompts or make_prompts(section, seed, tokenizer=tokenizer)
     training = model.training
     model.eval()
-    correct: dict[str, Tensor] = {}
-    summary: dict[str, Any] = {"kv_retrieval": {}}
-    done = 0
-
-    def finish(task: str, entry: Any) -> None:
-        nonlocal done
-        name, _, part = task.partition("/")
-        if part:
-            summary.setdefault(name, {})[part] = entry
-        else:
-            summary[name] = entry
-        done += 1
+    arm = Arm({"kv_retrieval": {}}, {})
+    scored = _scored(model, tokenizer, section, seed, prompts, arm.correct)
+    for done, (task, entry) in enumerate(scored, start=1):
+        # The name of a user's data may have a slash of its own.
+        *parents, last = task.split("/", 1) if task.startswith("held_out/") else task.split("/")
+        place = arm.summary
+        for part in parents:
+            place = place.setdefault(part, {})
+        place[last] = entry
         if progress is not None:
             progress(done, prompts.num_tasks)
+    if section.lm_eval is not None:
+        arm.summary["lm_eval"] = run_lm_eval(model, tokenizer, section.lm_eval)
+    model.train(training)
+    return arm
 
+
+def _scored(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    section: Evaluate,
+    seed: int,
+    prompts: Prompts,
+    correct: dict[str, Tensor],
+) -> Iterator[tuple[str, Any]]:
+    """Every task and what stands in the summary; right or wrong by prompt goes into `correct`."""
+    size = section.batch_size
     for task, documents in prompts.choices.items():
-        correct[task] = answer_choices(model, tokenizer, documents, section.batch_size).correct
-        finish(task, _share(correct[task]))
+        if not section.says(task.partition("/")[0]):
+            correct[task] = ranked(model, prompts.batches(task, tokenizer, size, said=False)).correct
+            yield task, share(correct[task])
+            continue
+        found = say(model, tokenizer, documents, prompts.batches(task, tokenizer, size, said=True))
+        assert found.ranked is not None
+        correct[task], correct[f"{task}/generated"] = found.ranked.correct, found.said
+        begun = float(found.begun.double().mean())
+        yield task, share(found.ranked.correct) | {"generated": share(found.said) | {"begun": begun}}
+    for task, documents in prompts.copied.items():
+        found = say(model, tokenizer, documents, prompts.batches(task, tokenizer, size, said=True))
+        correct[task] = found.said
+        (tokens,) = bootstrap_mean(found.tokens.double().numpy()[None], seed)
+        per_token = {"mean": tokens.value, "low": tokens.low, "high": tokens.high, "n": tokens.n}
+        yield task, share(found.said) | {"per_token": per_token}
     for task, documents in prompts.texts.items():
-        finish(task, perplexity(model, tokenizer, documents, section.batch_size))
+        yield task, perplexity(model, tokenizer, documents, size)
     for name, documents in prompts.held_out.items():
         task = f"held_out/{name}"
         if documents[0].questions:
-            correct[task] = exact_matches(model, tokenizer, documents, section.batch_size)
-            finish(task, _share(correct[task]))
+            correct[task] = exact_matches(model, tokenizer, documents, size)
+            yield task, share(correct[task])
         else:
-            worse = perplexity(model, tokenizer, documents, section.batch_size)
-            finish(task, {"perplexity": worse, "n": len(documents)})
-    model.train(training)
-    return Arm(summary, correct)
+            yield task, {"perplexity": perplexity(model, tokenizer, documents, size), "n": len(documents)}
 
 
-def _share(correct: Tensor) -> dict[str, float]:
+def share(correct: Tensor) -> dict[str, float]:
     """Accuracy with its Wilson interval."""
     interval = wilson(int(correct.sum()), len(correct))
     return {"accuracy": interval.value, "low": interval.low, "high": interval.high, "n": interval.n}
@@ -180,4 +158,24 @@ def compare(arms: Mapping[str, Arm], than: str) -> dict[str, dict[str, float]]:
     return {name: {task: better(arm, task) for task in reference} for name, arm in arms.items() if name != than}
 
 
-__all__ = ["Arm", "Prompts", "compare", "evaluate", "held_out_documents", "make_prompts"]
+def side_by_side(arms: Mapping[str, Arm], seed: int = 0) -> dict[str, Any]:
+    """For `results.json`: every arm against the base and the hybrid against its controls, and what of a gap is closed.
+
+    Returns:
+        `comparisons`: arm -> than -> task -> `paired.contrast` with `significant`. `gap_closed`: task ->
+        `paired.gap_closed`, from the control (the base, where none was trained) to the teacher, if that is an arm.
+    """
+    flags = {name: {task: np.asarray(x, bool) for task, x in arm.correct.items()} for name, arm in arms.items()}
+    pairs = [(name, "base") for name in arms if name != "base"]
+    pairs += [("hybrid", than) for than in ("no_splice", HEADS_OFF, "teacher")]
+    found: dict[str, Any] = {"comparisons": contrasts(flags, pairs, seed)}
+    if "teacher" in flags and "hybrid" in flags:
+        control = flags.get("no_splice", flags["base"])
+        found["gap_closed"] = {
+            task: gap_closed(hybrid, control[task], flags["teacher"][task], seed)
+            for task, hybrid in flags["hybrid"].items()
+        }
+    return found
+
+
+__all__ = ["Arm", "Prompts", "compare", "evaluate", "held_out_documents", "make_prompts", "side_by_side"]

@@ -53,18 +53,33 @@ def compared(scores_BK: Tensor, gold_B: Tensor) -> ChoiceScores:
     return ChoiceScores(margin > 0, margin)
 
 
-@torch.no_grad()
 def answer_choices(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], batch_size: int
 ) -> ChoiceScores:
-    """Each document's last question, scored over its choices: `lm_head` on the last token only.
+    """Each document's last question, scored over its choices."""
+    return ranked(model, until_query(documents, tokenizer, batch_size))
+
+
+def until_query(
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, batch_size: int
+) -> list[EncodedBatch]:
+    """Left-padded batches of the documents, up to the query of their last questions."""
+    chunks = (documents[start : start + batch_size] for start in range(0, len(documents), batch_size))
+    return [encode(chunk, tokenizer, padding_side="left", until_answer=True) for chunk in chunks]
+
+
+@torch.no_grad()
+def ranked(model: PreTrainedModel, batches: Sequence[EncodedBatch]) -> ChoiceScores:
+    """The last question of each row, scored over its choices: `lm_head` on the last token only.
 
     Where it takes several tokens to tell a batch's choices apart, they are decoded from the prompt's states.
+
+    Args:
+        batches: left-padded, ending at the query.
     """
     found = []
-    for start in range(0, len(documents), batch_size):
-        batch = encode(documents[start : start + batch_size], tokenizer, padding_side="left", until_answer=True)
-        batch = batch.to(model.device)
+    for given in batches:
+        batch = given.to(model.device)
         paths = paths_of(batch)
         if paths is None:
             output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, logits_to_keep=1)

@@ -33,6 +33,8 @@ _ARMS = {
     "base": ("base", GREY, "s"),
     "hybrid": ("hybrid", BLUE, "o"),
     "no_splice": ("trained, no splice", ORANGE, "^"),
+    "hybrid_heads_off": ("hybrid, new heads off", "#56B4E9", "X"),
+    "teacher": ("teacher", GREEN, "D"),
 }
 _MORE_ARMS = (
     (GREEN, "D"),

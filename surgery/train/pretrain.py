@@ -124,7 +124,7 @@ def pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None = N
     tokenizer = build_tokenizer(recipe.model.vocab_size)
     model = build_model(recipe.model, tokenizer, recipe.seed)
     steps = folder.with_name(folder.name + ".steps")
-    prompts = make_prompts(recipe.evaluate, recipe.seed)
+    prompts = make_prompts(recipe.evaluate, recipe.seed, tokenizer=tokenizer)
     marks = {math.ceil(recipe.train.num_all_steps * tenth / 10) for tenth in range(1, 11)}
     scores_file = steps / "scores.json"
     if not list(steps.glob("step_*")):

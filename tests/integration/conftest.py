@@ -29,6 +29,7 @@ SMALL = (
     "evaluate.pairs=[4, 8]",
     "evaluate.examples=16",
     "evaluate.sentences=16",
+    "evaluate.efficiency={lengths: [16], new_tokens: 1, repeats: 1}",
 )
 
 

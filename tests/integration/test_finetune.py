@@ -74,7 +74,7 @@ def finished(place: Path) -> Path:
 
 def test_every_arm_is_asked_the_rows_that_were_held_out(finished: Path) -> None:
     results = json.loads((finished / "results.json").read_text())
-    assert set(results["arms"]) == {"base", "no_splice", "hybrid"}
+    assert set(results["arms"]) == {"base", "no_splice", "hybrid_heads_off", "hybrid"}
     for arm in results["arms"].values():
         entry = arm["held_out"]["rows.jsonl"]
         assert entry["n"] == 12 and 0 <= entry["low"] <= entry["accuracy"] <= entry["high"] <= 1
@@ -101,7 +101,7 @@ def test_plan_config_and_card_agree(place: Path, finished: Path) -> None:
     assert (site["layer"], site["heads"], site["reads"]) == (graft.site.layer, list(graft.heads), list(graft.reads))
     card = (export / "README.md").read_text()
     assert "Fine-tuned from hybrid on rows.jsonl" in card and "| rows.jsonl, held-out rows, exact match |" in card
-    assert "| hybrid, before | base, same training | **this hybrid** |" in card
+    assert "| hybrid, before | base, same training | this hybrid, new heads off | **this hybrid** |" in card
     recipe = yaml.safe_load((export / "recipe.yaml").read_text())
     assert (recipe["base"]["model"], recipe["control"]["model"], recipe["splice"]) == ("hybrid", "base", None)
     assert recipe["train"]["sources"][0]["data"]["path"] == "rows.jsonl"

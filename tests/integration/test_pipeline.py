@@ -29,12 +29,16 @@ def test_a_run_leaves_every_artifact(finished: Path) -> None:
 
 def test_results_have_the_documented_form(finished: Path) -> None:
     results = json.loads((finished / "results.json").read_text())
-    assert set(results["arms"]) == {"base", "hybrid", "no_splice"}
+    assert list(results["arms"]) == ["base", "no_splice", "hybrid_heads_off", "hybrid"]
     for arm in results["arms"].values():
         assert set(arm["kv_retrieval"]) == {"4", "8"}
         for entry in (arm["kv_retrieval"]["8"], arm["letter_choice"], arm["closed_book"], arm["closed_book_seen"]):
             assert 0 <= entry["low"] <= entry["accuracy"] <= entry["high"] <= 1 and entry["n"] > 0
         assert arm["perplexity"] > 1
+        said = arm["kv_retrieval"]["8"]["generated"]
+        assert 0 <= said["low"] <= said["accuracy"] <= said["begun"] <= 1
+    row = results["comparisons"]["hybrid"]["no_splice"]["kv_retrieval/8/generated"]
+    assert row["low"] <= row["difference"] <= row["high"] and 0 <= row["p_two_sided"] <= 1
     assert set(results["seconds"]) == {"locate", "plan", "splice", "train", "control", "evaluate"}
     assert results["versions"]["torch"] == torch.__version__
 
@@ -103,7 +107,7 @@ def test_without_the_control_nothing_of_it_is_left(finished: Path, tmp_path: Pat
     assert skipped == ["locate", "plan", "splice", "train"]
     run = tmp_path / "runs" / "quickstart"
     assert not list(run.rglob("*no_splice*"))
-    assert set(json.loads((run / "results.json").read_text())["arms"]) == {"base", "hybrid"}
+    assert set(json.loads((run / "results.json").read_text())["arms"]) == {"base", "hybrid_heads_off", "hybrid"}
 
 
 def test_the_run_folder_of_another_recipe_is_refused(finished: Path, tmp_path: Path) -> None:
@@ -142,16 +146,39 @@ def test_killed_inside_training_it_ends_with_the_same_weights(finished: Path, tm
         assert torch.equal(tensor, ours[name]), name
 
 
-@pytest.mark.parametrize(
-    ("pattern", "later"), [(".stages/locate.json", 0.05), (".stages/control.json", 0.4), ("results.json", 1.0)]
-)
-def test_killed_elsewhere_it_goes_on(finished: Path, tmp_path: Path, pattern: str, later: float) -> None:
-    """Between the early stages, while arms are scored, and inside the export."""
-    kill_when(tmp_path, pattern, later)
-    run = tmp_path / "runs" / "quickstart"
-    resumed = run_small(tmp_path)
+def begun(finished: Path, cwd: Path, first: str) -> Path:
+    """A copy of the finished run in which the stage `first` and those below have not run yet."""
+    run = cwd / "runs" / "quickstart"
+    shutil.copytree(finished, run)
+    stages = ("locate", "plan", "splice", "train", "control", "evaluate", "export")
+    for stage in stages[stages.index(first) :]:
+        (run / ".stages" / f"{stage}.json").unlink()
+    for left in ("export", "figures/evaluate", "no_splice") if first == "control" else ("export", "figures/evaluate"):
+        shutil.rmtree(run / left)
+    (run / "results.json").unlink()
+    return run
+
+
+def test_killed_between_the_early_stages_it_goes_on(finished: Path, tmp_path: Path) -> None:
+    kill_when(tmp_path, ".stages/locate.json", 0.05)
+    resumed = run_small(tmp_path, options=("--to", "splice"))
     assert resumed.returncode == 0, resumed.stderr
     assert "locate  skipped" in resumed.stdout
+    run = tmp_path / "runs" / "quickstart"
+    for name in ("heads.json", "plan.json", "splice.json"):
+        assert (run / name).read_bytes() == (finished / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("first", "pattern", "later"), [("control", ".stages/control.json", 0.4), ("evaluate", "results.json", 1.0)]
+)
+def test_killed_elsewhere_it_goes_on(finished: Path, tmp_path: Path, first: str, pattern: str, later: float) -> None:
+    """While arms are scored, and inside the export."""
+    run = begun(finished, tmp_path, first)
+    kill_when(tmp_path, pattern, later)
+    resumed = run_small(tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "train  skipped" in resumed.stdout
     arms, whole = (json.loads((r / "results.json").read_text())["arms"] for r in (run, finished))
     assert arms == whole
     assert (run / "export" / "export.json").is_file() and not list(run.rglob(".*.tmp"))

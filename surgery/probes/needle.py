@@ -1,0 +1,163 @@
+"""Needle in a haystack in RULER's text (Hsieh et al., arXiv 2404.06654), as long as so many tokens of a tokenizer.
+
+    Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you about
+    the numbers afterwards.
+    The old baker ... One of the special magic numbers for balo is: 4217365. A small fox ...
+    What is the special magic number for balo mentioned in the provided text? The special magic number for balo
+    mentioned in the provided text is 4217365
+
+`single` hides one number, `multi_key` numbers of several keys, of which one is asked for; `multi_value` several numbers
+of one key, and `multi_query` one number of each of several keys: all are asked for ("What are all the special magic
+numbers for ..."), each is a question of its own, and they stand in one list. Two differences from RULER: the haystack
+is made of this toolkit's plain sentences, and values begin with two chosen digits (`pairs.leads`).
+
+Owns: that text. Must never know: models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from surgery.errors import ProbeError
+from surgery.probes.documents import Document, Question, Span, Split, Writer
+from surgery.probes.pairs import leads
+from surgery.probes.phonebook import Space
+from surgery.probes.sentences import sentence
+from surgery.probes.words import key_words
+
+Kind = Literal["single", "multi_key", "multi_value", "multi_query"]
+HEADER = (
+    "Some special magic numbers are hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the numbers afterwards.\n"
+)
+DIGITS = 7
+_DECOYS = 9  # numbers that are nowhere in the text: a single needle is ranked among them
+
+
+def needle_document(
+    rng: Random,
+    length: int,
+    size: Callable[[str], int],
+    kind: Kind = "single",
+    depth: float = 0.5,
+    needles: int = 4,
+    split: Split = "train",
+    space: Space = "answer",
+) -> Document:
+    """One haystack with its needles, and the question; `length` at most, up to the end of its last answer.
+
+    Args:
+        size: of a text, in what `length` counts: `token_count`.
+        depth: share of the haystack that stands before the needle that is asked for (before the first of several);
+            the other needles stand anywhere.
+        needles: hidden numbers; one if `single`.
+        split: keys and sentences of one split are not of the other.
+        space: whose the space before a number is: `phonebook.space_of`.
+
+    Raises:
+        ProbeError: it is too short for its needles, a depth outside [0, 1], fewer than 2 needles or more than 16.
+    """
+    if not 0 <= depth <= 1:
+        raise ProbeError("depth", depth, "A share of the haystack: choose 0 to 1.")
+    if kind != "single" and not 2 <= needles <= 16:
+        raise ProbeError("needles", needles, "Hide 2 to 16 numbers.")
+    before, first = ("", " ") if space == "answer" else (" ", "")
+    count = 1 if kind == "single" else needles
+    tails = ["".join(rng.choice("0123456789") for _ in range(DIGITS - 2)) for _ in range(count + _DECOYS)]
+    starts = leads(rng, count + _DECOYS)
+    numbers = [f"{first}{lead}{tail}" for lead, tail in zip(starts, tails, strict=True)]
+    keys = rng.sample(key_words(split), 1 if kind == "multi_value" else count)
+    hidden = [(keys[i % len(keys)], numbers[i]) for i in range(count)]
+    asked = hidden[:1] if kind in ("single", "multi_key") else hidden
+    choices = tuple(numbers if kind == "single" else numbers[:count])
+    places = [depth, *(rng.random() for _ in hidden[1:])]
+    if kind in ("multi_value", "multi_query"):
+        places = [depth, *(depth + (1 - depth) * place for place in sorted(places[1:]))]
+
+    def written(hay: Sequence[str]) -> Document:
+        return _document(hay, hidden, places, asked, choices, before, kind)
+
+    return written(_fitting(rng, length, size, split, written))
+
+
+def token_count(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
+    """Sizes in tokens, special ones aside."""
+    return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _fitting(
+    rng: Random, length: int, size: Callable[[str], int], split: Split, written: Callable[[Sequence[str]], Document]
+) -> list[str]:
+    """As many sentences as leave the whole within `length`."""
+
+    def whole(hay: Sequence[str]) -> int:
+        document = written(hay)
+        return size(document.text[: document.questions[-1].answer[1]])
+
+    room = length - whole([])
+    if room < 0:
+        raise ProbeError("tokens", length, f"The question and its needles alone are {length - room} long.")
+    hay: list[str] = []
+    while room > 0:
+        drawn = [sentence(rng, split).text for _ in range(16)]
+        hay += drawn
+        room -= size(" ".join(drawn))
+    low, high = 0, len(hay)  # so many fit; so many may
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if whole(hay[:middle]) <= length else (low, middle - 1)
+    return hay[:low]
+
+
+def _document(
+    hay: Sequence[str],
+    hidden: Sequence[tuple[str, str]],
+    places: Sequence[float],
+    asked: Sequence[tuple[str, str]],
+    choices: tuple[str, ...],
+    before: str,
+    kind: Kind,
+) -> Document:
+    writer = Writer()
+    writer.add(HEADER)
+    spans = _haystack(writer, hay, hidden, places, before)
+    names = list(dict.fromkeys(key for key, _ in asked))
+    listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    noun, verb, every = ("number", "is", "the") if len(asked) == 1 else ("numbers", "are", "all the")
+    writer.add(f"\nWhat {verb} {every} special magic {noun} for {listed} mentioned in the provided text? ")
+    writer.add(f"The special magic {noun} for {listed} mentioned in the provided text {verb}")
+    questions = []
+    for place, (key, number) in enumerate(asked):
+        writer.add(before if place == 0 else f",{before}")
+        answer = writer.add(number)
+        segment, value = spans[key, number]
+        questions.append(Question(answer, choices, choices.index(number), segment=segment, value=value))
+    writer.add(".")
+    return Document(f"needle_{kind}", writer.text, tuple(questions))
+
+
+def _haystack(
+    writer: Writer, hay: Sequence[str], hidden: Sequence[tuple[str, str]], places: Sequence[float], before: str
+) -> dict[tuple[str, str], tuple[Span, Span]]:
+    """Writes the sentences and the needles among them; the spans of each needle and of its number."""
+    order = sorted(range(len(hidden)), key=lambda i: (round(places[i] * len(hay)), i))
+    spans, waiting = {}, list(order)
+    for line in range(len(hay) + 1):
+        while waiting and round(places[waiting[0]] * len(hay)) == line:
+            key, number = hidden[waiting.pop(0)]
+            if not writer.text.endswith("\n"):
+                writer.add(" ")
+            start, _ = writer.add(f"One of the special magic numbers for {key} is:{before}")
+            value = writer.add(number)
+            _, end = writer.add(".")
+            spans[key, number] = ((start, end), value)
+        if line < len(hay):
+            writer.add(hay[line] if writer.text.endswith("\n") else f" {hay[line]}")
+    return spans
+
+
+__all__ = ["DIGITS", "HEADER", "Kind", "needle_document", "token_count"]

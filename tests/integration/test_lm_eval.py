@@ -1,0 +1,77 @@
+"""lm-eval on an exported folder: the real command gives this toolkit's own numbers; what cannot be had is skipped."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from surgery.checkpoint import load_model, load_tokenizer
+from surgery.evaluate import harness
+from surgery.evaluate.harness import run_lm_eval
+from surgery.evaluate.lm_tasks import RETRIEVAL
+from surgery.evaluate.said import say, until_end
+from surgery.lm_eval_tasks import FOLDER
+from surgery.measures import LmEval
+from surgery.probes.documents import rng_of
+from surgery.recipe import Base
+
+pytest.importorskip("lm_eval")
+EXPORT = Path(__file__).parents[2] / "checkpoints" / "quickstart" / "export"
+LIMIT = 16
+# Where some prompts are right, some are chosen rightly and said wrongly, and some are wrong.
+NAME = "kv_retrieval_64"
+
+
+def samples(folder: Path, task: str, metric: str) -> list[bool]:
+    (path,) = folder.rglob(f"samples_{task}_2*.jsonl")
+    rows = sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda row: row["doc_id"])
+    return [row[metric] == 1.0 for row in rows]
+
+
+def test_the_command_gives_the_same_answers_prompt_by_prompt(tmp_path: Path) -> None:
+    """Run where `surgery` cannot be imported, as on a user's machine that has only the folders."""
+    tasks = [f"surgery_{NAME}", f"surgery_{NAME}_generated"]
+    code = "import sys; sys.modules['surgery'] = None; from lm_eval.__main__ import cli_evaluate; cli_evaluate()"
+    command = [
+        sys.executable, "-c", code, "--model", "hf",
+        "--model_args", f"pretrained={EXPORT},trust_remote_code=True,max_length=4096", "--include_path", str(FOLDER),
+        "--tasks", ",".join(tasks), "--device", "cpu", "--batch_size", "16", "--limit", str(LIMIT),
+        "--output_path", str(tmp_path / "out"), "--log_samples",
+    ]  # fmt: skip
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | offline, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    base = Base(model=str(EXPORT))
+    documents = [RETRIEVAL[NAME](rng_of("lm_eval", 0, NAME, i)) for i in range(LIMIT)]
+    tokenizer = load_tokenizer(base)
+    found = say(load_model(base).eval(), tokenizer, documents, until_end(documents, tokenizer, 8))
+    assert found.ranked is not None
+    assert samples(tmp_path, tasks[0], "acc") == found.ranked.correct.tolist()
+    assert samples(tmp_path, tasks[1], "exact_match") == found.said.tolist()
+    assert samples(tmp_path, tasks[1], "begun") == found.begun.tolist()
+    assert 0 < found.said.sum() < found.ranked.correct.sum()
+
+
+def test_what_can_be_had_is_run_and_the_rest_says_why_not() -> None:
+    base = Base(model=str(EXPORT))
+    section = LmEval(tasks=("surgery_kv_retrieval_4", "no_such_task", "winogrande"), limit=8, batch_size=8)
+    found = run_lm_eval(load_model(base).eval(), load_tokenizer(base), section)
+    assert set(found) == set(section.tasks)
+    documents = [RETRIEVAL["kv_retrieval_4"](rng_of("lm_eval", 0, "kv_retrieval_4", i)) for i in range(8)]
+    own = say(load_model(base).eval(), load_tokenizer(base), documents, until_end(documents, load_tokenizer(base), 8))
+    assert own.ranked is not None and found["surgery_kv_retrieval_4"]["n"] == 8
+    assert found["surgery_kv_retrieval_4"]["acc,none"] == own.ranked.correct.double().mean()
+    assert "no task" in found["no_such_task"]["skipped"]
+    assert found["winogrande"]["skipped"].startswith("its data cannot be had here")
+    json.dumps(found)
+
+
+def test_without_lm_eval_every_task_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "find_spec", lambda name: None)
+    found = run_lm_eval(None, None, LmEval(tasks=("mmlu", "gsm8k")))  # type: ignore[arg-type]
+    assert set(found) == {"mmlu", "gsm8k"} and "ssm-surgery[eval]" in found["mmlu"]["skipped"]

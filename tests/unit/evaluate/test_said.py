@@ -1,0 +1,125 @@
+"""Said answers: one pass tells what generating tells; ranks are those of the prompt alone; the rule about text."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from surgery.evaluate.said import answers_of, is_said, listed, most_tokens, say, until_end
+from surgery.evaluate.scoring import answer_choices
+from surgery.lm_eval_tasks.data import said as said_in_lm_eval
+from surgery.probes.copying import copying_document
+from surgery.probes.documents import Document, Question, encode, rng_of
+from surgery.probes.json_kv import json_kv_document
+from surgery.probes.kv_retrieval import kv_document
+from surgery.probes.needle import needle_document
+from tests.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
+from tests.unit.evaluate.test_generated import ASKED
+from tests.unit.probes.samples import sample
+
+V = 1024
+
+
+@cache
+def model_of(name: str) -> PreTrainedModel:
+    return pico_base(vocab_size=V, layers=2) if name == "base" else pico_hybrid([pico_site(1)], vocab_size=V, layers=2)
+
+
+@cache
+@torch.no_grad()
+def goes_on(name: str, prompt: str, count: int) -> list[int]:
+    """The model's own greedy tokens, from whole passes."""
+    row = pico_tokenizer()(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    for _ in range(count):
+        row = torch.cat([row, model_of(name)(row, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    return row[0, -count:].tolist()
+
+
+def own_answer(name: str, prompt: str, count: int, bounded: bool) -> Document:
+    """Its answer is what the model says, with choices beside it."""
+    answer = pico_tokenizer().decode(goes_on(name, prompt, count))
+    text, span = prompt + answer, (len(prompt), len(prompt) + len(answer))
+    place = None if bounded else (0, len(prompt))
+    return Document("own", text, (Question(span, (answer, "!", "?"), 0, segment=place, value=place),))
+
+
+def mixed(name: str) -> list[Document]:
+    """What it says, in one token or several, and what it does not say."""
+    own = [own_answer(name, p, n, b) for p in ASKED for n in (1, 2) for b in (True, False)]
+    return [*own, *(d for task in ("kv_retrieval", "letter_choice", "closed_book") for d in sample(task, 2))]
+
+
+@pytest.mark.parametrize("name", ["base", "hybrid"])
+def test_one_pass_says_what_generating_says(name: str) -> None:
+    documents, tokenizer = mixed(name), pico_tokenizer()
+    batches = until_end(documents, tokenizer, 16)
+    fast, slow = (say(model_of(name), tokenizer, documents, batches, naive) for naive in (False, True))
+    assert torch.equal(fast.said, slow.said) and torch.equal(fast.begun, slow.begun)
+    assert fast.begun[: 4 * len(ASKED)].all() and not fast.begun.all()
+    assert not (fast.said & ~fast.begun).any()
+    alone = say(model_of(name), tokenizer, documents, until_end(documents, tokenizer, 1))
+    assert torch.equal(alone.said, fast.said)
+
+
+def test_ranks_are_those_of_the_prompt_alone() -> None:
+    tokenizer, model = pico_tokenizer(), model_of("hybrid")
+    for documents in ([*sample("kv_retrieval", 4), *sample("letter_choice", 2)],
+                      [json_kv_document(rng_of(i), 12, groups=(4,)) for i in range(3)]):  # fmt: skip
+        expected = answer_choices(model, tokenizer, documents, 8)
+        found = say(model, tokenizer, documents, until_end(documents, tokenizer, 8)).ranked
+        assert found is not None and torch.equal(found.correct, expected.correct)
+        torch.testing.assert_close(found.margin, expected.margin, rtol=1e-3, atol=1e-4)
+
+
+def test_tokens_are_counted_behind_the_right_ones() -> None:
+    tokenizer, model = pico_tokenizer(), model_of("base")
+    documents = [copying_document(rng_of("copy", i), 3 + i) for i in range(4)]
+    found = say(model, tokenizer, documents, until_end(documents, tokenizer, 4))
+    assert found.ranked is None
+    for share, document in zip(found.tokens.tolist(), documents, strict=True):
+        batch = encode([document], tokenizer)
+        with torch.no_grad():
+            likeliest = model(batch.input_ids, use_cache=False).logits[0].argmax(-1)
+        places = batch.answers[0].nonzero()[:, 0]
+        right = (likeliest[places - 1] == batch.input_ids[0, places]).double().mean()
+        assert share == pytest.approx(float(right), abs=1e-6)
+
+
+def test_a_list_begins_at_its_first_answer() -> None:
+    document = needle_document(rng_of(0), 600, len, "multi_value")
+    assert listed(document) == document.questions and len(answers_of(document)[0]) == 4
+    several = kv_document(rng_of(0), 5, questions=3)
+    assert listed(several) == several.questions[-1:]
+    assert most_tokens(several) == len(several.text[slice(*several.questions[-1].answer)]) + 1
+
+
+@pytest.mark.parametrize(
+    ("text", "answers", "bounded", "said"),
+    [
+        (" 42\nThe", ["42"], True, True),
+        ("42and", ["42"], True, True),
+        ("421", ["42"], True, False),
+        ("421", ["42"], False, True),
+        ("4", ["42"], True, False),
+        ("", ["42"], True, False),
+        ("42", ["42"], True, True),
+        ("so 42", ["42"], True, False),
+        ("foxes", ["fox"], True, False),
+        ("fox.", ["fox"], True, True),
+        ("17, then 42", ["42", "17"], True, True),
+        ("17 and 4", ["42", "17"], True, False),
+    ],
+)
+def test_what_counts_as_said_here_and_in_lm_eval(text: str, answers: list[str], bounded: bool, said: bool) -> None:
+    assert is_said(text, answers, bounded) == said
+    row = {"answers": answers, "bounded": bounded}
+    begun = float(is_said(text, answers, bounded=False))
+    assert said_in_lm_eval(row, [text]) == {"exact_match": float(said), "begun": begun}
+
+
+def test_a_copied_passage_has_no_end() -> None:
+    assert answers_of(copying_document(rng_of(1), 4))[1] is False
+    assert answers_of(kv_document(rng_of(1), 4))[1] is True

@@ -156,21 +156,15 @@ def print_results(folder: Path) -> None:
 
 def _print_arms(title: str, arms: dict[str, Any]) -> None:
     """Every task by arm."""
-    table = Table(title=title)
-    table.add_column("")
+    from surgery.card import entries, label_of
+
+    table = Table("", title=title)
     for name in arms:
         table.add_column(name.replace("_", " "), justify="right")
-    for pairs in next(iter(arms.values()))["kv_retrieval"]:
-        table.add_row(f"KV, {pairs} pairs", *(f"{arm['kv_retrieval'][pairs]['accuracy']:.3f}" for arm in arms.values()))
-    for name, entry in next(iter(arms.values())).get("held_out", {}).items():
-        what, key = ("exact match", "accuracy") if "accuracy" in entry else ("perplexity", "perplexity")
-        label = f"{name}: {entry['n']} held out, {what}"
-        table.add_row(label, *(f"{arm['held_out'][name][key]:.3f}" for arm in arms.values()))
-    asked = next(iter(arms.values()))
-    for task in [t for t in ("letter_choice", "option_text", "closed_book", "closed_book_seen") if t in asked]:
-        table.add_row(task.replace("_", " "), *(f"{arm[task]['accuracy']:.3f}" for arm in arms.values()))
-    for key in [key for key in ("perplexity", "perplexity_seen") if key in asked]:
-        table.add_row(key.replace("_", " "), *(f"{arm[key]:.3f}" for arm in arms.values()))
+    rows = {name: dict(entries(arm)) for name, arm in arms.items()}
+    for path, entry in next(iter(rows.values())).items():
+        key = "accuracy" if "accuracy" in entry else "perplexity"
+        table.add_row(label_of(path, entry), *(f"{row[path][key]:.3f}" for row in rows.values()))
     out.print(table)
 
 

@@ -71,6 +71,8 @@ copies of its projections, softmax, supervised, all weights train, unless said o
 - LoRA: PEFT, rank 8, on `in_proj` and `out_proj` of every layer, at the new heads' learning rate; the other old weights
   are frozen. PEFT refuses `out_proj` of the model types whose fused kernel reads it; hybrids are not on its list, and
   without kernels the adapter is used.
+- Random projections: query and key of 32 channels; copies are as wide as the state, 8 on the shipped base and 16 on the
+  second. How the branch begins and how wide it is differ together.
 - Two and four heads: each the one that gains most from a perfect read given those before it.
 """,
     "sites": """

@@ -27,9 +27,11 @@ _HOMES = {
     "load_tokenizer": "checkpoint",
     "locate": "locate",
     "make_plan": "plan",
+    "publish": "hub",
     "run_pipeline": "pipeline",
     "splice": "splice",
     "train": "train",
+    "verify_folder": "verify",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -14,7 +14,7 @@ from accelerate.utils import broadcast_object_list
 
 from surgery.checkpoint import load_config, load_tokenizer
 from surgery.errors import PlanError, RecipeError, RunError
-from surgery.evaluate import held_out_documents
+from surgery.evaluate import held_out_documents, make_prompts
 from surgery.families import family_of
 from surgery.families.donors import donor_mixers
 from surgery.heads import HeadId
@@ -80,6 +80,10 @@ def _look_first(run: Run) -> None:
     run.base()
     if "train" in run.stages:
         _look_at_data(run)
+    if "evaluate" in run.stages:
+        probes = tuple(p.model_copy(update={"examples": None}) for p in run.recipe.evaluate.tasks)
+        few = run.recipe.evaluate.model_copy(update={"tasks": probes, "examples": 1, "sentences": 1})
+        make_prompts(few, run.recipe.seed, tokenizer=run.tokenizer())
 
 
 def _look_at_hybrid(run: Run) -> None:

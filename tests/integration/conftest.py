@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from tests.integration import warm
 
@@ -50,9 +51,13 @@ def run_small(cwd: Path, *overrides: str, options: tuple[str, ...] = ()) -> subp
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of one finished small quickstart; read it, do not change it."""
-    cwd = tmp_path_factory.mktemp("finished")
-    done = surgery_cold("run", str(RECIPE), *SMALL, cwd=cwd)
-    assert done.returncode == 0, done.stderr
+def finished(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """The run folder of one finished small quickstart, the same for all workers; read it, do not change it."""
+    own = tmp_path_factory.getbasetemp()
+    cwd = (own if worker_id == "master" else own.parent) / "finished"
+    with FileLock(f"{cwd}.lock"):
+        if not cwd.is_dir():
+            cwd.mkdir()
+            done = surgery_cold("run", str(RECIPE), *SMALL, cwd=cwd)
+            assert done.returncode == 0, done.stderr
     return cwd / "runs" / "quickstart"

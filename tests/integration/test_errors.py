@@ -31,12 +31,14 @@ def assert_refused(done, *words: str) -> None:
         ("train.optimizer.betas=[1.5, 0.9]", ("betas", "1.5")),
         ("train.steps=true", ("train.steps", "True")),
         ("splice.num_heads=99", ("splice.num_heads", "99", "32 heads")),
+        ("evaluate.tasks=[kv_retrieval, {task: needle_single, tokens: [9]}]", ("tokens", "9")),
         ("nonsense", ("nonsense", "key.path=value")),
         ("base.model=no/such/folder", ("base.model", "no/such/folder", "no such folder")),
     ],
 )
 def test_bad_values(tmp_path: Path, override: str, words: tuple[str, ...]) -> None:
     assert_refused(run_small(tmp_path, override), *words)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_duplicate_key(tmp_path: Path) -> None:

@@ -186,21 +186,24 @@ def _duration(seconds: float) -> str:
 
 def _contrasts(facts: Facts) -> str:
     """The hybrid against each of the others, prompt by prompt, on the retrieval that everything hangs on."""
+    against = facts.results.get("comparisons", {}).get("hybrid", {})
+    tasks = [task for task in next(iter(against.values()), {}) if task.startswith(("kv_retrieval/", "held_out/"))]
     rows = []
-    for than, tasks in facts.results.get("comparisons", {}).get("hybrid", {}).items():
-        for task, found in tasks.items():
-            if task.startswith(("kv_retrieval/", "held_out/")):
-                interval = f"{100 * found['difference']:+.1f} [{100 * found['low']:+.1f}, {100 * found['high']:+.1f}]"
-                p = f"{found['p_two_sided']:.2g}{' *' if found['significant'] else ''}"
-                label = label_of(tuple(task.split("/", 1 if task.startswith("held_out") else -1)), {"accuracy": 0})
-                rows.append((f"against {_plain(arm_name(than, facts.recipe))}", label, interval, p))
+    for task in tasks:
+        path = tuple(task.split("/", 1 if task.startswith("held_out") else -1))
+        rows.append((label_of(path, {"accuracy": 0}), *(_contrast(found[task]) for found in against.values())))
     if not rows:
         return ""
     note = (
         "<p>This hybrid minus the other, in points, on the same prompts: bootstrap intervals over prompts, exact "
         "two-sided McNemar tests; * stands at 0.05 with Holm's correction over all tasks and arms.</p>"
     )
-    return note + _rows(("", "task", "difference", "p"), rows)
+    return note + _rows(("", *(f"against {_plain(arm_name(than, facts.recipe))}" for than in against)), rows)
+
+
+def _contrast(found: Mapping[str, Any]) -> str:
+    interval = f"{100 * found['difference']:+.1f} [{100 * found['low']:+.1f}, {100 * found['high']:+.1f}]"
+    return f"{interval}, p {found['p_two_sided']:.2g}{' *' if found['significant'] else ''}"
 
 
 def _plain(markdown: str) -> str:

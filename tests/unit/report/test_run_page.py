@@ -76,7 +76,7 @@ def test_tests_between_arms_and_the_gap_are_told(tmp_path: Path) -> None:
     gaps["kv_retrieval/64"] = {"value": None, "reason": "the teacher is not above the control"}
     more = {"comparisons": {"hybrid": {"no_splice": {"kv_retrieval/8": row, "closed_book": row}}}, "gap_closed": gaps}
     page = write_report(facts(tmp_path / "figures", **more), tmp_path / "report.html").read_text()
-    assert "against same training, no splice" in page and "+41.1 [+30.0, +50.0]" in page and "1e-09 *" in page
+    assert "against same training, no splice" in page and "+41.1 [+30.0, +50.0]" in page and "p 1e-09 *" in page
     assert "0.75 [0.50, 0.90]" in page and "not said: the teacher is not above the control" in page
 
 

@@ -165,7 +165,7 @@ class SplicedAttention(nn.Module):
                 x_BCT, self.layer_idx, state_idx=CONV_STATE, conv_kernel_size=self.conv_kernel
             )
         x_BCT = F.pad(x_BCT, (self.conv_kernel - 1, 0))
-        x_BCT = F.conv1d(x_BCT, self.conv1d.weight, self.conv1d.bias, groups=x_BCT.shape[1])[..., -T:]
+        x_BCT = self.conv1d(x_BCT)[..., -T:]  # called, so that weights that were put aside are brought
         # Contiguous channels: SDPA's fused kernels refuse a head whose last dimension has a stride.
         x_BTC = (F.silu(x_BCT) if self.silu else x_BCT).transpose(1, 2).contiguous()
         query, key, value = (

@@ -229,12 +229,28 @@ class MambaHybridCausalLMMixin(HybridInitMixin):
         self.post_init()
 
     def prepare_inputs_for_generation(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """As the family's, which drops the padding mask after prefill; attention needs it on every step."""
-        inputs = super().prepare_inputs_for_generation(input_ids, attention_mask=attention_mask, **kwargs)
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
+        )
         inputs["attention_mask"] = attention_mask
         return inputs
+
+    def _prefill(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any) -> Any:
+        """As `generate` does it for `past_key_values`: of a whole text, what the caller's cache holds is left out."""
+        cache, mask = model_kwargs.get("cache_params"), model_kwargs.get("attention_mask")
+        counts_tokens = bool({"hybrid", "full_attention"} & set(self.config.layer_types))
+        if cache is not None and counts_tokens and model_kwargs.get("inputs_embeds") is None:
+            whole = mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", -1)
+            if whole == input_ids.shape[1]:
+                input_ids = input_ids[:, cache.get_seq_length() :]
+        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
     def forward(
         self,

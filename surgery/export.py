@@ -73,24 +73,38 @@ def export(
         _name_backbone(new, type(exported.base_model).__name__)
         tokenizer.save_pretrained(new)
         shutil.rmtree(new / "__pycache__", ignore_errors=True)
-        if plan is not None:
-            write_json(new / "plan.json", to_json(plan))
-        if heads is not None:
-            write_json(new / "heads.json", to_json(heads))
-        if recipe_yaml is not None:
-            write_text(new / "recipe.yaml", recipe_yaml)
-        if results is not None:
-            write_json(new / "results.json", results)
-        if figures is not None and figures.is_dir():
-            shutil.copytree(figures, new / "figures", ignore=shutil.ignore_patterns("*.svg", "*.csv"))
-        if page is not None and page.is_file():
-            shutil.copyfile(page, new / "report.html")
-        if card:
-            write_text(new / "README.md", card)
+        _write_evidence(new, card, plan, heads, recipe_yaml, results, figures, page)
         report = verify(new, exported)
         report |= {"versions": _versions(), "files": fingerprints(new)}
         write_json(new / RECORD, report)
     return report
+
+
+def _write_evidence(
+    folder: Path,
+    card: str,
+    plan: Plan | None,
+    heads: HeadSet | None,
+    recipe_yaml: str | None,
+    results: Mapping[str, Any] | None,
+    figures: Path | None,
+    page: Path | None,
+) -> None:
+    """What travels with the weights, as far as it is given."""
+    if plan is not None:
+        write_json(folder / "plan.json", to_json(plan))
+    if heads is not None:
+        write_json(folder / "heads.json", to_json(heads))
+    if recipe_yaml is not None:
+        write_text(folder / "recipe.yaml", recipe_yaml)
+    if results is not None:
+        write_json(folder / "results.json", results)
+    if figures is not None and figures.is_dir():
+        shutil.copytree(figures, folder / "figures", ignore=shutil.ignore_patterns("*.svg", "*.csv"))
+    if page is not None and page.is_file():
+        shutil.copyfile(page, folder / "report.html")
+    if card:
+        write_text(folder / "README.md", card)
 
 
 def _as_exported(model: PreTrainedModel, section: Export) -> PreTrainedModel:

@@ -332,22 +332,22 @@ def test_the_token_is_in_nothing_that_is_said_sent_or_logged(
 def test_paths_of_this_machine_are_named_with_file_and_line(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOME", "/home/someone")
-    for place in ("/home/someone", str(Path.cwd()), str(folder)):
+    monkeypatch.setenv("HOME", "/people/someone")
+    for place in ("/people/someone", str(Path.cwd()), str(folder)):
         (folder / "recipe.yaml").write_text(f"a: 1\nmodel: {place}/base\n")
         with pytest.raises(SurgeryError, match=r"^recipe.yaml:2: /"):
             check_private(published_files(folder), folder)
-    (folder / "recipe.yaml").write_text("a: /home/someone-else\n")
+    (folder / "recipe.yaml").write_text("a: /people/someone-else\n")
     check_private(published_files(folder), folder)
 
 
 def test_a_home_of_one_part_counts_only_with_something_below(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`/root` is an entry of many vocabularies."""
-    monkeypatch.setenv("HOME", "/root")
-    (folder / "tokenizer.json").write_text('{"/root": 5, "/root/": 6}\n')
+    """A name like `/root` is an entry of many vocabularies."""
+    monkeypatch.setenv("HOME", "/anna")
+    (folder / "tokenizer.json").write_text('{"/anna": 5, "/root/": 6}\n')
     check_private(published_files(folder), folder)
-    (folder / "tokenizer.json").write_text('{"name_or_path": "/root/models/base"}\n')
-    with pytest.raises(SurgeryError, match=r"^tokenizer.json:1: /root"):
+    (folder / "tokenizer.json").write_text('{"name_or_path": "/anna/models/base"}\n')
+    with pytest.raises(SurgeryError, match=r"^tokenizer.json:1: /anna"):
         check_private(published_files(folder), folder)
 
 

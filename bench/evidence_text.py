@@ -82,8 +82,8 @@ training: the larger of the sharpen test's two gains, or what ablating the head 
 """,
     "gap": """
 Gap closed = (arm - no splice) / (Transformer - no splice), in mean accuracy over seeds, on the shipped base. The
-Transformer is `checkpoints/pico-transformer` (Llama's class, rotary positions, 4 layers, the same width, as many weights
-within 3%, another recipe: on the base's own it learned nothing to retrieve). It gets the arms' budget without a splice.
+Transformer is `checkpoints/pico-transformer` (Llama's class, rotary positions, 4 layers, the same width, within 3% as
+many weights, another recipe: on the base's own it learned nothing to retrieve). It gets the arms' budget unspliced.
 Where it is no better than the control there is no gap to close, and the share says nothing.
 """,
 }

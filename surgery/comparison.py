@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.card import public_name
 from surgery.checkpoint import load_model, load_tokenizer, revision_of
 from surgery.evaluate import Arm, evaluate, make_prompts
-from surgery.evaluate.efficiency import TRANSFORMER, efficiency, transformer_like
+from surgery.evaluate.efficiency import efficiency
 from surgery.evaluate.paired import contrasts
 from surgery.recipe import Base, Evaluate, Seed, check_recipe
 from surgery.report.figures import accuracy_by_pairs, costs_by_length
@@ -128,17 +128,9 @@ def _draw(results: dict[str, Any], models: Mapping[str, PreTrainedModel], recipe
     kv = {name: summary["kv_retrieval"] for name, summary in results["arms"].items()}
     if all(kv.values()):
         accuracy_by_pairs(kv, folder)
-    section = recipe.evaluate.efficiency
-    if section is None:
-        return
-    timed, first = dict(models), next(iter(models.values()))
-    if section.transformer:
-        like = transformer_like(first.config, sum(p.numel() for p in first.parameters()))
-        timed[TRANSFORMER] = like.to(first.device)
-    found = efficiency(timed, section)
-    results["efficiency"] = found
-    threads = f", {found['threads']} threads" if found["threads"] else ""
-    costs_by_length(found["arms"], folder, f"{found['device']}{threads}, {found['dtype']}")
+    if recipe.evaluate.efficiency is not None:
+        results["efficiency"] = efficiency(models, recipe.evaluate.efficiency)
+        costs_by_length(results["efficiency"]["arms"], folder, results["efficiency"]["where"])
 
 
 __all__ = ["Comparison", "compare_models", "load_comparison"]

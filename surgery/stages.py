@@ -25,7 +25,7 @@ from surgery.card import card_of, model_card, public_name, public_recipe
 from surgery.checkpoint import load_model, load_tokenizer
 from surgery.evaluate import Arm, compare, evaluate, held_out_documents, make_prompts, side_by_side
 from surgery.evaluate.arms import HEADS_OFF, heads_off
-from surgery.evaluate.efficiency import TRANSFORMER, efficiency, transformer_like
+from surgery.evaluate.efficiency import efficiency
 from surgery.evaluate.scoring import answer_choices
 from surgery.export import export
 from surgery.families import family_of
@@ -292,14 +292,8 @@ def _efficiency(run: Run, figures: Path) -> dict[str, Any] | None:
     section = run.recipe.evaluate.efficiency
     if section is None:
         return None
-    base = run.base()
-    models = {"base": base, "hybrid": run.model("trained")}
-    if section.transformer:
-        like = transformer_like(base.config, sum(p.numel() for p in base.parameters()))
-        models[TRANSFORMER] = like.to(base.device)
-    found = efficiency(models, section)
-    threads = f", {found['threads']} thread{'s' if found['threads'] > 1 else ''}" if found["threads"] else ""
-    costs_by_length(found["arms"], figures, f"{found['device']}{threads}, {found['dtype']}")
+    found = efficiency({"base": run.base(), "hybrid": run.model("trained")}, section)
+    costs_by_length(found["arms"], figures, found["where"])
     return found
 
 

@@ -70,28 +70,36 @@ def efficiency(
     """Times every model at every size.
 
     Args:
-        models: arm -> model, the first one is what the others are compared with. All are on one device.
+        models: arm -> model, the first one is what the others are compared with. All are on one device. A Transformer
+            like the first is added if the section says so.
         progress: called with (done, all) after each size.
 
     Returns:
         As in `results.json`: `arms`, arm -> a list of costs by size; `parameters`, arm -> count; `device`, `dtype`,
-        `threads`.
+        `threads`, and all three in words, `where`.
     """
+    first = next(iter(models.values()))
+    if section.transformer:
+        like = transformer_like(first.config, sum(p.numel() for p in first.parameters()))
+        models = {**models, TRANSFORMER: like.to(first.device)}
     sizes = [(rows, tokens) for rows in section.batch_sizes for tokens in section.lengths]
     found: dict[str, list[dict[str, float]]] = {name: [] for name in models}
-    first = next(iter(models.values()))
     for done, (rows, tokens) in enumerate(sizes):
         for name, cost in costs(models, rows, tokens, section).items():
             found[name].append(cost.as_json(rows, tokens))
         if progress is not None:
             progress(done + 1, len(sizes))
-    cuda = first.device.type == "cuda"
+    cuda, dtype = first.device.type == "cuda", str(first.dtype).removeprefix("torch.")
+    device = torch.cuda.get_device_name(first.device) if cuda else "cpu"
+    threads = None if cuda else torch.get_num_threads()
+    cores = f", {threads} thread{'s' if threads > 1 else ''}" if threads else ""
     return {
         "arms": found,
         "parameters": {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()},
-        "device": torch.cuda.get_device_name(first.device) if cuda else "cpu",
-        "threads": None if cuda else torch.get_num_threads(),
-        "dtype": str(first.dtype).removeprefix("torch."),
+        "device": device,
+        "threads": threads,
+        "dtype": dtype,
+        "where": f"{device}{cores}, {dtype}",
         "new_tokens": section.new_tokens,
         "repeats": section.repeats,
     }

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -190,6 +191,21 @@ class Gap:
     same_top: float
 
 
+@contextmanager
+def frozen(*models: nn.Module) -> Iterator[None]:
+    """No parameter asks for a gradient inside: whether it does decides how torch multiplies a weight with a transposed
+    stream (at::matmul folds the batch, or not), as Mamba-1's are, and on some CPUs the two round differently.
+    """
+    asking = [p for model in models for p in model.parameters() if p.requires_grad]
+    for parameter in asking:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in asking:
+            parameter.requires_grad_(True)
+
+
 @torch.no_grad()
 def step_zero_gap(base: PreTrainedModel, hybrid: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Gap:
     """Compares the two on the same prompts, (B,T) each. With `mode: add` the gap is exactly zero.
@@ -198,8 +214,9 @@ def step_zero_gap(base: PreTrainedModel, hybrid: PreTrainedModel, input_ids: Ten
     zero, still enters the mean square of the gated norm that the other heads are divided by.
     """
     real = attention_mask.bool()
-    a = base(input_ids, attention_mask=attention_mask, use_cache=False).logits[real].float()
-    b = hybrid(input_ids, attention_mask=attention_mask, use_cache=False).logits[real].float()
+    with frozen(base, hybrid):
+        a = base(input_ids, attention_mask=attention_mask, use_cache=False).logits[real].float()
+        b = hybrid(input_ids, attention_mask=attention_mask, use_cache=False).logits[real].float()
     log_a, log_b = a.log_softmax(-1), b.log_softmax(-1)
     kl = (log_a.exp() * (log_a - log_b)).sum(-1).mean()
     same = (a.argmax(-1) == b.argmax(-1)).float().mean()

@@ -5,6 +5,8 @@ Models here are read by many tests; who changes one works on a copy.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -30,9 +32,23 @@ def base(name: str, **more: Any) -> Any:
     return pico_family(name, **more).requires_grad_(False)
 
 
+@contextmanager
+def as_loaded(*models: Any) -> Iterator[None]:
+    """Every parameter asks for a gradient, as loading leaves it: torch rounds otherwise where one does not."""
+    quiet = [p for model in models for p in model.parameters() if not p.requires_grad]
+    for parameter in quiet:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in quiet:
+            parameter.requires_grad_(False)
+
+
 @torch.no_grad()
 def logits(model: Any, ids: Tensor, mask: Tensor | None = None, **more: Any) -> Tensor:
-    return model(input_ids=ids, attention_mask=mask, **{"use_cache": False, **more}).logits
+    with as_loaded(model):  # bits are compared
+        return model(input_ids=ids, attention_mask=mask, **{"use_cache": False, **more}).logits
 
 
 def plan_of(model: Any, mode: Any = "add", init: Any = "ssm") -> Plan:

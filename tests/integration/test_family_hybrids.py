@@ -31,6 +31,7 @@ from surgery.reload import RELOAD
 from surgery.train.loop import Trainer
 from surgery.train.optim import adamw, spliced_parameters, trainable
 from tests.battery import (
+    as_loaded,
     assert_cache_is_as_large_as_said,
     base,
     cache_of,
@@ -158,7 +159,7 @@ class TestRows:
 
         monkeypatch.setattr(branch_module, "eager_attention_forward", spy)
         queries = torch.tensor([[6, 13, -1], [0, 5, 13], [2, 9, 13]])
-        with torch.no_grad():
+        with torch.no_grad(), as_loaded(model):
             given = {"attention_mask": batch.attention_mask, "use_cache": False, "splice_queries": queries}
             output = model(input_ids=batch.input_ids, **given)
         assert torch.equal(output.logits, logits(model, batch.input_ids, batch.attention_mask))
@@ -202,7 +203,7 @@ def decoded(model: Any, ids: Tensor, borders: tuple[int, ...], mask: Tensor | No
     argument = family_of(model.config).cache_argument
     for end in (*borders, ids.shape[1]):
         seen = None if mask is None else mask[:, :end]
-        with torch.no_grad():
+        with torch.no_grad(), as_loaded(model):
             given = {"attention_mask": seen, argument: kept, "use_cache": True}
             output = model(input_ids=ids[:, start:end], **given)
         kept, start = cache_of(model, output), end

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from surgery.families import family_of
 from surgery.hybrid import CLASSES
-from tests.battery import base, every_spliced, logits, shared, trained
+from tests.battery import as_loaded, base, every_spliced, logits, shared, trained
 from tests.pico import HIDDEN, VOCAB, pad, tokens
 
 CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-5}  # logits of these models are up to 30
@@ -96,7 +96,8 @@ class TestSaving:
         saved(model, tmp_path / "whole")
         body, info = AutoModel.from_pretrained(tmp_path / "whole", output_loading_info=True)
         assert type(body) is type(model.base_model) and model.base_model is not model and not info["missing_keys"]
-        hidden = [m(tokens(), use_cache=False).last_hidden_state for m in (body, model.base_model)]
+        with as_loaded(model):
+            hidden = [m(tokens(), use_cache=False).last_hidden_state for m in (body, model.base_model)]
         assert torch.equal(*hidden)
         saved(body, tmp_path / "body")
         whole, info = AutoModelForCausalLM.from_pretrained(tmp_path / "body", output_loading_info=True)

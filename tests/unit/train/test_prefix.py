@@ -71,7 +71,7 @@ def test_equal_frozen_weights_are_one() -> None:
 @pytest.mark.parametrize("name", ["mamba2", "mamba", "bamba", "llamba"])
 def test_families_whose_blocks_put_out_other_things(name: str) -> None:
     """A model that shares everything but its last layer gives its own logits from the middle on."""
-    model, base = pico_family(name).requires_grad_(False), pico_family(name)
+    model, base = pico_family(name).requires_grad_(False), pico_family(name).requires_grad_(False)
     share_weights(model, base)
     last = list(model.base_model.layers)[-1]
     with torch.no_grad():

@@ -41,16 +41,20 @@ from surgery.rundir import read_json, write_json  # noqa: E402
 from surgery.splice import splice  # noqa: E402
 from surgery.stages import versions  # noqa: E402
 from surgery.train import train  # noqa: E402
+from surgery.training import FROM_TEACHER  # noqa: E402
 
-SITE, READS = "L0H1", "answer_token"
+# The site reads the value itself, the teacher's reading head the end of its line, one token behind.
+SITE, READS, OFFSET = "L0H1", "answer_token", -1
 PAIRS, EXAMPLES, PROMPTS_SEED = (16, 32, 64), 200, 950
 # What the documents with answers are trained on. `gold`: where the value stands is known.
 ARMS: dict[str, dict[str, float]] = {
     "answers": {"answer": 1.0},
     "answers, teacher's logits": {"answer": 1.0, "distil": 1.0},
     "teacher's logits alone": {"distil": 1.0},
-    "answers, teacher's attention": {"answer": 1.0, "mixing": 10.0},
-    "answers, teacher's attention and logits": {"answer": 1.0, "mixing": 10.0, "distil": 1.0},
+    "answers, teacher's matrices": {"answer": 1.0, "mixing": 10.0},
+    "answers, teacher's reading": {"answer": 1.0, "reading": 1.0},
+    "answers, teacher's reading and logits": {"answer": 1.0, "reading": 1.0, "distil": 1.0},
+    "teacher's reading and logits alone": {"reading": 1.0, "distil": 1.0},
     "answers, gold attention": {"answer": 1.0, "attention": 1.0},
     "answers, gold attention, teacher's logits": {"answer": 1.0, "attention": 1.0, "distil": 1.0},
 }
@@ -61,8 +65,11 @@ def section(weights: dict[str, float], steps: int, teacher: Path, head: str) -> 
     """The evidence's budget, with these objectives on the dictionaries."""
     given = Budget(steps=steps).train(attention=True, new_heads=False).model_dump()
     given["sources"][0]["weights"] = Weights.model_validate(weights).model_dump()
-    if {"distil", "mixing"} & weights.keys():
-        given |= {"teacher": {"model": str(teacher)}, "align": {"heads": {SITE: head}}}
+    if FROM_TEACHER & weights.keys():
+        given |= {
+            "teacher": {"model": str(teacher)},
+            "align": {"heads": {SITE: head}, "offsets": {SITE: OFFSET}},
+        }
     return Train.model_validate(given)
 
 

@@ -21,6 +21,7 @@ Choices = Mapping[str, Any]
 
 VERSION = 1  # raised when an arm's result changes for the same definition
 SHIPPED, SECOND, TRANSFORMER = "shipped", "second", "transformer"
+STATE = {SHIPPED: 8, SECOND: 16}  # of each SSM head: what copies have as the width of query and key
 PROMPTS_SEED = 900  # of the evaluation: no choosing and no training draws from it
 
 
@@ -72,6 +73,7 @@ class Arm:
         name: what the report calls it; unique within a base and seed.
         base: which pretrained model.
         heads, reads: the sites, and what each is to read.
+        width: of query and key where projections are random; None for the library's.
         kind: `none` trains without a splice; `hidden` too, but supervises the SSM head's own hidden attention.
     """
 
@@ -85,6 +87,7 @@ class Arm:
     init: Literal["ssm", "random"] = "ssm"
     supervised: bool = True
     trains: Trains = "all"
+    width: int | None = None
 
     @property
     def file(self) -> str:
@@ -92,7 +95,8 @@ class Arm:
 
     def identity(self, budget: Budget, revision: str) -> str:
         """Hash of everything that the result depends on; `revision` identifies the base's weights."""
-        return fingerprint([VERSION, asdict(self), asdict(budget), revision, PROMPTS_SEED])
+        given = {k: v for k, v in asdict(self).items() if k != "width" or v is not None}
+        return fingerprint([VERSION, given, asdict(budget), revision, PROMPTS_SEED])
 
 
 def site_arm(choices: Choices, base: str, seed: int, name: str, heads: Sequence[str], **more: Any) -> Arm:
@@ -134,6 +138,8 @@ def variant_arms(choices: Choices, base: str, seed: int) -> Iterator[Arm]:
 
     yield arm("unsupervised", supervised=False)
     yield arm("random-init", init="random")
+    if base in STATE:
+        yield arm("random-init-narrow", init="random", width=STATE[base])
     yield arm("replace", mode="replace")
     yield arm("linear", kind="linear")
     yield arm("hidden-supervised", kind="hidden")

@@ -41,9 +41,10 @@ class LinearAttention(SplicedAttention):
         rows: Any = None,
         streams: tuple[Tensor, Tensor] | None = None,
         positions: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
-        """(B,T,D) -> (B,T,D). Raises ValueError with a cache, or where rows are asked of it."""
-        if cache is not None or rows is not None:
+        """(B,T,D) -> (B,T,D). Raises ValueError with a cache or packed documents, or where rows are asked of it."""
+        if cache is not None or rows is not None or documents is not None:
             raise ValueError("LinearAttention: whole sequences without splice_queries only; pass use_cache=False.")
         if padding_mask is not None:
             u_BTD = u_BTD * padding_mask[:, :, None].to(u_BTD.dtype)

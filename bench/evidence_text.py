@@ -24,6 +24,7 @@ SHORT_NAMES = {
 VARIANTS = {
     "unsupervised": "no attention supervision",
     "random-init": "random projections",
+    "random-init-narrow": "random projections, as narrow as copies",
     "random-init-unsupervised": "random projections, no supervision",
     "replace": "in the head's place",
     "replace-random-init": "in the head's place, random projections",
@@ -72,7 +73,7 @@ copies of its projections, softmax, supervised, all weights train, unless said o
   are frozen. PEFT refuses `out_proj` of the model types whose fused kernel reads it; hybrids are not on its list, and
   without kernels the adapter is used.
 - Random projections: query and key of 32 channels; copies are as wide as the state, 8 on the shipped base and 16 on the
-  second. How the branch begins and how wide it is differ together.
+  second, and so are random projections "as narrow as copies": the beginning alone differs there.
 - Two and four heads: each the one that gains most from a perfect read given those before it.
 """,
     "sites": """

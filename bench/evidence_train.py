@@ -60,7 +60,8 @@ def plan_of(arm: Arm, base: PreTrainedModel) -> Plan:
 
 
 def _splice_section(arm: Arm) -> Splice:
-    return Splice(select="list", heads=arm.heads, mode=arm.mode, init=arm.init)
+    width = {} if arm.width is None else {"random_width": arm.width}
+    return Splice(select="list", heads=arm.heads, mode=arm.mode, init=arm.init, **width)
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from surgery.capture import record
 from surgery.errors import ModelError
 from surgery.families import family_of, mixer_of, structure_of
 from surgery.heads import Mode
+from surgery.train.packed import why_not
 from tests.pico import SPLICED_FAMILIES
 
 BATCH, STEPS, PADS = 2, 4, 5
@@ -190,6 +191,7 @@ def behaviour(name: str, options: Options, ran: dict[str, str]) -> Row:
         "silenced head": "stays silent" if silent else "COMES BACK",
         "hooks, eval": hooks[0],
         "hooks, training": hooks[1],
+        "packing": packing(name, options),
         "ran": in_words(ran),
         "ok": silent and hooks[0] == "fire" and hooks[1] in ("fire", "refuse"),
     }
@@ -208,6 +210,12 @@ def silence(name: str, options: Options) -> bool:
         if bool(columns.ne(0).any()):
             return False
     return True
+
+
+def packing(name: str, options: Options) -> str:
+    """`apart`, or why documents of one row are not; asked in training, and in eval mode for the kernels that it has."""
+    hybrid = hybrid_of(base_of(name, options.toy), "add").to(options.device)
+    return why_not({"training": hybrid.train()}) or why_not({"eval": hybrid.eval()}) or "apart"
 
 
 def hooked(name: str, options: Options, training: bool) -> str:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from statistics import median, quantiles
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from bench.gpu_env import Row
 from bench.gpu_models import in_words, prompts, watch
 from bench.gpu_runner import Options
 from surgery.capture import expand_cache
+from surgery.evaluate.efficiency import spread_of
 from surgery.families import family_of, geometry_of
 from surgery.heads import Graft, Plan
 from surgery.hybrid.attention import SplicedAttention
@@ -190,16 +191,8 @@ def _row(samples: Samples) -> Row:
         row[name], row[f"{name} GiB"] = shown, None if bytes_ is None else bytes_ / 2**30
         row[f"{name} repeats"] = len(samples.seconds.get(name, []))
     row["ratio"] = middle["hybrid"] / middle["base"] if "base" in middle else None
-    row["spread"] = max(_spread(values) for values in samples.seconds.values())
+    row["spread"] = max(spread_of(values) for values in samples.seconds.values())
     return row
-
-
-def _spread(values: list[float]) -> float:
-    """The interquartile range over the median."""
-    if len(values) < 2:
-        return 0.0
-    low, _, high = quantiles(values, n=4, method="inclusive")
-    return (high - low) / median(values)
 
 
 @torch.no_grad()

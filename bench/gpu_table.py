@@ -12,7 +12,7 @@ COLUMNS = {
     "environment": ("what", "found"),
     "build": ("package", "result", "seconds"),
     "correctness": ("family", "mode", "dtype", *_APART, "tensor", "x cpu", "ok", "differs most"),
-    "behaviour": ("family", "silenced head", "hooks, eval", "hooks, training", "ok"),
+    "behaviour": ("family", "silenced head", "hooks, eval", "hooks, training", "ok", "packing"),
     "attention": ("implementation", "widths", "prompts", *_APART, "x eager", "ok"),
     "speed": ("shape", "task", "unit", "base", "hybrid", "ratio", "spread", "base GiB", "hybrid GiB"),
     "training": ("shape", "task", "kind", "unit", "base", "hybrid", "ratio", "base GiB", "hybrid GiB", "apart", "ok"),

@@ -8,6 +8,8 @@ Owns: which trainings, their checks. Must never know: how a step is taken (`surg
     ddp, fsdp2             one process under `accelerate launch` with the files of recipes/accelerate/: losses and
                            weights are those of the plain run
     compile                torch.compile of the hybrid: its losses are those of the plain run
+    packing                documents of very different lengths, several a row, against each in its own padded row: the
+                           same losses, and how long both take; without kernels both are padded, and a line says so
 
 Weights are random, so no loss may grow. On a CPU there is no FSDP2 (Accelerate falls back to DDP), and no compiling.
 So far this has run on a CPU only, at toy sizes: no number of a GPU comes from it yet.
@@ -33,12 +35,14 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bench.gpu_env import Row
+from bench.gpu_env import Row, installed
 from bench.gpu_models import in_words, watch
-from bench.gpu_runner import Options
+from bench.gpu_runner import Options, note
 from surgery.checkpoint import load_config
 from surgery.families import family_of, geometry_of
 from surgery.heads import Graft, Plan
+from surgery.probes.documents import rng_of
+from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Base, Train
 from surgery.splice import splice
 from surgery.train import make_accelerator
@@ -47,7 +51,7 @@ from tests.pico import pico_config, pico_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES, TOY = ("mamba2-130m",), ("toy",)
-TASKS = ("lora", "all", "checkpointing", "fsdp2", "ddp", "compile")
+TASKS = ("lora", "all", "checkpointing", "packing", "fsdp2", "ddp", "compile")
 WARM_UP = 3  # steps that are not timed
 APART = 0.02  # of two losses in bf16, relative
 GROWN = 1.2  # of a loss over the first; documents differ
@@ -55,7 +59,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lora": {"trains": "lora", "gradient_checkpointing": True},
     "checkpointing": {"gradient_checkpointing": True},
     "compile": {"compile": True},
+    "packing": {"packing": True},
 }
+UNEVEN = ("packing", "padded")  # trained on documents of very different lengths
 
 
 @dataclass
@@ -66,6 +72,7 @@ class Run:
         checksum: the sum of all weights' magnitudes at the end.
         moved: whether every adapter is other than it began.
         ran: whose code the recurrences were.
+        packed: whether documents shared rows.
     """
 
     losses: list[float]
@@ -75,6 +82,7 @@ class Run:
     checksum: float
     moved: bool
     ran: str
+    packed: bool = False
 
 
 def items(options: Options) -> list[str]:
@@ -89,12 +97,25 @@ def run(item: str, options: Options) -> list[Row]:
     if task in ("ddp", "fsdp2"):
         return [_launched(name, task, options)]
     hybrid = trained(name, task, "hybrid", options)
+    if task == "packing":
+        return _packing(name, hybrid, trained(name, "padded", "hybrid", options), options)
     row = {**_row(name, task, hybrid), "ran": hybrid.ran}
     if task == "compile":
         return [{**row, **against(hybrid, trained(name, "all", "hybrid", options))}]
     base = trained(name, task, "base", options)
     ratio = _middle(hybrid) / _middle(base)
     return [{**row, "base": 1e3 * _middle(base), "base GiB": _gib(base.peak), "ratio": ratio}]
+
+
+def _packing(name: str, packed: Run, padded: Run, options: Options) -> list[Row]:
+    """Both trainings, and how much of the padded one's time the packed one takes."""
+    rows = [_row(name, "padded", padded), {**_row(name, "packing", packed), "ran": packed.ran}]
+    together = against(packed, padded)
+    rows[1] |= {**together, "ok": rows[1]["ok"] and together["ok"]}
+    if packed.packed:
+        return [*rows, note("packing", f"{_middle(packed) / _middle(padded):.2f} of the padded step's time")]
+    failed = options.device == "cuda" and installed("mamba-ssm") is not None
+    return [*rows, note("packing", "no kernels that keep documents apart, so both runs were padded", failed)]
 
 
 @lru_cache(maxsize=4)
@@ -127,10 +148,11 @@ def _base(name: str, options: Options) -> PreTrainedModel:
 
 def _train(model: PreTrainedModel, grafts: tuple[Graft, ...], task: str, options: Options) -> Run:
     accelerator, cuda = make_accelerator(), options.device == "cuda"
-    made = Trainer(model, pico_tokenizer(), _section(task, options), 0, None, accelerator, grafts=grafts)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    with watch(model) as ran:
+    with watch(model) as ran, tempfile.TemporaryDirectory() as folder:
+        section = _section(task, options, Path(folder))
+        made = Trainer(model, pico_tokenizer(), section, 0, None, accelerator, grafts=grafts)
         history = made.run()
     return Run(
         losses=[entry["loss"] for entry in history],
@@ -140,6 +162,7 @@ def _train(model: PreTrainedModel, grafts: tuple[Graft, ...], task: str, options
         checksum=float(sum(p.detach().double().abs().sum().cpu() for p in model.parameters())),
         moved=all(bool(p.any()) for name, p in model.named_parameters() if ".lora_B" in name),
         ran=in_words(ran),
+        packed=made.packed,
     )
 
 
@@ -150,14 +173,29 @@ def _kind(accelerator: Accelerator) -> str:
     return "plain" if kind == DistributedType.NO else str(DistributedType(kind).value)
 
 
-def _section(task: str, options: Options) -> Train:
-    """Documents of one length, about 9,000 tokens a step; the rate is the same from the second step on."""
+def _section(task: str, options: Options, folder: Path) -> Train:
+    """About 9,000 tokens a step, of documents of one length but for packing; the rate stays from the second step on."""
     rows, pairs = (2, 4) if options.toy else (16, 90)
     source = {"task": "kv_retrieval", "rows": rows, "pairs": (pairs, pairs), "questions": 4}
+    if task in UNEVEN:
+        source = _uneven(folder, *((8, 12) if options.toy else (40, 100)))
     weights = {"answer": 1.0, "text": 1.0, "attention": 1.0}
     optimizer = {"lr": 1e-3, "new_heads_lr": 1e-3, "warmup": 1, "schedule": "constant"}
     given = {"steps": WARM_UP + options.repeats, "precision": "bf16", "optimizer": optimizer, **SETTINGS.get(task, {})}
     return Train.model_validate({**given, "sources": [{**source, "weights": weights}]})
+
+
+def _uneven(folder: Path, count: int, longest: int) -> dict[str, Any]:
+    """Dictionaries of 2 pairs to so many, most of them short; every step takes all of them."""
+    path = folder / "rows.jsonl"
+    with path.open("w") as file:
+        for i in range(count):
+            document = kv_document(rng_of("packing", i), max(2, round(longest * (i / (count - 1)) ** 3)))
+            (question,) = document.questions
+            start, end = question.answer
+            row = {"prompt": document.text[:start], "answer": document.text[start:end], "span": question.value}
+            file.write(json.dumps(row) + "\n")
+    return {"data": {"path": str(path), "columns": {"answer_span": "span"}}, "rows": count}
 
 
 def _launched(name: str, task: str, options: Options) -> Row:

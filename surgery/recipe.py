@@ -314,7 +314,7 @@ class PretrainRecipe(Section):
 
     @model_validator(mode="after")
     def _nothing_to_keep(self) -> PretrainRecipe:
-        if self.train.uses("keep", "attention", "mixing"):
+        if self.train.uses("keep", "attention", "reading", "mixing"):
             raise ValueError("a model that is made from nothing has no base to keep and no new head: weights 0")
         return self
 

@@ -5,7 +5,7 @@ Must never know: torch, models, how a loss is computed (train). docs/TRAINING.md
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -17,7 +17,17 @@ Scheduled = Weight | tuple[Weight, Weight]  # a number, or its value at the firs
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Task = Literal["kv_retrieval", "copying", "letter_choice", "option_text", "closed_book", "statement", "sentence"]
+Task = Literal[
+    "kv_retrieval", "phonebook", "json_kv", "mqar", "multi_hop", "needle_single", "needle_multi_key",
+    "needle_multi_value", "needle_multi_query", "copying", "letter_choice", "option_text", "closed_book", "statement",
+    "sentence",
+]  # fmt: skip
+NEEDLES = ("needle_single", "needle_multi_key", "needle_multi_value", "needle_multi_query")
+OF_LINES = ("kv_retrieval", "phonebook", "json_kv", "mqar")  # several lines of one may be asked for
+READING = (*OF_LINES, "multi_hop", *NEEDLES, "letter_choice")  # the answer stands in one place of the text
+ENDING = ("kv_retrieval", "phonebook", "multi_hop", "letter_choice", "option_text", "closed_book")  # by a newline
+SIZES = {"phonebook": (2, 90), "json_kv": (2, 90), "multi_hop": (4, 100), **dict.fromkeys(NEEDLES[1:], (2, 16))}
+FROM_TEACHER = frozenset({"distil", "reading", "mixing", "hidden"})  # objectives that compare with a teacher
 Trains = Literal["all", "new_heads", "spliced_layers", "lora"]
 
 
@@ -37,6 +47,9 @@ class Weights(Section):
     keep: Scheduled = Field(0.0, description="Divergence from the frozen base, on every token.")
     text: Scheduled = Field(0.0, description="Cross-entropy on every token.")
     distil: Scheduled = Field(0.0, description="Divergence from the teacher, on every token.")
+    reading: Scheduled = Field(
+        0.0, description="Divergence of the new head's attention from the teacher's head's, where an answer is asked."
+    )
     mixing: Scheduled = Field(
         0.0, description="Distance of the new heads' attention matrices from the teacher's (MOHAWK's first stage)."
     )
@@ -106,12 +119,22 @@ class Source(Section):
     rows: Positive | None = Field(None, description="Documents a step, over all processes.")
     tokens: Positive | None = Field(None, description="Or tokens a step: documents until they are that many.")
     max_tokens: Positive | None = Field(
-        None, description="data: the longest document. Longer texts are cut into several; a longer prompt is a bad row."
+        None,
+        description="data: the longest document. Longer texts are cut into several; a longer prompt is a bad row. "
+        "needle_*: as long as a document may be, up to the end of its last answer.",
     )
     pairs: tuple[Pairs, Pairs] = Field(
-        (2, 16), description="Pairs of kv_retrieval, pieces of copying: a step's number is drawn from this range."
+        (2, 16),
+        description="Lines of kv_retrieval, phonebook, json_kv, mqar and multi_hop, hidden numbers of needle_multi_*, "
+        "pieces of copying: a step's number is drawn from this range.",
     )
-    questions: Positive = Field(1, description="kv_retrieval: questions a document, at most.")
+    questions: Positive = Field(1, description="kv_retrieval, phonebook, json_kv, mqar: questions a document, at most.")
+    groups: tuple[Positive, ...] | None = Field(
+        None, description="json_kv: digits of each group of a key and of a value; a UUID's if not said. [4] is small."
+    )
+    end: bool = Field(
+        False, description="A task's answers: the newline behind them is trained too, so that generation knows to stop."
+    )
     half: Literal[0, 1] | None = Field(None, description="closed_book, statement, sentence: only this half of them.")
     weights: Weights
 
@@ -133,8 +156,10 @@ class Source(Section):
             raise ValueError("give `task`, a generator, or `data`, documents of your own: one of them")
         if (self.rows is None) == (self.tokens is None):
             raise ValueError("give `rows` or `tokens` a step: one of them")
-        if self.max_tokens is not None and self.data is None:
-            raise ValueError("`max_tokens` goes with `data`; generated documents are as long as they are")
+        if self.max_tokens is not None and self.data is None and self.task not in NEEDLES:
+            raise ValueError("`max_tokens` goes with `data` and needle_*; generated documents are as long as they are")
+        if self.max_tokens is None and self.task in NEEDLES:
+            raise ValueError(f"{self.task} is as long as is said: give `max_tokens`")
         return self
 
     @model_validator(mode="after")
@@ -143,12 +168,32 @@ class Source(Section):
             raise ValueError("every weight is 0; give it one, or leave the source out")
         if self.weights.uses("answer") and self.task in ("statement", "sentence"):
             raise ValueError(f"{self.task} has no answers; give `answer` weight 0")
-        if self.weights.uses("attention") and self.task not in (None, "kv_retrieval", "letter_choice"):
+        if self.weights.uses("attention") and self.task not in (None, *READING):
             raise ValueError(f"{self.task} has no one place to read; give `attention` weight 0")
         if self.data is not None and self.data.columns.text is not None and self.weights.uses("answer", "attention"):
             raise ValueError("plain text has no answers; give `answer` and `attention` weight 0")
         if self.data is not None and self.data.columns.answer_span is None and self.weights.uses("attention"):
             raise ValueError("`attention` needs `data.columns.answer_span`, or weight 0: it is not known what to read")
+        return self
+
+    @model_validator(mode="after")
+    def _end_has_a_meaning(self) -> Source:
+        if self.end and self.task not in ENDING:
+            hint = "say it in `data.end`" if self.data is not None else "leave it out"
+            raise ValueError(f"`end` is about a task's answers, and {self.name} has none that end; {hint}")
+        return self
+
+    @model_validator(mode="after")
+    def _sizes_have_a_meaning(self) -> Source:
+        low, high = SIZES.get(self.task or "", self.pairs)
+        if not low <= self.pairs[0] <= self.pairs[1] <= high:
+            raise ValueError(f"{self.task} takes {low} to {high} `pairs`, not {self.pairs[0]} to {self.pairs[1]}")
+        if self.questions > 1 and self.task not in OF_LINES:
+            raise ValueError(f"{self.name} does not ask for several lines; leave `questions` out")
+        if self.groups is not None and self.task != "json_kv":
+            raise ValueError(f"{self.name} has no groups of digits; leave `groups` out")
+        if self.groups is not None and (sum(self.groups) < 4 or self.groups[0] < 3):
+            raise ValueError("`groups` are 4 digits or more, 3 or more of them in the first group")
         return self
 
     @model_validator(mode="after")
@@ -208,19 +253,22 @@ class Distil(Section):
 
 
 class Align(Section):
-    """What of the teacher corresponds to what of the hybrid, for `mixing` and `hidden`."""
+    """What of the teacher corresponds to what of the hybrid, for `reading`, `mixing` and `hidden`."""
 
     heads: dict[str, str] = Field(
         {}, description="The teacher's head for a spliced head, such as {L17H3: L17H24}; the same name if not said."
+    )
+    offsets: dict[str, int] = Field(
+        {}, description="Tokens from where the teacher's head reads to where the spliced one is to: {L17H3: -1}."
     )
     layers: dict[int, int] = Field(
         {}, description="The teacher's layer for each layer to compare; all of them, in proportion, if not said."
     )
 
-    @field_validator("heads")
+    @field_validator("heads", "offsets")
     @classmethod
-    def _heads(cls, value: dict[str, str]) -> dict[str, str]:
-        for name in (*value, *value.values()):
+    def _heads(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in (*value, *(other for other in value.values() if isinstance(other, str))):
             HeadId.parse(name)
         return value
 
@@ -265,13 +313,16 @@ class Train(TrainStage):
 
     stages: tuple[TrainStage, ...] = Field((), description="Such as align, distil, finetune, in place of one stage.")
     teacher: Checkpoint | None = Field(
-        None, description="A model with the same tokenizer, for `distil`, `mixing` and `hidden`."
+        None, description="A model with the same tokenizer, for `distil`, `reading`, `mixing` and `hidden`."
     )
     precision: Literal["fp32", "bf16"] = Field(
         "fp32", description="bf16: matrix products in bf16; what trains stays in fp32, with A_log, dt_bias and D."
     )
     micro_batch: Positive | None = Field(
         None, description="Documents of a source at a time, on one process; all if not said. The gradient is the same."
+    )
+    packing: bool = Field(
+        False, description="Documents share rows, none sees another, where kernels do that. The gradient is the same."
     )
     gradient_checkpointing: bool = Field(False, description="Recompute activations: less memory, more time.")
     compile: bool = Field(False, description="torch.compile the model.")
@@ -297,10 +348,10 @@ class Train(TrainStage):
         for stage in self.sequence:
             if not stage.sources:
                 raise ValueError(f"the stage {stage.name} has no `sources`")
-            if stage.uses("distil", "mixing", "hidden") and self.teacher is None:
-                raise ValueError("`distil`, `mixing` and `hidden` need `teacher`")
-        if self.teacher is not None and not any(s.uses("distil", "mixing", "hidden") for s in self.sequence):
-            raise ValueError("`teacher` is used by no objective; give `distil`, `mixing` or `hidden` a weight")
+            if stage.uses(*FROM_TEACHER) and self.teacher is None:
+                raise ValueError("`distil`, `reading`, `mixing` and `hidden` need `teacher`")
+        if self.teacher is not None and not any(s.uses(*FROM_TEACHER) for s in self.sequence):
+            raise ValueError("no objective uses `teacher`; give `distil`, `reading`, `mixing` or `hidden` a weight")
         return self
 
     @model_validator(mode="after")

@@ -121,7 +121,7 @@ def costs(models: Mapping[str, PreTrainedModel], rows: int, tokens: int, section
     for name, model in models.items():
         model.train(training[name])
         first, decode = ([each[i] for each in seconds[name]] for i in (0, 1))
-        spread = max(_spread(first), _spread(decode))
+        spread = max(spread_of(first), spread_of(decode))
         found[name] = Cost(median(first), median(decode) / section.new_tokens, spread, *memory[name])
     return found
 
@@ -177,7 +177,7 @@ class _Reader:
         return time.perf_counter()
 
 
-def _spread(values: list[float]) -> float:
+def spread_of(values: list[float]) -> float:
     """The interquartile range over the median."""
     if len(values) < 2:
         return 0.0
@@ -218,4 +218,4 @@ def transformer_like(config: PreTrainedConfig, parameters: int, seed: int = 0) -
     return model.eval()
 
 
-__all__ = ["TRANSFORMER", "Cost", "costs", "efficiency", "transformer_like"]
+__all__ = ["TRANSFORMER", "Cost", "costs", "efficiency", "spread_of", "transformer_like"]

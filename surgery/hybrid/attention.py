@@ -25,6 +25,8 @@ from transformers import initialization as init
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.versions import require_version
 
+from .packing import convolved
+
 # Older releases decode layers that have a convolution state, a recurrent state and keys and values at once wrongly,
 # without an error.
 require_version("transformers>=5.21,<6", "This hybrid checkpoint needs it: pip install 'transformers>=5.21,<6'.")
@@ -117,6 +119,7 @@ class SplicedAttention(nn.Module):
         rows: "SpliceRows | None" = None,
         streams: tuple[Tensor, Tensor] | None = None,
         positions: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """(B,T,D) -> (B,T,D).
 
@@ -127,12 +130,14 @@ class SplicedAttention(nn.Module):
             rows: collects attention rows that the caller asked for.
             streams: what the mixer's `x_proj` took and gave, for a branch that reads there.
             positions: (B or 1,T) of the new tokens, for a branch that has a position code.
+            documents: (B,T) which of a row's documents each token belongs to; None where a row holds one.
         """
         if padding_mask is not None:
             u_BTD = u_BTD * padding_mask[:, :, None].to(u_BTD.dtype)
-        query, key, value = self._qkv(u_BTD, cache, streams, positions)
+        query, key, value = self._qkv(u_BTD, cache, streams, positions, documents)
         if rows is not None:
-            rows.collect(self.layer_idx, query, key.repeat_interleave(self.num_key_value_groups, dim=1), padding_mask)
+            whole_key = key.repeat_interleave(self.num_key_value_groups, dim=1)
+            rows.collect(self.layer_idx, query, whole_key, padding_mask, documents)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         implementation = self.config._attn_implementation
@@ -155,7 +160,7 @@ class SplicedAttention(nn.Module):
         return self.o_proj(self._rms_norm(mixed_BTHV).flatten(2))
 
     def _qkv(
-        self, u_BTD: Tensor, cache: Any, streams: tuple[Tensor, Tensor] | None, positions: Tensor | None
+        self, u_BTD: Tensor, cache: Any, streams: Any, positions: Tensor | None, documents: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Projections, short causal convolution, activation; the query is scaled. Each (B,H,T,width)."""
         x_BCT = self.qkv_proj(u_BTD).transpose(1, 2)
@@ -164,8 +169,7 @@ class SplicedAttention(nn.Module):
             x_BCT = cache.update_conv_state(
                 x_BCT, self.layer_idx, state_idx=CONV_STATE, conv_kernel_size=self.conv_kernel
             )
-        x_BCT = F.pad(x_BCT, (self.conv_kernel - 1, 0))
-        x_BCT = self.conv1d(x_BCT)[..., -T:]  # called, so that weights that were put aside are brought
+        x_BCT = convolved(self.conv1d, self.conv_kernel, x_BCT, T, documents)
         # Contiguous channels: SDPA's fused kernels refuse a head whose last dimension has a stride.
         x_BTC = (F.silu(x_BCT) if self.silu else x_BCT).transpose(1, 2).contiguous()
         query, key, value = (
@@ -204,7 +208,7 @@ class StreamAttention(SplicedAttention):
         init.copy_(key_HKW[..., rank : rank + width], torch.eye(width).expand(self.num_heads, -1, -1))
 
     def _qkv(
-        self, u_BTD: Tensor, cache: Any, streams: tuple[Tensor, Tensor] | None, positions: Tensor | None
+        self, u_BTD: Tensor, cache: Any, streams: Any, positions: Tensor | None, documents: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert streams is not None, "the mixer did not call x_proj"
         x_BTI, parameters_BTW = streams
@@ -227,12 +231,14 @@ class SplicePass:
         causal: the mask of transformers' `create_causal_mask`.
         rows: collects attention rows, or None.
         positions: (B or 1,T) of the new tokens.
+        documents: (B,T) which of a row's documents each token belongs to; None where a row holds one.
     """
 
     padding: Tensor | None = None
     causal: Any = None
     rows: "SpliceRows | None" = None
     positions: Tensor | None = None
+    documents: Tensor | None = None
 
 
 class SpliceRows:
@@ -249,7 +255,7 @@ class SpliceRows:
         self.queries_BQ = queries_BQ
         self._rows: dict[int, Tensor] | None = {}
 
-    def collect(self, layer: int, query_BHTK: Tensor, key_BHTK: Tensor, padding_mask: Tensor | None) -> None:
+    def collect(self, layer: int, query_BHTK: Tensor, key_BHTK: Tensor, padding: Any, documents: Any = None) -> None:
         """Computes softmax rows (B,H,Q,T) in fp32 for this layer."""
         index_BQ = self.queries_BQ.clamp(min=0)
         rows_BHQK = query_BHTK.gather(
@@ -257,8 +263,10 @@ class SpliceRows:
         )
         scores = rows_BHQK.float() @ key_BHTK.float().transpose(2, 3)
         seen_BQT = torch.arange(key_BHTK.shape[2], device=scores.device) <= index_BQ[..., None]
-        if padding_mask is not None:
-            seen_BQT = seen_BQT & padding_mask[:, None, :].bool()
+        if padding is not None:
+            seen_BQT = seen_BQT & padding[:, None, :].bool()
+        if documents is not None:
+            seen_BQT = seen_BQT & (documents.gather(1, index_BQ)[..., None] == documents[:, None, :])
         scores = scores.masked_fill(~seen_BQT[:, None], torch.finfo(scores.dtype).min)
         asked = (self.queries_BQ >= 0)[:, None, :, None]
         rows_BHQT = torch.where(asked, scores.softmax(-1), 0.0)
@@ -352,6 +360,7 @@ class HybridMixerMixin:
             splice_pass.rows,
             streams,
             splice_pass.positions,
+            splice_pass.documents,
         )
 
     def _scan(self, hidden_states: Tensor, cache: Any, padding: Tensor | None, **kwargs: Any) -> Tensor:

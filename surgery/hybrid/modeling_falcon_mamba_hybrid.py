@@ -55,6 +55,7 @@ class FalconMambaHybridModel(HybridModelMixin, FalconMambaHybridPreTrainedModel,
 
     cache_argument = "cache_params"
     hands_down = False
+    packs = False
 
     def __init__(self, config: FalconMambaHybridConfig) -> None:
         super().__init__(config)

@@ -312,6 +312,8 @@ class PlainLlambaModel(LlambaPreTrainedModel):
 class LlambaModel(HybridModelMixin, PlainLlambaModel):
     """Llamba without its head."""
 
+    packs = False
+
 
 class PlainLlambaForCausalLM(LlambaPreTrainedModel, GenerationMixin):
     """The forward that `LlambaForCausalLM` prepares the arguments of."""

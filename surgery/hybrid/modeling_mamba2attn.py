@@ -25,6 +25,7 @@ from .modeling_mamba2_hybrid import (
     Mamba2HybridModel,
     Mamba2HybridPreTrainedModel,
 )
+from .packing import convolved
 
 # The keys of mamba_ssm's `attn_cfg` that are kept, and its defaults. `causal` has to be true and is not kept.
 ATTENTION_DEFAULTS = {
@@ -110,7 +111,8 @@ class MambaSsmAttention(nn.Module):
         past = 0 if cache_params is None else cache_params.get_seq_length(self.layer_idx)
         qkv_BTC = self.in_proj(hidden_states)
         if self.conv_kernel:
-            qkv_BTC = self._convolve(qkv_BTC, cache_params, attention_mask)
+            documents = splice_pass.documents if splice_pass is not None else None
+            qkv_BTC = self._convolve(qkv_BTC, cache_params, attention_mask, documents)
         query, key, value = (
             part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in qkv_BTC.split(self.widths, dim=-1)
         )
@@ -123,16 +125,14 @@ class MambaSsmAttention(nn.Module):
         mixed_BTHP, _ = attend(self, query, key, value, causal, scaling=self.scaling, dropout=0.0)
         return self.out_proj(mixed_BTHP.flatten(2))
 
-    def _convolve(self, qkv_BTC: Tensor, cache: Any, padding: Tensor | None) -> Tensor:
+    def _convolve(self, qkv_BTC: Tensor, cache: Any, padding: Tensor | None, documents: Tensor | None) -> Tensor:
         """The short causal convolution over all channels, without activation; its state lies in the cache."""
         if padding is not None:  # after the projection, whose bias padding would have too
             qkv_BTC = qkv_BTC * padding[:, :, None].to(qkv_BTC.dtype)
         x_BCT, T = qkv_BTC.transpose(1, 2), qkv_BTC.shape[1]
         if cache is not None:
             x_BCT = cache.update_conv_state(x_BCT, self.layer_idx, conv_kernel_size=self.conv_kernel)
-        x_BCT = F.pad(x_BCT, (self.conv_kernel - 1, 0))
-        x_BCT = self.conv1d(x_BCT)[..., -T:]  # called, so that weights that were put aside are brought
-        return x_BCT.transpose(1, 2)
+        return convolved(self.conv1d, self.conv_kernel, x_BCT, T, documents).transpose(1, 2)
 
     def _rotate(self, x_BHTP: Tensor, past: int | Tensor) -> Tensor:
         """Rotary positions on the first `rotary_dim` dimensions; left padding only shifts all positions of a row."""

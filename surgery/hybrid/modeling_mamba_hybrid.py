@@ -55,6 +55,7 @@ class MambaHybridModel(HybridModelMixin, MambaHybridPreTrainedModel, MambaModel)
 
     cache_argument = "cache_params"
     hands_down = False
+    packs = False
 
     def __init__(self, config: MambaHybridConfig) -> None:
         super().__init__(config)

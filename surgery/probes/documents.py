@@ -104,6 +104,8 @@ class EncodedBatch:
         segment_start: (B, Q) first token of the gold segment.
         choice_ids: (B, Q, K) first token of each choice; `gold` (B, Q) indexes it.
         choice_rest: (B, Q, K, C-1) the tokens after it that it takes to tell the choices apart; none by default.
+        documents: (B, T) int32, where a row holds several documents: which of them a token belongs to, counted from 0;
+            padding is one more. None where every document has its own row.
     """
 
     input_ids: Tensor
@@ -117,6 +119,7 @@ class EncodedBatch:
     choice_ids: Tensor
     gold: Tensor
     choice_rest: Tensor = None  # type: ignore[assignment]
+    documents: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.choice_rest is None:
@@ -133,11 +136,22 @@ class EncodedBatch:
         rows = torch.arange(len(self), device=last.device)
         return self.choice_tokens[rows, last], self.gold[rows, last]
 
-    def to(self, device: torch.device | str) -> EncodedBatch:
-        return EncodedBatch(**{k: getattr(self, k).to(device) for k in self.__dataclass_fields__})
+    @property
+    def same_document(self) -> Tensor:
+        """(B, T-1) bool: token t + 1 belongs to the document of token t."""
+        real = self.attention_mask.bool()
+        same = real[:, 1:] & real[:, :-1]
+        return same if self.documents is None else same & (self.documents[:, 1:] == self.documents[:, :-1])
 
-    def __getitem__(self, rows: slice) -> EncodedBatch:
-        return EncodedBatch(**{k: getattr(self, k)[rows] for k in self.__dataclass_fields__})
+    def to(self, device: torch.device | str) -> EncodedBatch:
+        return self._each(lambda tensor: tensor.to(device))
+
+    def __getitem__(self, rows: slice | Tensor) -> EncodedBatch:
+        return self._each(lambda tensor: tensor[rows])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> EncodedBatch:
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return EncodedBatch(**{name: None if x is None else change(x) for name, x in fields.items()})
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]

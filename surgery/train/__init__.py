@@ -22,9 +22,7 @@ from surgery.train.loop import OnStep, Trainer
 from surgery.train.steps import checkpoints
 from surgery.train.teacher import Teacher, check_tokenizers
 from surgery.train.track import log, tracked
-from surgery.training import TrainStage
-
-_FROM_TEACHER = ("distil", "mixing", "hidden")
+from surgery.training import FROM_TEACHER, TrainStage
 
 
 def make_accelerator() -> Accelerator:
@@ -92,7 +90,7 @@ def train(
     with tracked(accelerator, names, logs, {"seed": seed, "steps": section.num_all_steps}):
         for number in numbers[numbers.index(max(begun)) if begun else 0 :]:
             stage = section.sequence[number]
-            teacher = load_teacher(section, stage, tokenizer, model, grafts) if stage.uses(*_FROM_TEACHER) else None
+            teacher = load_teacher(section, stage, tokenizer, model, grafts) if stage.uses(*FROM_TEACHER) else None
             cached = open_cache(outputs, section, stage, tokenizer, accelerator.is_main_process)
             trainer = Trainer(
                 model, tokenizer, section, seed, steps[number], accelerator, base, grafts, note,
@@ -130,7 +128,8 @@ def load_teacher(
     assert section.teacher is not None
     given = as_base(section.teacher)
     check_tokenizers(tokenizer, load_tokenizer(given))
-    objectives = [name for name in _FROM_TEACHER if stage.uses(name) and (grafts or name != "mixing")]
+    used = FROM_TEACHER if grafts else FROM_TEACHER - {"reading", "mixing"}
+    objectives = [name for name in sorted(used) if stage.uses(name)]
     return Teacher(load_model(given), tokenizer, model.config, grafts, stage.align, objectives)
 
 

@@ -133,8 +133,13 @@ class LogitsCache:
 
 
 def _documents(batch: EncodedBatch) -> list[Tensor]:
-    """The token ids of each document, without padding."""
-    return [ids[real] for ids, real in zip(batch.input_ids.cpu(), batch.attention_mask.bool().cpu(), strict=True)]
+    """The token ids of each document, without padding, row after row."""
+    ids, real = batch.input_ids.cpu(), batch.attention_mask.bool().cpu()
+    if batch.documents is None:
+        return [row[there] for row, there in zip(ids, real, strict=True)]
+    which = [row[there] for row, there in zip(batch.documents.cpu(), real, strict=True)]
+    sizes = [torch.bincount(row).tolist() for row in which]
+    return [part for row, there, size in zip(ids, real, sizes, strict=True) for part in row[there].split(size)]
 
 
 def _hashed(ids: Tensor) -> bytes:

@@ -32,13 +32,14 @@ from surgery.train.adapters import Adapters
 from surgery.train.logits_cache import LogitsCache
 from surgery.train.micro import MicroBatch, counted, cut
 from surgery.train.optim import adamw, set_learning_rates, trainable
+from surgery.train.packed import why_not
 from surgery.train.prefix import SharedPrefix, share_weights
 from surgery.train.sharded import gather, trains, twin
 from surgery.train.steps import checkpoints, load_step, save_step
 from surgery.train.teacher import Teacher
 from surgery.train.terms import Terms
 from surgery.train.userdata import Stream, open_source
-from surgery.training import Source, TrainStage
+from surgery.training import FROM_TEACHER, Source, TrainStage
 
 OnStep = Callable[[int, dict[str, float]], None]
 _LOG = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class Trainer:
         self._before = sum(stage.num_steps for stage in self.section.sequence[: self.number])
         self.trained = self.model  # what is stepped: under FSDP2 a sharded twin, until `run` returns
         self.prefix: SharedPrefix | None = None
+        self.packed = False  # whether documents share rows, once it is known
         self._running: MicroBatch | None = None
         self._at_once: dict[int, int] = {}  # documents of a source in a micro-batch, where memory forced them down
         if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -103,6 +105,7 @@ class Trainer:
         model, optimizer = self.accelerator.prepare(self.trained, optimizer)
         parameters = trains(model)
         model.train()
+        self.packed = self.section.packing and self._packs(model)
         start = self._resume(optimizer)
         for step in range(start, self.stage.num_steps):
             self._one_step(model, optimizer, parameters, step, start)
@@ -149,6 +152,19 @@ class Trainer:
                 self.prefix = SharedPrefix.of(self.model, self.base)
         if self.section.compile:
             self.trained.compile()
+
+    def _packs(self, model: nn.Module) -> bool:
+        """Whether all models of this stage keep documents of one row apart; says so if not."""
+        models = {"the model": model}
+        if self.base is not None and self.stage.uses("keep"):
+            models["the frozen base"] = self.base
+        if self.teacher is not None:
+            models["the teacher"] = self.teacher.model
+        with self._precision():
+            why = "torch.compile has not been tried with it" if self.section.compile else why_not(models)
+        if why is not None and self.accelerator.is_main_process:
+            _LOG.warning("train.packing: every document of %s has its own padded row (%s)", self.stage.name, why)
+        return why is None
 
     def _make_whole(self) -> None:
         """What is sharded goes back into the model."""
@@ -201,7 +217,7 @@ class Trainer:
     def _halve(self, step: int) -> None:
         """Half as many documents at a time of the source that did not fit. Raises RunError where that is no way out."""
         assert self._running is not None
-        rows, index = len(self._running.batch), self._running.index
+        rows, index = self._running.documents, self._running.index
         field_name = f"train.sources.{index}"
         if self.accelerator.num_processes > 1:
             hint = "Out of memory. The processes have to agree on the size beforehand: lower train.micro_batch."
@@ -246,7 +262,7 @@ class Trainer:
         """This process's documents of the step, and by how much their losses are divided."""
         most = {i: self._at_once.get(i) or self.section.micro_batch for i in range(len(self.stage.sources))}
         documents = [stream.step(step) for stream in self._streams]
-        micro = cut(self.stage.sources, documents, most, self.tokenizer, self.accelerator)
+        micro = cut(self.stage.sources, documents, most, self.tokenizer, self.accelerator, self.packed)
         return counted(self.stage.sources, micro, bool(self.grafts), self.accelerator)
 
     def losses(
@@ -274,7 +290,7 @@ class Trainer:
                 raise RunError(f"train.sources.{index}.rows", source.rows, hint)
             if source.weights.uses("keep") and self.base is None:
                 raise RunError(f"train.sources.{index}.weights.keep", 1.0, "Give the frozen base too.")
-            if source.weights.uses("distil", "mixing", "hidden") and self.teacher is None:
+            if source.weights.uses(*FROM_TEACHER) and self.teacher is None:
                 raise RunError("train.teacher", None, "distil, mixing and hidden need a teacher.")
 
     def _resume(self, optimizer: Any) -> int:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import RunError
 from surgery.probes.documents import Document, EncodedBatch, encode
+from surgery.probes.packing import pack
 from surgery.train.objectives import counts
 from surgery.training import Source
 
@@ -25,6 +26,7 @@ class MicroBatch:
 
     Attributes:
         index: of the source in its stage.
+        documents: how many they are.
         counts: how many terms each of its objectives has, over the whole step, for one process.
         real: False for a stand-in, where a process has no document of its own; it counts for nothing.
     """
@@ -32,6 +34,7 @@ class MicroBatch:
     source: Source
     index: int
     batch: EncodedBatch
+    documents: int
     counts: Mapping[str, float] = field(default_factory=dict)
     real: bool = True
 
@@ -42,18 +45,21 @@ def cut(
     at_once: Mapping[int, int | None],
     tokenizer: PreTrainedTokenizerBase,
     accelerator: Accelerator,
+    packing: bool = False,
 ) -> list[MicroBatch]:
     """This process's share of a step.
 
     Args:
         documents: by source, of all processes.
         at_once: by source, how many go through the model together; all if None.
+        packing: those that go together share rows.
     """
     rank, world = accelerator.process_index, accelerator.num_processes
     made: list[MicroBatch] = []
 
     def encoded(part: Sequence[Document]) -> EncodedBatch:
-        return encode(part, tokenizer).to(accelerator.device)
+        batch = encode(part, tokenizer)
+        return (pack(batch) if packing else batch).to(accelerator.device)
 
     for index, source in enumerate(sources):
         mine, asked = documents[index][rank::world], at_once[index]
@@ -63,9 +69,9 @@ def cut(
         if asked and accelerator.is_fsdp2:  # weights are gathered for each, on all processes together
             most = -(-len(documents[index][::world]) // asked)
         chunks = [mine[i : i + size] for i in range(0, len(mine), size)]
-        made += [MicroBatch(source, index, encoded(chunk)) for chunk in chunks]
+        made += [MicroBatch(source, index, encoded(chunk), len(chunk)) for chunk in chunks]
         for _ in range(most - len(chunks)):
-            made.append(MicroBatch(source, index, encoded(documents[index][:1]), real=False))
+            made.append(MicroBatch(source, index, encoded(documents[index][:1]), 1, real=False))
     return made
 
 
@@ -90,7 +96,7 @@ def counted(
         values = accelerator.reduce(values, "sum")
     found = {key: float(value) / world for key, value in zip(total, values, strict=True)}
     for (index, name), count in found.items():
-        if not count and (spliced or name not in ("attention", "mixing")):
+        if not count and (spliced or name not in ("attention", "reading", "mixing")):
             hint = f"No document of this step has anything for {name}; give it weight 0."
             raise RunError(f"train.sources.{index}.weights.{name}", sources[index].name, hint)
     return [replace(m, counts={name: c for (i, name), c in found.items() if i == m.index}) for m in micro]

@@ -27,22 +27,21 @@ from surgery.training import Distil
 def counts(batch: EncodedBatch, names: Iterable[str]) -> dict[str, int]:
     """How many terms each of these objectives has in a batch.
 
-    Answer tokens for `answer`, tokens that have one before them for `text`, questions with gold positions for
-    `attention`, tokens for `keep`, `distil`, `mixing` and `hidden`.
+    Answer tokens for `answer`, tokens with another of their document before them for `text`, questions with gold
+    positions for `attention`, questions for `reading`, tokens for `keep`, `distil`, `mixing` and `hidden`.
     """
     real = batch.attention_mask.bool()
-    terms = {"answer": _answer_tokens, "text": _text_tokens, "attention": _asked}
+    terms = {
+        "answer": _answer_tokens,
+        "text": lambda batch: batch.same_document,
+        "attention": _asked,
+        "reading": lambda batch: batch.query >= 0,
+    }
     return {name: int(terms[name](batch).sum() if name in terms else real.sum()) for name in names}
 
 
-def _text_tokens(batch: EncodedBatch) -> Tensor:
-    """(B,T-1) bool: token t + 1 is predicted from token t of the same document."""
-    real = batch.attention_mask.bool()
-    return real[:, 1:] & real[:, :-1]
-
-
 def _answer_tokens(batch: EncodedBatch) -> Tensor:
-    return batch.answers[:, 1:] & _text_tokens(batch)
+    return batch.answers[:, 1:] & batch.same_document
 
 
 def _asked(batch: EncodedBatch) -> Tensor:
@@ -77,7 +76,7 @@ def answer_loss(logits_BTV: Tensor, batch: EncodedBatch, count: float | None = N
 
 def text_loss(logits_BTV: Tensor, batch: EncodedBatch, count: float | None = None) -> Tensor:
     """Language modelling: -log p of every token but a document's first."""
-    return _next_token_loss(logits_BTV, batch, _text_tokens(batch), count)
+    return _next_token_loss(logits_BTV, batch, batch.same_document, count)
 
 
 def divergence_loss(
@@ -121,6 +120,27 @@ def attention_loss(
             mass = row_BQT.gather(-1, gold_BQ.clamp(min=0)[..., None])[..., 0]
             losses.append(-torch.log(mass[asked_BQ].clamp(min=1e-9)).sum())
     return torch.stack(losses).mean() / (int(asked_BQ.sum()) if count is None else count)
+
+
+def reading_loss(
+    rows: Sequence[Tensor], teacher_rows: Sequence[Tensor], batch: EncodedBatch, count: float | None = None
+) -> Tensor:
+    """KL(a' || a) of the new heads' attention from each query, a, and that of the teacher's heads, a'; mean over heads.
+
+    As MiniLM compares attention (arXiv 2002.10957), at the tokens that an answer follows and at no others: elsewhere a
+    retrieval head of the teacher attends to nothing in particular, and there are many such tokens. No gold position is
+    needed.
+
+    Args:
+        rows, teacher_rows: for each spliced layer, (B,H,Q,T) at `batch.query`; questions that are none do not count.
+    """
+    asked_BQ = batch.query >= 0
+    losses = []
+    for mine_BHQT, other_BHQT in zip(rows, teacher_rows, strict=True):
+        mine, other = (x.float().clamp(min=1e-9) for x in (mine_BHQT, other_BHQT.detach()))
+        apart_BHQ = (other * (other.log() - mine.log())).sum(-1)
+        losses.append(apart_BHQ.masked_fill(~asked_BQ[:, None], 0.0).sum((0, 2)))
+    return torch.cat(losses).mean() / (int(asked_BQ.sum()) if count is None else count)
 
 
 def mixing_loss(

@@ -20,7 +20,9 @@ from surgery.errors import PlanError, RecipeError
 from surgery.families import family_of
 from surgery.families.donors import donor_mixers
 from surgery.heads import Graft, HeadId, MixerSpec
+from surgery.hybrid.packing import positions_of
 from surgery.probes.documents import EncodedBatch
+from surgery.train.packed import apart
 from surgery.training import Align
 
 _FIELD = "train.teacher.model"
@@ -93,7 +95,7 @@ class Teacher:
         objectives: those that are asked for at any time; what they need is checked here, before training.
 
     Attributes:
-        heads: with `mixing`: for each graft, by layer, the teacher's head for each of its heads.
+        heads: with `reading` or `mixing`: for each graft, by layer, the teacher's head for each of its heads.
         layers: with `hidden`: the teacher's layer for each of the student's that is compared.
 
     Raises:
@@ -118,19 +120,21 @@ class Teacher:
             raise RecipeError(_FIELD, found, "Both models have to know every token of the tokenizer.")
         self.heads: tuple[tuple[HeadId, ...], ...] = ()
         self.layers: dict[int, int] = {}
-        if "mixing" in objectives:
+        if {"reading", "mixing"} & set(objectives):
             self._mixers, self.heads = _heads(model.config, grafts, align)
+            self._offsets = _offsets(grafts, align)
         if "hidden" in objectives:
             self.layers = _layers(model.config, student, align)
 
     @torch.no_grad()
     def outputs(self, batch: EncodedBatch, want: Collection[str]) -> TeacherOutput:
-        """What these objectives compare with; of `distil`, `mixing` and `hidden`, others are passed over.
+        """What these objectives compare with; of `distil`, `reading`, `mixing` and `hidden`.
 
         Matrices take the eager attention in all layers, T^2 numbers a head, one layer at a time; those of the heads
         that are asked for are kept.
         """
-        needs_logits, needs_rows, needs_hidden = (name in want for name in ("distil", "mixing", "hidden"))
+        needs_logits, needs_hidden = (name in want for name in ("distil", "hidden"))
+        needs_rows = bool({"reading", "mixing"} & set(want))
         if not (needs_logits or needs_rows or needs_hidden):
             return TeacherOutput()
         model = self.model if needs_logits else self.model.base_model
@@ -139,6 +143,7 @@ class Teacher:
             if needs_rows:
                 stack.enter_context(_eager(self.model))
                 stack.enter_context(self._watched(seen))
+            stack.enter_context(apart(self.model, batch.documents))
             output = model(
                 batch.input_ids,
                 attention_mask=batch.attention_mask,
@@ -147,13 +152,22 @@ class Teacher:
             )
         return TeacherOutput(
             _fitted(output.logits, self.student.vocab_size) if needs_logits else None,
-            [torch.stack([seen[h.layer][:, h.head] for h in heads], 1) for heads in self.heads] if needs_rows else None,
+            self._matrices(seen, batch.documents) if needs_rows else None,
             layer_outputs(self.model.config, output.hidden_states, self.layers.values()) if needs_hidden else None,
         )
 
     def student_hidden(self, hidden_states: Sequence[Tensor]) -> list[Tensor]:
         """The student's side of `hidden`: the same layers' outputs, from its `output_hidden_states`."""
         return layer_outputs(self.student, hidden_states, self.layers)
+
+    def _matrices(self, seen: dict[int, Tensor], documents: Tensor | None) -> list[Tensor]:
+        """For each graft, (B,H,T,T) of the heads that correspond to its heads."""
+        return [
+            torch.stack(
+                [_moved(seen[h.layer][:, h.head], by, documents) for h, by in zip(heads, offsets, strict=True)], 1
+            )
+            for heads, offsets in zip(self.heads, self._offsets, strict=True)
+        ]
 
     @contextmanager
     def _watched(self, seen: dict[int, Tensor]) -> Iterator[None]:
@@ -217,6 +231,28 @@ def _heads(
     if named:
         raise RecipeError("train.align.heads", next(iter(named)), "No head of that name is spliced.")
     return mixers, tuple(found)
+
+
+def _offsets(grafts: Sequence[Graft], align: Align) -> list[list[int]]:
+    """By graft and head, as `_heads`."""
+    named = dict(align.offsets)
+    ordered = sorted(grafts, key=lambda graft: graft.site.layer)
+    found = [[named.pop(f"{graft.site.name}{head}", 0) for head in graft.heads] for graft in ordered]
+    if named:
+        raise RecipeError("train.align.offsets", next(iter(named)), "No head of that name is spliced.")
+    return found
+
+
+def _moved(rows_BTT: Tensor, offset: int, documents: Tensor | None = None) -> Tensor:
+    """Attention to a token becomes attention to the one `offset` behind it, the first of its document or the attending
+    one at most.
+    """
+    if not offset:
+        return rows_BTT
+    place_T = torch.arange(rows_BTT.shape[-1], device=rows_BTT.device)
+    first = place_T.new_zeros(()) if documents is None else (place_T - positions_of(documents))[..., None]
+    moved = torch.minimum(torch.maximum(place_T + offset, first), place_T[:, None])
+    return torch.zeros_like(rows_BTT).scatter_add(-1, moved.expand(rows_BTT.shape), rows_BTT)
 
 
 def _donors(graft: Graft, names: Sequence[str]) -> Sequence[str]:

@@ -6,7 +6,7 @@ Shape legend: B documents, T tokens, Q questions, H spliced heads of a layer, V 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -25,11 +25,13 @@ from surgery.train.objectives import (
     divergence_loss,
     hidden_loss,
     mixing_loss,
+    reading_loss,
     text_loss,
 )
+from surgery.train.packed import apart
 from surgery.train.prefix import SharedPrefix
 from surgery.train.teacher import Teacher
-from surgery.training import Distil, Source
+from surgery.training import FROM_TEACHER, Distil, Source
 
 
 @dataclass(frozen=True)
@@ -66,18 +68,18 @@ class Terms:
         """
         weights, divide = source.weights.at(progress), dict(counts or {})
         supervise = "attention" in weights and bool(self.grafts)
-        aligned = {"mixing", "hidden", "distil"} & weights.keys()
+        aligned = set(FROM_TEACHER & weights.keys())
         if not self.grafts:
-            aligned -= {"mixing"}
+            aligned -= {"reading", "mixing"}
         extra: dict[str, Any] = {}
         if "mixing" in aligned:
             extra["splice_queries"] = every_token(batch)
-        elif supervise:
+        elif supervise or "reading" in aligned:
             extra["splice_queries"] = batch.query
         if "hidden" in aligned:
             extra["output_hidden_states"] = True
         base: Tensor | None = None
-        with ExitStack() as below:
+        with ExitStack() as below, apart(model, batch.documents):
             if "keep" in weights:
                 base = self._base_logits(batch)
                 if self.prefix is not None:
@@ -87,8 +89,7 @@ class Terms:
         if "answer" in weights:
             terms["answer"] = answer_loss(output.logits, batch, divide.get("answer"))
         if supervise:
-            reads, rows = [graft.reads for graft in self.grafts], output.splice_attentions
-            rows = [at_queries(x, batch) for x in rows] if "mixing" in aligned else rows
+            reads, rows = [graft.reads for graft in self.grafts], rows_at_queries(output, aligned, batch)
             terms["attention"] = attention_loss(rows, reads, batch, divide.get("attention"))
         if base is not None:
             terms["keep"] = divergence_loss(output.logits, base, batch, self.distil, divide.get("keep"))
@@ -98,7 +99,7 @@ class Terms:
             assert self.teacher is not None
             terms |= self._towards_teacher(output, batch, aligned, divide)
         terms = {name: weights[name] * term for name, term in terms.items()}
-        if not terms.keys() - {"attention", "mixing"}:
+        if not terms.keys() - {"attention", "reading", "mixing"}:
             terms["none"] = output.logits.sum() * 0  # every parameter takes part, or DDP waits for it
         return terms
 
@@ -106,9 +107,10 @@ class Terms:
     def _base_logits(self, batch: EncodedBatch) -> Tensor:
         """(B,T,V) of the frozen base."""
         assert self.base is not None
-        if self.prefix is not None:
-            return self.prefix.base_logits(batch.input_ids, batch.attention_mask)
-        logits: Tensor = self.base(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
+        with apart(self.base, batch.documents):
+            if self.prefix is not None:
+                return self.prefix.base_logits(batch.input_ids, batch.attention_mask)
+            logits: Tensor = self.base(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
         return logits
 
     def _towards_teacher(
@@ -121,8 +123,13 @@ class Terms:
         if "distil" in aligned:
             target = self._kept(found.logits, batch) if known is None else known
             terms["distil"] = divergence_loss(output.logits, target, batch, self.distil, divide.get("distil"))
+        if "reading" in aligned:
+            theirs = [at_queries(x, batch) for x in found.mixing or ()]
+            mine = rows_at_queries(output, aligned, batch)
+            terms["reading"] = reading_loss(mine, theirs, batch, divide.get("reading"))
         if "mixing" in aligned:
-            terms["mixing"] = mixing_loss(output.splice_attentions, found.mixing, batch, divide.get("mixing"))
+            pairs = (output.splice_attentions, found.mixing)
+            terms["mixing"] = mixing_loss(*pairs, batch, divide.get("mixing"))
         if "hidden" in aligned:
             own = self.teacher.student_hidden(output.hidden_states)
             terms["hidden"] = hidden_loss(own, found.hidden, batch, divide.get("hidden"))
@@ -143,6 +150,12 @@ def every_token(batch: EncodedBatch) -> Tensor:
     """(B,T) every real token's index; -1 on padding."""
     index = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
     return index.expand(batch.input_ids.shape).where(batch.attention_mask.bool(), -1)
+
+
+def rows_at_queries(output: Any, aligned: Collection[str], batch: EncodedBatch) -> Sequence[Tensor]:
+    """For each spliced layer, (B,H,Q,T) of the new heads: the pass had the queries' rows, or those of all tokens."""
+    rows: Sequence[Tensor] = output.splice_attentions
+    return [at_queries(x, batch) for x in rows] if "mixing" in aligned else rows
 
 
 def at_queries(rows_BHTT: Tensor, batch: EncodedBatch) -> Tensor:

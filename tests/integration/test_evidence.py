@@ -90,7 +90,7 @@ class TestArms:
     def test_every_arm_of_a_seed_has_a_file_of_its_own_or_is_the_same_arm(self) -> None:
         choices = made_up_choices()
         arms = [*main_arms(choices, SHIPPED, 0), *variant_arms(choices, SHIPPED, 0), *every_site(choices, SHIPPED, 0)]
-        assert len({arm.file for arm in arms}) == len(set(arms)) == len(set(HEADS)) + 1 + 2 + 12
+        assert len({arm.file for arm in arms}) == len(set(arms)) == len(set(HEADS)) + 1 + 2 + 13
 
     def test_all_heads_of_the_winning_layer_come_first(self) -> None:
         order = [arm.heads[0] for arm in every_site(made_up_choices("L2H4"), SHIPPED, 0, each=2)]
@@ -99,7 +99,7 @@ class TestArms:
 
     def test_identity_depends_on_every_part_of_the_definition(self) -> None:
         arm, other = Arm(SHIPPED, "x", 0), Arm("b", "y", 1, ("L0H1",), ("answer_token",), "linear", "replace",
-                                               "random", False, "lora")  # fmt: skip
+                                               "random", False, "lora", 8)  # fmt: skip
         changed = [replace(arm, **{f.name: getattr(other, f.name)}) for f in fields(Arm)]
         keys = {a.identity(TOY, "r") for a in (arm, *changed)} | {arm.identity(TOY, "s"), arm.identity(Budget(), "r")}
         assert len(keys) == len(fields(Arm)) + 3 and arm.identity(TOY, "r") == Arm(SHIPPED, "x", 0).identity(TOY, "r")

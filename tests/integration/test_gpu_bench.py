@@ -22,10 +22,11 @@ from transformers.models.mamba2 import modeling_mamba2
 from bench import gpu, gpu_build, gpu_env, gpu_families, gpu_runner, gpu_speed, gpu_training
 from bench.gpu_models import base_of, hybrid_of, prompts, torch_only, watch
 from bench.gpu_table import merged, shown, text
+from tests.kernels import with_kernels
 
 ITEMS = (
     "mamba2,sdpa | 8,sdpa flash | 16 | plain,flash_attention_2 | 8,toy | prefill 32,toy | decode 1,toy | train,"
-    "toy | lora,toy | ddp"
+    "toy | lora,toy | packing,toy | ddp"
 )
 TOY = ["--device", "cpu", "--toy", "--repeats", "1", "--items", ITEMS]
 
@@ -67,6 +68,7 @@ class TestToyRun:
         rows = {row["family"]: row for row in finished[0]["behaviour"]["rows"]}
         row = rows["mamba2"]
         assert row["silenced head"] == "stays silent" and row["hooks, eval"] == "fire"
+        assert row["packing"].startswith("training: ")
         assert "mamba2_chunk_scan" in row["ran"] and "mamba2_selective_state_update" in row["ran"]
 
     def test_speed_is_of_both_models(self, finished: tuple[dict[str, Any], int]) -> None:
@@ -77,7 +79,7 @@ class TestToyRun:
 
     def test_training_is_that_of_the_loop(self, finished: tuple[dict[str, Any], int]) -> None:
         rows = {row["task"]: row for row in finished[0]["training"]["rows"]}
-        assert set(rows) == {"lora", "ddp"} and all(row["ok"] for row in rows.values())
+        assert set(rows) == {"lora", "packing", "padded", "ddp"} and all(row["ok"] for row in rows.values())
         assert rows["lora"]["ratio"] > 0 and rows["lora"]["kind"] == "plain"
         assert "mamba2_chunk_scan" in rows["lora"]["ran"]
 
@@ -239,7 +241,7 @@ class TestImplementations:
 class TestTraining:
     def test_every_task_is_asked_for_where_it_can_be(self) -> None:
         on = {device: gpu_training.items(gpu_runner.Options(device)) for device in ("cuda", "cpu")}
-        assert set(on["cuda"]) - set(on["cpu"]) == {"mamba2-130m | compile"} and len(on["cpu"]) == 5
+        assert set(on["cuda"]) - set(on["cpu"]) == {"mamba2-130m | compile"} and len(on["cpu"]) == 6
 
     def test_two_runs_that_differ_are_not_called_the_same(self) -> None:
         run = gpu_training.Run([4.0, 3.0], [1.0], None, "plain", 100.0, True, "")
@@ -247,6 +249,21 @@ class TestTraining:
         assert found["apart"] == pytest.approx(0.1) and not found["ok"]
         assert not gpu_training.against(replace(run, checksum=90.0), run)["ok"]
         assert gpu_training.against(run, run) == {"apart": 0, "ok": True}
+
+    def test_packed_documents_against_padded_ones(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With kernels in plain torch, and without any."""
+        options, found = gpu_runner.Options("cpu", True, 1), {}
+        for kernels in (True, False):
+            gpu_training.trained.cache_clear()
+            with monkeypatch.context() as patch:
+                if kernels:
+                    with_kernels(patch)
+                found[kernels] = gpu_training.run("toy | packing", options)
+        gpu_training.trained.cache_clear()
+        for padded, packed, line in found.values():
+            assert padded["ok"] and packed["ok"] and not line["failed"] and packed["apart"] < 1e-3
+        assert "of the padded step's time" in found[True][2]["line"] and "no kernels" in found[False][2]["line"]
+        assert found[True][1]["apart"] > 0 == found[False][1]["apart"]
 
 
 class TestPair:

@@ -12,15 +12,10 @@ from bench.null import allowed, calls, shuffled_labels
 from bench.stability import Effects, agreement, halves, measure, probe_seeds, table
 from surgery.heads import HeadId
 from surgery.locate.sweep import Sweep, Variant
-from surgery.probes.documents import EncodedBatch
 from tests.planted import answers, plant, planted_prompts, planted_tokenizer, scored_heads
 
 locating = import_module("surgery.locate")  # `surgery.locate` itself is the function
 SEEDS = 10
-
-
-def rows_of(batch: EncodedBatch, rows: torch.Tensor) -> EncodedBatch:
-    return EncodedBatch(**{name: getattr(batch, name)[rows] for name in batch.__dataclass_fields__})
 
 
 class TestNull:
@@ -54,7 +49,7 @@ class TestNull:
         sweep = Sweep(planted.model, batch)
         without = sweep.at_query([Variant(ablate=(planted.aggregate,))])[0]
         rows = (sweep.clean.correct & ~without.correct).nonzero()[:lost, 0]
-        heads = scored_heads(planted.model, [rows_of(batch, rows)], methods=("query", "context"))
+        heads = scored_heads(planted.model, [batch[rows]], methods=("query", "context"))
         found = next(s for s in heads if s.head == planted.aggregate)
         assert (found.scores["query_accuracy"].value, found.scores["query_accuracy"].n) == (1.0, lost)
         assert found.role == role

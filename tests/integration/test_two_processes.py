@@ -10,6 +10,7 @@ import torch
 
 from surgery.train.steps import checkpoints
 from tests.integration import training_worker as worker
+from tests.kernels import with_kernels
 
 
 def test_gradients_are_those_of_one_process(tmp_path: Path) -> None:
@@ -19,6 +20,19 @@ def test_gradients_are_those_of_one_process(tmp_path: Path) -> None:
     scale = torch.stack([g.norm() for g in one.values()]).norm()
     apart = torch.stack([(two[name] - g).norm() for name, g in one.items()]).norm()
     assert float(apart / scale) < 1e-6
+
+
+@pytest.mark.parametrize("case", ["packed", "sharded packed"])
+def test_packed_documents_are_those_of_one_process_in_padded_rows(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under DDP and under FSDP2, with kernels in plain torch."""
+    with_kernels(monkeypatch)
+    sources = [worker.uneven(tmp_path)]
+    one, two = worker.gradients(tmp_path, sources=sources), worker.launch(tmp_path, case)
+    scale = torch.stack([g.norm() for g in one.values()]).norm()
+    apart = torch.stack([(two[name] - g).norm() for name, g in one.items()]).norm()
+    assert two.keys() == one.keys() and 0 < float(apart / scale) < 1e-5
 
 
 def test_losses_are_those_of_one_process(tmp_path: Path) -> None:

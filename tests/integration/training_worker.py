@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate import PartialState
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -27,6 +28,7 @@ from surgery.recipe import Train
 from surgery.train import make_accelerator
 from surgery.train.loop import Trainer
 from surgery.train.sharded import full
+from tests.kernels import with_kernels
 from tests.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +65,16 @@ def lines(folder: Path) -> dict[str, Any]:
         rows = [{"prompt": f"Say {n} times a:", "answer": " a" * n} for n in range(1, 12)]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {"data": {"path": str(path)}, "rows": 3, "weights": {"answer": 1.0}}
+
+
+def uneven(folder: Path) -> dict[str, Any]:
+    """Answers so different in length that several of the short ones fit into a row of the longest."""
+    path = folder / "uneven.jsonl"
+    if not path.exists():
+        lengths = (40, 1, 2, 3, 4, 5, 6, 7, 8, 40, 9, 10)
+        rows = [{"prompt": f"Say {n} times a:", "answer": " a" * n} for n in lengths]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"data": {"path": str(path)}, "rows": 12, "weights": {"answer": 1.0, "keep": 0.5}}
 
 
 def section(folder: Path, steps: int, **more: Any) -> Train:
@@ -161,6 +173,10 @@ def main(folder: Path, case: str) -> None:
         found = sharded(folder)
     elif case == "gradients":
         found = gradients(folder)
+    elif case.endswith("packed"):
+        with pytest.MonkeyPatch.context() as patch:
+            with_kernels(patch)
+            found = gradients(folder, sources=[uneven(folder)], packing=True)
     elif case == "losses":
         found = {
             name: torch.tensor([h[name] for h in losses(folder)])

@@ -72,6 +72,15 @@ def test_a_control_is_trained_where_more_than_new_heads_trains(trains: list[str]
         ({"weights": {"answer": 0.0}}, "every weight is 0"),
         ({"rows": 3}, "one of them"),
         ({"data": None, "task": "kv_retrieval", "max_tokens": 5}, "generated documents"),
+        ({"data": None, "task": "needle_single"}, "give `max_tokens`"),
+        ({"data": None, "task": "needle_multi_key", "max_tokens": 300, "pairs": [2, 17]}, "takes 2 to 16 `pairs`"),
+        ({"data": None, "task": "multi_hop"}, "takes 4 to 100 `pairs`, not 2 to 16"),
+        ({"data": None, "task": "json_kv", "pairs": [2, 91]}, "takes 2 to 90 `pairs`"),
+        ({"data": None, "task": "multi_hop", "pairs": [4, 8], "questions": 2}, "does not ask for several lines"),
+        ({"questions": 2}, "x.jsonl does not ask for several lines"),
+        ({"data": None, "task": "phonebook", "groups": [4]}, "has no groups"),
+        ({"data": None, "task": "json_kv", "groups": [2, 2]}, "3 or more of them in the first"),
+        ({"data": None, "task": "copying", "weights": {"attention": 1.0}}, "no one place to read"),
     ],
 )
 def test_sources_that_mean_nothing_are_refused(change: dict[str, Any], says: str) -> None:

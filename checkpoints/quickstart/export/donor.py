@@ -61,7 +61,9 @@ class DonorAttention(SplicedAttention):
         """The frequencies are no weights: made again where the module was on no device."""
         self.rotary = self._rotary().to(self.scale.device)
 
-    def _qkv(self, u_BTD: Tensor, cache: Any, streams: Any, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _qkv(
+        self, u_BTD: Tensor, cache: Any, streams: Any, positions: Tensor | None, documents: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(B,H,T,K), (B,G,T,K), (B,G,T,V): queries and keys are turned, the query is scaled."""
         query, key, value = (
             linear(u_BTD).unflatten(-1, (heads, -1)).transpose(1, 2)
@@ -105,7 +107,13 @@ class DonorMixer(nn.Module):
         """(B,T,D) -> (B,T,D)."""
         given = splice_pass or SplicePass()
         return self.attention(
-            hidden_states, cache_params, attention_mask, given.causal, given.rows, positions=given.positions
+            hidden_states,
+            cache_params,
+            attention_mask,
+            given.causal,
+            given.rows,
+            positions=given.positions,
+            documents=given.documents,
         )
 
 

@@ -16,6 +16,7 @@ from transformers.masking_utils import create_causal_mask, create_recurrent_atte
 from transformers.utils import ModelOutput
 
 from .attention import HybridInitMixin, SplicePass, SpliceRows, is_whole, splice_sites
+from .packing import documents_of, packed_masks, positions_of
 
 
 @dataclass
@@ -86,10 +87,12 @@ class HybridModelMixin(HybridInitMixin):
     Attributes:
         cache_argument: the family's name of the cache.
         hands_down: whether the family's forward hands keyword arguments to its mixers.
+        packs: whether the family's scan takes `seq_idx`.
     """
 
     cache_argument = "past_key_values"
     hands_down = True
+    packs = True
     gradient_checkpointing = False
 
     def forward(
@@ -100,6 +103,7 @@ class HybridModelMixin(HybridInitMixin):
         use_cache: bool | None = None,
         return_dict: bool | None = None,
         splice_queries: Tensor | SpliceRows | None = None,
+        seq_idx: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """As the family's own forward.
@@ -107,9 +111,12 @@ class HybridModelMixin(HybridInitMixin):
         Args:
             splice_queries: (B,Q) token indices, -1 for none; their attention rows come back as `splice_attentions`.
                 A `SpliceRows` collects them for the caller instead.
+            seq_idx: (B,T) the document of its row that each token belongs to, where rows hold several: none of them
+                sees another. Padding is one more document. The scan's kernels do this; without them it is refused.
 
         Raises:
-            ValueError: `splice_queries` together with a cache, or with reentrant gradient checkpointing.
+            ValueError: `splice_queries` together with a cache, or with reentrant gradient checkpointing; `seq_idx`
+                where documents would see one another.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
@@ -125,7 +132,9 @@ class HybridModelMixin(HybridInitMixin):
         rows = SpliceRows(splice_queries) if mine else splice_queries
         if rows is not None:
             self._check_rows(cache)
-        if self.config.splice:
+        if seq_idx is not None:
+            attention_mask, kwargs = self._packed_arguments(seq_idx, inputs_embeds, attention_mask, cache, kwargs)
+        if self.config.splice or seq_idx is not None:
             attention_mask, kwargs = self._splice_arguments(inputs_embeds, attention_mask, cache, rows, kwargs)
         kwargs[self.cache_argument] = cache
         output = super().forward(
@@ -138,12 +147,13 @@ class HybridModelMixin(HybridInitMixin):
         self, embeds: Tensor, attention_mask: Any, cache: Any, rows: SpliceRows | None, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         """The mask and the keyword arguments for the family's forward."""
-        if isinstance(attention_mask, dict):  # made by `generate` for a cache that compiles
+        if isinstance(attention_mask, dict):  # of packed documents, or by `generate` for a cache that compiles
             causal, padding = attention_mask.get("full_attention"), attention_mask.get("linear_attention")
         else:
             causal = create_causal_mask(self.config, embeds, attention_mask, cache)
             padding = create_recurrent_attention_mask(self.config, embeds, attention_mask, cache)
-        carrier = SplicePass(padding, causal, rows, self._positions(embeds, attention_mask, cache, kwargs))
+        positions = self._positions(embeds, attention_mask, cache, kwargs)
+        carrier = SplicePass(padding, causal, rows, positions, kwargs.get("seq_idx"))
         if not self.hands_down:
             return carrier, kwargs
         if self.cache_argument == "past_key_values" and kwargs.get("position_ids") is None:
@@ -151,8 +161,33 @@ class HybridModelMixin(HybridInitMixin):
         own_mask = padding if self.cache_argument == "cache_params" else attention_mask
         return own_mask, {**kwargs, "splice_pass": carrier}
 
+    def _packed_arguments(
+        self, seq_idx: Tensor, embeds: Tensor, attention_mask: Any, cache: Any, kwargs: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Masks and keyword arguments that keep a row's documents apart; raises ValueError where nothing would."""
+        implementation = self.config._attn_implementation
+        if not self.packs:
+            raise ValueError(f"seq_idx: the scan of {self.config.model_type} takes none; give every document a row.")
+        if cache is not None:
+            raise ValueError("seq_idx: documents are packed without a cache only; pass use_cache=False.")
+        if attention_mask is not None:
+            raise ValueError("seq_idx: padding is a document of its own; leave attention_mask out.")
+        if implementation not in ("eager", "sdpa", "flex_attention"):
+            raise ValueError(f"seq_idx: {implementation} takes no mask; choose eager, sdpa or flex_attention.")
+        if seq_idx.shape != embeds.shape[:2]:
+            raise ValueError(f"seq_idx: {tuple(seq_idx.shape)}; it needs one index a token, {tuple(embeds.shape[:2])}.")
+        documents = documents_of(seq_idx)
+        positions, given = positions_of(documents), kwargs.get("position_ids")
+        if given is not None and not torch.equal(given.expand_as(positions), positions):
+            raise ValueError("position_ids: with seq_idx they begin at 0 in every document; leave them out.")
+        if self.cache_argument == "past_key_values":
+            kwargs = {**kwargs, "position_ids": positions}
+        return packed_masks(self.config, embeds, positions), {**kwargs, "seq_idx": documents}
+
     def _positions(self, embeds: Tensor, attention_mask: Any, cache: Any, kwargs: dict[str, Any]) -> Tensor:
         """(B or 1,T), as the caller says or else counted from the first real token."""
+        if kwargs.get("seq_idx") is not None:
+            return positions_of(kwargs["seq_idx"])
         if kwargs.get("position_ids") is not None:
             return kwargs["position_ids"]
         T = embeds.shape[1]
@@ -189,16 +224,20 @@ class HybridCausalLMMixin(HybridInitMixin):
         logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
         splice_queries: Tensor | None = None,
+        seq_idx: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """As the family's own forward.
 
         Args:
             splice_queries: (B,Q) token indices, -1 for none; their attention rows come back as `splice_attentions`.
+            seq_idx: (B,T) the document of its row that each token belongs to, as of the model without its head.
         """
         rows = None
         if splice_queries is not None:
             rows = kwargs["splice_queries"] = SpliceRows(splice_queries)
+        if seq_idx is not None:
+            kwargs["seq_idx"] = seq_idx
         output = super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -264,12 +303,14 @@ class MambaHybridCausalLMMixin(HybridInitMixin):
         attention_mask: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         splice_queries: Tensor | None = None,
+        seq_idx: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """As the family's own forward; logits are fp32.
 
         Args:
             splice_queries: (B,Q) token indices, -1 for none; their attention rows come back as `splice_attentions`.
+            seq_idx: (B,T) the document of its row that each token belongs to, as of the model without its head.
         """
         output = self.backbone(
             input_ids,
@@ -280,6 +321,7 @@ class MambaHybridCausalLMMixin(HybridInitMixin):
             output_hidden_states=output_hidden_states,
             return_dict=True,
             splice_queries=splice_queries,
+            seq_idx=seq_idx,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden = output.last_hidden_state[:, kept]

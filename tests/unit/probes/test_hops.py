@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from surgery.errors import ProbeError
-from surgery.probes.documents import encode, rng_of
+from surgery.probes.documents import Split, encode, rng_of
 from surgery.probes.hops import hop_document
 from surgery.probes.words import key_words
 from tests.pico import pico_tokenizer
@@ -34,6 +34,14 @@ def test_lines_are_in_any_order_and_any_chain_is_asked_for() -> None:
     assert set(places) == set(range(8))
     assert {d.questions[0].gold for d in documents} == set(range(4))
     assert documents[0] == hop_document(rng_of("order", 0), 8)
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_keys_are_of_the_split(split: Split) -> None:
+    for i in range(20):
+        _, *lines, _ = hop_document(rng_of("split", i), 8, split=split).text.split("\n")
+        assert {line.split(":")[0] for line in lines} <= set(key_words(split))
+    assert not set(key_words("train")) & set(key_words("eval"))
 
 
 def test_positions_in_tokens() -> None:

@@ -6,20 +6,34 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
-from surgery.probes.documents import Document, rng_of, split_of
+from surgery.errors import ProbeError
+from surgery.probes.documents import Document, encode, rng_of, split_of
 from surgery.probes.knowledge import fact_question, fact_statement, facts
+from surgery.probes.mqar import mqar_words
 from surgery.probes.words import key_words
 from surgery.recipe import Source
-from surgery.train.data import GeneratedStream, fact_half, sentence_half, step_documents
+from surgery.train import data
+from surgery.train.data import GeneratedStream, fact_half, sentence_half
+from surgery.training import ENDING, NEEDLES, OF_LINES, READING
 from tests.pico import pico_tokenizer
 
-TASKS = ("kv_retrieval", "copying", "letter_choice", "option_text", "closed_book", "statement", "sentence")
+TASKS = (*READING, "copying", "option_text", "closed_book", "statement", "sentence")
 HALVED = ("closed_book", "statement", "sentence")
+SIZES: dict[str, dict[str, Any]] = {
+    "json_kv": {"groups": [4]},
+    "multi_hop": {"pairs": [4, 16]},
+    **{task: {"max_tokens": 320, "pairs": [2, 3]} for task in NEEDLES},
+}
 
 
 def source(task: str, rows: int | None = 3, **more: Any) -> Source:
-    return Source.model_validate({"task": task, "rows": rows, "weights": {"text": 1.0}, **more})
+    return Source.model_validate({"task": task, "rows": rows, "weights": {"text": 1.0}, **SIZES.get(task, {}), **more})
+
+
+def step_documents(source: Source, seed: int, index: int, step: int) -> list[Document]:
+    return data.step_documents(source, seed, index, step, pico_tokenizer())
 
 
 def texts(source: Source, seed: int = 0, index: int = 0, step: int = 0) -> list[str]:
@@ -90,10 +104,66 @@ def test_pairs_stay_in_their_range_and_reach_its_ends() -> None:
     assert set.union(*counts) == {3, 4, 5, 6}
 
 
-def test_questions_are_as_many_as_asked_for_or_as_pairs_allow() -> None:
+@pytest.mark.parametrize("task", OF_LINES)
+def test_questions_are_as_many_as_asked_for_or_as_pairs_allow(task: str) -> None:
+    """Two of a phonebook's lines are examples; of two lines one."""
     for step in range(30):
-        for document in step_documents(source("kv_retrieval", pairs=(2, 6), questions=4), 0, 0, step):
-            assert len(document.questions) == min(4, len(document.questions[0].choices))
+        for document in step_documents(source(task, pairs=(2, 8), questions=4), 0, 0, step):
+            pairs = len(document.questions[0].choices)
+            assert len(document.questions) == min(4, pairs - min(2, pairs - 1) if task == "phonebook" else pairs)
+
+
+@pytest.mark.parametrize("task", READING)
+def test_what_attention_is_pulled_to_is_the_answer_in_its_segment(task: str) -> None:
+    more = {"questions": 3} if task in OF_LINES else {}
+    trained = source(task, 6, weights={"answer": 1.0, "attention": 1.0}, **more)
+    documents = step_documents(trained, 0, 0, 0)
+    batch = encode(documents, pico_tokenizer())
+    asked = batch.target >= 0
+    assert int(asked.sum()) == sum(len(d.questions) for d in documents)
+    assert bool(((batch.segment_start <= batch.answer_token) & (batch.answer_token <= batch.segment_end))[asked].all())
+    assert bool((batch.segment_end < batch.query)[asked].all())
+    if task != "letter_choice":  # there `A` stands at the option, and ` A` is the answer
+        assert torch.equal(batch.input_ids.gather(1, batch.answer_token.clamp(min=0))[asked], batch.target[asked])
+
+
+@pytest.mark.parametrize("task", ["mqar", "phonebook", "needle_single"])
+def test_a_text_that_depends_on_a_tokenizer_is_not_made_without_one(task: str) -> None:
+    with pytest.raises(ProbeError, match=f"The text of {task} depends on it"):
+        data.step_documents(source(task), 0, 0, 0)
+
+
+@pytest.mark.parametrize("task", NEEDLES)
+def test_needles_fit_into_the_tokens_given_and_stand_anywhere(task: str) -> None:
+    documents = [d for step in range(6) for d in step_documents(source(task, 5), 0, 0, step)]
+    batch = encode(documents, pico_tokenizer(), padding_side="left", until_answer=True)
+    assert 290 < batch.input_ids.shape[1] <= 320
+    places = [d.questions[0].segment[0] / len(d.text) for d in documents if d.questions[0].segment]
+    assert len(places) == 30 and max(places) - min(places) > 0.1
+
+
+@pytest.mark.parametrize("task", ENDING)
+def test_an_answers_end_is_the_newline_behind_it(task: str) -> None:
+    """The same documents, with one more token to each answer; where the value stands does not change."""
+    more = {"questions": 3, "pairs": [5, 8]} if task in OF_LINES else {}
+    plain, ended = (step_documents(source(task, 4, end=end, **more), 0, 0, 0) for end in (False, True))
+    batches = [encode(documents, pico_tokenizer()) for documents in (plain, ended)]
+    for one, other in zip(plain, ended, strict=True):
+        assert other.text == one.text.removesuffix("\n") + "\n" and len(one.questions) == len(other.questions) > 0
+        for q, r in zip(one.questions, other.questions, strict=True):
+            assert other.text[slice(*r.answer)] == one.text[slice(*q.answer)] + "\n"
+            assert (r.value, r.segment) == (q.value, q.segment)
+    asked = int((batches[0].query >= 0).sum())
+    assert int(batches[1].answers.sum()) == int(batches[0].answers.sum()) + asked
+    assert all(torch.equal(getattr(batches[0], n), getattr(batches[1], n)) for n in ("query", "target", "answer_token"))
+
+
+@pytest.mark.parametrize(
+    "given", [{"task": "copying"}, {"task": "json_kv"}, {"task": "sentence"}, {"data": {"path": "own.jsonl"}}]
+)
+def test_an_end_of_what_has_none_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="`end` is about a task's answers"):
+        Source.model_validate({**given, "rows": 1, "weights": {"text": 1.0}, "end": True})
 
 
 def test_training_never_sees_evaluation_texts() -> None:
@@ -102,6 +172,15 @@ def test_training_never_sees_evaluation_texts() -> None:
     }
     assert keys
     assert not keys & set(key_words("eval"))
+    for task in ("multi_hop", "needle_multi_query"):
+        found = {w for step in range(20) for t in texts(source(task), step=step) for w in re.findall(r"[a-z]+", t)}
+        assert found & set(key_words("train")) and not found & set(key_words("eval")), task
+    words = {w for step in range(20) for t in texts(source("mqar"), step=step) for w in t.split()}
+    assert words & set(mqar_words(pico_tokenizer(), "train").keys)
+    assert not words & set(mqar_words(pico_tokenizer(), "eval").keys)
+    for task, key in (("phonebook", r"([A-Za-z ]+):"), ("json_kv", r'"([0-9a-f]+)":')):
+        found = {k for step in range(20) for t in texts(source(task), step=step) for k in re.findall(key, t)}
+        assert found and {split_of(k) for k in found} == {"train"}
     for task in ("letter_choice", "sentence"):
         for step in range(20):
             for text in texts(source(task), step=step):

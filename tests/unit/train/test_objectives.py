@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.heads import Reads
@@ -22,6 +23,7 @@ from surgery.train.objectives import (
     divergence_loss,
     hidden_loss,
     mixing_loss,
+    reading_loss,
     text_loss,
 )
 from surgery.training import Distil
@@ -263,6 +265,28 @@ def test_hidden_loss_is_the_mean_length_of_the_difference(side: str) -> None:
     assert float(hidden_loss(mine, other, batch)) == pytest.approx(sum(found) / len(found), rel=1e-5)
 
 
+def test_reading_loss_is_the_mean_divergence_of_the_questions_rows() -> None:
+    """Against torch's own; questions that are none do not count, and its gradient by the scores is a - a'."""
+    batch = batch_of()
+    Q, asked = batch.query.shape[1], (batch.query >= 0).nonzero().tolist()
+    scores = [x[:, :, :Q].clone().requires_grad_() for x in random_rows(batch, 0)]
+    theirs = [x[:, :, :Q].softmax(-1) for x in random_rows(batch, 1)]
+    loss = reading_loss([x.softmax(-1) for x in scores], theirs, batch)
+    found = [
+        F.kl_div(a[d, h, q].log_softmax(-1), b[d, h, q], reduction="sum")
+        for a, b in zip(scores, theirs, strict=True)
+        for h in range(a.shape[1])
+        for d, q in asked
+    ]
+    assert 0 < len(asked) < batch.query.numel()
+    assert float(loss) == pytest.approx(float(sum(found)) / len(found), rel=1e-5)
+    for leaf, gradient, other in zip(scores, torch.autograd.grad(loss, scores), theirs, strict=True):
+        expected = torch.zeros_like(leaf)
+        for d, q in asked:
+            expected[d, :, q] = (leaf[d, :, q].softmax(-1) - other[d, :, q]) / len(found)
+        torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-4)
+
+
 def test_where_student_and_teacher_agree_the_gradient_is_zero_and_finite() -> None:
     batch = batch_of()
     for loss, made in ((mixing_loss, random_rows), (hidden_loss, random_states)):
@@ -282,6 +306,10 @@ def loss_of(name: str, batch: EncodedBatch, model: list[Tensor], count: float | 
     if name == "attention":
         rows = [x.softmax(-1) for x in model]
         return attention_loss(rows, [("segment_end", "answer_token"), ("answer_token",)], batch, count)
+    if name == "reading":
+        return reading_loss(
+            [x.softmax(-1) for x in model], [x.detach().flip(-1).softmax(-1) for x in model], batch, count
+        )
     other = [x.detach().flip(-1) for x in model]
     return {"mixing": mixing_loss, "hidden": hidden_loss}[name](model, other, batch, count)
 
@@ -289,13 +317,13 @@ def loss_of(name: str, batch: EncodedBatch, model: list[Tensor], count: float | 
 def outputs_for(name: str, batch: EncodedBatch) -> list[Tensor]:
     if name in ("mixing", "hidden"):
         return {"mixing": random_rows, "hidden": random_states}[name](batch, 4)
-    if name == "attention":
+    if name in ("attention", "reading"):
         Q = batch.query.shape[1]
         return [x[:, :, :Q] for x in random_rows(batch, 4)]
     return [logits_for(batch)]
 
 
-OBJECTIVES = ("answer", "attention", "keep", "text", "distil", "mixing", "hidden")
+OBJECTIVES = ("answer", "attention", "keep", "text", "distil", "reading", "mixing", "hidden")
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

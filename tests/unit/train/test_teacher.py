@@ -135,6 +135,24 @@ def test_the_matrices_are_those_of_output_attentions(name: str, side: str) -> No
     assert not torch.allclose(found.mixing[0][:, 0], found.mixing[0][:, 1])
 
 
+@pytest.mark.parametrize("offset", [-3, 2])
+def test_an_offset_moves_what_the_teacher_attends_to(offset: int) -> None:
+    """By so many tokens, no further than the first or the attending one; no attention is lost."""
+    batch, grafts = batch_of(), (graft(0, (1, 3)),)
+    plain, moved = (
+        teacher_of("llama", ("reading",), grafts=grafts, align=Align(offsets=given)).outputs(batch, {"reading"}).mixing
+        for given in ({}, {"L0H3": offset})
+    )
+    assert plain is not None and moved is not None
+    assert torch.equal(moved[0][:, 0], plain[0][:, 0])
+    expected, T = torch.zeros_like(plain[0][:, 1]), plain[0].shape[-1]
+    for t in range(T):
+        for s in range(t + 1):
+            expected[:, t, min(max(s + offset, 0), t)] += plain[0][:, 1, t, s]
+    torch.testing.assert_close(moved[0][:, 1], expected)
+    torch.testing.assert_close(moved[0].sum(-1), plain[0].sum(-1))
+
+
 def test_the_attention_implementation_is_as_before_even_after_an_error() -> None:
     teacher = teacher_of("llama", ("mixing",), grafts=(graft(0, (1,)),))
     before = teacher.model.config._attn_implementation
@@ -169,6 +187,8 @@ def test_heads_that_one_of_the_models_does_not_have_are_refused() -> None:
         teacher_of("llama", ("mixing",), grafts=(graft(2, (3,)),), num_hidden_layers=2)
     with pytest.raises(RecipeError, match=r"L1H1.*No head of that name"):
         teacher_of(align=Align(heads={"L1H1": "L0H0"}), **asked)
+    with pytest.raises(RecipeError, match=r"align\.offsets: L1H1.*No head of that name"):
+        teacher_of(align=Align(offsets={"L1H1": -1}), **asked)
     with pytest.raises(RecipeError, match=r"train\.teacher\.model: mamba2"):
         teacher_of("mamba2", **asked)
 

@@ -110,7 +110,7 @@ class TestStages:
             ({"stages": [stage("a"), stage("a")]}, "same name"),
             ({"stages": [{"name": "a"}]}, "no `sources`"),
             ({"sources": [{**KV, "weights": {"distil": 1.0}}]}, "need `teacher`"),
-            ({"sources": [KV], "teacher": {"model": "x"}}, "used by no objective"),
+            ({"sources": [KV], "teacher": {"model": "x"}}, "no objective uses"),
             ({"sources": [KV], "tokens": 1000}, "not rows"),
             ({"sources": [KV], "tokens": 1000, "steps": 3}, "not both"),
             ({"sources": [{**KV, "rows": None}]}, "one of them"),
@@ -194,9 +194,10 @@ class TestTeacher:
         def aligned(name: str) -> dict[str, Any]:
             return stage(name, steps=8, sources=[{**KV, "weights": {name: 1.0}}], align={"heads": {"L1H2": "L0H1"}})
 
-        stages = [aligned("mixing"), aligned("hidden"), aligned("distil")]
+        names = ("mixing", "hidden", "distil", "reading")
+        stages = [aligned(name) for name in names]
         history = fit(hybrid(), section(stages=stages, teacher={"model": str(teacher)}))
-        for begin, name in ((0, "mixing"), (8, "hidden"), (16, "distil")):
+        for begin, name in zip((0, 8, 16, 24), names, strict=True):
             part = [h[name] for h in history[begin : begin + 8]]
             assert sum(part[-3:]) < sum(part[:3]) and min(part) > 0, name
 

@@ -1,0 +1,277 @@
+"""Several documents a row: each gives what it gives alone, whatever the others are; and what is broken shows.
+
+The kernels are stand-ins in plain torch (`tests/kernels.py`): a GPU has not run this.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from surgery.hybrid import attention, mixins
+from surgery.hybrid.attention import SpliceRows
+from surgery.hybrid.packing import convolved, documents_of, packed_masks, positions_of
+from tests.battery import base, spliced, trained
+from tests.kernels import with_kernels
+from tests.pico import PAD, pico_hybrid, pico_site, random_site, randomise, tokens
+
+FAMILIES = ("mamba2", "mamba2attn", "bamba", "granite", "zamba2", "nemotron_h")
+EXPERTS = ("granite", "nemotron_h")  # torch multiplies theirs in fp32 at most
+LENGTHS = ((9, 7, 5), (11, 1, 6))  # by row; the second has padding at its end
+T = 21
+every_family = pytest.mark.parametrize("name", FAMILIES)
+every_path = pytest.mark.parametrize("fuses", [True, False], ids=["fused", "unfused"])
+
+
+def documents(seed: int = 0) -> list[list[Tensor]]:
+    return [[tokens(1, n, seed + 10 * r + i)[0] for i, n in enumerate(row)] for r, row in enumerate(LENGTHS)]
+
+
+def packed(texts: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
+    """(2,T) tokens, and the index of the document that each belongs to; padding is one more."""
+    ids, index = torch.full((2, T), PAD), torch.empty(2, T, dtype=torch.long)
+    for row, parts in enumerate(texts):
+        filled = torch.cat(parts)
+        ids[row, : len(filled)] = filled
+        sizes = torch.tensor([*map(len, parts), T - len(filled)])
+        index[row] = torch.arange(len(sizes)).repeat_interleave(sizes)
+    return ids, index
+
+
+def places() -> list[tuple[int, slice]]:
+    """Of every document, as `documents` lists them."""
+    return [(row, slice(sum(sizes[:i]), sum(sizes[: i + 1]))) for row, sizes in enumerate(LENGTHS) for i in range(3)]
+
+
+def exact(model: Any, name: str = "mamba2") -> Any:
+    """A copy in fp64, where its family can be."""
+    copied = copy.deepcopy(model)
+    return copied if name in EXPERTS else copied.double()
+
+
+def close(name: str = "mamba2") -> dict[str, Any]:
+    """Norms, and eager attention's softmax, are computed in fp32 whatever the model's dtype."""
+    return {"atol": 2e-5 if name in EXPERTS else 1e-5, "rtol": 0}
+
+
+@torch.no_grad()
+def logits(model: Any, texts: list[list[Tensor]], **more: Any) -> list[Tensor]:
+    """Of every document, packed."""
+    ids, index = packed(texts)
+    found = model(ids, seq_idx=index, use_cache=False, **more).logits
+    return [found[row, span] for row, span in places()]
+
+
+@torch.no_grad()
+def alone(model: Any, texts: list[list[Tensor]]) -> list[Tensor]:
+    return [model(part[None], use_cache=False).logits[0] for row in texts for part in row]
+
+
+def assert_apart(model: Any, name: str = "mamba2") -> None:
+    """Each document's logits are its own, and stay as they are bit for bit when another document is another."""
+    texts = documents()
+    found = logits(model, texts)
+    for ours, theirs in zip(found, alone(model, texts), strict=True):
+        torch.testing.assert_close(ours, theirs, **close(name))
+    for changed in range(3):
+        others = [[*row] for row in texts]
+        for row, parts in enumerate(documents(seed=50)):
+            others[row][changed] = parts[changed]
+        for place, (ours, theirs) in enumerate(zip(found, logits(model, others), strict=True)):
+            if place % 3 != changed:
+                torch.testing.assert_close(ours, theirs, atol=2e-5 if name in EXPERTS else 0, rtol=0)
+            else:
+                assert not torch.allclose(ours, theirs, atol=1e-3)
+
+
+class TestStandIns:
+    @every_family
+    @every_path
+    def test_they_compute_what_transformers_does(self, name: str, fuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = exact(trained(name), name).train()
+        ids = tokens(2, T)
+        with torch.no_grad():
+            expected = model(ids, use_cache=False).logits
+            with_kernels(monkeypatch, fuses=fuses)
+            torch.testing.assert_close(model(ids, use_cache=False).logits, expected, atol=1e-5, rtol=0)
+
+
+class TestPlaces:
+    def test_documents_are_counted_from_zero_where_the_index_changes(self) -> None:
+        index = torch.tensor([[4, 4, 4, 2, 2, 4], [0, 0, 1, 1, 1, 1]])
+        assert documents_of(index).tolist() == [[0, 0, 0, 1, 1, 2], [0, 0, 1, 1, 1, 1]]
+        assert documents_of(index).dtype == torch.int32, "kernels want that"
+        assert positions_of(documents_of(index)).tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 0, 1, 2, 3]]
+
+    @pytest.mark.parametrize("kernel", [1, 2, 4])
+    def test_a_convolution_begins_again(self, kernel: int) -> None:
+        """Values and gradients of each document alone."""
+        torch.manual_seed(0)
+        conv1d = nn.Conv1d(3, 3, kernel, groups=3).double()
+        x_BCT = torch.randn(2, 3, T, dtype=torch.float64, requires_grad=True)
+        upstream = torch.randn(2, 3, T, dtype=torch.float64)
+        found = convolved(conv1d, kernel, x_BCT, T, packed(documents())[1])
+        for row, span in places():
+            part = convolved(conv1d, kernel, x_BCT[row : row + 1, :, span], span.stop - span.start)
+            assert torch.equal(found[row, :, span], part[0])
+            wanted = torch.autograd.grad(part, x_BCT, upstream[row : row + 1, :, span], retain_graph=True)[0]
+            only = torch.zeros_like(upstream)
+            only[row, :, span] = upstream[row, :, span]
+            got = torch.autograd.grad(found, x_BCT, only, retain_graph=True)[0]
+            torch.testing.assert_close(got, wanted, atol=1e-12, rtol=0)
+
+
+class TestBranch:
+    @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+    @pytest.mark.parametrize("site", [pico_site(0, [1, 3]), random_site(0)], ids=["ssm", "random"])
+    def test_a_document_sees_itself(self, site: dict, implementation: str) -> None:
+        """Output and rows, without any scan."""
+        hybrid = exact(pico_hybrid([site], attn_implementation=implementation)).requires_grad_(False)
+        branch, index = hybrid.backbone.layers[0].mixer.attention, documents_of(packed(documents())[1])
+        u_BTD = torch.randn(2, T, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        masks = packed_masks(hybrid.config, u_BTD, positions_of(index))
+        rows = SpliceRows(torch.arange(T).expand(2, T))
+        found = branch(u_BTD, causal_mask=masks["full_attention"], rows=rows, documents=index)
+        (attended,) = rows.take()
+        for row, span in places():
+            length, part = span.stop - span.start, u_BTD[row : row + 1, span]
+            causal = packed_masks(hybrid.config, part, torch.arange(length)[None])["full_attention"]
+            single = SpliceRows(torch.arange(length)[None])
+            expected = branch(part, causal_mask=causal, rows=single)
+            torch.testing.assert_close(found[row, span], expected[0], atol=1e-6, rtol=0)
+            torch.testing.assert_close(attended[row, :, span, span], single.take()[0][0], atol=1e-6, rtol=0)
+            outside = attended[row, :, span].clone()
+            outside[..., span] = 0
+            assert not outside.any()
+
+    @pytest.mark.parametrize("init", ["ssm", "random", "teacher"])
+    @pytest.mark.parametrize("mode", ["add", "replace"])
+    @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+    def test_every_kind_of_head(
+        self, init: str, mode: str, implementation: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with_kernels(monkeypatch)
+        model = exact(trained("mamba2", mode=mode, init=init)).train()
+        model.set_attn_implementation(implementation)
+        assert_apart(model)
+
+    @pytest.mark.skipif(not os.environ.get("SURGERY_SLOW_TESTS"), reason="flex_attention compiles for 20 s on a CPU")
+    def test_flex(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with_kernels(monkeypatch)
+        site = {**random_site(1), "qk_width": 16, "v_width": 16}  # flex wants widths of 16 at least
+        model = randomise(pico_hybrid([site]), 3).requires_grad_(False)
+        expected = logits(model, documents())
+        model.set_attn_implementation("flex_attention")
+        for ours, theirs in zip(logits(model, documents()), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+class TestModels:
+    @every_family
+    @every_path
+    def test_documents_are_apart(self, name: str, fuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        with_kernels(monkeypatch, fuses=fuses)
+        assert_apart(exact(trained(name), name).train(), name)
+
+    @every_family
+    def test_without_a_splice(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The family's own attention layers, by the hybrid's class."""
+        with_kernels(monkeypatch)
+        config = copy.deepcopy(trained(name).config)
+        config.splice = None
+        if name == "granite":
+            config.layer_types = config.layers_block_type
+        assert_apart(exact(randomise(type(trained(name))(config), 7), name).eval(), name)
+
+    def test_rows_of_a_document_are_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with_kernels(monkeypatch)
+        model, (ids, index) = exact(trained("mamba2")), packed(documents())
+        with torch.no_grad():
+            found = model(ids, seq_idx=index, splice_queries=torch.tensor([[12, 3, -1], [-1, 11, 17]]), use_cache=False)
+            for row, place, (start, stop), at in ((0, 0, (9, 16), 12), (1, 1, (11, 12), 11), (1, 2, (12, 18), 17)):
+                part, query = ids[row : row + 1, start:stop], torch.tensor([[at - start]])
+                single = model(part, splice_queries=query, use_cache=False).splice_attentions
+                for ours, theirs in zip(found.splice_attentions, single, strict=True):
+                    torch.testing.assert_close(ours[row, :, place, start:stop], theirs[0, :, 0], atol=1e-6, rtol=0)
+
+    def test_an_index_that_comes_again_is_another_document(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with_kernels(monkeypatch)
+        model, (ids, index) = exact(trained("mamba2")).eval(), packed(documents())
+        with torch.no_grad():
+            expected = model(ids, seq_idx=index, use_cache=False).logits
+            assert torch.equal(model(ids, seq_idx=index % 2, use_cache=False).logits, expected)
+
+    def test_positions_may_be_given_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with_kernels(monkeypatch)
+        model, (ids, index) = trained("bamba"), packed(documents())
+        given = {"seq_idx": index, "use_cache": False}
+        with torch.no_grad():
+            expected = model(ids, **given).logits
+            assert torch.equal(model(ids, position_ids=positions_of(index), **given).logits, expected)
+        with pytest.raises(ValueError, match="begin at 0 in every document"):
+            model(ids, position_ids=torch.arange(T)[None], **given)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("name", ["mamba", "falcon_mamba", "llamba"])
+    def test_a_scan_that_takes_none(self, name: str) -> None:
+        ids, index = packed(documents())
+        with pytest.raises(ValueError, match=r"seq_idx: the scan of .* takes none"):
+            trained(name)(ids, seq_idx=index, use_cache=False)
+
+    @every_family
+    def test_without_kernels(self, name: str) -> None:
+        """transformers' own code would let the state go on, and says so."""
+        ids, index = packed(documents())
+        for model in (trained(name), spliced(base(name))):
+            with pytest.raises(ValueError, match="can't keep packed sequences apart"):
+                model(ids, seq_idx=index, use_cache=False)
+
+    @every_family
+    def test_a_cache_a_mask_or_another_shape(self, name: str) -> None:
+        (ids, index), model = packed(documents()), trained(name)
+        with pytest.raises(ValueError, match="without a cache"):
+            model(ids, seq_idx=index, use_cache=True)
+        with pytest.raises(ValueError, match="padding is a document of its own"):
+            model(ids, seq_idx=index, use_cache=False, attention_mask=torch.ones_like(ids))
+        with pytest.raises(ValueError, match="one index a token"):
+            model(ids, seq_idx=index[:1], use_cache=False)
+
+    def test_an_attention_that_takes_no_mask(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        ids, index = packed(documents())
+        model = copy.deepcopy(trained("mamba2"))
+        model.config._attn_implementation = "flash_attention_2"
+        with pytest.raises(ValueError, match="flash_attention_2 takes no mask"):
+            model(ids, seq_idx=index, use_cache=False)
+
+
+def _plain_masks(config: Any, embeds: Tensor, positions: Tensor) -> dict[str, Any]:
+    return packed_masks(config, embeds, torch.arange(positions.shape[1]).expand_as(positions))
+
+
+def _one_convolution(conv1d: nn.Module, kernel: int, x: Tensor, length: int, _: Any = None) -> Tensor:
+    return convolved(conv1d, kernel, x, length)
+
+
+# What each leak is, by what takes the place of what keeps documents apart.
+LEAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "state": lambda patch: with_kernels(patch, reset_state=False),
+    "convolution": lambda patch: with_kernels(patch, reset_convolution=False),
+    "mask": lambda patch: patch.setattr(mixins, "packed_masks", _plain_masks),
+    "convolution of the branch": lambda patch: patch.setattr(attention, "convolved", _one_convolution),
+}
+
+
+@pytest.mark.parametrize("leak", LEAKS)
+@every_path
+def test_what_is_broken_shows(leak: str, fuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_kernels(monkeypatch, fuses=fuses)
+    LEAKS[leak](monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_apart(exact(trained("mamba2")).train())

@@ -1,0 +1,98 @@
+"""Documents in fewer rows: none is lost, none is cut, and every position still points at what it did."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields
+
+import pytest
+import torch
+
+from surgery.probes.documents import EncodedBatch, encode
+from surgery.probes.packing import first_fit, pack
+from tests.pico import pico_tokenizer
+from tests.unit.probes.samples import MAKERS, sample, several_questions
+
+PLACES = ("query", "segment_start", "segment_end", "answer_token")
+
+
+def mixed() -> EncodedBatch:
+    """Of every task, with and without questions, and of very different lengths."""
+    documents = [*several_questions(4), *(d for task in MAKERS for d in sample(task, 3))]
+    return encode(documents, pico_tokenizer())
+
+
+def split(batch: EncodedBatch) -> list[tuple]:
+    """Every document as it would stand alone: tokens, answers, and questions with positions from its first token."""
+    found = []
+    which = batch.documents if batch.documents is not None else torch.zeros_like(batch.input_ids)
+    for row in range(len(batch)):
+        real = batch.attention_mask[row].bool()
+        asked = [q for q in range(batch.target.shape[1]) if batch.target[row, q] >= 0]
+        for document in which[row][real].unique().tolist():
+            (there,) = (real & (which[row] == document)).nonzero(as_tuple=True)
+            start, stop = int(there[0]), int(there[-1]) + 1
+            assert stop - start == len(there), "a document is in one piece"
+            questions = []
+            for q in asked:
+                if start <= int(batch.query[row, q]) < stop:
+                    moved = [int(getattr(batch, name)[row, q]) for name in PLACES]
+                    kept = (int(batch.target[row, q]), int(batch.gold[row, q]), batch.choice_tokens[row, q].tolist())
+                    questions.append(([x - start if x >= 0 else x for x in moved], kept))
+            ids, answers = batch.input_ids[row, there].tolist(), batch.answers[row, there].tolist()
+            found.append((ids, answers, questions))
+    return sorted(found, key=str)
+
+
+def test_every_document_is_there_with_its_questions() -> None:
+    batch = mixed()
+    packed = pack(batch)
+    assert len(packed) < len(batch) and packed.input_ids.shape[1] == batch.input_ids.shape[1]
+    assert split(packed) == split(batch)
+    assert sum(len(questions) for *_, questions in split(packed)) == int((batch.target >= 0).sum())
+
+
+def test_padding_is_one_more_document_at_the_end() -> None:
+    packed = pack(mixed())
+    assert packed.documents is not None and packed.documents.dtype == torch.int32
+    for row in range(len(packed)):
+        which, real = packed.documents[row], packed.attention_mask[row].bool()
+        assert which[0] == 0 and set(which.diff().tolist()) <= {0, 1}
+        assert not real.all() or which[-1] == which[real].max()
+        assert (which[~real] == which[real].max() + 1).all() and not real.int().diff().gt(0).any()
+    pad = pico_tokenizer().pad_token_id
+    assert (packed.input_ids[packed.attention_mask == 0] == pad).all()
+
+
+def test_the_questions_of_a_row_come_first() -> None:
+    """Padding of questions stands behind them, as everywhere."""
+    there = pack(mixed()).target >= 0
+    assert there.any(1).sum() > 1 and not there.int().diff(dim=1).gt(0).any()
+
+
+def test_documents_of_one_length_stay_as_they_are() -> None:
+    batch = encode(several_questions(1) * 3, pico_tokenizer())
+    assert pack(batch) is batch
+
+
+def test_moving_and_slicing_a_packed_batch() -> None:
+    packed = pack(mixed())
+    for part in (packed.to("cpu")[1:3], packed[torch.tensor([1, 2])]):
+        for field in fields(EncodedBatch):
+            assert torch.equal(getattr(part, field.name), getattr(packed, field.name)[1:3])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_first_fit(seed: int) -> None:
+    """Every document once, no row longer than the longest, and not many more rows than there have to be."""
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, 40) for _ in range(rng.randint(1, 60))]
+    rows = first_fit(lengths)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in row) <= max(lengths) for row in rows)
+    assert len(rows) <= 11 / 9 * -(-sum(lengths) // max(lengths)) + 2
+
+
+def test_what_fits_exactly_shares_a_row() -> None:
+    assert first_fit([3, 10, 7, 5, 5]) == [[1], [2, 0], [3, 4]]
+    assert first_fit([]) == [] and first_fit([4]) == [[0]]

@@ -1,0 +1,345 @@
+"""A packed step is the padded step: same loss, same gradient, for every objective and way of training.
+
+Kernels are stand-ins in plain torch (`tests/kernels.py`), in both steps; without them the padded step is taken.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from surgery.families import family_of
+from surgery.heads import Graft
+from surgery.probes.documents import EncodedBatch, encode, rng_of
+from surgery.probes.kv_retrieval import kv_document
+from surgery.probes.packing import pack
+from surgery.recipe import Train
+from surgery.train import packed
+from surgery.train.divergence import TopK
+from surgery.train.logits_cache import LogitsCache
+from surgery.train.loop import Trainer
+from surgery.train.objectives import counts
+from surgery.train.packed import apart, why_not
+from surgery.train.teacher import Teacher, _moved
+from tests.battery import base as base_of
+from tests.battery import trained
+from tests.kernels import with_kernels
+from tests.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, tokens
+from tests.unit.probes.samples import several_questions
+
+SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}
+SITE = 1
+SCANS = ("mamba2", "mamba2attn", "bamba", "granite", "zamba2", "nemotron_h", "falcon_h1")
+WITHOUT = ("mamba", "falcon_mamba", "llamba")
+TRANSFORMERS = ("llama", "qwen2", "gpt_neox")
+PAIRS = (9, 2, 3, 2, 2)
+
+
+def own(folder: Path, weights: dict[str, float], text: bool = False, **more: Any) -> dict[str, Any]:
+    """Dictionaries of very different lengths: several of the short ones fit into a row of the longest."""
+    documents = [kv_document(rng_of("packed", i), pairs) for i, pairs in enumerate(PAIRS)]
+    rows: list[dict[str, Any]] = []
+    for document in documents:
+        (question,) = document.questions
+        cut = question.answer[0]
+        row = {"prompt": document.text[:cut], "answer": document.text[slice(*question.answer)], "span": question.value}
+        rows.append({"text": document.text} if text else row)
+    path = folder / f"{'text' if text else 'rows'}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = {"text": "text"} if text else {"answer_span": "span"}
+    return {"data": {"path": str(path), "columns": columns}, "rows": len(rows), "weights": weights, **more}
+
+
+def section(folder: Path, *weights: dict[str, float], steps: int = 1, **more: Any) -> Train:
+    given = weights or ({"answer": 1.0, "attention": 0.5}, {"keep": 1.0, "text": 0.5})
+    sources = [own(folder, w, text="answer" not in w and "attention" not in w) for w in given]
+    teaches = any(set(w) & {"distil", "mixing", "reading", "hidden"} for w in given)
+    rates = {"warmup": 1, "lr": 1e-3, "new_heads_lr": 1e-3}
+    made = {"steps": steps, "sources": sources, "optimizer": rates, **({"teacher": {"model": "x"}} if teaches else {})}
+    return Train.model_validate({**made, **more})
+
+
+def graft() -> Graft:
+    site = family_of(pico_base(**SHAPE).config).mixers(pico_base(**SHAPE).config)[SITE]
+    return Graft(site, (2,), "add", "ssm", ("segment_end",))
+
+
+def trainer(train: Train, control: bool = False, **more: Any) -> Trainer:
+    model = pico_base(**SHAPE) if control else pico_hybrid([pico_site(SITE)], **SHAPE)
+    grafts = () if control else (graft(),)
+    asked = [name for name in ("distil", "reading", "mixing", "hidden") if train.uses(name)]
+    teacher = None
+    if asked:
+        llama = pico_family("llama", vocab_size=1024, num_hidden_layers=2)
+        teacher = Teacher(llama, pico_tokenizer(), model.config, grafts, train.align, asked)
+    given = {"base": pico_base(**SHAPE), "grafts": grafts, "teacher": teacher, **more}
+    return Trainer(model, pico_tokenizer(), train, 0, None, Accelerator(cpu=True), **given)
+
+
+def first_step(train: Train, monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[dict, dict[str, Tensor], list]:
+    """Losses, gradients and batches."""
+    made, found = trainer(train, **more), dict[str, Tensor]()
+    seen: list[EncodedBatch] = []
+    real = made.losses
+
+    def watched(model: Any, source: Any, batch: EncodedBatch, *rest: Any) -> Any:
+        seen.append(batch)
+        return real(model, source, batch, *rest)
+
+    def keep(parameters: Any, norm: float) -> Tensor:
+        found.update({n: p.grad.clone() for n, p in made.trained.named_parameters() if p.grad is not None})
+        return torch.tensor(1.0)
+
+    monkeypatch.setattr(made, "losses", watched)
+    made.accelerator.clip_grad_norm_ = keep  # type: ignore[method-assign]
+    (entry,) = made.run()
+    return {k: v for k, v in entry.items() if k != "seconds"}, found, seen
+
+
+def check_same(train: Callable[[bool], Train], monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
+    losses, gradients, batches = first_step(train(False), monkeypatch, **more)
+    packed_losses, packed_gradients, packed_batches = first_step(train(True), monkeypatch, **more)
+    assert all(batch.documents is None for batch in batches)
+    assert all(batch.documents is not None for batch in packed_batches)
+    assert sum(map(len, packed_batches)) < sum(map(len, batches))
+    assert packed_losses == pytest.approx(losses, rel=1e-5) and packed_losses["tokens"] == losses["tokens"]
+    assert packed_gradients.keys() == gradients.keys()
+    scale = torch.stack([g.norm() for g in gradients.values()]).norm()
+    apart = torch.stack([(packed_gradients[n] - g).norm() for n, g in gradients.items()]).norm()
+    assert float(scale) > 0 and float(apart / scale) < 1e-5
+
+
+class TestAStep:
+    @pytest.mark.parametrize(
+        "weights",
+        [
+            {"answer": 1.0},
+            {"attention": 1.0},
+            {"answer": 1.0, "attention": 0.5},
+            {"text": 1.0},
+            {"keep": 1.0},
+            {"distil": 1.0},
+            {"mixing": 1.0},
+            {"attention": 0.5, "reading": 1.0, "mixing": 1.0},
+            {"attention": 0.5, "reading": 1.0},
+            {"hidden": 1.0},
+        ],
+        ids=lambda weights: "+".join(weights),
+    )
+    def test_of_every_objective(
+        self, weights: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with_kernels(monkeypatch)
+        check_same(lambda packing: section(tmp_path, weights, packing=packing), monkeypatch)
+
+    @pytest.mark.parametrize(
+        "more",
+        [
+            {"trains": "lora", "lora": {"rank": 2}},
+            {"trains": "new_heads"},
+            {"trains": "spliced_layers"},
+            {"gradient_checkpointing": True},
+            {"trains": "new_heads", "gradient_checkpointing": True},
+            {"distil": {"top_k": 5, "divergence": "reverse"}},
+        ],
+        ids=lambda more: "+".join(map(str, more.values())) if "distil" not in more else "top_k",
+    )
+    @pytest.mark.parametrize("fuses", [True, False], ids=["fused", "unfused"])
+    def test_of_every_way(
+        self, more: dict[str, Any], fuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Answers, attention supervision, text and the frozen base at once."""
+        with_kernels(monkeypatch, fuses=fuses)
+        check_same(lambda packing: section(tmp_path, packing=packing, **more), monkeypatch)
+
+    def test_of_matrices_that_are_moved(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with_kernels(monkeypatch)
+        align = {"offsets": {f"{graft().site.name}2": -2}}
+        given = {"mixing": 1.0}
+        check_same(lambda packing: section(tmp_path, given, align=align, packing=packing), monkeypatch)
+
+    def test_of_a_control(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """transformers' own class, which hands no keyword on, is what trains."""
+        with_kernels(monkeypatch)
+        weights = ({"answer": 1.0}, {"text": 1.0, "keep": 1.0})
+        check_same(lambda packing: section(tmp_path, *weights, packing=packing), monkeypatch, control=True)
+
+    def test_with_logits_on_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with_kernels(monkeypatch)
+        distil = {"top_k": 5, "cache": True}
+
+        def opened() -> LogitsCache:
+            return LogitsCache(tmp_path / "cache", {"teacher": "x"})
+
+        train = {packing: section(tmp_path, {"distil": 1.0}, distil=distil, packing=packing) for packing in (0, 1)}
+        losses, *_ = first_step(train[0], monkeypatch, cache=opened())
+        monkeypatch.setattr(Teacher, "outputs", lambda *_: type("Nothing", (), {"logits": None})())
+        found, *_ = first_step(train[1], monkeypatch, cache=opened())
+        assert found == pytest.approx(losses, rel=1e-5)
+
+    def test_in_micro_batches(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with_kernels(monkeypatch)
+        whole, gradients, _ = first_step(section(tmp_path), monkeypatch)
+        found, packed_gradients, batches = first_step(section(tmp_path, packing=True, micro_batch=3), monkeypatch)
+        assert found == pytest.approx(whole, rel=1e-5) and len(batches) == 4
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(packed_gradients[name], gradient, atol=1e-6, rtol=1e-4)
+
+
+class TestWithoutKernels:
+    def test_the_padded_step_is_taken_and_said(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """Bit for bit, over several steps."""
+        found = {}
+        for packing in (False, True):
+            made = trainer(section(tmp_path, steps=2, packing=packing))
+            history = made.run()
+            steps = [{k: v for k, v in entry.items() if k != "seconds"} for entry in history]
+            found[packing] = (steps, {name: p.detach().clone() for name, p in made.model.named_parameters()})
+            said = [record.message for record in caplog.records if "train.packing" in record.message]
+            assert len(said) == packing
+        assert "finetune has its own padded row" in said[0] and "without `mamba_ssm`" in said[0]
+        assert found[True][0] == found[False][0]
+        assert all(torch.equal(p, found[False][1][name]) for name, p in found[True][1].items())
+
+    def test_a_compiled_model_has_padded_rows(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with_kernels(monkeypatch)
+        made = trainer(section(tmp_path, packing=True, compile=True))
+        assert not made._packs(made.model) and "torch.compile" in caplog.text
+
+    def test_the_frozen_base_and_the_teacher_are_asked_too(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(packed, "_leaks", lambda model: model.config.model_type in ("mamba2", "llama"))
+        made = trainer(section(tmp_path, packing=True))
+        assert not made._packs(made.model) and "the frozen base: a document changes" in caplog.text
+        caplog.clear()
+        made = trainer(section(tmp_path, {"distil": 1.0}, packing=True))
+        assert not made._packs(made.model) and "the teacher: a document changes" in caplog.text
+        caplog.clear()
+        made = trainer(section(tmp_path, {"text": 1.0}, packing=True))
+        assert made._packs(made.model) and not caplog.text, "the base is not used"
+
+
+class TestAsking:
+    @pytest.mark.parametrize("name", [*SCANS, *TRANSFORMERS])
+    def test_who_keeps_documents_apart(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        with_kernels(monkeypatch)
+        assert why_not({"it": base_of(name)}) is None
+        if name in SCANS and name != "falcon_h1":
+            assert why_not({"it": trained(name)}) is None
+
+    @pytest.mark.parametrize("name", WITHOUT)
+    def test_who_does_not(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Mamba-1 of transformers takes the argument, and drops it without a word."""
+        with_kernels(monkeypatch)
+        says = "takes none" if name == "llamba" else "a document changes what is said of the next one"
+        assert says in str(why_not({"it": base_of(name)})) and "takes none" in str(why_not({"it": trained(name)}))
+
+    @pytest.mark.parametrize("leak", ["reset_state", "reset_convolution"])
+    def test_a_kernel_that_leaks_is_found_out(self, leak: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        with_kernels(monkeypatch, **{leak: False})  # type: ignore[arg-type]
+        assert "a document changes what is said of the next one" in str(why_not({"it": trained("mamba2")}))
+
+    def test_random_numbers_stay_as_they_were(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with_kernels(monkeypatch)
+        before = torch.get_rng_state()
+        why_not({"it": base_of("mamba2")})
+        assert torch.equal(torch.get_rng_state(), before)
+
+    @pytest.mark.parametrize("name", [*SCANS, *TRANSFORMERS])
+    def test_stock_models_say_of_each_document_what_they_say_of_it_alone(
+        self, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with_kernels(monkeypatch)
+        texts = [tokens(1, length, length)[0] for length in (9, 5, 7)]
+        index = torch.arange(3, dtype=torch.int32).repeat_interleave(torch.tensor([9, 5, 7]))[None]
+        model = base_of(name)
+        with torch.no_grad():
+            expected = torch.cat([model(text[None], use_cache=False).logits[0] for text in texts])
+            with apart(model, index):
+                ids = torch.cat(texts)[None]
+                found = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
+            after = model(ids, use_cache=False).logits[0]
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+        assert not torch.allclose(after, expected, atol=1e-3), "outside they are one text again"
+
+
+def batch_of() -> EncodedBatch:
+    documents = [*several_questions(3), *(kv_document(rng_of("packed", i), pairs) for i, pairs in enumerate(PAIRS))]
+    return encode(documents, pico_tokenizer())
+
+
+def test_as_many_terms_as_in_padded_rows() -> None:
+    names = ("answer", "text", "attention", "reading", "keep", "distil", "mixing", "hidden")
+    assert counts(pack(batch_of()), names) == counts(batch_of(), names)
+
+
+def test_no_token_predicts_another_documents_first() -> None:
+    batch = pack(batch_of())
+    assert batch.documents is not None
+    begins = batch.documents.diff() != 0
+    assert begins.sum() > len(batch) and not (batch.same_document & begins).any()
+
+
+def test_a_cache_finds_documents_in_any_row(tmp_path: Path) -> None:
+    batch = batch_of()
+    cache, lengths = LogitsCache(tmp_path, {}), batch.attention_mask.sum(1).tolist()
+    values = torch.arange(sum(lengths)).float()[:, None].expand(-1, 2) / 4
+    cache.put(batch, TopK(values, torch.zeros_like(values, dtype=torch.long)))
+    together = pack(batch)
+    found = cache.get(together)
+    assert found is not None
+    by_first = {tuple(batch.input_ids[b, : lengths[b]].tolist()): sum(lengths[:b]) / 4 for b in range(len(batch))}
+    at = 0
+    assert together.documents is not None
+    for row in range(len(together)):
+        real = together.attention_mask[row].bool()
+        for document in together.documents[row][real].unique():
+            ids = together.input_ids[row][real & (together.documents[row] == document)].tolist()
+            assert float(found.values[at, 0]) == by_first[tuple(ids)]
+            at += len(ids)
+
+
+@pytest.mark.parametrize("offset", [-3, -1, 1, 4])
+def test_moved_attention_stays_in_its_document(offset: int) -> None:
+    documents = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 2, 2]])
+    same = documents[0][:, None] == documents[0]
+    rows = torch.rand(1, 10, 10, generator=torch.Generator().manual_seed(0)).tril() * same
+    found = _moved(rows, offset, documents)
+    for start, stop in ((0, 5), (5, 8), (8, 10)):
+        part = _moved(rows[:, start:stop, start:stop], offset)
+        assert torch.equal(found[:, start:stop, start:stop], part)
+    torch.testing.assert_close(found.sum(-1), rows.sum(-1))
+    assert not found[0][~same].any()
+
+
+def test_out_of_memory_halves_documents_and_not_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with_kernels(monkeypatch)
+    real, sizes = Trainer.losses, list[int]()
+
+    def small(self: Any, model: Any, source: Any, batch: EncodedBatch, *rest: Any) -> Any:
+        sizes.append(len(batch))
+        if batch.attention_mask.sum() > 130:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return real(self, model, source, batch, *rest)
+
+    whole = trainer(section(tmp_path, {"answer": 1.0})).run()[0]["loss"]
+    monkeypatch.setattr(Trainer, "losses", small)
+    made = trainer(section(tmp_path, {"answer": 1.0}, packing=True))
+    assert made.run()[0]["loss"] == pytest.approx(whole, rel=1e-5)
+    assert sizes[0] < len(PAIRS) and "goes on with 2 documents" in caplog.text
+
+
+def test_a_recipe_packs_where_it_says_so(tmp_path: Path) -> None:
+    assert not section(tmp_path).packing and section(tmp_path, packing=True).packing

@@ -32,6 +32,7 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 from bench.evidence_arms import (  # noqa: E402
+    AGAIN,
     PROMPTS_SEED,
     SECOND,
     SHIPPED,
@@ -77,10 +78,12 @@ class Experiment:
     def model(self, base: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
         """The pretrained model, its tokenizer, and what identifies its weights; made first where it is not there."""
         if base not in self._loaded:
-            where = {SHIPPED: self.shipped, SECOND: self.folder / "base", TRANSFORMER: self.transformer}[base]
-            if base == SECOND and not where.exists():
-                print("pretraining the second base", flush=True)
-                pretrain(load_recipe(self.second, (), PretrainRecipe), where)
+            own = {SECOND: self.folder / "base", AGAIN: self.folder / "again"}
+            where = {SHIPPED: self.shipped, TRANSFORMER: self.transformer, **own}[base]
+            if base in own and not where.exists():
+                print(f"pretraining the {base} base", flush=True)
+                changes = ("seed=1",) if base == AGAIN else ()
+                pretrain(load_recipe(self.second, changes, PretrainRecipe), where)
             given = Base(model=str(where))
             self._loaded[base] = (in_short_chunks(load_model(given)), load_tokenizer(given), revision_of(given))
         return self._loaded[base]
@@ -96,7 +99,7 @@ class Experiment:
 
     def arms(self, only: str | None = None) -> Iterator[Arm]:
         """All arms, or those of one base, the most important first; a base is made when its first arm is asked for."""
-        bases = [base for base in (SHIPPED, SECOND) if only in (None, base)]
+        bases = [base for base in (SHIPPED, SECOND, AGAIN) if only in (None, base)]
         for family in (main_arms, variant_arms, partial(every_site, each=2)):
             for base, seed in product(bases, self.seeds):
                 yield from family(self.choices(base, seed), base, seed)
@@ -195,7 +198,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "evidence")
     parser.add_argument("--report", action="store_true", help="write the report from the arms that are there")
     parser.add_argument("--most", type=int, help="run this many arms and stop")
-    parser.add_argument("--only", choices=(SHIPPED, SECOND, TRANSFORMER), help="run the arms of this base alone")
+    parser.add_argument("--only", choices=(SHIPPED, SECOND, AGAIN, TRANSFORMER), help="run the arms of this base alone")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "EVIDENCE.md", help="figures go beside it")
     given = parser.parse_args(words)
     logging.set_verbosity_error()

@@ -20,8 +20,8 @@ Trains = Literal["all", "new_heads", "lora"]
 Choices = Mapping[str, Any]
 
 VERSION = 1  # raised when an arm's result changes for the same definition
-SHIPPED, SECOND, TRANSFORMER = "shipped", "second", "transformer"
-STATE = {SHIPPED: 8, SECOND: 16}  # of each SSM head: what copies have as the width of query and key
+SHIPPED, SECOND, AGAIN, TRANSFORMER = "shipped", "second", "again", "transformer"
+STATE = {SHIPPED: 8, SECOND: 16, AGAIN: 16}  # of each SSM head: what copies have as the width of query and key
 PROMPTS_SEED = 900  # of the evaluation: no choosing and no training draws from it
 
 
@@ -116,7 +116,7 @@ def layer_name(layer: int) -> str:
 
 
 METHODS = ("sharpen", "ablation", "attribution", "random")  # each chooses one head
-LAYER_METHODS = ("divergence", "uniform")  # each chooses one layer
+LAYER_METHODS = ("divergence", "uniform", "sharpen_layer")  # each chooses one layer
 
 
 def main_arms(choices: Choices, base: str, seed: int) -> Iterator[Arm]:
@@ -124,7 +124,7 @@ def main_arms(choices: Choices, base: str, seed: int) -> Iterator[Arm]:
     yield Arm(base, "no-splice", seed)
     for head in dict.fromkeys(choices["methods"][method][0] for method in METHODS):
         yield site_arm(choices, base, seed, head_name(head), [head])
-    for layer in dict.fromkeys(choices["layers"][method] for method in LAYER_METHODS):
+    for layer in dict.fromkeys(layer_chosen(choices, method) for method in LAYER_METHODS):
         yield site_arm(choices, base, seed, layer_name(layer), _heads_of(choices, layer))
 
 
@@ -159,6 +159,11 @@ def every_site(choices: Choices, base: str, seed: int, each: int | None = None) 
         heads = _heads_of(choices, layer)
         for head in heads if layer == winning else heads[:each]:
             yield site_arm(choices, base, seed, head_name(head), [head])
+
+
+def layer_chosen(choices: Choices, method: str) -> int:
+    """What one of `LAYER_METHODS` points at; `sharpen_layer` is the whole layer of sharpen's head."""
+    return layer_of(choices["methods"]["sharpen"][0]) if method == "sharpen_layer" else choices["layers"][method]
 
 
 def layer_of(head: str) -> int:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from bench.evidence_arms import SECOND, SHIPPED, layer_of
+from bench.evidence_arms import AGAIN, SECOND, SHIPPED, layer_of
 from bench.evidence_statistics import BySeed, Paired, Results, Site, accuracy, family, paired, spread
 from bench.evidence_text import METHOD_NAMES, VARIANTS
 
 PAIRS = 32  # what arms are compared at
-NAMES = {SHIPPED: "the shipped base", SECOND: "the second base"}
+NAMES = {SHIPPED: "the shipped base", SECOND: "the second base", AGAIN: "the second base, pretrained again"}
 
 
 def main_rows(results: Results, base: str) -> dict[str, BySeed]:

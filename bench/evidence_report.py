@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.evidence_arms import SECOND, SHIPPED, TRANSFORMER, layer_of
+from bench.evidence_arms import AGAIN, LAYER_METHODS, SECOND, SHIPPED, TRANSFORMER, layer_chosen, layer_of
 from bench.evidence_figures import bars_by_arm, predicted_and_reached
 from bench.evidence_findings import (
     NAMES,
@@ -58,13 +58,18 @@ def write_report(results: Results, progress: Progress, page: Path, figures: Path
     Args:
         page: docs/EVIDENCE.md. figures: a folder beside it.
     """
-    parts = [HEAD, *(_filled(finding(results, base)) for base in (SHIPPED, SECOND)), _how(progress)]
+    parts = [HEAD, *(_filled(finding(results, base)) for base in _bases(results)), _how(progress)]
     parts += [SECTIONS[name].strip() for name in ("comparison", "variants", "sites")]
-    for base in (SHIPPED, SECOND):
+    for base in _bases(results):
         if results.seeds(base):
             parts += _base_section(results, base, figures, page.parent)
     parts += [_transformer(results), LIMITS]
     write_text(page, "\n\n".join(part.strip() for part in parts if part) + "\n")
+
+
+def _bases(results: Results) -> list[str]:
+    """Those with results, and the first two in any case: what is not measured yet is said."""
+    return [SHIPPED, SECOND, *([AGAIN] if results.seeds(AGAIN) else [])]
 
 
 def _how(progress: Progress) -> str:
@@ -99,8 +104,8 @@ def _site(results: Results, base: str, method: str, seed: int) -> str:
     if method == "divergence":
         layer = choices["layers"][method]
         return f"layer {layer} ({choices['divergence'][layer]:.2f})"
-    if method == "uniform":
-        return f"layer {choices['layers'][method]}"
+    if method in LAYER_METHODS:
+        return f"layer {layer_chosen(choices, method)}"
     head = name.removeprefix("site-")
     score = choices["scores"][head].get(method)
     return head if score is None else f"{head} ({score:+.2f})"
@@ -154,7 +159,7 @@ def _figures(results: Results, base: str, folder: Path, docs: Path) -> str:
     short |= {name: results.method(base, method) for method, name in SHORT_NAMES.items()}
     lines = {name: {str(p): _point(arm, p) for p in _pairs_of(arm)} for name, arm in short.items() if arm}
     trained = next(iter(control.values()))["budget"]["pairs"]
-    accuracy_by_pairs(lines, folder, tuple(trained), f"Accuracy by the way the site was chosen: {NAMES[base]}")
+    accuracy_by_pairs(lines, folder, tuple(trained), f"Accuracy by choice of site: {NAMES[base]}")
     arms = main_rows(results, base) | variant_rows(results, base)
     bars = {name: (_known(arm, PAIRS), [of_seed(r, PAIRS) for r in arm.values()]) for name, arm in arms.items() if arm}
     note = f"KV-retrieval with {PAIRS} pairs; line: 95% interval over all seeds; dots: seeds; dotted: no splice."

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.evidence_arms import Choices, head_name, layer_name, layer_of
+from bench.evidence_arms import LAYER_METHODS, Choices, head_name, layer_chosen, layer_name, layer_of
 from surgery.heads import Interval
 from surgery.locate.statistics import holm, mcnemar, wilson
 
@@ -53,8 +53,8 @@ class Results:
     def chosen(self, base: str, method: str, seed: int) -> str:
         """The name of the arm that the method chose."""
         choices = self.choices[base, seed]
-        if method in choices["layers"]:
-            return layer_name(choices["layers"][method])
+        if method in LAYER_METHODS:
+            return layer_name(layer_chosen(choices, method))
         return head_name(choices["methods"][method][0])
 
 

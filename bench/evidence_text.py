@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.evidence_arms import SECOND, SHIPPED
+from bench.evidence_arms import AGAIN, SECOND, SHIPPED
 
 METHOD_NAMES = {
     "random": "a random head",
@@ -10,6 +10,7 @@ METHOD_NAMES = {
     "divergence": "the KL-guided layer (8 heads)",
     "attribution": "attribution's head",
     "ablation": "the most necessary head",
+    "sharpen_layer": "sharpen's layer (8 heads)",
     "sharpen": "sharpen's head",
 }
 SHORT_NAMES = {
@@ -18,6 +19,7 @@ SHORT_NAMES = {
     "divergence": "KL's layer",
     "attribution": "attribution",
     "ablation": "most necessary",
+    "sharpen_layer": "sharpen's layer",
     "sharpen": "sharpen",
 }
 # Arms at sharpen's site, in the order in which they are shown.
@@ -52,6 +54,11 @@ head, and nearly all of the reading is done in layer 0.
     SECOND: """
 `bench/evidence_base.yaml`: the same shape with a state of 16, and transformers' own initialisation of dt and A. It was
 made because on the shipped base nearly everything happens in one layer, so that methods can hardly differ.
+""",
+    AGAIN: """
+The same recipe once more: what holds for one pretraining need not hold for another. These arms began from the same seed
+on another processor, whose rounding ends at other weights; `make evidence` pretrains with the next seed where it finds
+no such base.
 """,
     "comparison": """
 **The comparison.** Each row is the arm that the method points at. Layer rows splice all 8 heads of the layer: eight
@@ -95,6 +102,9 @@ LIMITS = """
 - Prompts are the same in all seeds. Pooled intervals and tests are about these prompts; the dots in the figures show
   what seeds add.
 - An arm is short. It says what a site brings within this budget, not where long training would end.
+- The sharpen test asks what the base can already use: a perfect read where nothing above it takes it up gains nothing.
+  Many new heads together may build a reader of their own where no single one can, as a whole layer with all weights
+  trained; the test does not foresee that, and a layer's perfect read does not either.
 - Rivals are supervised at the position that the sharpen test names, and the KL-guided choice is the untrained form of
   the published method (arXiv 2512.20569 trains one layer at a time towards a teacher).
 """

@@ -291,7 +291,7 @@ class Trainer:
             if source.weights.uses("keep") and self.base is None:
                 raise RunError(f"train.sources.{index}.weights.keep", 1.0, "Give the frozen base too.")
             if source.weights.uses(*FROM_TEACHER) and self.teacher is None:
-                raise RunError("train.teacher", None, "distil, mixing and hidden need a teacher.")
+                raise RunError("train.teacher", None, "distil, reading, mixing and hidden need a teacher.")
 
     def _resume(self, optimizer: Any) -> int:
         """Loads the newest checkpoint; returns the number of steps already done."""

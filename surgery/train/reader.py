@@ -3,7 +3,7 @@
 Must never know: models, losses, file formats (`rows.py`), the order of training.
 
     prompt, answer     the text is one after the other; the answer is the question's, with the end token
-    answer_span        the value's place in the prompt; its segment is the line that holds it, with the newline
+    answer_span        where the prompt holds the answer; its segment is that line, with the newline
     messages           a chat template over all but the last message; the last is the answer
     text               no question; longer than `max_tokens`: cut between tokens
 """
@@ -97,7 +97,7 @@ class Reader:
         text = self._whole(row, prompt + answer)
         segment = value = None
         if columns.answer_span is not None:
-            value = _value(row, fields.get(columns.answer_span), asked, prompt)
+            value = _value(row, fields.get(columns.answer_span), asked, prompt, answer)
             segment = _line(prompt, value)
         return Document(self.task, text, (Question((len(prompt), len(text)), (), -1, segment, value),))
 
@@ -323,8 +323,12 @@ def _string(row: Row, fields: Mapping[str, Any], name: str) -> str:
     return found
 
 
-def _value(row: Row, span: Any, asked: str, prompt: str) -> Span:
-    """The value's place in the prompt, from its place in `asked`, which the prompt (of a chat) may hold within."""
+def _value(row: Row, span: Any, asked: str, prompt: str, answer: str) -> Span:
+    """The value's place in the prompt, from its place in `asked`, which the prompt (of a chat) may hold within.
+
+    The span has to hold the answer: a head that is shown another place learns to read that one. Whitespace at the ends
+    of either does not count, since whose the space is depends on how a prompt is written; the value begins behind it.
+    """
     where = row.where
     if not (isinstance(span, (list, tuple)) and len(span) == 2 and all(type(n) is int for n in span)):
         raise DataError(where, f"the span is {_short(span)}", "Give [start, end), two whole numbers.")
@@ -332,6 +336,15 @@ def _value(row: Row, span: Any, asked: str, prompt: str) -> Span:
     if not 0 <= start < end <= len(asked):
         hint = f"It is to lie in the prompt, which has {len(asked)} characters, and to be longer than 0."
         raise DataError(where, f"the span is [{start}, {end})", hint)
+    held, wanted = asked[start:end], answer.strip()
+    if held.strip() != wanted:
+        at = asked.find(wanted)
+        hint = (
+            f"The prompt holds it at [{at}, {at + len(wanted)})." if at >= 0 else "The prompt does not hold it at all."
+        )
+        value = f"the span [{start}, {end}) holds {_short(held)}, the answer is {_short(answer)}"
+        raise DataError(where, value, f"{hint} Correct the span, or leave the row out.")
+    start += len(held) - len(held.lstrip())
     lead = len(asked) - len(asked.lstrip())
     shift = prompt.rfind(asked.strip()) - lead  # templates strip messages, and put them last
     if prompt[start + shift : end + shift] != asked[start:end] or shift < -lead:

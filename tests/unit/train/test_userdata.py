@@ -113,7 +113,7 @@ def test_spans_stand_on_their_tokens(tmp_path: Path) -> None:
 )
 def test_a_segment_is_the_line_of_the_span(prompt: str, span: list[int], line: str) -> None:
     data = Data.model_validate({"path": "none", "columns": {"answer_span": "at"}})
-    row = Row("here", {"prompt": prompt, "answer": " 7", "at": span})
+    row = Row("here", {"prompt": prompt, "answer": f" {prompt[slice(*span)]}", "at": span})
     question = Reader(data, TOKENIZER).document(row).questions[0]
     assert question.segment is not None
     assert prompt[slice(*question.segment)] == line
@@ -136,15 +136,15 @@ def test_a_chat_is_the_template_and_the_last_message(chat_tokenizer: PreTrainedT
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "yes"},
         {"role": "user", "content": "  red:4\nblue is", "name": None},
-        {"role": "assistant", "content": "four"},
+        {"role": "assistant", "content": "4"},
     ]
     data = Data.model_validate({"path": "none", "columns": {"messages": "m", "answer_span": "at"}})
     document = Reader(data, chat_tokenizer).document(Row("here", {"m": messages, "at": [6, 7]}))
     prompt = "<user>\nhi\n<assistant>\nyes\n<user>\nred:4\nblue is\n<assistant>\n"
     question = document.questions[0]
-    assert document.text == f"{prompt}four{END}"
+    assert document.text == f"{prompt}4{END}"
     assert [document.text[slice(*span)] for span in (question.answer, question.value, question.segment) if span] == [
-        f"four{END}", "4", "red:4\n"
+        f"4{END}", "4", "red:4\n"
     ]  # fmt: skip
 
 
@@ -288,6 +288,45 @@ def test_a_span_outside_the_prompt_is_refused(tmp_path: Path, span: Any, said: s
     with pytest.raises(DataError, match=said) as error:
         opened(path, columns={"answer_span": "at"})
     assert error.value.field == f"{path}:1"
+
+
+AGENTS = "fox:1234\nowl: 5678\nThe owl's is"
+OWL = AGENTS.index("5678")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "chat"])
+@pytest.mark.parametrize("off", [(-2, -2), (1, 1), (0, -1), (0, 2), (-4, -1), (-OWL + 4, -OWL + 4)])
+def test_a_span_that_does_not_hold_the_answer_is_refused_or_counted(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, form: str, streaming: bool, off: tuple[int, int]
+) -> None:
+    good = {"prompt": AGENTS, "answer": " 5678", "at": [OWL, OWL + 4]}
+    bad = {**good, "at": [OWL + off[0], OWL + 4 + off[1]]}
+    rows, path = [good, bad, good], tmp_path / ("a.parquet" if form == "parquet" else "a.jsonl")
+    if form == "parquet":
+        write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        write(path, rows)
+    given = {"columns": {"answer_span": "at"}, "streaming": streaming, "chat_template": form == "chat"}
+    with pytest.raises(DataError) as error:
+        open_source(source(path, rows=3, **given), chat_tokenizer, 0, 0)
+    assert error.value.field == (f"{path}: row 2" if form == "parquet" else f"{path}:2")
+    span = "[{}, {})".format(*bad["at"])
+    assert error.value.value == f"the span {span} holds {AGENTS[slice(*bad['at'])]!r}, the answer is ' 5678'"
+    assert f"The prompt holds it at [{OWL}, {OWL + 4})" in error.value.hint
+    stream = open_source(source(path, rows=2, on_bad_row="skip", **given), chat_tokenizer, 0, 0)
+    assert stream.skipped == 1
+    for document in stream.step(0):
+        (question,) = document.questions
+        assert question.value is not None and document.text[slice(*question.value)] == "5678"
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (1, 0), (0, 1), (1, 1)])
+def test_whitespace_around_a_span_is_not_what_a_head_looks_at(before: int, after: int) -> None:
+    data = Data.model_validate({"path": "none", "columns": {"answer_span": "at"}})
+    row = {"prompt": AGENTS, "answer": "5678", "at": [OWL - before, OWL + 4 + after]}
+    (question,) = Reader(data, TOKENIZER).document(Row("here", row)).questions
+    assert question.value is not None and question.value[0] == OWL
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from surgery.probes.documents import EncodedBatch
 from surgery.recipe import Train
 from surgery.rundir import fingerprint
 from surgery.train.adapters import Adapters
+from surgery.train.growth import grown
 from surgery.train.logits_cache import LogitsCache
 from surgery.train.micro import MicroBatch, counted, cut
 from surgery.train.optim import adamw, set_learning_rates, trainable
@@ -43,8 +44,6 @@ from surgery.training import FROM_TEACHER, Source, TrainStage
 
 OnStep = Callable[[int, dict[str, float]], None]
 _LOG = logging.getLogger(__name__)
-_WINDOW = 20  # steps whose mean loss is compared with that of the first ones
-_MAY_NOT_GROW = ("answer", "text", "distil")
 
 
 @dataclass
@@ -317,15 +316,11 @@ class Trainer:
         return fingerprint([self.section.model_dump(mode="json", exclude=beside), self.number, self.seed, shapes])
 
     def _check_growth(self, step: int) -> None:
-        """Raises TrainingDiverged where a loss stays at more than twice what it was at first, and a nat above it."""
-        if step + 1 < 2 * _WINDOW:
-            return
-        for name in _MAY_NOT_GROW:
-            mine = [h for h in self.history if h["step"] > self._before]
-            first, last = ([h[name] for h in part if name in h] for part in (mine[:_WINDOW], mine[-_WINDOW:]))
-            constant = all(s.weights.at(0.0).get(name) == s.weights.at(1.0).get(name) for s in self.stage.sources)
-            if constant and first and last and sum(last) / len(last) > 2 * sum(first) / len(first) + 1:
-                raise self._diverged(step, f"{sum(last) / len(last):.3g} for {name}")
+        """Raises TrainingDiverged where a loss has grown since the first step; `growth.grown`."""
+        mine = [entry for entry in self.history if entry["step"] > self._before]
+        found = grown(mine, self.stage, self.model.config.vocab_size)
+        if found is not None:
+            raise self._diverged(step, found)
 
     def _diverged(self, step: int, loss: str) -> TrainingDiverged:
         found = checkpoints(self.folder) if self.folder else []

@@ -1,0 +1,124 @@
+"""Which losses count as grown: those of trainings that broke, and none of those that went well."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from surgery.recipe import load_recipe
+from surgery.train.growth import grown
+from surgery.training import TrainStage
+
+ROOT = Path(__file__).parents[3]
+VOCAB = 1024
+GUESS = math.log(VOCAB)
+STEPS = 250
+
+
+def stage(name: str = "answer", weight: Any = 1.0, **more: Any) -> TrainStage:
+    source = {"task": "kv_retrieval", "rows": 1, "weights": {name: weight}}
+    return TrainStage.model_validate({"steps": STEPS, "sources": [source], **more})
+
+
+def stops_at(losses: list[float], name: str = "answer", weight: float = 1.0, **more: Any) -> int | None:
+    """The first step, from 1, at which a training with these losses counts as grown."""
+    history = [{"step": i + 1.0, "loss": weight * x, name: weight * x} for i, x in enumerate(losses)]
+    made = stage(name, weight, **more)
+    found = (step for step in range(1, len(history) + 1) if grown(history[:step], made, VOCAB))
+    return next(found, None)
+
+
+@pytest.mark.parametrize("curve", ["training", "no_splice_training"])
+def test_the_quickstart_s_own_curves_are_healthy(curve: str) -> None:
+    with open(ROOT / "checkpoints" / "quickstart" / "figures" / curve / f"{curve}.csv", encoding="utf-8") as file:
+        history = [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
+    recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml").train
+    assert len(history) == recipe.num_steps == STEPS
+    assert all(grown(history[:step], recipe, VOCAB) is None for step in range(1, STEPS + 1))
+
+
+# In nats a token, of answers, from trainings of the shipped base with these learning rates.
+BROKEN = {
+    1.0: [0.376, 7.77, 10.15, 7.34, 13.47, 13.54, 9.19],
+    0.3: [0.376, 2.51, 3.76, 4.79, 6.0, 4.61, 5.29, 4.66, 5.34, 5.29, 5.72, 5.69, *[5.5] * 20],
+}
+
+
+@pytest.mark.parametrize(("rate", "latest"), [(1.0, 5), (0.3, 25)])
+def test_learning_rates_that_broke_the_shipped_base_are_noticed(rate: float, latest: int) -> None:
+    stopped = stops_at(BROKEN[rate])
+    assert stopped is not None and stopped <= latest
+
+
+@pytest.mark.parametrize("first", [0.0, 1e-4, 0.05, 0.8, 5.4, GUESS])
+@pytest.mark.parametrize("name", ["answer", "text", "keep"])
+def test_a_loss_that_explodes_within_the_first_steps_stops_at_once(first: float, name: str) -> None:
+    assert stops_at([first, first, 512.0], name) == 3
+    assert stops_at([first, 512.0], name) == 2
+
+
+@pytest.mark.parametrize("weight", [1e-3, 1.0, 30.0])
+def test_weights_change_nothing(weight: float) -> None:
+    assert stops_at(BROKEN[1.0], weight=weight) == stops_at(BROKEN[1.0])
+    assert stops_at([0.1, 3.0, 0.1, 2.0], weight=weight) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_steps_of_uneven_difficulty_are_not_growth(seed: int) -> None:
+    """Losses between nothing and a guess, whichever comes first: no step of 20 has to be an easy one, one will be."""
+    rng = Random(seed)
+    assert stops_at([0.01, *(rng.choice([0.02, 0.5, 3.0, 6.0]) for _ in range(STEPS - 1))]) is None
+
+
+def test_one_hard_step_is_not_growth() -> None:
+    """A document of one token that the model has never seen costs 20 nats, and the next step is as before."""
+    assert stops_at([0.01, 0.01, 20.0, *[0.01] * 30]) is None
+
+
+@pytest.mark.parametrize("first", [GUESS - 0.5, GUESS + 0.5])
+def test_a_pretraining_begins_at_a_guess(first: float) -> None:
+    warm_up = [first, first + 0.8, first + 1.5, first + 1.2, first + 0.5]
+    assert stops_at([*warm_up, *(first * 0.99**i for i in range(STEPS - 5))], "text") is None
+
+
+@pytest.mark.parametrize(("high", "stopped"), [(1.3, 21), (1.1, None)])
+def test_twenty_steps_far_above_the_first_are_growth_and_nineteen_are_not(high: float, stopped: int | None) -> None:
+    assert stops_at([0.1, *[high] * 20]) == stopped
+    assert stops_at([0.1, *([*[high] * 19, 0.1] * 10)]) is None
+
+
+def test_a_slow_growth_shows_after_two_windows() -> None:
+    """From a first step that was the hardest."""
+    assert stops_at([8.0, *[1.0] * 19, *[4.0] * 20]) == 40
+    assert stops_at([8.0, *[1.0] * 19, *[3.0] * 20]) is None
+
+
+def test_what_is_kept_may_move_away_from_the_base() -> None:
+    assert stops_at([0.0, *[3.0] * 60], "keep") is None
+    assert stops_at([0.0, *[GUESS + 1] * 3], "keep") == 4
+
+
+def test_a_weight_that_changes_leaves_the_first_case_alone() -> None:
+    """Sources that take turns differ in difficulty; but nothing healthy is worse than a guess."""
+    made, history = stage(weight=(1.0, 0.1)), []
+    for i in range(STEPS):
+        weight = 1.0 + (0.1 - 1.0) * i / (STEPS - 1)
+        history.append({"step": i + 1.0, "answer": weight * min(0.01 * 1.5**i, 0.99 * GUESS)})
+    assert all(grown(history[:step], made, VOCAB) is None for step in range(1, STEPS + 1))
+    assert grown([*history[:9], {"step": 10.0, "answer": 512.0}], made, VOCAB) is not None
+
+
+def test_a_temperature_scales_what_a_divergence_may_be() -> None:
+    softened = {"distil": {"temperature": 4.0}}
+    assert stops_at([0.5, *[3 * GUESS] * 3], "keep", **softened) is None
+    assert stops_at([0.5, *[3 * GUESS] * 3], "keep") is not None
+
+
+@pytest.mark.parametrize("name", ["attention", "hidden"])
+def test_objectives_without_a_scale_in_nats_are_left_alone(name: str) -> None:
+    assert stops_at([0.1, *[1e6] * 60], name) is None

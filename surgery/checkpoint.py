@@ -10,12 +10,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
+from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, StrictDataclassError
-from safetensors import SafetensorError
+from huggingface_hub.errors import EntryNotFoundError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -28,13 +27,28 @@ from transformers import (
 
 import surgery.hybrid  # noqa: F401  (registers the hybrid classes)
 from surgery import formats, weights
-from surgery.errors import ModelError
-from surgery.families import unknown_type
+from surgery.errors import ModelError, reading
+from surgery.families import FAMILIES, family_of, unknown_type
 from surgery.families.runtime import check_release, shorten_chunks
 from surgery.recipe import Base
 from surgery.rundir import digest
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_CONFIG_HINT = "Correct config.json, or download it again."
+_TYPES = frozenset(name for family in FAMILIES for name in family.model_types)
+_LARGEST, _LAYERS = 2**31 - 1, 1000
+_CHUNKS = ("chunk_size", "mamba_chunk_size")
+_LAYER_COUNTS, _LAYER_LISTS = ("num_hidden_layers", "n_layer"), ("layers_block_type", "layer_types")
+# Keys of config.json whose numbers are sizes, in all families.
+_SIZES = frozenset((
+    *_CHUNKS, *_LAYER_COUNTS, "adapter_rank", "attention_head_dim", "attention_hidden_size", "conv_kernel", "d_conv",
+    "d_model", "d_state", "expand", "head_dim", "headdim", "hidden_size", "intermediate_size", "mamba_d_conv",
+    "mamba_d_head", "mamba_d_ssm", "mamba_d_state", "mamba_expand", "mamba_head_dim", "mamba_headdim",
+    "mamba_n_groups", "mamba_n_heads", "mamba_ngroups", "mamba_num_heads", "max_position_embeddings",
+    "n_groups", "n_mamba_heads", "n_qk_heads", "n_v_heads", "ngroups", "num_attention_heads", "num_heads",
+    "num_heads_kv", "num_key_value_heads", "num_mem_blocks", "ssm_state_size", "state_size", "time_step_rank",
+    "vocab_size",
+))  # fmt: skip
 _LISTED = 4  # tensors that an error names
 
 
@@ -68,6 +82,12 @@ class Checkpoint:
             return Path(hf_hub_download(self.model, name, revision=self.revision))
         except EntryNotFoundError:
             return None
+
+    def refuse_adapter(self) -> None:
+        """Raises ModelError where transformers would apply an adapter that lies beside the model."""
+        if self.find("adapter_config.json") is not None:
+            hint = "transformers would apply it to the model unseen. Merge it (`merge_and_unload`), or remove the file."
+            raise ModelError("base.model", f"{self.model} holds adapter_config.json", hint)
 
     def weight_files(self) -> tuple[Path, ...]:
         """Raises ModelError where there are none, or one is damaged or holds anything but tensors."""
@@ -113,8 +133,9 @@ def open_checkpoint(base: Base) -> Checkpoint:
         if not (Path(model) / "config.json").is_file():
             found = sorted(p.name for p in Path(model).iterdir())[:5]
             raise ModelError("base.model", model, f"It has no config.json (it holds {found or 'nothing'}).")
-    try:
+    with reading("base.model", f"{base.model}, config.json", _CONFIG_HINT):
         data, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
+        check_sizes(data)
         if _is_hub_id(model):
             revision = _commit_of(hf_hub_download(model, "config.json", revision=revision)) or revision
         is_mamba_ssm = formats.is_mamba_ssm(data)
@@ -124,11 +145,32 @@ def open_checkpoint(base: Base) -> Checkpoint:
             if data.get("model_type", "mamba2") not in CONFIG_MAPPING and not base.trust_remote_code:
                 raise unknown_type(data["model_type"])
             config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=base.trust_remote_code)
-    except ModelError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        raise ModelError("base.model", base.model, _first_line(error)) from None
-    return Checkpoint(model, revision, _with_channels(config, base), is_mamba_ssm)
+        config = _with_channels(config, base)
+        if config.model_type in _TYPES:
+            family_of(config).mixers(config)
+    checkpoint = Checkpoint(model, revision, config, is_mamba_ssm)
+    checkpoint.refuse_adapter()
+    return checkpoint
+
+
+def check_sizes(data: Any) -> None:
+    """Refuses a config.json whose numbers no model has, before any class is built on them.
+
+    Raises:
+        ModelError: it is no JSON object; a size below 1 or above `_LARGEST`; more layers than `_LAYERS`.
+    """
+    if not isinstance(data, dict):
+        raise ModelError("config.json", type(data).__name__, f"It is not a JSON object. {_CONFIG_HINT}")
+    for key, value in data.items():
+        if isinstance(value, dict):
+            check_sizes(value)
+        if key in _SIZES and isinstance(value, (int, float)) and not (type(value) is int and 1 <= value <= _LARGEST):
+            raise ModelError(f"config.json: {key}", value, f"It is a whole number from 1 to {_LARGEST}. {_CONFIG_HINT}")
+        if key in _CHUNKS and value is None:
+            raise ModelError(f"config.json: {key}", "null", f"It is a whole number. {_CONFIG_HINT}")
+        layers = len(value) if key in _LAYER_LISTS and isinstance(value, list) else value if key in _LAYER_COUNTS else 0
+        if isinstance(layers, int) and layers > _LAYERS:
+            raise ModelError(f"config.json: {key}", layers, f"A model has at most {_LAYERS} layers. {_CONFIG_HINT}")
 
 
 def _commit_of(file: str) -> str | None:
@@ -164,7 +206,7 @@ def load_model(base: Base) -> PreTrainedModel:
     check_release(found.config)
     dtype = "auto" if base.dtype == "auto" else getattr(torch, base.dtype)
     options = {"config": found.config, "dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    try:
+    with reading("base.model", base.model, "Download it again, or correct config.json."):
         if found.is_mamba_ssm:
             tensors = found.tensors()
             state = dict(zip(tensors, weights.read_tensors(tensors.values()), strict=True))
@@ -176,12 +218,6 @@ def load_model(base: Base) -> PreTrainedModel:
                 found.weight_files()
             options |= {"revision": found.revision, "trust_remote_code": base.trust_remote_code}
             model, info = AutoModelForCausalLM.from_pretrained(found.model, **options)
-    except ModelError:
-        raise
-    except UnpicklingError as error:
-        raise ModelError("base.model", base.model, weights.why_refused(error)) from None
-    except (OSError, EOFError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError("base.model", base.model, _first_line(error)) from None
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     misshapen = {name: tuple(shape) for name, shape, _ in info["mismatched_keys"]}
     refuse_faults(base.model, expected, info["missing_keys"], info["unexpected_keys"], misshapen)
@@ -227,19 +263,28 @@ def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
     source = base.tokenizer or base.model
     name, revision = source_of(source, None if base.tokenizer else base.revision)
     none = ModelError("base.tokenizer", source, "There is no tokenizer there; say in base.tokenizer where it is.")
-    try:
+    if not _is_hub_id(name) and not Path(name).is_dir():
+        raise ModelError("base.tokenizer" if base.tokenizer else "base.model", source, "There is no such folder.")
+    if Path(name).is_dir() and not any(Path(name).glob("*token*")):
+        raise none
+    with reading("base.tokenizer", source, "Its tokenizer files are damaged. Download them again."):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=base.trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if Path(name).is_dir() and not any(Path(name).glob("*token*")):
-            raise none from None
-        raise ModelError("base.tokenizer", source, _first_line(error)) from None
-    if not tokenizer("a 7", add_special_tokens=False)["input_ids"]:
+        is_empty = not tokenizer("a 7", add_special_tokens=False)["input_ids"]
+    if is_empty:
         raise none
     if not tokenizer.is_fast:
         raise ModelError("base.tokenizer", source, "It is not a fast tokenizer; probes need character offsets.")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
+    """Raises ModelError where the tokenizer has tokens that the model has no embedding for."""
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= config.vocab_size:
+        hint = "It is the tokenizer of another model. Set base.tokenizer to the one that the model was trained with."
+        raise ModelError("base.tokenizer", f"token {largest}, and the model has {config.vocab_size}", hint)
 
 
 def source_of(model: str, revision: str | None) -> tuple[str, str | None]:
@@ -279,7 +324,3 @@ def _with_tokenizer(base: Base, revision: str) -> str:
 def _files(folder: Path) -> list[Path]:
     patterns = ("config.json", "tokenizer*.json", *_WEIGHTS)
     return sorted(p for pattern in patterns for p in folder.glob(pattern))
-
-
-def _first_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,14 +1,17 @@
 """The command line. Owns: parsing, printing, exit codes. Must never know: how anything is done.
 
-A `SurgeryError` becomes one line on standard error and exit code 2, without a traceback.
+A `SurgeryError` becomes one line on standard error and exit code 2; any other error is this library's own fault, and
+becomes one line and exit code 1. `--debug` adds the traceback.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
 import sys
+import traceback
 import warnings
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +20,7 @@ import typer
 from rich.table import Table
 
 from surgery import __version__
-from surgery.errors import SurgeryError
+from surgery.errors import SurgeryError, is_out_of_memory, summary
 from surgery.printing import Bars, out, print_analysis, print_comparison, print_heads, print_plan, print_results
 from surgery.recipe import AnalysisRecipe, Base, PretrainRecipe, Recipe, load_any, load_recipe, shipped, to_yaml
 
@@ -28,6 +31,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+_DEBUG = "SURGERY_DEBUG"
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file, such as recipes/quickstart.yaml.")]
 Overrides = Annotated[
@@ -93,7 +98,8 @@ def finetune(
     runs: Runs = Path("runs"),
 ) -> None:
     """Train a hybrid on your own data: `run` of recipes/finetune.yaml with both set."""
-    given = [f"base.model={json.dumps(hybrid)}", f"train.sources.0.data.path={json.dumps(data)}"]
+    model, path = (json.dumps(word, ensure_ascii=False) for word in (hybrid, data))  # YAML has no pairs of surrogates
+    given = [f"base.model={model}", f"train.sources.0.data.path={path}"]
     _run(shipped("finetune"), [*given, *(overrides or ())], first, last, overwrite, runs, dry_run)
 
 
@@ -199,10 +205,11 @@ def generate(
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code it brings.")] = False,
 ) -> None:
     """Let a checkpoint go on with a text."""
-    from surgery.checkpoint import load_model, load_tokenizer
+    from surgery.checkpoint import check_vocabulary, load_model, load_tokenizer
 
     base = Base(model=checkpoint, dtype="auto", trust_remote_code=trust_remote_code)
     model, tokenizer = load_model(base), load_tokenizer(base)
+    check_vocabulary(tokenizer, model.config)
     inputs = tokenizer(prompt.replace("\\n", "\n"), return_tensors="pt", add_special_tokens=False)
     if inputs["input_ids"].shape[1] == 0:
         raise SurgeryError("PROMPT", repr(prompt), "Give at least one token to go on from.")
@@ -252,8 +259,9 @@ def compare(
     """Score any checkpoints on the same prompts, such as evaluate.tasks=[mqar] evaluate.efficiency={}."""
     from surgery.comparison import compare_models, load_comparison
 
-    named = [word for word in models if "=" not in word]
-    loaded = load_comparison(named, [word for word in models if "=" in word])
+    # A path may hold an =, a key never holds a slash.
+    named = [word for word in models if "=" not in word or "/" in word.split("=")[0] or Path(word).is_dir()]
+    loaded = load_comparison(named, [word for word in models if word not in named])
     bars = Bars()
     bars.start("compare", "asking every model")
     try:
@@ -307,11 +315,15 @@ def publish(
 
 @app.callback(invoke_without_command=True)
 def _root(
-    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help=f"Print the traceback of an error ({_DEBUG}=1 too).")] = False,
 ) -> None:
     if version:
         print(__version__)
         raise typer.Exit()
+    if debug:
+        os.environ[_DEBUG] = "1"
 
 
 def quiet() -> None:
@@ -327,8 +339,36 @@ def quiet() -> None:
 def main() -> None:
     """Entry point: quiet libraries, and errors in one line."""
     quiet()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # no name of a file is a reason to fail
     try:
+        _check_arguments(sys.argv[1:])
         app()
-    except (SurgeryError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    except SystemExit:
+        raise
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BaseException as error:
+        if os.environ.get(_DEBUG, "0") != "0":
+            traceback.print_exc()
+        code, line = _verdict(error)
+        print(" ".join(line.splitlines()), file=sys.stderr)
+        raise SystemExit(code) from None
+
+
+def _check_arguments(words: list[str]) -> None:
+    """Raises SurgeryError for bytes that are no UTF-8: recipes, manifests and cards could not hold them."""
+    for word in words:
+        if any("\ud800" <= letter <= "\udfff" for letter in word):
+            raise SurgeryError("argument", ascii(word), "It is not UTF-8. Rename the file, or set a UTF-8 locale.")
+
+
+def _verdict(error: BaseException) -> tuple[int, str]:
+    """The exit code and the line for an error that ends a command."""
+    if isinstance(error, (SurgeryError, OSError)):
+        return 2, f"error: {error}"
+    if is_out_of_memory(error):
+        hint = "Reduce locate.batch_size, train.micro_batch or evaluate.batch_size, or set a smaller dtype."
+        return 2, f"error: out of memory: {summary(error)}. {hint}"
+    return 1, f"internal error: {summary(error)}. Run `surgery --debug` with the same arguments, and report it."

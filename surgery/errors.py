@@ -1,10 +1,13 @@
-"""The error tree. Owns: the wording contract of every refusal. Must never know: torch, files, the CLI.
+"""The error tree, and the border that turns what libraries raise into it.
 
 A user's mistake becomes one `SurgeryError`: it names the field, the value that was found and what would do.
 The CLI prints it without a traceback and exits with code 2.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class SurgeryError(ValueError):
@@ -47,3 +50,48 @@ class RunError(SurgeryError):
 
 class TrainingDiverged(SurgeryError):
     """The loss is not a number any more. The last good step is kept."""
+
+
+@contextmanager
+def reading(field: str, value: object, hint: str, kind: type[SurgeryError] = ModelError) -> Iterator[None]:
+    """The border of reading: whatever a library raises on a damaged file or value becomes one error that names it.
+
+    Every reader of foreign material passes through here. A `SurgeryError` inside, an exit and an interrupt pass
+    unchanged. The library's own error is kept as the cause, which `surgery --debug` prints.
+
+    Args:
+        field: the recipe's field, or the file.
+        value: what the user set there; None if the field says it.
+        hint: what to do instead.
+
+    Raises:
+        SurgeryError: of this `kind`.
+    """
+    try:
+        yield
+    except (SurgeryError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # Rust's panics are no `Exception`
+        what = summary(error)
+        if is_out_of_memory(error):
+            hint = "There is not enough memory to read it."
+        raise kind(field, what if value is None else f"{value} ({what})", hint) from error
+
+
+def summary(error: BaseException) -> str:
+    """The error in one line of at most 300 characters."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    text = " ".join(str(error).split())[:300].rstrip(" .")
+    if isinstance(error, (SurgeryError, OSError)) or type(error) is ValueError:
+        return text or type(error).__name__
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, torch on a CPU or torch on a GPU ran out of memory."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in str(error)
+    )

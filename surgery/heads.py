@@ -85,6 +85,16 @@ class MixerSpec:
     conv_kernel: int = 4
     letter: Letter = "H"
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for a shape that no mixer has."""
+        counts = (self.num_heads, self.head_dim, self.num_groups, self.state_size)
+        if not all(type(n) is int and n > 0 for n in counts):
+            raise ValueError(f"layer {self.layer}: heads, head width, groups and state of {counts}")
+        if not all(type(n) is int and n >= 0 for n in (self.layer, self.conv_kernel)):
+            raise ValueError(f"layer {self.layer!r}, convolution of {self.conv_kernel!r}")
+        if self.num_heads % self.num_groups:
+            raise ValueError(f"layer {self.layer}: {self.num_heads} heads do not divide into {self.num_groups} groups")
+
     @property
     def name(self) -> str:
         """What tells this mixer from the others of a model: `L17H`, or `L17A` for attention beside SSM heads."""

@@ -354,12 +354,12 @@ def load_any(path: Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     be read is taken for a Recipe, whose loading says what is wrong.
     """
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, ValueError):
-        data = None
-    if isinstance(data, dict) and ("changes" in data or "sweeps" in data):
+        data = read_mapping(path)
+    except RecipeError:
+        data = {}
+    if "changes" in data or "sweeps" in data:
         return load_recipe(path, overrides, AnalysisRecipe)
-    if isinstance(data, dict) and "model" in data and "base" not in data:
+    if "model" in data and "base" not in data:
         return load_recipe(path, overrides, PretrainRecipe)
     return load_recipe(path, overrides)
 

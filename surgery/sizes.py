@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from surgery.errors import reading
 from surgery.families import family_of, structure_of
 from surgery.hybrid.attention import SplicedAttention, is_whole
 
@@ -36,8 +37,13 @@ class Sizes:
 
 
 def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model of this config at its true size, without memory for its weights."""
-    with torch.device("meta"):
+    """The model of this config at its true size, without memory for its weights.
+
+    Raises:
+        ModelError: its class cannot be built on this config.
+    """
+    hint = "No model can be built on its config.json. Correct it, or download it again."
+    with reading("base.model", config.name_or_path or config.model_type, hint), torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return model
 

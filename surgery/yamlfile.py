@@ -1,4 +1,4 @@
-"""YAML files of one mapping, and `key.path=value` overrides. Must never know: what the keys mean."""
+"""YAML files of one mapping, and `key.path=value` overrides, read within limits of size, depth and expansion."""
 
 from __future__ import annotations
 
@@ -9,11 +9,36 @@ from typing import Any
 
 import yaml
 
-from surgery.errors import RecipeError
+from surgery.errors import RecipeError, reading
+
+_BYTES = 2**20  # of a file or an override
+_DEPTH = 50  # of lists and mappings, and parts of a dotted key
+_NODES = 50_000  # values and keys, aliases counted as what they stand for
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML's safe loader, except that a key given twice is an error instead of a silent last-one-wins."""
+class _RecipeLoader(yaml.SafeLoader):
+    """YAML's safe loader with unique keys, and with limits that hold before anything is built or expanded."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = self._nodes = 0
+        self._sizes: dict[int, int] = {}  # of finished nodes, by identity
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        is_alias = self.check_event(yaml.AliasEvent)  # type: ignore[no-untyped-call]
+        mark, before = self.peek_event().start_mark, self._nodes  # type: ignore[no-untyped-call]
+        self._depth += 1
+        if self._depth > _DEPTH:
+            raise yaml.MarkedYAMLError(None, None, f"more than {_DEPTH} levels", mark)
+        node = super().compose_node(parent, index)  # type: ignore[no-untyped-call]
+        self._depth -= 1
+        if is_alias and id(node) not in self._sizes:
+            raise yaml.MarkedYAMLError(None, None, "an alias inside what it stands for", mark)
+        self._nodes += self._sizes[id(node)] if is_alias else 1
+        self._sizes.setdefault(id(node), self._nodes - before)
+        if self._nodes > _NODES:
+            raise yaml.MarkedYAMLError(None, None, f"more than {_NODES} values, aliases expanded", mark)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
@@ -30,7 +55,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 # YAML 1.1 reads 1e-3 as a string; people mean a number.
-_UniqueKeyLoader.add_implicit_resolver(
+_RecipeLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
     list("-+0123456789"),
@@ -45,12 +70,8 @@ def read_mapping(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """
     if not path.is_file():
         raise RecipeError("recipe", str(path), "There is no such file.")
-    try:
-        data = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)  # noqa: S506  (a SafeLoader)
-    except RecipeError:
-        raise
-    except (yaml.YAMLError, ValueError) as error:
-        raise RecipeError(str(path), " ".join(str(error).split()), "It is not valid YAML.") from None
+    with reading(str(path), None, "It is not valid YAML.", RecipeError), open(path, "rb") as file:
+        data = _load(file.read(_BYTES + 1).decode("utf-8"))
     if not isinstance(data, dict):
         raise RecipeError(str(path), type(data).__name__, "A recipe is a mapping of keys to values.")
     for override in overrides:
@@ -63,13 +84,11 @@ def apply(data: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise RecipeError("override", repr(override), "Write key.path=value, such as train.steps=100.")
-    try:
-        value = yaml.load(text, _UniqueKeyLoader)  # noqa: S506
-    except RecipeError:
-        raise
-    except (yaml.YAMLError, ValueError):
-        raise RecipeError("override", repr(override), "The part after = is not valid YAML.") from None
+    with reading("override", repr(override)[:200], "The part after = is not valid YAML.", RecipeError):
+        value = _load(text)
     *parents, last = key.split(".")
+    if len(parents) >= _DEPTH:
+        raise RecipeError("override", repr(override)[:200], f"A key has at most {_DEPTH} parts.")
     node: Any = data
     for part in parents:
         place = _place(node, part, key)
@@ -79,12 +98,18 @@ def apply(data: dict[str, Any], override: str) -> None:
     node[_place(node, last, key)] = value
 
 
+def _load(text: str) -> Any:
+    if len(text) > _BYTES:
+        raise ValueError(f"more than {_BYTES} bytes")
+    return yaml.load(text, _RecipeLoader)  # noqa: S506  (a SafeLoader)
+
+
 def _place(node: Any, part: str, key: str) -> Any:
     """The key of a mapping or the index of a list that `part` of the dotted `key` means."""
     if isinstance(node, dict):
         return part
     if not isinstance(node, list):
         raise RecipeError("override", key, f"{part!r} lies below a plain value.")
-    if not part.isdecimal() or int(part) >= len(node):
+    if not part.isdecimal() or len(part) > 9 or int(part) >= len(node):
         raise RecipeError("override", key, f"{part!r} is not one of the {len(node)} entries, counted from 0.")
     return int(part)

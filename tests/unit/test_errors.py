@@ -1,0 +1,86 @@
+"""The border of reading: any library's error becomes one line that names what was read; what is no fault passes."""
+
+from __future__ import annotations
+
+import pytest
+
+from surgery.errors import DataError, ModelError, RecipeError, is_out_of_memory, reading, summary
+
+
+class PanicException(BaseException):
+    """As pyo3's: no `Exception`."""
+
+
+def read(error: BaseException, value: object = "7") -> str:
+    with pytest.raises(DataError) as caught, reading("some.file", value, "Write it again.", DataError):
+        raise error
+    assert caught.value.__cause__ is error
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OverflowError("int too large"),
+        RecursionError("maximum recursion depth exceeded"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+        ValueError("a\nb"),
+        KeyError("weight_map"),
+        TypeError("no"),
+        AttributeError(),
+        IndexError(),
+        ZeroDivisionError(),
+        AssertionError(),
+        ImportError("No module named 'gptq'"),
+        RuntimeError("shape"),
+        Exception("data did not match any variant of untagged enum ModelWrapper"),
+        PanicException("index out of bounds"),
+        FileNotFoundError(2, "No such file", "x"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_whatever_a_library_raises_names_field_value_and_hint(error: BaseException) -> None:
+    line = read(error)
+    assert line.startswith("some.file: 7 (") and line.endswith("Write it again.")
+    assert summary(error) and summary(error) in line
+    assert read(error, None).startswith(f"some.file: {summary(error)}")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyboardInterrupt(),
+        SystemExit(3),
+        ModelError("config.json", 1, "Correct it."),
+        RecipeError("seed", -1, "Choose another."),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_interrupts_exits_and_refusals_pass_unchanged(error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught, reading("some.file", 7, "Write it again.", DataError):
+        raise error
+    assert caught.value is error
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch.cuda's."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+    ],
+    ids=["Python", "GPU", "CPU"],
+)
+def test_too_little_memory_is_called_so(error: BaseException) -> None:
+    assert is_out_of_memory(error)
+    assert "not enough memory" in read(error)
+    assert not is_out_of_memory(RuntimeError("shape"))
+
+
+def test_a_long_message_is_cut() -> None:
+    assert len(summary(ValueError("x" * 10_000))) == 300

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint format pretrain compat real-shape gpu bench evidence clean
+.PHONY: demo test check lint format pretrain rounding compat real-shape gpu bench evidence clean
 
 $(VENV)/.installed: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -34,6 +34,13 @@ format: $(VENV)/.installed
 ## Makes checkpoints/pico-mamba2 again. Not part of any check.
 pretrain: $(VENV)/.installed
 	$(BIN)/surgery pretrain recipes/pretrain-pico.yaml --to checkpoints/pico-mamba2 --overwrite
+
+## The tests as they would round on another processor (tests/rounding.py), and with other kernels. Half an hour on 2 cores.
+rounding: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -p tests.rounding tests
+	for capability in default avx2 avx512; do \
+		ATEN_CPU_CAPABILITY=$$capability OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests || exit 1; done
+	OMP_NUM_THREADS=2 $(BIN)/python -m pytest --dist loadfile tests
 
 ## The classes, the locating and the battery over all families, on the oldest transformers that is supported.
 compat: $(VENV)/.installed

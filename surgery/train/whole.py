@@ -80,9 +80,9 @@ def _check_shards(path: Path) -> None:
 class ShardReader(FileSystemReader):
     """torch's reader of sharded checkpoints, whose own index is an unrestricted pickle."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self) -> Metadata:  # type: ignore[override]
         """As the base class does, with a pickle that can hold descriptions of tensors alone."""
-        with open(Path(self.path) / ".metadata", "rb") as file:
+        with open(self._get_metadata_path(), "rb") as file:
             metadata = _Descriptions(file).load()
         if not isinstance(metadata, Metadata) or metadata.storage_data is None or metadata.storage_meta is None:
             raise pickle.UnpicklingError("it describes no shards")

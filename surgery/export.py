@@ -22,12 +22,13 @@ from transformers import __version__ as transformers_version
 
 from surgery import __version__
 from surgery.errors import ModelError, RunError
+from surgery.exported_files import RECORD, REFERENCE, fingerprints
 from surgery.families.runtime import restore_chunks
 from surgery.heads import HeadSet, Plan, to_json
 from surgery.recipe import Export
 from surgery.reload import make_reference, prompt_ids, reload
 from surgery.rundir import new_folder, write_json, write_text
-from surgery.verify import RECORD, REFERENCE, check_agreement, check_tensors, fingerprints
+from surgery.verify import check_agreement, check_tensors
 
 
 def export(

@@ -35,12 +35,11 @@ from huggingface_hub.utils import validate_repo_id
 
 from surgery import __version__
 from surgery.errors import ModelError, SurgeryError
+from surgery.exported_files import LOADED, check_entries, sha256_of, visible_files
 from surgery.verify import verify_folder
 
 TRIES = 4
 LONGEST_WAIT = 300.0  # seconds; a Hub that asks for more is left alone
-# What a loader could take up: with such files of another export beside it the repository would be another model.
-_LOADED = (".py", ".json", ".safetensors", ".bin", ".pt", ".pth", ".jinja")
 _TOKEN = re.compile(rb"\bhf_[A-Za-z0-9]{30,}")
 
 T = TypeVar("T")
@@ -108,11 +107,14 @@ def publish(
         raise SurgeryError(
             "token", "none", "Log in with `hf auth login`, or set HF_TOKEN to a token with write access."
         )
+    # Before the checks: a file that changes after them is not what the Hub is to give back.
+    sums = {name: sha256_of(path) for name, path in published_files(folder).items()}
     for sentence in verify_folder(folder, trust_remote_code)["not_checked"]:
         say(f"not checked: {sentence}")
     files = published_files(folder)
     check_private(files, folder, token)
-    sums = {name: _sha256(path) for name, path in files.items()}
+    if sorted(files) != sorted(sums):
+        raise ModelError("FOLDER", str(folder), "Its files changed while they were checked. Publish it again.")
     say(f"verified {folder}: {len(files)} files, {sum(p.stat().st_size for p in files.values()):,} bytes")
     hub = _Hub(HfApi(endpoint=endpoint, token=token), repo_id, revision or "main", token, say, sleep)
     private = hub.prepare(public)
@@ -139,13 +141,13 @@ def _check_request(repo_id: str, revision: str | None, pull_request: bool) -> No
 
 
 def published_files(folder: Path) -> dict[str, Path]:
-    """Every file by its path in the repository, in order; hidden ones and compiled Python are left out."""
-    found = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        parts = path.relative_to(folder).parts
-        if not any(part.startswith(".") or part == "__pycache__" for part in parts):
-            found["/".join(parts)] = path
-    return found
+    """Every file by its path in the repository, in order; hidden ones and compiled Python are left out.
+
+    Raises:
+        ModelError: the folder holds a symbolic link, or another thing that is no plain file.
+    """
+    check_entries(folder)
+    return {path.relative_to(folder).as_posix(): path for path in visible_files(folder)}
 
 
 def check_private(files: Mapping[str, Path], folder: Path, token: str | None = None) -> None:
@@ -267,7 +269,7 @@ class _Hub:
         there = {entry.path: entry for entry in listed if isinstance(entry, RepoFile)}
         new = [name for name in files if name not in there or not _is_same(there[name], files[name], sums[name])]
         others = [name for name in sorted(there) if name not in files and name != ".gitattributes"]
-        removed = [name for name in others if name.endswith(_LOADED)]
+        removed = [name for name in others if name.endswith(LOADED)]
         return new, removed, [name for name in others if name not in removed]
 
     def _head(self, revision: str, kept: list[str], url: str | None = None) -> _Sent:
@@ -300,7 +302,7 @@ class _Hub:
     def _download(self, name: str, commit: str, cache: str) -> str:
         """The sha256 of a file of the commit."""
         try:
-            return _sha256(Path(self.api.hf_hub_download(self.repo_id, name, revision=commit, cache_dir=cache)))
+            return sha256_of(Path(self.api.hf_hub_download(self.repo_id, name, revision=commit, cache_dir=cache)))
         except RemoteEntryNotFoundError:
             hint = "If the repository's .gitignore names it, change that on the Hub and publish again."
             raise ModelError(name, "the Hub left it out", hint) from None
@@ -376,21 +378,8 @@ def _is_same(there: Any, path: Path, sha256: str) -> bool:
 
 def _git_name(path: Path) -> str:
     """What git names a file's content by."""
-    header = b"blob %d\0" % path.stat().st_size
-    return _digest(path, hashlib.sha1(header, usedforsecurity=False))
-
-
-def _sha256(path: Path) -> str:
-    return _digest(path, hashlib.sha256())
-
-
-def _digest(path: Path, total: Any) -> str:
-    for block in _blocks(path):
-        total.update(block)
-    return total.hexdigest()
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
+    total = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
-            yield block
+            total.update(block)
+    return total.hexdigest()

@@ -112,14 +112,30 @@ def make_reference(ids_BT: Tensor, found: Mapping[str, Tensor], dtype: str) -> d
     }
 
 
-def read_reference(file: Path) -> dict[str, Tensor]:
-    """Of `make_reference`, from a file. Raises ModelError where it is broken or holds something else."""
+def read_reference(file: Path, vocab_size: int) -> dict[str, Tensor]:
+    """Of `make_reference`, from a file.
+
+    Raises:
+        ModelError: it is broken, or holds something else: other tensors, shapes or dtypes, tokens out of range.
+    """
+    again = "Download it again, or export again."
     try:
         reference = load_file(file)
     except SafetensorError as error:
-        raise ModelError(file.name, str(error), "It is broken. Download it again, or export again.") from None
+        raise ModelError(file.name, str(error), f"It is broken. {again}") from None
     if set(reference) != {"ids", "vocabulary", "logits", "text", "margins"}:
-        raise ModelError(file.name, sorted(reference), "It is no reference. Download it again, or export again.")
+        raise ModelError(file.name, sorted(reference), f"It is no reference. {again}")
+    B, T, K, N = _PROMPTS, _PROMPT_TOKENS, reference["vocabulary"].numel(), reference["text"].numel()
+    shapes = {"ids": (B, T), "vocabulary": (K,), "logits": (B, T, K), "text": (N,), "margins": (N,)}
+    for name, tensor in reference.items():
+        is_tokens = name in ("ids", "vocabulary", "text")
+        dtype = torch.int64 if is_tokens else torch.float32
+        if tensor.dtype != dtype or tensor.shape != shapes[name] or not 0 < K <= _KEPT or not 0 < N <= _NEW_TOKENS:
+            value = f"{name} is {tuple(tensor.shape)} {tensor.dtype}"
+            raise ModelError(file.name, value, f"It should be {shapes[name]} {dtype}. {again}")
+        if is_tokens and not bool(((tensor >= 0) & (tensor < vocab_size)).all()):
+            value = f"{name} from {tensor.min()} to {tensor.max()}"
+            raise ModelError(file.name, value, f"Tokens are 0 to {vocab_size - 1}. {again}")
     return reference
 
 

@@ -6,30 +6,30 @@ Must never know: how a folder is written. Nothing of a folder is run before its 
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
-import surgery.hybrid
 from surgery.checkpoint import load_config
-from surgery.errors import ModelError, PlanError, RunError
+from surgery.errors import ModelError, PlanError, reading
+from surgery.exported_files import (
+    AGAIN,
+    RECORD,
+    REFERENCE,
+    check_entries,
+    check_files,
+    read_object,
+)
 from surgery.families import family_of, structure_of
 from surgery.heads import Plan, head_set_from_json, plan_from_json
 from surgery.plan import plan_of_hybrid
 from surgery.recipe import Base
 from surgery.reload import compare, prompt_ids, read_reference, reload
-from surgery.rundir import read_json
+from surgery.shipped_code import check_code, private_copy
 from surgery.weights import Stored, inventory, read_tensors, weight_files
-
-RECORD, REFERENCE = "export.json", "reference.safetensors"
-_LIBRARY = Path(surgery.hybrid.__file__).parent
-# What a loader could take up although nobody listed it.
-_LOADED = (".py", ".json", ".safetensors", ".bin", ".pt", ".pth", ".jinja")
-_AGAIN = "Download it again, or export again."
 
 
 def verify_folder(folder: Path | str, trust_remote_code: bool = False) -> dict[str, Any]:
@@ -40,8 +40,9 @@ def verify_folder(folder: Path | str, trust_remote_code: bool = False) -> dict[s
     transformers loads it and computes the reference's logits and text within `reload.TOLERANCE`. That takes four bytes
     a parameter.
 
-    The folder's modelling files are run for this. Without `trust_remote_code` they are run only if each of them equals
-    this library's module of that name byte for byte, so that no code runs that is not installed here already.
+    Without `trust_remote_code` no code runs that is not installed here already: the folder has to name this library's
+    classes and hold its modules byte for byte, and what is loaded is a private copy with the library's own.
+    Symbolic links are refused in any case.
 
     Args:
         trust_remote_code: run whatever modelling files the folder brings.
@@ -57,23 +58,26 @@ def verify_folder(folder: Path | str, trust_remote_code: bool = False) -> dict[s
     """
     folder, missing = Path(folder), list[str]()
     config = _open(folder)
-    record = _read(folder, RECORD)
+    record = read_object(folder, RECORD)
     report: dict[str, Any] = {"files": None, "tensors": 0, "agree": []}
     if "files" in record:
-        report["files"] = len(record["files"])
-        missing += check_files(folder, record["files"])
+        with reading(RECORD, None, AGAIN):
+            missing += check_files(folder, record["files"])
+            report["files"] = len(record["files"])
     else:
         missing.append("the files' hashes: an older version wrote it, and listed none")
     report["tensors"] = check_tensors(folder, config)
     report["agree"], unknown = check_agreement(folder, config)
     missing += unknown
-    check_code(folder, trust_remote_code)
-    if (folder / REFERENCE).is_file():
-        reference = read_reference(folder / REFERENCE)
-        found = reload(folder, reference["ids"], ("float32",))
+    _check_generation(folder)
+    check_code(folder, config, trust_remote_code)
+    has_reference = (folder / REFERENCE).is_file()
+    reference = read_reference(folder / REFERENCE, config.vocab_size) if has_reference else {}
+    with nullcontext(folder) if trust_remote_code else private_copy(folder, config) as checked:
+        found = reload(checked, reference.get("ids", prompt_ids(config.vocab_size)), ("float32",))
+    if has_reference:
         report["max_logit_difference"], report["generated_tokens"] = compare(reference, found, "float32")
     else:
-        reload(folder, prompt_ids(config.vocab_size), ("float32",))
         missing.append(f"logits and a generation: it has no {REFERENCE}; it loads, and both can be computed")
     return {**report, "not_checked": missing}
 
@@ -82,74 +86,33 @@ def _open(folder: Path) -> PreTrainedConfig:
     """The config, by this library's own class. Raises ModelError where the folder is no export."""
     if not folder.is_dir():
         raise ModelError("FOLDER", str(folder), "There is no such folder.")
-    data = _read(folder, "config.json")
+    check_entries(folder)
+    data = read_object(folder, "config.json")
     if not data.get("splice"):
         hint = "It is a plain model, not an export of a hybrid: nothing is spliced into it."
         raise ModelError("FOLDER", f"{folder} ({data.get('model_type', 'no model_type')})", hint)
     if not (folder / RECORD).is_file():
         hint = f"It is a hybrid without {RECORD}, which every export has. Verify what `surgery export` wrote."
         raise ModelError("FOLDER", str(folder), hint)
-    return load_config(Base(model=str(folder)))
+    with reading("config.json", None, AGAIN):
+        config = load_config(Base(model=str(folder)))
+        if not isinstance(config.splice, list) or type(config.vocab_size) is not int or config.vocab_size < 1:
+            raise TypeError(f"splice is no list, or vocab_size no count: {config.vocab_size}")
+    return config
 
 
-def _read(folder: Path, name: str) -> dict[str, Any]:
-    try:
-        data = read_json(folder / name)
-    except RunError as error:
-        raise ModelError(name, str(error.value or "missing"), _AGAIN) from None
-    if not isinstance(data, dict):
-        raise ModelError(name, type(data).__name__, f"It should be a JSON object. {_AGAIN}")
-    return data
-
-
-def fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
-    """`sha256` and `size` of every file below the folder by its relative path, but `export.json` and hidden ones."""
-    found = {}
-    for path in sorted(_visible(folder)):
-        name = path.relative_to(folder).as_posix()
-        if name != RECORD:
-            found[name] = {"sha256": _sha256(path), "size": path.stat().st_size}
-    return found
-
-
-def _visible(folder: Path) -> Iterable[Path]:
-    """Files; what version control and download tools leave is hidden."""
-    for path in folder.rglob("*"):
-        parts = path.relative_to(folder).parts
-        if path.is_file() and not any(p.startswith(".") or p == "__pycache__" for p in parts):
-            yield path
-
-
-def _sha256(path: Path) -> str:
-    total = hashlib.sha256()
-    with open(path, "rb") as file:
-        for block in iter(lambda: file.read(1 << 20), b""):
-            total.update(block)
-    return total.hexdigest()
-
-
-def check_files(folder: Path, listed: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Compares every file with what is listed; gives a sentence on files that are not, and do no harm.
-
-    Raises:
-        ModelError: names the first file that is missing, of another length or content, or that a loader would take up
-            although it is not listed.
-    """
-    for name, expected in listed.items():
-        path = folder / name
-        if not path.resolve().is_relative_to(folder.resolve()) or not path.is_file():
-            raise ModelError(name, "missing", f"{RECORD} lists it. {_AGAIN}")
-        size = path.stat().st_size
-        if size != expected["size"]:
-            value = f"{size} bytes long, and {RECORD} says {expected['size']}"
-            raise ModelError(name, value, f"It is cut off or changed. {_AGAIN}")
-        if _sha256(path) != expected["sha256"]:
-            raise ModelError(name, f"another sha256 than {RECORD} lists", f"It was changed. {_AGAIN}")
-    extra = sorted({path.relative_to(folder).as_posix() for path in _visible(folder)} - set(listed) - {RECORD})
-    for name in extra:
-        if Path(name).suffix in _LOADED:
-            raise ModelError(name, f"not listed in {RECORD}", "It was added later, and could be loaded. Remove it.")
-    return [f"{', '.join(extra)}: not listed in {RECORD}"] if extra else []
+def _check_generation(folder: Path) -> None:
+    """Raises ModelError where generation_config.json is there and transformers could not take it."""
+    name = "generation_config.json"
+    if not (folder / name).is_file():
+        return
+    data = read_object(folder, name)
+    with reading(name, None, AGAIN):
+        GenerationConfig.from_dict(data).validate(strict=True)
+        for key, value in data.items():
+            ids = value if isinstance(value, list) else [value]
+            if key.endswith("_token_id") and not all(i is None or type(i) is int for i in ids):
+                raise TypeError(f"{key} is {str(value)[:40]!r}, not a token's number")
 
 
 def check_tensors(folder: Path, config: PreTrainedConfig) -> int:
@@ -158,15 +121,20 @@ def check_tensors(folder: Path, config: PreTrainedConfig) -> int:
     Raises:
         ModelError: names the file or the tensor.
     """
-    files = weight_files(lambda name: folder / name if (folder / name).is_file() else None)
+    plain = {path.name: path for path in folder.iterdir() if path.is_file()}  # an index names nothing elsewhere
+    files = weight_files(plain.get)
     if not files or any(file.suffix != ".safetensors" for file in files):
-        raise ModelError("weights", "no model*.safetensors", f"An export holds its weights so. {_AGAIN}")
+        raise ModelError("weights", "no model*.safetensors", f"An export holds its weights so. {AGAIN}")
+    for name in sorted(set(plain) - {file.name for file in files} - {REFERENCE}):
+        if name.endswith(".safetensors"):
+            raise ModelError(name, "no part of the weights", "A loader could load it in their place. Remove it.")
     stored = inventory(files)
     _check_index(folder, stored)
     for name, tensor in zip(stored, read_tensors(stored.values(), 1 << 28), strict=True):
         if not bool(tensor.isfinite().all()):
             raise ModelError(name, "not finite", "It holds NaN or infinity. Train again with a lower rate.")
-    _check_silence(config, stored)
+    with reading("config.json", None, AGAIN):
+        _check_silence(config, stored)
     return len(stored)
 
 
@@ -175,16 +143,18 @@ def _check_index(folder: Path, stored: Mapping[str, Stored]) -> None:
     path = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file() or not path.is_file():
         return
-    index = json.loads(path.read_text(encoding="utf-8"))
-    for name in sorted(set(index["weight_map"]) ^ set(stored)):
-        where = "is in no file" if name in index["weight_map"] else "is not in the index"
-        raise ModelError(path.name, f"{name} {where}", _AGAIN)
-    for name, file in index["weight_map"].items():
-        if stored[name].file.name != file:
-            raise ModelError(path.name, f"{name} is in {stored[name].file.name}, not in {file}", _AGAIN)
-    held = sum(tensor.bytes for tensor in stored.values())
-    if index.get("metadata", {}).get("total_size", held) != held:
-        raise ModelError(path.name, f"total_size {index['metadata']['total_size']}", f"The tensors have {held} bytes.")
+    index = read_object(folder, path.name)
+    with reading(path.name, None, AGAIN):
+        for name in sorted(set(index["weight_map"]) ^ set(stored)):
+            where = "is in no file" if name in index["weight_map"] else "is not in the index"
+            raise ModelError(path.name, f"{name} {where}", AGAIN)
+        for name, file in index["weight_map"].items():
+            if stored[name].file.name != file:
+                raise ModelError(path.name, f"{name} is in {stored[name].file.name}, not in {file}", AGAIN)
+        held = sum(tensor.bytes for tensor in stored.values())
+        total = index.get("metadata", {}).get("total_size", held)
+        if total != held:
+            raise ModelError(path.name, f"total_size {total}", f"The tensors have {held} bytes.")
 
 
 def _check_silence(config: PreTrainedConfig, stored: Mapping[str, Stored]) -> None:
@@ -196,7 +166,7 @@ def _check_silence(config: PreTrainedConfig, stored: Mapping[str, Stored]) -> No
             continue
         name = f"{spec.path}.out_proj.weight"
         if name not in stored:
-            raise ModelError(name, "missing", f"The config replaces heads of this mixer. {_AGAIN}")
+            raise ModelError(name, "missing", f"The config replaces heads of this mixer. {AGAIN}")
         (weight,) = read_tensors([stored[name]])
         for head in site["heads"]:
             if bool(weight[:, structure_of(spec).weight_slices(spec, head).out].any()):
@@ -215,21 +185,25 @@ def check_agreement(folder: Path, config: PreTrainedConfig) -> tuple[list[str], 
     agree, unknown = ["config.json"], list[str]()
     if not config.splice:
         return agree, ["nothing is spliced: there is nothing to agree on"]
-    plan = plan_of_hybrid(config, "")
     try:
+        with reading("config.json", None, AGAIN):
+            plan = plan_of_hybrid(config, "")
         if (folder / "plan.json").is_file():
-            _check_plan(plan_from_json(_read(folder, "plan.json")), plan)
+            with reading("plan.json", None, AGAIN):
+                _check_plan(plan_from_json(read_object(folder, "plan.json")), plan)
             agree.append("plan.json")
         if (folder / "heads.json").is_file():
-            _check_heads(folder, plan)
+            with reading("heads.json", None, AGAIN):
+                _check_heads(folder, plan)
             agree.append("heads.json")
     except PlanError as error:
         raise ModelError(error.field, str(error.value), error.hint) from None
     card = folder / "README.md"
-    rows = card_table(card.read_text(encoding="utf-8")) if card.is_file() else []
-    if rows:
-        _check_card(rows, plan)
-        agree.append("README.md")
+    with reading("README.md", None, AGAIN):
+        rows = card_table(card.read_text(encoding="utf-8")) if card.is_file() else []
+        if rows:
+            _check_card(rows, plan)
+            agree.append("README.md")
     unknown += [f"{name}: not in the folder" for name in ("plan.json", "heads.json") if name not in agree]
     return agree, unknown if rows else [*unknown, "README.md: it has no table of spliced heads"]
 
@@ -250,7 +224,7 @@ def _names(plan: Plan) -> str:
 
 def _check_heads(folder: Path, plan: Plan) -> None:
     """What was chosen is what is spliced; where whole layers went in, the heads that chose them lie there."""
-    heads = head_set_from_json(_read(folder, "heads.json"))
+    heads = head_set_from_json(read_object(folder, "heads.json"))
     if heads.geometry != plan.geometry:
         raise ModelError("heads.json", f"geometry {heads.geometry}", "The heads were located in another model.")
     whole = {graft.site.layer for graft in plan.grafts if graft.unit == "layer"}
@@ -295,27 +269,3 @@ def _check_card(rows: list[dict[str, str]], plan: Plan) -> None:
         found.append((cells["spliced head"], *(cells.get(column, "") for column in columns)))
     if sorted(found) != sorted(expected):
         raise ModelError("README.md", f"its table has {sorted(found)}", f"config.splice has {sorted(expected)}.")
-
-
-def check_code(folder: Path, trust_remote_code: bool = False) -> None:
-    """Raises ModelError where loading the folder would run code that is not this library's own, and before that where
-    a modelling file is missing."""
-    maps = _read(folder, "config.json").get("auto_map") or {}
-    for name in ("AutoConfig", "AutoModelForCausalLM"):
-        module = str(maps.get(name, "")).rpartition(".")[0]
-        if not module or not (folder / f"{module}.py").is_file():
-            value = f"auto_map.{name} names {maps.get(name) or 'nothing'}"
-            raise ModelError("config.json", value, f"The modelling file is missing from the folder. {_AGAIN}")
-    if (folder / "adapter_config.json").is_file():
-        raise ModelError("adapter_config.json", "present", "transformers would load another base. Merge it first.")
-    if trust_remote_code:
-        return
-    trust = "Read it, and pass --trust-remote-code to run it."
-    for name, target in maps.items():
-        if "--" in str(target):
-            raise ModelError("config.json", f"auto_map.{name} names another repository, {target}", trust)
-    for path in sorted(folder.rglob("*.py")):
-        own = _LIBRARY / path.name
-        if path.parent != folder or not own.is_file() or own.read_bytes() != path.read_bytes():
-            name = path.relative_to(folder).as_posix()
-            raise ModelError(name, "not the module of this version of the library, byte for byte", trust)

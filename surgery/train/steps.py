@@ -1,6 +1,4 @@
-"""Checkpoints to resume from. Owns: `step_*/`, written whole, the two newest kept. Must never know: losses, data.
-
-A checkpoint that cannot be read is set aside as `broken_step_*`, and the one before it is taken.
+"""Checkpoints to resume from. Owns: `step_*/`, written whole, the newest kept. Must never know: losses, data.
 
 model.safetensors, optimizer.pt, state.json       where every process has all weights; the main one writes
 shards/, state.json                               where each has its part: every process writes its own
@@ -10,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import re
 import shutil
 from collections.abc import Iterator
@@ -24,44 +21,24 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from surgery.errors import RunError
 from surgery.rundir import new_folder, sweep
 from surgery.train.sharded import is_sharded
-from surgery.train.whole import OPTIMIZER, SHARDS, STATE, WEIGHTS, ShardReader, fault_of
 
-_KEPT = 2  # the newest, and the one before it in case that one cannot be read
-_LOG = logging.getLogger(__name__)
+_SHARDS = "shards"
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """The `step_*` folders, oldest first."""
-    found = (p for p in folder.glob("step_*") if re.fullmatch(r"step_\d+", p.name))
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
-
-
-def set_aside_broken(folder: Path, accelerator: Accelerator) -> None:
-    """Clears away what a kill left half-written, and renames every checkpoint that cannot be read to `broken_step_*`.
-
-    Every process calls it, before any of them looks at the folder.
-    """
-    if folder.exists() and accelerator.is_main_process:
-        sweep(folder)
-        for step in checkpoints(folder):
-            fault = fault_of(step)
-            if fault is not None:
-                aside = step.with_name(f"broken_{step.name}")
-                shutil.rmtree(aside, ignore_errors=True)
-                step.rename(aside)
-                _LOG.warning("%s cannot be read (%s): set aside as %s", step, fault, aside.name)
-    accelerator.wait_for_everyone()
+    return sorted(p for p in folder.glob("step_*") if re.fullmatch(r"step_\d+", p.name))
 
 
 def save_step(
     folder: Path, model: nn.Module, optimizer: Any, step: int, state: dict[str, Any], accelerator: Accelerator
 ) -> None:
-    """Writes `step_*/` whole, then drops all but the two newest. Every process calls it.
+    """Writes `step_*/` whole, then drops the older ones. Every process calls it.
 
     Args:
         state: plain data; `of` in it names the training that this is a step of.
@@ -79,8 +56,9 @@ def save_step(
                 raise
             raise RunError("steps", str(target), _full(folder)) from None
     if accelerator.is_main_process:
-        for old in checkpoints(folder)[:-_KEPT]:
-            shutil.rmtree(old)
+        for old in checkpoints(folder):
+            if old != target:
+                shutil.rmtree(old)
     accelerator.wait_for_everyone()
 
 
@@ -90,7 +68,7 @@ def _is_full(error: BaseException) -> bool:
         return any(_is_full(one) for one, _ in error.failures.values())
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return any(words in str(error).lower() for words in ("os error 28", "unexpected pos", "file write failed"))
+    return "os error 28" in str(error).lower()
 
 
 def _full(folder: Path) -> str:
@@ -102,9 +80,9 @@ def _full(folder: Path) -> str:
 def _write(target: Path, model: nn.Module, optimizer: Any, state: dict[str, Any], accelerator: Accelerator) -> None:
     with new_folder(target) as folder:
         weights = {k: v.detach().cpu().contiguous() for k, v in model.named_parameters()}
-        save_file(weights, folder / WEIGHTS)
-        torch.save(optimizer.state_dict(), folder / OPTIMIZER)
-        (folder / STATE).write_text(json.dumps(state))
+        save_file(weights, folder / "model.safetensors")
+        torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+        (folder / "state.json").write_text(json.dumps(state))
 
 
 def _write_sharded(
@@ -115,9 +93,9 @@ def _write_sharded(
         for name, parameter in model.named_parameters():
             moments: dict[str, Tensor] = optimizer.state.get(parameter, {})
             tensors |= {f"optimizer.{name}.{what}": moment for what, moment in moments.items()}
-        dcp.save(tensors, checkpoint_id=folder / SHARDS)  # returns when every process has written
+        dcp.save(tensors, checkpoint_id=folder / _SHARDS)  # returns when every process has written
         if accelerator.is_main_process:
-            (folder / STATE).write_text(json.dumps(state))
+            (folder / "state.json").write_text(json.dumps(state))
 
 
 @contextmanager
@@ -136,22 +114,22 @@ def _common_folder(target: Path, accelerator: Accelerator) -> Iterator[Path]:
 def load_step(
     folder: Path, model: nn.Module, optimizer: Any, identity: str, accelerator: Accelerator
 ) -> dict[str, Any] | None:
-    """Loads the newest checkpoint that can be read and returns its state; None if there is none.
-
-    Every process calls it.
+    """Loads the newest checkpoint and returns its state; None if there is none. Every process calls it.
 
     Raises:
         RunError: it belongs to another training, or weights are sharded now and were not then, or the reverse.
     """
-    set_aside_broken(folder, accelerator)
+    if folder.exists() and accelerator.is_main_process:
+        sweep(folder)
+    accelerator.wait_for_everyone()
     found = checkpoints(folder)
     if not found:
         return None
-    state: dict[str, Any] = json.loads((found[-1] / STATE).read_text(encoding="utf-8"))
+    state: dict[str, Any] = json.loads((found[-1] / "state.json").read_text())
     if state["of"] != identity:
         hint = "It belongs to another training. Delete it, or name another folder."
         raise RunError("steps", str(found[-1]), hint)
-    was_sharded = (found[-1] / SHARDS).is_dir()
+    was_sharded = (found[-1] / _SHARDS).is_dir()
     if was_sharded != is_sharded(model):
         kinds = ("sharded", "whole") if was_sharded else ("whole", "sharded")
         hint = f"Its weights are {kinds[0]}, those of this launch {kinds[1]}. Launch as before, or delete it."
@@ -161,20 +139,18 @@ def load_step(
 
 
 def _read(step: Path, model: nn.Module, optimizer: Any) -> None:
-    weights = load_file(step / WEIGHTS)
+    weights = load_file(step / "model.safetensors")
     _check_names(step, weights.keys(), model)
-    moments = torch.load(step / OPTIMIZER, weights_only=True, map_location="cpu")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
-    optimizer.load_state_dict(moments)
+    optimizer.load_state_dict(torch.load(step / "optimizer.pt", weights_only=True, map_location="cpu"))
 
 
 def _read_sharded(step: Path, model: nn.Module, optimizer: Any) -> None:
     """Of any number of processes: each reads what it holds now, whoever wrote it."""
     parameters = dict(model.named_parameters())
-    reader = ShardReader(step / SHARDS)
-    saved = reader.read_metadata().state_dict_metadata
+    saved = FileSystemReader(step / _SHARDS).read_metadata().state_dict_metadata
     _check_names(step, {key.removeprefix("model.") for key in saved if key.startswith("model.")}, model)
     tensors = {f"model.{name}": p.detach() for name, p in parameters.items()}
     for key in saved.keys() - tensors.keys():
@@ -182,7 +158,7 @@ def _read_sharded(step: Path, model: nn.Module, optimizer: Any) -> None:
         parameter = parameters[name]
         tensors[key] = torch.zeros(()) if what == "step" else torch.zeros_like(parameter.detach())
         optimizer.state[parameter][what] = tensors[key]
-    dcp.load(tensors, storage_reader=reader)
+    dcp.load(tensors, checkpoint_id=step / _SHARDS)
 
 
 def _check_names(step: Path, saved: Any, model: nn.Module) -> None:

@@ -28,7 +28,7 @@ FLOORS = {
     **dict.fromkeys(("gradients", "procedures", "removal"), 2),
     **dict.fromkeys(("locate", "plan", "splice", "train", "evaluate", "report", "sizes"), 3),
     **dict.fromkeys(("analyse", "export", "reload", "verify", "card", "hub", "inspect", "convert", "comparison"), 3),
-    **dict.fromkeys(("meters", "estimate"), 3),
+    **dict.fromkeys(("meters", "estimate", "exported_files", "shipped_code"), 3),
     **dict.fromkeys(("pipeline", "stages", "workspace", "dryrun"), 4),
     **dict.fromkeys(("cli", "printing", "__init__", "__main__"), 5),
 }

@@ -19,10 +19,11 @@ from transformers import AutoModelForCausalLM
 
 import surgery.verify as verifying
 from surgery.errors import ModelError
+from surgery.exported_files import RECORD, REFERENCE, fingerprints
 from surgery.families import family_of
 from surgery.heads import Graft, HeadId, HeadSet, Plan, ScoredHead
 from surgery.reload import TOLERANCE, compare, make_reference, prompt_ids
-from surgery.verify import RECORD, REFERENCE, card_table, fingerprints, verify_folder
+from surgery.verify import card_table, verify_folder
 from tests.battery import base, logits, plan_of, trained
 from tests.pico import pico_tokenizer
 
@@ -288,6 +289,120 @@ class TestNoExport:
         assert "config.json: missing" in refusal(tmp_path)
         (tmp_path / "config.json").write_text("[1]")
         assert "JSON object" in refusal(tmp_path)
+
+
+WRONG = (None, [], {}, "x", -1, 0, True, 1e308, 10**30, [[1]], "\ud800")
+DOCUMENTS = (RECORD, "config.json", "plan.json", "heads.json", "generation_config.json", "tokenizer_config.json")
+CONTENTS = {
+    "deep list": b"[" * 100_000,
+    "deep object": b'{"a":' * 100_000,
+    "not UTF-8": b"\xff\xfe\x00",
+    "half a character": b'{"a": "\xc3"}',
+    "cut off": b'{"a": ',
+    "empty": b"",
+    "NUL": b"\0" * 9,
+}
+
+
+def places_in(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of everything inside."""
+    if path:
+        yield path
+    for key, value in data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ():
+        yield from places_in(value, (*path, key))
+
+
+class TestMalformed:
+    """Whatever a document holds, it is one line that names a file, and no traceback."""
+
+    @pytest.fixture(autouse=True)
+    def nothing_loads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: Any) -> None:
+            raise ModelError("reloading", "it got here", "Nothing is wrong with the documents.")
+
+        monkeypatch.setattr(verifying, "reload", refuse)
+
+    @pytest.mark.parametrize("name", DOCUMENTS)
+    @pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
+    def test_a_document_that_is_none(self, name: str, content: bytes, copy: Path) -> None:
+        (copy / name).write_bytes(content)
+        if name != RECORD:
+            list_again(copy)
+        message = refusal(copy)
+        assert message.startswith(f"{name}: ") and len(message.splitlines()) == 1
+
+    @pytest.mark.parametrize("name", [n for n in DOCUMENTS if n != "tokenizer_config.json"])
+    @pytest.mark.parametrize("data", [[], [1], 5, "text", None, True], ids=repr)
+    def test_a_document_of_another_type(self, name: str, data: Any, copy: Path) -> None:
+        (copy / name).write_text(json.dumps(data))
+        if name != RECORD:
+            list_again(copy)
+        assert refusal(copy).startswith(f"{name}: ")
+
+    def test_a_card_that_is_no_text(self, copy: Path) -> None:
+        (copy / "README.md").write_bytes(b"| spliced head | \xff\n")
+        list_again(copy)
+        assert refusal(copy).startswith("README.md: ")
+
+    @pytest.mark.parametrize("name", [RECORD, "plan.json", "heads.json", "config.json"])
+    @pytest.mark.parametrize("wrong", WRONG, ids=repr)
+    def test_any_value_of_another_type(self, name: str, wrong: Any, copy: Path) -> None:
+        """One place after another: refused in one line, or of no importance."""
+        text = (copy / name).read_text()
+        for path in list(places_in(json.loads(text)))[:25]:
+            data = json.loads(text)
+            inner = data
+            for key in path[:-1]:
+                inner = inner[key]
+            inner[path[-1]] = wrong
+            (copy / name).write_text(json.dumps(data))
+            (copy / RECORD).write_text("{}" if name != RECORD else json.dumps(data))
+            assert len(refusal(copy).splitlines()) == 1
+
+    @pytest.mark.parametrize("ids", ["x", [None, "x"], {}, 1.5, True], ids=repr)
+    def test_tokens_that_are_none(self, ids: Any, copy: Path) -> None:
+        edit(copy, "generation_config.json", lambda config: config.update(eos_token_id=ids))
+        list_again(copy)
+        assert refusal(copy).startswith("generation_config.json: ") and "eos_token_id" in refusal(copy)
+
+    @pytest.mark.parametrize("name", ["ids", "vocabulary", "logits", "text", "margins"])
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda t: t.to(torch.float16),
+            lambda t: t[:0],
+            lambda t: t[None],
+            lambda t: t.flatten()[0],
+            lambda t: torch.cat([t] * 99),
+            lambda t: None,
+        ],
+    )
+    def test_a_reference_that_does_not_fit(self, name: str, change: Any, copy: Path) -> None:
+        def apply(tensors: dict[str, Tensor]) -> None:
+            new = change(tensors.pop(name))
+            if new is not None:
+                tensors[name] = new.contiguous()
+
+        edit(copy, REFERENCE, apply)
+        list_again(copy)
+        assert refusal(copy).startswith(f"{REFERENCE}: ")
+
+    @pytest.mark.parametrize("name", ["ids", "vocabulary", "text"])
+    @pytest.mark.parametrize("token", [-1, 10**9])
+    def test_tokens_of_a_reference_that_the_model_lacks(self, name: str, token: int, copy: Path) -> None:
+        edit(copy, REFERENCE, lambda tensors: tensors[name].view(-1)[:1].fill_(token))
+        list_again(copy)
+        assert refusal(copy).startswith(f"{REFERENCE}: {name} from ")
+
+    @pytest.mark.parametrize(
+        "names", [["../model.safetensors"], ["/etc/passwd"], [5], [None], [["a"]], {"a": 1}, 7, "a\0b"], ids=repr
+    )
+    def test_an_index_that_points_elsewhere(self, names: Any, copy: Path) -> None:
+        (copy / "model.safetensors").rename(copy.parent / "model.safetensors")
+        weight_map = {str(i): name for i, name in enumerate(names)} if isinstance(names, list) else names
+        (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        list_again(copy)
+        assert "model.safetensors.index.json" in refusal(copy) and len(refusal(copy).splitlines()) == 1
 
 
 class TestCode:

@@ -1,4 +1,4 @@
-"""What every test needs before torch and transformers are imported: one thread, no network, no noise."""
+"""What every test needs before torch and transformers are imported: one thread if not set, no network, no noise."""
 
 import os
 
@@ -10,5 +10,5 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 import torch
 from transformers.utils import logging
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 logging.disable_progress_bar()

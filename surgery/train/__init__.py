@@ -19,7 +19,7 @@ from surgery.recipe import Train, as_base
 from surgery.rundir import fingerprint
 from surgery.train.logits_cache import LogitsCache
 from surgery.train.loop import OnStep, Trainer
-from surgery.train.steps import checkpoints
+from surgery.train.steps import checkpoints, set_aside_broken
 from surgery.train.teacher import Teacher, check_tokenizers
 from surgery.train.track import log, tracked
 from surgery.training import FROM_TEACHER, TrainStage
@@ -77,6 +77,8 @@ def train(
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
     numbers = [n for n, stage in enumerate(section.sequence) if not (control and stage.trains == "new_heads")]
     steps = {n: _steps_of(folder, section, n) for n in numbers}
+    for folder_of_stage in filter(None, steps.values()):
+        set_aside_broken(folder_of_stage, accelerator)
     begun = [n for n in numbers if steps[n] is not None and checkpoints(steps[n])]  # type: ignore[arg-type]
     history: list[dict[str, float]] = []
 

@@ -54,7 +54,7 @@ class Trainer:
         model: trained in place. Under FSDP2 it holds the weights from before until `run` returns.
         base: the frozen model that `keep` compares with; needed when a source gives `keep` a weight.
         grafts: the spliced heads, which `attention` supervises; none for a control or a pretraining.
-        folder: holds `step_*/`, the checkpoints to resume from; only the newest is kept. None keeps none.
+        folder: holds `step_*/`, the checkpoints to resume from; the two newest are kept. None keeps none.
         on_step: called on every process after each step with its entry of the history: losses, tokens, seconds.
         number: of the stage in `section.sequence`.
         teacher: what `distil`, `mixing` and `hidden` compare with.

@@ -27,6 +27,7 @@ from tests.pico import (
     random_site,
     tokens,
 )
+from tests.rounding import assert_close_in_ulps
 
 SPECS = family_of(pico_base().config).mixers(pico_base().config)
 MODELS = {
@@ -141,7 +142,7 @@ class TestFromMixer:
             with from_mixer(model, spec, trace, trace.output[spec.name].repeat(2, 1, 1)):
                 again = logits(model, batch.input_ids.repeat(2, 1), attention_mask=mask)
             for found in again.chunk(2):
-                torch.testing.assert_close(found[real], plain[real], atol=1e-5, rtol=1e-5)
+                assert_close_in_ulps(found[real], plain[real], 32)
             assert torch.equal(logits(model, batch.input_ids, attention_mask=batch.attention_mask), plain)
 
     @every_kind
@@ -153,7 +154,7 @@ class TestFromMixer:
             output = trace.output[spec.name]
             with from_mixer(model, spec, trace, torch.cat([output, output + torch.randn(output.shape[-1])])):
                 same, other = logits(model, batch.input_ids.repeat(2, 1)).chunk(2)
-            torch.testing.assert_close(same, plain, atol=1e-5, rtol=1e-5)
+            assert_close_in_ulps(same, plain, 32)
             assert (other - plain)[:, -1].abs().max() > 1e-3, spec.name
 
     @every_kind

@@ -56,8 +56,8 @@ def exact(model: Any, name: str = "mamba2") -> Any:
 
 
 def close(name: str = "mamba2") -> dict[str, Any]:
-    """Norms, and eager attention's softmax, are computed in fp32 whatever the model's dtype."""
-    return {"atol": 2e-5 if name in EXPERTS else 1e-5, "rtol": 0}
+    """Norms, and eager attention's softmax, are computed in fp32 in any dtype; Zamba2's logits reach 40."""
+    return {"atol": 2e-5 if name in (*EXPERTS, "zamba2") else 1e-5, "rtol": 0}
 
 
 @torch.no_grad()
@@ -119,7 +119,7 @@ class TestPlaces:
         found = convolved(conv1d, kernel, x_BCT, T, packed(documents())[1])
         for row, span in places():
             part = convolved(conv1d, kernel, x_BCT[row : row + 1, :, span], span.stop - span.start)
-            assert torch.equal(found[row, :, span], part[0])
+            torch.testing.assert_close(found[row, :, span], part[0], atol=1e-14, rtol=1e-14)  # another shape
             wanted = torch.autograd.grad(part, x_BCT, upstream[row : row + 1, :, span], retain_graph=True)[0]
             only = torch.zeros_like(upstream)
             only[row, :, span] = upstream[row, :, span]

@@ -276,17 +276,18 @@ def test_what_an_ssm_head_reads_most_is_what_it_mixes_in_most_of(name: str) -> N
                 torch.testing.assert_close(sizes[head, r, s], expected)
 
 
-def copying_document(decoy: bool = False) -> Document:
-    """`q:17;b:42;` and so on, then the answer 42; as a decoy 42 stands before the segment too."""
+def copying_document(decoy: bool = False, first: bool = False) -> Document:
+    """`q:17;b:42;` and so on, then the answer 42; a decoy is a 42 before the segment, or after a `first` one."""
     writer = Writer()
-    writer.add("42." if decoy else "33.")
-    writer.add("q:17;")
-    start, _ = writer.add("b:")
-    value = writer.add("42")
-    _, end = writer.add(";")
+    places = [writer.add("42" if decoy else "33"), writer.add(".")]
+    writer.add("q:17;b:")
+    places += [writer.add("42"), writer.add(";")]
     writer.add("f:58;b:")
-    return Document("copy", writer.text + "42", (Question((len(writer.text), len(writer.text) + 2), ("42", "58"), 0,
-                                                           segment=(start, end), value=value),))  # fmt: skip
+    value, end = places[:2] if first else places[2:]
+    question = Question(
+        (len(writer.text), len(writer.text) + 2), ("42", "58"), 0, segment=(value[0], end[1]), value=value
+    )
+    return Document("copy", writer.text + "42", (question,))
 
 
 @torch.no_grad()
@@ -314,9 +315,9 @@ def test_a_planted_reader_scores_one_and_no_other_does(tokenizer: PreTrainedToke
 
 
 def test_the_same_token_outside_the_segment_does_not_count(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Without positions both places have the same weight, and the first is taken."""
-    model, documents = planted_reader(tokenizer, "42"), [copying_document(), copying_document(decoy=True)]
-    assert retrieval_score(model, tokenizer, documents)[:2].tolist() == [0.5, 0]
+    """Without positions both places have the same weight. Whichever is taken, it is one document's segment alone."""
+    documents = [copying_document(decoy=True), copying_document(decoy=True, first=True)]
+    assert retrieval_score(planted_reader(tokenizer, "42"), tokenizer, documents)[:2].tolist() == [0.5, 0]
 
 
 def test_every_token_of_an_answer_is_asked_for(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -172,7 +172,7 @@ def test_a_half_written_checkpoint_is_ignored(tmp_path: Path, uninterrupted: Tra
     again = trainer(tmp_path, section(5))
     again.run()
     assert changed(weights(uninterrupted.model), again.model) == set()
-    assert [p.name for p in tmp_path.iterdir()] == ["step_000004"]
+    assert {p.name for p in tmp_path.iterdir()} == {"step_000002", "step_000004"}
 
 
 @pytest.mark.parametrize("change", ["steps", "seed", "model"])
@@ -196,9 +196,28 @@ def test_a_training_without_a_folder_keeps_no_steps(tmp_path: Path, uninterrupte
     assert changed(weights(uninterrupted.model), again.model) == set()
 
 
-def test_one_checkpoint_remains_and_holds_all_parameters(uninterrupted: Trainer) -> None:
+@pytest.mark.parametrize("broken", ["state.json", "model.safetensors", "optimizer.pt"])
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_after_a_broken_checkpoint_a_run_ends_like_one_that_was_not_interrupted(
+    tmp_path: Path, uninterrupted: Trainer, broken: str, all_of_them: bool
+) -> None:
+    with pytest.raises(Interrupted):
+        trainer(tmp_path, section(5), on_step=interrupt_at(5)).run()
+    assert [p.name for p in checkpoints(tmp_path)] == ["step_000002", "step_000004"]
+    for step in checkpoints(tmp_path)[0 if all_of_them else 1 :]:
+        data = (step / broken).read_bytes()
+        (step / broken).write_bytes(data[: len(data) // 2])
+    seen: list[int] = []
+    again = trainer(tmp_path, section(5), on_step=lambda step, _: seen.append(step))
+    history = again.run()
+    assert seen[0] == (1 if all_of_them else 3)
+    assert changed(weights(uninterrupted.model), again.model) == set()
+    assert losses(history) == losses(uninterrupted.history)
+
+
+def test_two_checkpoints_remain_and_hold_all_parameters(uninterrupted: Trainer) -> None:
     assert uninterrupted.folder is not None
-    assert [p.name for p in uninterrupted.folder.iterdir()] == ["step_000004"]
+    assert {p.name for p in uninterrupted.folder.iterdir()} == {"step_000002", "step_000004"}
     stored = load_file(uninterrupted.folder / "step_000004" / "model.safetensors")
     assert set(stored) == set(weights(uninterrupted.model))
 

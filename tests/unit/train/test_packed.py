@@ -32,6 +32,7 @@ from tests.battery import base as base_of
 from tests.battery import trained
 from tests.kernels import with_kernels
 from tests.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, tokens
+from tests.rounding import assert_close_in_ulps
 from tests.unit.probes.samples import several_questions
 
 SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}
@@ -269,7 +270,7 @@ class TestAsking:
                 ids = torch.cat(texts)[None]
                 found = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
             after = model(ids, use_cache=False).logits[0]
-        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+        assert_close_in_ulps(found, expected, 16)
         assert not torch.allclose(after, expected, atol=1e-3), "outside they are one text again"
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import pickle
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import fully_shard
 
 from surgery.errors import RunError
+from surgery.train import steps as steps_module
 from surgery.train.sharded import full, is_sharded
 from surgery.train.steps import checkpoints, load_step, save_step
+from surgery.train.whole import fault_of
 
 OF = {"of": "this", "history": []}
 
@@ -91,14 +96,128 @@ def test_before_the_first_step_there_are_no_moments(sharded: bool, tmp_path: Pat
     assert_same(loaded, saved)
 
 
-def test_the_newest_is_kept_and_nothing_else(sharded: bool, tmp_path: Path) -> None:
+def test_the_two_newest_are_kept_and_nothing_else(sharded: bool, tmp_path: Path) -> None:
     training = Training(sharded)
-    for step in (1, 2):
+    for step in (1, 2, 999_999, 1_000_000):
         training.step()
         training.save(tmp_path, step)
-    assert [p.name for p in tmp_path.iterdir()] == ["step_000002"]
+    assert {p.name for p in tmp_path.iterdir()} == {"step_999999", "step_1000000"}
     names = {"shards"} if sharded else {"model.safetensors", "optimizer.pt"}
-    assert {p.name for p in (tmp_path / "step_000002").iterdir()} == names | {"state.json"}
+    for step in checkpoints(tmp_path):
+        assert {p.name for p in step.iterdir()} == names | {"state.json"}
+    state = Training(sharded).load(tmp_path)
+    assert state is not None and state["step"] == 1_000_000
+
+
+def damages(step: Path) -> Iterator[tuple[Path, bytes | None]]:
+    """Every file of a checkpoint: gone, cut at several places, or of another type."""
+    for path in sorted(p for p in step.rglob("*") if p.is_file()):
+        data = path.read_bytes()
+        yield path, None
+        for size in sorted({0, 1, 8, len(data) // 2, len(data) - 1}):
+            yield path, data[:size]
+        yield path, bytes(len(data))  # as some file systems leave one that was not synced
+        yield path, pickle.dumps([1, 2])
+    state = json.loads((step / "state.json").read_text())
+    for broken in ([], None, {}, {**state, "step": "2"}, {**state, "history": {}}, {**state, "of": 1}):
+        yield step / "state.json", json.dumps(broken).encode()
+    for broken in ({**state, "step": 7}, {**state, "history": [[]]}):
+        yield step / "state.json", json.dumps(broken).encode()
+    yield step / "state.json", b"[" * 100_000
+    yield step / "state.json", b'{"of": "\xff"}'
+
+
+def test_one_that_was_cut_short_is_set_aside_and_the_one_before_it_taken(
+    sharded: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = Training(sharded)
+    saved.step()
+    saved.save(tmp_path / "whole", 1)
+    first = saved.weights()
+    saved.step()
+    saved.save(tmp_path / "whole", 2)
+    found = list(damages(tmp_path / "whole" / "step_000002"))
+    assert len(found) > (20 if sharded else 30)
+    for number, (path, data) in enumerate(found):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "whole", folder)
+        target = folder / path.relative_to(tmp_path / "whole")
+        target.unlink() if data is None else target.write_bytes(data)
+        caplog.clear()
+        loaded = Training(sharded, seed=1)
+        state = loaded.load(folder)
+        what = f"{path.name} with {data[:20] if data is not None else None!r}"
+        assert state is not None and state["step"] == 1, what
+        assert all(torch.equal(a, b) for a, b in zip(loaded.weights(), first, strict=True)), what
+        assert {p.name for p in folder.iterdir()} == {"step_000001", "broken_step_000002"}, what
+        (warning,) = [r.getMessage() for r in caplog.records if r.name == "surgery.train.steps"]
+        assert warning.endswith("set aside as broken_step_000002"), what
+        loaded.step()
+        loaded.save(folder, 2)  # goes on, beside what was set aside
+        assert_same(loaded, saved)
+
+
+def test_where_none_can_be_read_nothing_is_touched(sharded: bool, tmp_path: Path) -> None:
+    Training(sharded).save(tmp_path)
+    (tmp_path / "step_000001" / "state.json").write_text("")
+    other = Training(sharded, seed=1)
+    assert other.load(tmp_path) is None
+    assert_same(other, Training(sharded, seed=1))
+    assert not other.optimizer.state
+    Training(sharded).save(tmp_path)
+    (tmp_path / "step_000001" / "state.json").write_text("again")
+    assert other.load(tmp_path) is None
+    assert [p.name for p in tmp_path.iterdir()] == ["broken_step_000001"]
+
+
+class Runs:
+    """A pickle that would run code."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_no_pickle_of_a_checkpoint_runs_code(sharded: bool, tmp_path: Path) -> None:
+    Training(sharded).save(tmp_path)
+    step = tmp_path / "step_000001"
+    for name in ("shards/.metadata", "shards/__0_0.distcp") if sharded else ("optimizer.pt", "model.safetensors"):
+        for dump in (pickle.dump, torch.save):
+            shutil.copytree(step, tmp_path / "kept" / step.name)
+            with open(tmp_path / "kept" / step.name / name, "wb") as file:
+                dump({"state": Runs(tmp_path / "ran"), "param_groups": []}, file)
+            assert fault_of(tmp_path / "kept" / step.name) is not None
+            assert Training(sharded).load(tmp_path / "kept") is None
+            assert not (tmp_path / "ran").exists()
+            shutil.rmtree(tmp_path / "kept")
+
+
+def full_disk() -> dict[str, Exception]:
+    """How each library says that a disk is full."""
+    rust = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    zipped = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 2091904 vs 2091856")
+    return {"save_file": rust, "save": zipped, "dumps": OSError(errno.ENOSPC, "No space left on device")}
+
+
+@pytest.mark.parametrize("call", ["save_file", "save", "dumps"])
+def test_a_full_disk_at_any_file_leaves_the_last_ones(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(sharded=False)
+    training.save(tmp_path)
+
+    def fail(*given: Any, **named: Any) -> None:
+        raise full_disk()[call]
+
+    where = {"save_file": steps_module, "save": torch, "dumps": json}[call]
+    monkeypatch.setattr(where, call, fail)
+    with pytest.raises(RunError, match=r"The disk is full\. step_000001 is kept"):
+        training.save(tmp_path, step=2)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
+    monkeypatch.undo()
+    assert fault_of(tmp_path / "step_000001") is None
 
 
 def test_none_to_load(sharded: bool, tmp_path: Path) -> None:
@@ -125,11 +244,14 @@ def test_other_weights_are_refused(sharded: bool, tmp_path: Path) -> None:
         other.load(tmp_path)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_leaves_the_last_one(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "full"), OSError(errno.EDQUOT, "full"), RuntimeError("... unexpected pos 576 vs 534")],
+)
+def test_a_full_disk_leaves_the_last_one(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(sharded=True)
     training.save(tmp_path)
-    _failing(monkeypatch, OSError(number, "full"))
+    _failing(monkeypatch, error)
     with pytest.raises(RunError, match=r"The disk is full\. step_000001 is kept"):
         training.save(tmp_path, step=2)
     assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]

@@ -99,6 +99,28 @@ class TestStages:
         # A step is kept once the next one has begun; a stage's last one when the next stage begins.
         assert seen[0] == last
 
+    def test_where_a_stage_s_checkpoints_are_broken_the_stage_before_goes_on(self, tmp_path: Path) -> None:
+        """Without one, a stage cannot know what the stages before it have left."""
+
+        def stop(step: int, _: Any) -> None:
+            if step == 4:
+                raise KeyboardInterrupt
+
+        every = self.SECTION.model_copy(update={"save_every": 1})
+        whole, again = hybrid(), hybrid()
+        fit(whole, every)
+        with pytest.raises(KeyboardInterrupt):
+            fit(hybrid(), every, folder=tmp_path, on_step=stop)
+        broken = checkpoints(tmp_path / "1-distil")
+        assert len(broken) == 2
+        for step in broken:
+            (step / "optimizer.pt").write_bytes(b"")
+        seen: list[int] = []
+        history = fit(again, every, folder=tmp_path, on_step=lambda step, _: seen.append(step))
+        assert seen[0] == 2, "from the newest checkpoint of the stage before"
+        assert moved(weights(whole), again) == set()
+        assert [h["step"] for h in history] == [1, 2, 3, 4, 5, 6]
+
     def test_a_control_leaves_out_what_trains_new_heads(self) -> None:
         base = pico_base(**SHAPE)
         history = fit(base, self.SECTION, control=True)

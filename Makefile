@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint format pretrain rounding compat fuzz real-shape gpu bench evidence clean
+.PHONY: demo test check lint format pretrain rounding compat fuzz upstream real-shape gpu bench evidence clean
 
 $(VENV)/.installed: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -53,6 +53,11 @@ compat: $(VENV)/.installed
 fuzz: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(FUZZ)
 
+## transformers' own common model tests, from its source distribution, over every family: plain beside hybrid. Five minutes
+## on one core; options in UPSTREAM='--families mamba2 --checkout ../transformers'.
+upstream: $(VENV)/.installed
+	$(BIN)/python bench/upstream.py $(UPSTREAM)
+
 ## recipes/mamba2-130m.yaml, unchanged, on a planted checkpoint of that shape and format, into runs/real-shape/.
 real-shape: $(VENV)/.installed
 	OMP_NUM_THREADS=2 $(BIN)/python bench/real_shape.py runs/real-shape
@@ -72,4 +77,4 @@ evidence: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python bench/evidence.py $(EVIDENCE)
 
 clean:
-	rm -rf runs $(VENV) .compat .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	rm -rf runs $(VENV) .compat .upstream .pytest_cache .ruff_cache .mypy_cache build *.egg-info

@@ -1,0 +1,80 @@
+"""The bench of transformers' common tests: what it records, compares and prints. The tests themselves need PyPI."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from bench import upstream
+
+OUTCOMES = {
+    "Test_mamba_plain::test_a": "passed",
+    "Test_mamba_plain::test_b": "passed",
+    "Test_mamba_plain::test_c": "failed",
+    "Test_mamba_plain::test_d": "skipped",
+    "Test_mamba_plain::test_e": "passed",
+    "Test_mamba_hybrid::test_a": "passed",
+    "Test_mamba_hybrid::test_b": "failed",
+    "Test_mamba_hybrid::test_c": "failed",
+    "Test_mamba_hybrid::test_d": "failed",
+    "Test_mamba_hybrid::test_e": "skipped",
+}
+REASONS = {"Test_mamba_hybrid::test_b": "AssertionError: 1 != 2"}
+
+
+def test_whatever_passes_for_the_plain_class_and_not_for_ours_is_lost() -> None:
+    """Failed, skipped and absent alike."""
+    found = upstream.compared(OUTCOMES, REASONS)
+    assert found["counts"]["plain"] == {"passed": 3, "failed": 1, "skipped": 1}
+    assert found["counts"]["hybrid"] == {"passed": 1, "failed": 3, "skipped": 1}
+    assert found["lost"] == {"test_b": "failed: AssertionError: 1 != 2", "test_e": "skipped: "}
+    assert list(found["fails for both"]) == ["test_c"]
+    assert list(found["fails where the plain class skips"]) == ["test_d"]
+    without = {name: outcome for name, outcome in OUTCOMES.items() if name != "Test_mamba_hybrid::test_a"}
+    assert upstream.compared(without, {})["lost"]["test_a"] == "absent: "
+
+
+def test_the_table_names_every_family_and_every_loss() -> None:
+    text = upstream.table({"granite": upstream.compared(OUTCOMES, REASONS)})
+    assert "| granitemoehybrid | 3 | 1 | 1 | 1 | 3 | 1 | 2 |" in text
+    assert "- granitemoehybrid, `test_b`: failed: AssertionError: 1 != 2" in text
+    kept = dict.fromkeys(OUTCOMES, "passed")
+    assert "Lost" not in upstream.table({"mamba": upstream.compared(kept, {})})
+
+
+def test_a_failed_subtest_fails_its_test(tmp_path: Path) -> None:
+    """And a skipped one does not skip it."""
+    file = tmp_path / "cases.py"
+    file.write_text(
+        textwrap.dedent("""
+        import unittest
+
+        class Test_x_plain(unittest.TestCase):
+            def test_passes(self):
+                with self.subTest("one"):
+                    self.skipTest("not here")
+
+            def test_subtest_fails(self):
+                with self.subTest("one"):
+                    self.assertEqual(1, 2)
+
+            def test_fails(self):
+                raise ValueError("first line\\nsecond line")
+
+            def test_skips(self):
+                self.skipTest("no device")
+        """)
+    )
+    recorder = upstream.Recorder()
+    pytest.main([str(file), "-q", "-p", "no:cacheprovider"], plugins=[recorder])
+    assert upstream.by_kind(recorder.outcomes)["plain"] == {
+        "test_passes": "passed",
+        "test_subtest_fails": "failed",
+        "test_fails": "failed",
+        "test_skips": "skipped",
+    }
+    assert recorder.reasons["Test_x_plain::test_fails"] == "ValueError: first line"
+    assert recorder.reasons["Test_x_plain::test_subtest_fails"] == "AssertionError: 1 != 2"
+    assert "no device" in recorder.reasons["Test_x_plain::test_skips"]

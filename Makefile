@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint format pretrain rounding compat fuzz upstream real-shape gpu bench evidence clean
+.PHONY: demo test check lint format pretrain rounding compat fuzz kills upstream real-shape gpu bench evidence clean
 
 $(VENV)/.installed: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -52,6 +52,11 @@ compat: $(VENV)/.installed
 ## FUZZ='--seed 3 --only exports --cases 200', or FUZZ='--seed 3 --case 1234' to see one again. docs/RELIABILITY.md.
 fuzz: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(FUZZ)
+
+## Every stage of a run interrupted in every way at five moments, then resumed: half an hour on one core. Root mounts a
+## small disk to fill. KILLS='--folder runs/kills' goes on after an interruption. docs/RELIABILITY.md.
+kills: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kills $(KILLS)
 
 ## transformers' own common model tests, from its source distribution, over every family: plain beside hybrid. Five minutes
 ## on one core; options in UPSTREAM='--families mamba2 --checkout ../transformers'.

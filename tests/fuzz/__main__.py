@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -45,19 +45,24 @@ class Session:
 
     def run(self, number: int) -> tuple[Case, Verdict, Path]:
         """One case. A hang is tried a second time, since the machine may be busy."""
-        for attempt in range(2):
-            place = self.root / "cases" / str(number)
-            shutil.rmtree(place, ignore_errors=True)
-            case = cases.build(self.seed, number, place, self.corpus, self.values)
-            before = runner.snapshot(place / "work")
-            if case.cold:
-                ended = runner.start(case, place)
-            else:
-                ended = runner.fork(case, place, self.shared, self.main, self.outsider)
-            verdict = runner.judge(case, place, before, ended)
-            if verdict.outcome != "hang" or attempt:
-                break
+        case, verdict, place = self._once(number)
+        if verdict.outcome == "hang":
+            case, verdict, place = self._once(number)
+        if verdict.outcome == "internal error":
+            found = self._once(number, debug=True)[1]
+            verdict = replace(verdict, group=found.group)
         return case, verdict, place
+
+    def _once(self, number: int, debug: bool = False) -> tuple[Case, Verdict, Path]:
+        place = self.root / "cases" / str(number)
+        shutil.rmtree(place, ignore_errors=True)
+        case = cases.build(self.seed, number, place, self.corpus, self.values)
+        before = runner.snapshot(place / "work")
+        if case.cold and not debug:
+            ended = runner.start(case, place)
+        else:
+            ended = runner.fork(case, place, self.shared, self.main, self.outsider, debug)
+        return case, runner.judge(case, place, before, ended), place
 
     def close(self) -> None:
         """Ends the other process."""

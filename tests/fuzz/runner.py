@@ -61,13 +61,21 @@ class Verdict:
         return self.outcome in (FINE, REFUSED)
 
 
-def fork(case: Case, place: Path, shared: Path, main: Callable[[], None], outsider: Outsider | None) -> Ended:
-    """The command in a forked child that is watched; `shared` holds caches that it may write to."""
+def fork(
+    case: Case, place: Path, shared: Path, main: Callable[[], None], outsider: Outsider | None, debug: bool = False
+) -> Ended:
+    """The command in a forked child that is watched.
+
+    Args:
+        shared: caches that it may write to.
+        debug: the traceback of an internal error is printed too.
+    """
     out, err = place / "out", place / "err"
-    (place / "tmp").mkdir()
+    (place / "tmp").mkdir(exist_ok=True)
     began = time.perf_counter()
     child = os.fork()
     if child == 0:
+        os.environ["SURGERY_DEBUG"] = "1" if debug else "0"
         _become(case, place, shared, main, outsider)
     code = _wait(child, began + LIMIT)
     seconds = time.perf_counter() - began
@@ -179,11 +187,13 @@ def judge(case: Case, place: Path, before: Snapshot, ended: Ended) -> Verdict:
     if outside:
         return verdict("wrote outside", case.arguments[0], outside[0])
     if ended.code is None:
-        return verdict("hang", _where(ended.err), f"more than {LIMIT:g} s")
+        return verdict("hang", where(ended.err), f"more than {LIMIT:g} s")
     if "Traceback (most recent call last)" in ended.err + ended.out:
-        return verdict("traceback", f"{last.split(':')[0]} at {_where(ended.err)}")
+        return verdict("traceback", f"{last.removeprefix('internal error: ').split(':')[0]} at {where(ended.err)}")
     if ended.code < 0:
         return verdict("crash", signal.Signals(-ended.code).name)
+    if last.startswith("internal error: "):
+        return verdict("internal error", last[:120])
     if ended.code not in (0, 2):
         return verdict("exit code", str(ended.code))
     after = snapshot(place / "work")
@@ -208,7 +218,7 @@ def _may_write(case: Case, path: str) -> bool:
     return path.split("/")[0] in case.writes
 
 
-def _where(text: str) -> str:
+def where(text: str) -> str:
     """The innermost frame of the library's own."""
     frames = [frame for frame in _FRAME.findall(text) if frame[0].startswith("surgery/")]
     if not frames:

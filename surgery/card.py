@@ -278,9 +278,14 @@ def cell_of(entry: Mapping[str, Any] | None) -> str:
     if entry is None:
         return "not measured"
     if "accuracy" not in entry:
-        return f"{entry['perplexity']:.3f}"
+        return perplexity_text(entry["perplexity"])
     interval = f" [{entry['low']:.3f}, {entry['high']:.3f}]" if "low" in entry else ""
     return f"{entry['accuracy']:.3f}{interval}"
+
+
+def perplexity_text(value: float) -> str:
+    """Three decimals, as far as anyone reads them."""
+    return f"{value:.3f}" if value < 1e6 else f"{value:.1e}"
 
 
 def _measured(results: Mapping[str, Any], recipe: Recipe) -> Iterator[EvalResult]:

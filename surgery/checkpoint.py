@@ -221,8 +221,27 @@ def load_model(base: Base) -> PreTrainedModel:
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     misshapen = {name: tuple(shape) for name, shape, _ in info["mismatched_keys"]}
     refuse_faults(base.model, expected, info["missing_keys"], info["unexpected_keys"], misshapen)
+    refuse_not_finite(base.model, model.named_parameters())
     shorten_chunks(model)
     return model.eval()
+
+
+def check_finite(base: Base) -> None:
+    """Looks through the weight files of a model that is loaded later, one tensor at a time.
+
+    Raises:
+        ModelError: as `open_checkpoint`; a weight is NaN or infinite.
+    """
+    stored = open_checkpoint(base).tensors()
+    refuse_not_finite(base.model, zip(stored, weights.read_tensors(stored.values(), 2**30), strict=True))
+
+
+def refuse_not_finite(model: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises ModelError for the first tensor with a number that is NaN or infinite: the model computes nothing."""
+    for name, tensor in tensors:
+        if tensor.is_floating_point() and tensor.numel() and not all(x.isfinite() for x in tensor.detach().aminmax()):
+            hint = "Its training diverged, or the file is damaged. Use an earlier checkpoint, or download it again."
+            raise ModelError("base.model", f"{model}: {name} holds NaN or infinity", hint)
 
 
 def refuse_faults(
@@ -279,12 +298,12 @@ def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, model: str = "the model") -> None:
     """Raises ModelError where the tokenizer has tokens that the model has no embedding for."""
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= config.vocab_size:
         hint = "It is the tokenizer of another model. Set base.tokenizer to the one that the model was trained with."
-        raise ModelError("base.tokenizer", f"token {largest}, and the model has {config.vocab_size}", hint)
+        raise ModelError("base.tokenizer", f"token {largest}, and {model} has {config.vocab_size}", hint)
 
 
 def source_of(model: str, revision: str | None) -> tuple[str, str | None]:

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.card import public_name
-from surgery.checkpoint import load_model, load_tokenizer, revision_of
+from surgery.checkpoint import check_finite, check_vocabulary, load_config, load_model, load_tokenizer, revision_of
 from surgery.evaluate import Arm, evaluate, make_prompts
 from surgery.evaluate.efficiency import efficiency
 from surgery.evaluate.paired import contrasts
@@ -69,6 +69,9 @@ def compare_models(recipe: Comparison, folder: Path, progress: Tick | None = Non
     began = time.perf_counter()
     given = {name: _base(model, recipe) for name, model in zip(_names(recipe.models), recipe.models, strict=True)}
     tokenizers = {name: load_tokenizer(base) for name, base in given.items()}
+    for name, base in given.items():  # before the first is scored
+        check_vocabulary(tokenizers[name], load_config(base), base.model)
+        check_finite(base)
     first = next(iter(given))
     prompts = make_prompts(recipe.evaluate, recipe.seed, tokenizer=tokenizers[first])
     arms: dict[str, Arm] = {}

@@ -95,3 +95,20 @@ def is_out_of_memory(error: BaseException) -> bool:
         or type(error).__name__ == "OutOfMemoryError"
         or "can't allocate memory" in str(error)
     )
+
+
+@contextmanager
+def fitting(field: str, value: object, hint: str = "Lower it.") -> Iterator[None]:
+    """Raises RunError that names what to lower where memory does not suffice inside.
+
+    Args:
+        field: of the recipe, which memory grows with.
+        value: what it is now.
+        hint: what to set instead.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # torch's errors of both kinds of memory are the latter
+        if not is_out_of_memory(error):
+            raise
+        raise RunError(field, value, f"Out of memory. {hint}") from error

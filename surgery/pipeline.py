@@ -12,7 +12,7 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
-from surgery.checkpoint import load_config, load_tokenizer
+from surgery.checkpoint import check_finite, check_vocabulary, load_config, load_tokenizer
 from surgery.errors import PlanError, RecipeError, RunError
 from surgery.evaluate import held_out_documents, make_prompts
 from surgery.families import family_of
@@ -76,8 +76,8 @@ def _look_first(run: Run) -> None:
         _look_at_hybrid(run)
     else:
         _look_at_base(run, run.recipe.splice)
-    run.tokenizer()
-    run.base()
+    check_vocabulary(run.tokenizer(), run.base().config)
+    _look_at_others(run)
     if "train" in run.stages:
         _look_at_data(run)
     if "evaluate" in run.stages:
@@ -101,6 +101,17 @@ def _look_at_hybrid(run: Run) -> None:
     if vocabularies[0] != vocabularies[1]:
         hint = "Its tokenizer is not the hybrid's: the two cannot be trained on the same tokens."
         raise RecipeError("control.model", recipe.control.model, hint)
+
+
+def _look_at_others(run: Run) -> None:
+    """The models that stages load later, some of them after hours."""
+    recipe = run.recipe
+    needed = {"control": recipe.control, "train": recipe.train.teacher, "splice": recipe.teacher}
+    for stage, model in needed.items():
+        if model is not None and stage in run.stages:
+            check_finite(as_base(model))
+            if stage == "control":
+                check_vocabulary(run.tokenizer(), load_config(as_base(model)), model.model)
 
 
 def _look_at_data(run: Run) -> None:

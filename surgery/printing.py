@@ -156,15 +156,18 @@ def print_results(folder: Path) -> None:
 
 def _print_arms(title: str, arms: dict[str, Any]) -> None:
     """Every task by arm."""
-    from surgery.card import entries, label_of
+    from surgery.card import entries, label_of, perplexity_text
 
     table = Table("", title=title)
     for name in arms:
         table.add_column(name.replace("_", " "), justify="right")
     rows = {name: dict(entries(arm)) for name, arm in arms.items()}
     for path, entry in next(iter(rows.values())).items():
-        key = "accuracy" if "accuracy" in entry else "perplexity"
-        table.add_row(label_of(path, entry), *(f"{row[path][key]:.3f}" for row in rows.values()))
+        name = label_of(path, entry)
+        if "accuracy" in entry:
+            table.add_row(name, *(f"{row[path]['accuracy']:.3f}" for row in rows.values()))
+        else:
+            table.add_row(name, *(perplexity_text(row[path]["perplexity"]) for row in rows.values()))
     out.print(table)
 
 
@@ -189,11 +192,13 @@ def print_comparison(found: dict[str, Any], folder: Path) -> None:
 
 def print_analysis(found: dict[str, Any], folder: Path) -> None:
     """Arms against tasks, and the minimal model."""
+    from surgery.card import perplexity_text
+
     tasks = list(found["chance"])
     table = Table("arm", *(task.replace("_", " ") for task in tasks), "perplexity", title=f"{folder}")
     for name, scores in found["tasks"].items():
         cells = (f"{scores[t]['accuracy']:.3f}{' *' if scores[t].get('worse') else ''}" for t in tasks)
-        table.add_row(name, *cells, f"{scores['perplexity']:.3f}")
+        table.add_row(name, *cells, perplexity_text(scores["perplexity"]))
     table.add_row("chance", *(f"{found['chance'][task]:.3f}" for task in tasks), "")
     out.print(table)
     out.print("* worse than the base: exact McNemar at 0.05, Holm-corrected over the arms", highlight=False)

@@ -13,13 +13,15 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.checkpoint import check_vocabulary
+from surgery.errors import fitting
 from surgery.evaluate.arms import HEADS_OFF
 from surgery.evaluate.asked import Prompts, make_prompts
 from surgery.evaluate.generated import exact_matches
 from surgery.evaluate.harness import run_lm_eval
 from surgery.evaluate.paired import contrasts, gap_closed
 from surgery.evaluate.said import say
-from surgery.evaluate.scoring import perplexity, ranked
+from surgery.evaluate.scoring import LARGEST, perplexity, ranked
 from surgery.locate.statistics import bootstrap_mean, mcnemar, wilson
 from surgery.probes.documents import Document
 from surgery.recipe import Evaluate, Train
@@ -34,7 +36,7 @@ class Arm:
     """What one model did.
 
     Attributes:
-        summary: as in `results.json`: accuracies with Wilson intervals, perplexities.
+        summary: as in `results.json`: accuracies with Wilson intervals, perplexities, and `notes` on them if any.
         correct: task -> right or wrong by prompt, for paired tests.
     """
 
@@ -83,26 +85,40 @@ def evaluate(
 
     Args:
         progress: called with (done, all) after each task.
+
+    Raises:
+        ModelError: a tokenizer of another model, or logits that are no numbers.
+        RunError: not enough memory.
     """
+    check_vocabulary(tokenizer, model.config)
     section = section or Evaluate()
     prompts = prompts or make_prompts(section, seed, tokenizer=tokenizer)
     training = model.training
     model.eval()
     arm = Arm({"kv_retrieval": {}}, {})
-    scored = _scored(model, tokenizer, section, seed, prompts, arm.correct)
-    for done, (task, entry) in enumerate(scored, start=1):
-        # The name of a user's data may have a slash of its own.
-        *parents, last = task.split("/", 1) if task.startswith("held_out/") else task.split("/")
-        place = arm.summary
-        for part in parents:
-            place = place.setdefault(part, {})
-        place[last] = entry
-        if progress is not None:
-            progress(done, prompts.num_tasks)
+    with fitting("evaluate.batch_size", section.batch_size):
+        for done, (task, entry) in enumerate(_scored(model, tokenizer, section, seed, prompts, arm.correct), start=1):
+            _place(arm.summary, task, entry)
+            if progress is not None:
+                progress(done, prompts.num_tasks)
     if section.lm_eval is not None:
-        arm.summary["lm_eval"] = run_lm_eval(model, tokenizer, section.lm_eval)
+        with fitting("evaluate.lm_eval.batch_size", section.lm_eval.batch_size):
+            arm.summary["lm_eval"] = run_lm_eval(model, tokenizer, section.lm_eval)
     model.train(training)
     return arm
+
+
+def _place(summary: dict[str, Any], task: str, entry: Any) -> None:
+    """Puts a task's entry in its place, with a note where a perplexity is beyond all numbers."""
+    # The name of a user's data may have a slash of its own.
+    *parents, last = task.split("/", 1) if task.startswith("held_out/") else task.split("/")
+    place = summary
+    for part in parents:
+        place = place.setdefault(part, {})
+    place[last] = entry
+    if (entry.get("perplexity") if isinstance(entry, dict) else entry) == LARGEST:
+        note = f"{task}: the perplexity is {LARGEST:g} or more, as far as it is counted: the model has diverged"
+        summary.setdefault("notes", []).append(note)
 
 
 def _scored(

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.evaluate.generated import greedy
-from surgery.evaluate.scoring import ChoiceScores, choice_scores, ranked, until_query
+from surgery.evaluate.scoring import ChoiceScores, check_logits, choice_scores, ranked, until_query
 from surgery.probes.documents import Document, EncodedBatch, Question, encode
 
 _BETWEEN = " ,"  # nothing else stands between answers that are asked for together
@@ -61,12 +61,14 @@ def say(
 
     Raises:
         ProbeError: as `encode`.
+        ModelError: a logit is NaN or infinite.
     """
     rows: list[list[bool]] = []
     tokens, scores = [], []
     for given in batches:
         batch, chunk = given.to(model.device), documents[len(rows) : len(rows) + len(given)]
         logits_BNV, likeliest_BN, from_B = _pass(model, batch, chunk)
+        check_logits(model, logits_BNV[:, -1])
         right_BN = likeliest_BN[:, :-1] == batch.input_ids[:, 1 - likeliest_BN.shape[1] :]
         asked_BN = torch.arange(right_BN.shape[1], device=from_B.device) >= from_B[:, None]
         tokens.append(((right_BN & asked_BN).sum(1) / asked_BN.sum(1)).cpu())

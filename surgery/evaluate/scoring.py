@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.errors import ProbeError
+from surgery.errors import ModelError, ProbeError
 from surgery.evaluate.choices import paths_of, scored_choices
 from surgery.probes.documents import Document, EncodedBatch, encode
+
+LARGEST = 1e100  # perplexities above it are no numbers that a file, a table or a figure has use for
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,9 @@ def ranked(model: PreTrainedModel, batches: Sequence[EncodedBatch]) -> ChoiceSco
 
     Args:
         batches: left-padded, ending at the query.
+
+    Raises:
+        ModelError: a logit is NaN or infinite.
     """
     found = []
     for given in batches:
@@ -83,10 +88,13 @@ def ranked(model: PreTrainedModel, batches: Sequence[EncodedBatch]) -> ChoiceSco
         paths = paths_of(batch)
         if paths is None:
             output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, logits_to_keep=1)
+            check_logits(model, output.logits[:, -1])
             found.append(choice_scores(output.logits[:, -1], batch))
         else:
             _, gold_B = batch.last_question()
-            found.append(compared(scored_choices(model, batch, paths), gold_B))
+            scores_BK = scored_choices(model, batch, paths)
+            check_logits(model, scores_BK)
+            found.append(compared(scores_BK, gold_B))
     return ChoiceScores(torch.cat([f.correct for f in found]).cpu(), torch.cat([f.margin for f in found]).cpu())
 
 
@@ -94,7 +102,11 @@ def ranked(model: PreTrainedModel, batches: Sequence[EncodedBatch]) -> ChoiceSco
 def perplexity(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], batch_size: int
 ) -> float:
-    """exp of the mean negative log-likelihood a token; the first token of a text is not scored."""
+    """exp of the mean negative log-likelihood a token, `LARGEST` at most; the first token of a text is not scored.
+
+    Raises:
+        ModelError: a logit is NaN or infinite.
+    """
     total, count = 0.0, 0
     for start in range(0, len(documents), batch_size):
         batch = encode(documents[start : start + batch_size], tokenizer).to(model.device)
@@ -104,4 +116,17 @@ def perplexity(
             output.logits[:, :-1][scored].float(), batch.input_ids[:, 1:][scored], reduction="sum"
         )
         total, count = total + losses.item(), count + int(scored.sum())
-    return math.exp(total / count)
+    if math.isnan(total):
+        raise _no_numbers(model)
+    return math.exp(total / count) if total / count < math.log(LARGEST) else LARGEST
+
+
+def check_logits(model: PreTrainedModel, logits: Tensor) -> None:
+    """Raises ModelError where one is NaN or has overflowed: whatever is counted from it would be called wrong."""
+    if not bool((logits < math.inf).all()):
+        raise _no_numbers(model)
+
+
+def _no_numbers(model: PreTrainedModel) -> ModelError:
+    value = f"the logits of {model.name_or_path or type(model).__name__} are NaN or infinite"
+    return ModelError("base.model", value, "Its training diverged, or base.dtype is too narrow for it.")

@@ -60,7 +60,9 @@ def locate(
 
     Raises:
         ProbeError: more pairs than values, or the base is at chance or at ceiling so that nothing can be measured.
-        ModelError: an unknown model type, or a hook that never fired.
+        ModelError: an unknown model type, a tokenizer of another model, logits that are no numbers, or a hook that
+            never fired.
+        RunError: not enough memory.
         PlanError: what is asked for cannot be spliced.
     """
     section, splice = section or Locate(), splice or Splice()
@@ -134,10 +136,10 @@ class _Locating:
             self._progress(min(self.done, self.steps), self.steps)
 
     def run(self) -> _Found:
-        table, alive = self._measure()
         ranks = self.splice.select in RANKED_BY
         if ranks and not self.any_accuracy:
-            check_clean(table, self.section, self.prompts.chance)
+            check_clean(Table(self.prompts.clean()), self.section, self.prompts.chance)
+        table, alive = self._measure()
         check_moved(table)
         scored, groups = self._score(table, alive)
         ranked = rank(scored, self.splice.select if ranks else self._default_ranking())

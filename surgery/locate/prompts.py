@@ -13,8 +13,11 @@ import torch
 from torch import distributed
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.errors import ModelError, SurgeryError
+from surgery.checkpoint import check_vocabulary
+from surgery.errors import ModelError, SurgeryError, fitting
+from surgery.evaluate.scoring import ranked
 from surgery.locate.sweep import Sweep, Variant
+from surgery.locate.table import Record, plain
 from surgery.probes.documents import Document, EncodedBatch, encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Locate
@@ -37,13 +40,14 @@ class Prompts:
         seed: int,
         batches: Sequence[EncodedBatch] | None = None,
     ) -> None:
-        self._model, self.tokenizer = model, tokenizer
+        self._model, self.tokenizer, self._size = model, tokenizer, section.batch_size
         self._unchecked = bool({"query", "sharpen"} & set(section.methods))
         at_query = {"query", "sharpen"} if section.fill == "zero" else {"sharpen"}
         self._stepwise = set(section.methods) <= at_query and not section.backups
         self.passes = 0.0  # full forward passes of one prompt, by all processes
         self._documents: list[list[Document]] | None = None
         if batches is None:
+            check_vocabulary(tokenizer, model.config)
             n, size = section.examples, section.batch_size
             documents = [kv_document(rng_of("locate", seed, i), section.pairs, split="eval") for i in range(n)]
             self._documents = [documents[i : i + size] for i in range(0, n, size)]
@@ -56,6 +60,11 @@ class Prompts:
         counts = torch.cat([(batch.choice_ids[:, -1] >= 0).sum(-1) for batch in self.batches])
         return float((1 / counts.clamp(min=1)).mean())
 
+    @property
+    def _smaller(self) -> str:
+        """What takes less memory."""
+        return "Lower it." if self._size > 1 else "Lower locate.pairs, or set a smaller base.dtype."
+
     def __len__(self) -> int:
         return len(self.batches)
 
@@ -63,18 +72,35 @@ class Prompts:
         """The text of a batch; None where batches were given."""
         return self._documents[index] if self._documents is not None else None
 
+    def clean(self) -> list[Record]:
+        """The unchanged model on every prompt, in one plain pass, before anything is measured."""
+
+        def one(index: int) -> tuple[int, Record, float]:
+            batch = self.batches[index]
+            return index, Record(index, plain(ranked(self._model, [batch]))), float(len(batch))
+
+        return self._dealt(one, list(range(len(self.batches))))
+
     def map(self, measure: Callable[[int, Sweep], R], batches: range | None = None) -> list[R]:
         """What `measure(index, sweep)` gives for each batch, in their order; this process runs its share of them."""
-        asked = list(batches if batches is not None else range(len(self.batches)))
 
         def one(index: int) -> tuple[int, R, float]:
             sweep = self._sweep(index)
             return index, measure(index, sweep), sweep.passes
 
+        return self._dealt(one, list(batches if batches is not None else range(len(self.batches))))
+
+    def _dealt(self, one: Callable[[int], tuple[int, R, float]], asked: list[int]) -> list[R]:
+        """What `one` gives for each of these batches: its index, the result, and the passes that it took."""
+
+        def work(mine: list[int]) -> list[tuple[int, R, float]]:
+            with fitting("locate.batch_size", self._size, self._smaller):
+                return [one(index) for index in mine]
+
         if not (distributed.is_available() and distributed.is_initialized()):
-            shares = [[one(index) for index in asked]]
+            shares = [work(asked)]
         else:
-            shares = self._shared(lambda mine: [one(index) for index in mine], asked)
+            shares = self._shared(work, asked)
         found = sorted((x for share in shares for x in share), key=lambda x: x[0])
         self.passes += sum(passes for _, _, passes in found)
         return [result for _, result, _ in found]

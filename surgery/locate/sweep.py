@@ -40,7 +40,7 @@ from surgery.capture import (
     values_at,
 )
 from surgery.evaluate.choices import Paths, arguments, branched, completed, likelihoods, paths_of, row_bytes, snapshot
-from surgery.evaluate.scoring import ChoiceScores, choice_scores, compared
+from surgery.evaluate.scoring import ChoiceScores, check_logits, choice_scores, compared
 from surgery.families import family_of, mixer_of, structure_of
 from surgery.heads import Fill, HeadId, MixerSpec, Reads
 from surgery.probes.documents import EncodedBatch
@@ -131,6 +131,7 @@ class Sweep:
             self.prompt, logits = self._recorded(whole)
             self.query = replace(self.query, trace=self.prompt.trace, cache=self.prompt.cache)
             self.cache = self._behind_query()
+        check_logits(self.model, logits)
         self.passes += len(self.batch) * (1.0 if stepwise else 2.0) + self._path_passes()
         self.steps: list[Part] = []
         found = [logits]

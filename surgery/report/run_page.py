@@ -14,7 +14,17 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from surgery.card import arm_name, cell_of, entries, label_of, limits_of, ordered_arms, public_name, public_recipe
+from surgery.card import (
+    arm_name,
+    cell_of,
+    entries,
+    label_of,
+    limits_of,
+    ordered_arms,
+    perplexity_text,
+    public_name,
+    public_recipe,
+)
 from surgery.heads import HeadSet, Plan
 from surgery.recipe import Recipe, to_yaml
 from surgery.rundir import write_text
@@ -161,7 +171,7 @@ def _kept(base: Mapping[str, Any], hybrid: Mapping[str, Any]) -> str:
     if "closed_book" not in hybrid or "perplexity" not in hybrid:
         return ""
     facts = [f"{100 * arm['closed_book']['accuracy']:.1f}%" for arm in (base, hybrid)]
-    texts = [f"{arm['perplexity']:.3f}" for arm in (base, hybrid)]
+    texts = [perplexity_text(arm["perplexity"]) for arm in (base, hybrid)]
     return f"; held-out facts went from {facts[0]} to {facts[1]}, perplexity from {texts[0]} to {texts[1]}"
 
 
@@ -177,7 +187,7 @@ def _largest(arms: Mapping[str, Any], recipe: Recipe) -> tuple[str, tuple[str, .
 def _score(entry: Mapping[str, float] | None) -> str:
     if entry is None:
         return ""
-    return _percent(entry) if "accuracy" in entry else f"perplexity {entry['perplexity']:.3f}"
+    return _percent(entry) if "accuracy" in entry else f"perplexity {perplexity_text(entry['perplexity'])}"
 
 
 def _duration(seconds: float) -> str:

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.checkpoint import load_model, load_tokenizer, revision_of
+from surgery.checkpoint import check_vocabulary, load_model, load_tokenizer, revision_of
 from surgery.errors import RunError
 from surgery.heads import Graft, Plan
 from surgery.recipe import Train, as_base
@@ -70,7 +70,9 @@ def train(
         TrainingDiverged: loss or gradient is not finite, or grows; says which step, and keeps the last good one.
         RunError: the folder holds the steps of another training.
         DataError: a row of the user's data cannot be used.
+        ModelError: the tokenizer is another model's.
     """
+    check_vocabulary(tokenizer, model.config)
     grafts = plan.grafts if plan and not control else ()
     layers = tuple(sorted({graft.site.layer for graft in plan.grafts})) if plan else ()
     accelerator = accelerator or make_accelerator()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgery.checkpoint import load_config, load_model, load_tokenizer, revision_of, source_of
+from surgery.checkpoint import check_finite, load_config, load_model, load_tokenizer, revision_of, source_of
 from surgery.errors import ModelError
 from surgery.families import family_of
 from surgery.recipe import Base
@@ -146,6 +146,20 @@ def test_faulty_tensors_are_named_with_the_expected_shape(tmp_path: Path, make: 
     state[f"{MIXER}.A_log"] = torch.zeros(3)
     words = (f"missing {MIXER}.D (4,)", f"unexpected {MIXER}.gate", f"misshapen {MIXER}.A_log (3,), expected (4,)")
     assert_refused(make(tmp_path, state), *words)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("load", [load_model, check_finite])
+def test_a_weight_that_is_no_number_is_named(tmp_path: Path, value: float, dtype: torch.dtype, load: Any) -> None:
+    """Whichever format, and for `check_finite` without building the model."""
+    tensors = {name: tensor.to(dtype) for name, tensor in state_of(tiny("Mamba2")).items()}
+    load(base_of(own_format(tmp_path / "fine", tensors), dtype="auto"))
+    name = f"{MIXER}.in_proj.weight"
+    tensors[name][3, 2] = value
+    for make in (own_format, transformers_format):
+        folder = make(tmp_path / make.__name__, {k: v.clone() for k, v in tensors.items()})
+        assert_refused(folder, str(folder), f"{name} holds NaN or infinity", "diverged", load=load, dtype="auto")
 
 
 def test_many_faults_are_counted(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from surgery import comparison
 from surgery.comparison import compare_models, load_comparison
-from surgery.errors import RecipeError
+from surgery.errors import ModelError, RecipeError
 from tests.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 
 FEW = ("evaluate.pairs=[2]", "evaluate.examples=4", "evaluate.tasks=[kv_retrieval, perplexity]", "evaluate.sentences=3")
@@ -65,3 +67,21 @@ def test_time_and_memory_where_they_are_asked_for(folders: list[str], tmp_path: 
     found = compare_models(load_comparison(folders, [*FEW, costs]), tmp_path / "out")
     assert list(found["efficiency"]["arms"]) == ["base", "hybrid", "transformer"]
     assert (tmp_path / "out" / "figures" / "efficiency.svg").is_file()
+
+
+@pytest.mark.parametrize("fault", ["weights", "tokenizer"])
+def test_what_is_wrong_with_a_later_model_is_found_before_the_first_is_scored(
+    folders: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    model = pico_base(vocab_size=len(pico_tokenizer()) if fault == "weights" else 61, layers=2)
+    if fault == "weights":
+        model.backbone.layers[1].mixer.in_proj.weight.data[2, 3] = torch.nan
+    model.save_pretrained(tmp_path / "broken")
+    pico_tokenizer().save_pretrained(tmp_path / "broken")
+    monkeypatch.setattr(comparison, "evaluate", lambda *_: pytest.fail("a model was scored"))
+    with pytest.raises(ModelError) as error:
+        compare_models(load_comparison([*folders, str(tmp_path / "broken")], FEW), tmp_path / "out")
+    assert str(tmp_path / "broken") in str(error.value)
+    says = "backbone.layers.1.mixer.in_proj.weight holds NaN" if fault == "weights" else "token 972, and"
+    assert says in str(error.value.value)
+    assert not (tmp_path / "out").exists()

@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from surgery.evaluate.scoring import answer_choices, choice_scores, perplexity
+from surgery.errors import ModelError
+from surgery.evaluate.said import say, until_end
+from surgery.evaluate.scoring import LARGEST, answer_choices, choice_scores, perplexity
 from surgery.probes.documents import Document, encode
 from tests.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 from tests.unit.probes.samples import ASKING, sample, several_questions
@@ -111,6 +113,35 @@ def test_perplexity_of_knowing_nothing_is_the_size_of_the_vocabulary() -> None:
     model = pico_base(vocab_size=V, layers=1)
     model.lm_head.weight.data.zero_()
     assert perplexity(model, pico_tokenizer(), PLAIN, 4) == pytest.approx(V, rel=1e-4)
+
+
+@pytest.mark.parametrize(("factor", "value"), [(1e3, LARGEST), (1e30, LARGEST)])
+def test_a_diverged_model_has_the_largest_perplexity(factor: float, value: float) -> None:
+    """Losses of 709 and more have no perplexity that a number holds, infinite ones neither."""
+    model = pico_base(vocab_size=V, layers=1)
+    model.lm_head.weight.data.mul_(factor)
+    assert perplexity(model, pico_tokenizer(), PLAIN, 4) == value
+
+
+@pytest.mark.parametrize("broken", ["weight", "overflow"])
+def test_logits_that_are_no_numbers_are_refused(broken: str) -> None:
+    """Whether a weight is NaN, or finite ones overflow: no answer is called wrong, no loss a number."""
+    model = pico_base(vocab_size=V, layers=2)
+    if broken == "weight":
+        model.backbone.layers[1].mixer.norm.weight.data[3] = math.nan
+    else:
+        model.backbone.norm_f.weight.data.mul_(1e20)
+        model.lm_head.weight.data.mul_(1e30)
+    batches = until_end(ASKED, pico_tokenizer(), 4)
+    scores = [
+        lambda: answer_choices(model, pico_tokenizer(), ASKED, 4),
+        lambda: say(model, pico_tokenizer(), ASKED, batches),
+    ]
+    if broken == "weight":  # an infinite loss is the largest
+        scores.append(lambda: perplexity(model, pico_tokenizer(), PLAIN, 4))
+    for score in scores:
+        with pytest.raises(ModelError, match=r"base\.model: the logits of .* are NaN or infinite"):
+            score()
 
 
 def test_scoring_leaves_no_gradient_behind(model: PreTrainedModel) -> None:

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from surgery.errors import ModelError, PlanError, ProbeError, RecipeError
+from surgery.errors import ModelError, PlanError, ProbeError, RecipeError, RunError
 from surgery.families import family_of, geometry_of
 from surgery.heads import HeadId, HeadSet, Interval, MixerSpec, ScoredHead, head_set_from_json, to_json
 from surgery.locate import COLUMNS, locate, rank
 from surgery.locate.table import Record, Table
 from surgery.recipe import Locate, Splice
 from tests.pico import pico_base, pico_family, pico_tokenizer
+from tests.unit.evaluate.test_evaluate import NO_MEMORY, failing
 
 locating = import_module("surgery.locate")  # `surgery.locate` itself is the function
 choosing = import_module("surgery.locate.choose")
@@ -211,6 +212,37 @@ class TestLocate:
     def test_a_base_at_chance_is_refused(self) -> None:
         with pytest.raises(ProbeError, match=r"locate\.pairs: 4 .*at chance.*fewer"):
             locate(self._model(), pico_tokenizer(), PROMPTS)
+
+    @pytest.mark.parametrize("fault", ["chance", "nan", "tokenizer"])
+    def test_what_can_be_known_first_is_refused_before_any_head_is_measured(
+        self, fault: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(locating, "measure", lambda *_: pytest.fail("heads were measured"))
+        model = pico_base(vocab_size=61, layers=2) if fault == "tokenizer" else self._model()
+        if fault == "nan":
+            model.backbone.layers[0].mixer.D.data[1] = torch.nan
+        error = ProbeError if fault == "chance" else ModelError
+        says = {"chance": "at chance", "nan": "are NaN", "tokenizer": "token 972, and the model has 61"}[fault]
+        with pytest.raises(error, match=says):
+            locate(model, pico_tokenizer(), PROMPTS)
+
+    def test_logits_that_are_nan_are_refused_where_no_accuracy_is_needed(self) -> None:
+        model = self._model()
+        model.backbone.layers[0].mixer.D.data[1] = torch.nan
+        with pytest.raises(ModelError, match="are NaN"):
+            locate(model, pico_tokenizer(), PROMPTS, Splice(select="random"))
+
+    @pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
+    @pytest.mark.parametrize(("size", "hint"), [(4, "Lower it"), (1, "Lower locate.pairs")])
+    def test_a_lack_of_memory_names_what_to_lower(
+        self, error: Exception, size: int, hint: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = self._model()
+        monkeypatch.setattr(model, "forward", failing(error))
+        section = PROMPTS.model_copy(update={"batch_size": size})
+        for splice in (None, Splice(select="random")):
+            with pytest.raises(RunError, match=rf"locate\.batch_size: {size}\. Out of memory\. {hint}"):
+                locate(model, pico_tokenizer(), section, splice)
 
     @pytest.mark.parametrize("splice", [Splice(select="list", heads=("L1H2",)), Splice(select="random")])
     def test_heads_that_no_ranking_chooses_need_no_accuracy(self, splice: Splice) -> None:

@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.quantizers import AutoHfQuantizer
 
 import surgery.hybrid  # noqa: F401  (registers the hybrid classes)
 from surgery import formats, weights
@@ -136,6 +137,9 @@ def open_checkpoint(base: Base) -> Checkpoint:
     with reading("base.model", f"{base.model}, config.json", _CONFIG_HINT):
         data, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
         check_sizes(data)
+        packed = data.get("quantization_config")
+        if packed is not None and not AutoHfQuantizer.supports_quant_method(packed):
+            raise ModelError("config.json: quant_method", packed["quant_method"], "transformers has no such method.")
         if _is_hub_id(model):
             revision = _commit_of(hf_hub_download(model, "config.json", revision=revision)) or revision
         is_mamba_ssm = formats.is_mamba_ssm(data)
@@ -204,18 +208,20 @@ def load_model(base: Base) -> PreTrainedModel:
     """
     found = open_checkpoint(base)
     check_release(found.config)
+    if found.config.is_encoder_decoder:
+        raise ModelError("config.json: is_encoder_decoder", found.config.is_encoder_decoder, "Only decoders are read.")
     dtype = "auto" if base.dtype == "auto" else getattr(torch, base.dtype)
     options = {"config": found.config, "dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
     with reading("base.model", base.model, "Download it again, or correct config.json."):
         if found.is_mamba_ssm:
             tensors = found.tensors()
+            _refuse_larger(found, base.trust_remote_code)
             state = dict(zip(tensors, weights.read_tensors(tensors.values()), strict=True))
             # Not `key_mapping`: transformers would undo the renaming when the model is saved.
             model, info = formats.model_class(found.config).from_pretrained(None, state_dict=state, **options)
             model.name_or_path = model.config.name_or_path = base.model
         else:
-            if found.folder is not None:
-                found.weight_files()
+            _refuse_larger(found, base.trust_remote_code)
             options |= {"revision": found.revision, "trust_remote_code": base.trust_remote_code}
             model, info = AutoModelForCausalLM.from_pretrained(found.model, **options)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -223,7 +229,27 @@ def load_model(base: Base) -> PreTrainedModel:
     refuse_faults(base.model, expected, info["missing_keys"], info["unexpected_keys"], misshapen)
     refuse_not_finite(base.model, model.named_parameters())
     shorten_chunks(model)
-    return model.eval()
+    with (
+        reading("base.model", base.model, "A forward pass fails: config.json does not fit this model."),
+        torch.no_grad(),
+    ):
+        model.eval()(torch.zeros(1, 3, dtype=torch.long, device=model.device))
+    return model
+
+
+def _refuse_larger(checkpoint: Checkpoint, trust_remote_code: bool) -> None:
+    """Raises ModelError, before memory is taken, where the config describes far more than the files hold."""
+    stored = sum(file.stat().st_size for file in checkpoint.weight_files())
+    with torch.device("meta"):
+        if checkpoint.is_mamba_ssm:
+            model = formats.model_class(checkpoint.config)(checkpoint.config)
+        else:
+            model = AutoModelForCausalLM.from_config(checkpoint.config, trust_remote_code=trust_remote_code)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    bits = 1 if hasattr(checkpoint.config, "quantization_config") else 8  # of a parameter, at least
+    if count * bits > stored * 8:
+        value = f"{checkpoint.model}: {count:,} parameters, and its files hold {stored:,} bytes"
+        raise ModelError("base.model", value, _CONFIG_HINT)
 
 
 def check_finite(base: Base) -> None:

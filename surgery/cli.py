@@ -20,7 +20,7 @@ import typer
 from rich.table import Table
 
 from surgery import __version__
-from surgery.errors import SurgeryError, is_out_of_memory, summary
+from surgery.errors import SurgeryError, is_out_of_memory, reading, summary
 from surgery.printing import Bars, out, print_analysis, print_comparison, print_heads, print_plan, print_results
 from surgery.recipe import AnalysisRecipe, Base, PretrainRecipe, Recipe, load_any, load_recipe, shipped, to_yaml
 
@@ -213,7 +213,8 @@ def generate(
     inputs = tokenizer(prompt.replace("\\n", "\n"), return_tensors="pt", add_special_tokens=False)
     if inputs["input_ids"].shape[1] == 0:
         raise SurgeryError("PROMPT", repr(prompt), "Give at least one token to go on from.")
-    tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=sample)
+    with reading("CHECKPOINT", checkpoint, "It does not generate: correct config.json and generation_config.json."):
+        tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=sample)
     print(tokenizer.decode(tokens[0], skip_special_tokens=True))
 
 
@@ -332,6 +333,7 @@ def quiet() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("RUST_BACKTRACE", "0")
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
 

@@ -11,18 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from surgery import formats
 from surgery.checkpoint import Checkpoint, open_checkpoint, refuse_faults
-from surgery.errors import ModelError, RunError
+from surgery.errors import ModelError, RunError, reading
 from surgery.recipe import Base
 from surgery.rundir import new_folder, write_json
 from surgery.weights import Stored, write_shards
 
 DTYPES = ("float32", "bfloat16", "float16")
 _KEPT_IN_FP32 = ("A_log", "dt_bias", "D")  # as the exported classes load them
+_PACKED = "quantization_config"  # such a checkpoint's tensors have other shapes
 _BESIDE = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -62,7 +63,7 @@ def convert(base: Base, folder: Path, dtype: str | None = None, overwrite: bool 
     found = open_checkpoint(base)
     _check_target(folder, found, overwrite)
     tensors = found.tensors()
-    model = _check_tensors(found, tensors) if found.is_mamba_ssm else None
+    model = _check_tensors(found, tensors)
 
     def dtype_of(name: str, stored: torch.dtype) -> torch.dtype:
         if dtype is None or not stored.is_floating_point:
@@ -71,7 +72,7 @@ def convert(base: Base, folder: Path, dtype: str | None = None, overwrite: bool 
 
     with new_folder(folder) as new:
         shards = write_shards(new, tensors, dtype_of)
-        if model is None:
+        if not found.is_mamba_ssm or model is None:
             _copy_config(found, new, dtype)
         else:
             model.config.dtype = dtype_of("", tensors[formats.TIED[0]].dtype)
@@ -86,23 +87,34 @@ def convert(base: Base, folder: Path, dtype: str | None = None, overwrite: bool 
 def _check_target(folder: Path, found: Checkpoint, overwrite: bool) -> None:
     if folder.is_file():
         raise RunError("FOLDER", str(folder), "It is a file. Name a folder.")
-    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
-        raise RunError("FOLDER", str(folder), "There is something already. Give --overwrite, or another folder.")
     if found.folder is not None and found.folder.resolve().is_relative_to(folder.resolve()):
         raise RunError("FOLDER", str(folder), "It is what the checkpoint is read from. Name another folder.")
+    if Path.cwd().is_relative_to(folder.resolve()):
+        raise RunError("FOLDER", str(folder), "The current folder lies in it. Name a folder to be made.")
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+        raise RunError("FOLDER", str(folder), "There is something already. Give --overwrite, or another folder.")
 
 
-def _check_tensors(found: Checkpoint, tensors: dict[str, Stored]) -> PreTrainedModel:
-    """The model without memory for its weights, once the files hold exactly its tensors."""
-    with torch.device("meta"):
-        model = formats.model_class(found.config)(found.config)
+def _check_tensors(found: Checkpoint, tensors: dict[str, Stored]) -> PreTrainedModel | None:
+    """The model without memory for its weights, once the files hold its tensors: exactly those in mamba_ssm's format.
+
+    transformers renames tensors when it loads its own, so that of those only the shapes are compared. None where it
+    has no language model for the config, or the tensors are packed.
+    """
+    config = found.config
+    if not found.is_mamba_ssm and (type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, _PACKED)):
+        return None
+    with reading("base.model", found.model, "No model can be built on its config.json."), torch.device("meta"):
+        model = formats.model_class(config)(config) if found.is_mamba_ssm else AutoModelForCausalLM.from_config(config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    missing = expected.keys() - tensors.keys()
-    if found.config.tie_word_embeddings:
-        missing -= {formats.TIED[1]}
     both = expected.keys() & tensors.keys()
     misshapen = {name: tensors[name].shape for name in both if tensors[name].shape != expected[name]}
-    refuse_faults(found.model, expected, missing, tensors.keys() - expected.keys(), misshapen)
+    missing, unexpected = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
+    if config.tie_word_embeddings:
+        missing -= {formats.TIED[1]}
+    if not found.is_mamba_ssm:
+        missing = unexpected = set()
+    refuse_faults(found.model, expected, missing, unexpected, misshapen)
     return model
 
 
@@ -127,14 +139,15 @@ def _copy_config(found: Checkpoint, folder: Path, dtype: str | None) -> None:
     source = found.find("config.json")
     if source is None:
         raise ModelError("base.model", found.model, "It has no config.json.")
-    config = json.loads(source.read_text(encoding="utf-8"))
+    with reading("base.model", str(source), "Correct it, or download it again."):
+        config = json.loads(source.read_text(encoding="utf-8"))
+        if "auto_map" in config and found.folder is None:
+            named = config["auto_map"].items()
+            config["auto_map"] = {k: v if "--" in v else f"{found.model}--{v}" for k, v in named}
     if dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = dtype
     if found.folder is not None:
         for file in found.folder.glob("*.py"):
             shutil.copyfile(file, folder / file.name)
-    elif "auto_map" in config:
-        named = config["auto_map"].items()
-        config["auto_map"] = {k: v if "--" in v else f"{found.model}--{v}" for k, v in named}
     write_json(folder / "config.json", config)

@@ -117,7 +117,10 @@ def convert_config(data: Mapping[str, Any]) -> PreTrainedConfig:
     """
     _refuse_unknown(data, {*_TOP, *_TOKENS, *_WITHOUT_EFFECT[""]}, "")
     top = {key: data.get(key, default) for key, default in _TOP.items()}
-    top |= {key: top[key] or type(_TOP[key])() for key in ("ssm_cfg", "attn_layer_idx", "attn_cfg")}  # null is empty
+    for key in ("ssm_cfg", "attn_layer_idx", "attn_cfg"):
+        top[key] = type(_TOP[key])() if top[key] is None else top[key]  # null is empty
+        if type(top[key]) is not type(_TOP[key]):
+            raise ModelError(key, top[key], f"It has to be a {'list' if key == 'attn_layer_idx' else 'mapping'}.")
     for key in ("d_model", "n_layer", "vocab_size", "pad_vocab_size_multiple"):
         _positive(key, top[key])
     if not top["rms_norm"]:
@@ -232,5 +235,5 @@ def _refuse_unknown(given: Mapping[str, Any], known: Collection[str], prefix: st
 
 
 def _positive(key: str, value: Any) -> None:
-    if not isinstance(value, int) or value < 1:
+    if type(value) is not int or value < 1:
         raise ModelError(key, value, "It has to be a whole number above 0.")

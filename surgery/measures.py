@@ -169,7 +169,7 @@ class LmEval(Section):
         PAPER_TASKS, min_length=1, description="Tasks, groups or tags; `surgery_retrieval` is this toolkit's own."
     )
     limit: Positive | None = Field(None, description="Documents of each task, from the first; all if not said.")
-    num_fewshot: Annotated[int, Field(ge=0, strict=True)] | None = Field(
+    num_fewshot: Annotated[int, Field(ge=0, le=1000, strict=True)] | None = Field(
         None, description="The task's own if not said."
     )
     batch_size: Positive = 8

@@ -135,7 +135,7 @@ class Export(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     license: str | None = Field(None, description="Licence for the card; that of the base's own card if not said.")
     max_shard_size: str = Field(
-        "50GB", pattern=r"^[1-9][0-9]*(KB|MB|GB|TB)$", description="Weights above it lie in several files."
+        "50GB", pattern=r"^[1-9][0-9]{0,5}(KB|MB|GB|TB)$", description="Weights above it lie in several files."
     )
 
 
@@ -144,7 +144,7 @@ class Hardware(Section):
 
     gpu: str | None = Field(None, description="Name of the GPU, such as A100-80GB.")
     count: Positive = Field(1, description="How many; each holds the whole model and its share of a step's documents.")
-    memory_gib: float | None = Field(None, gt=0, description="Memory of one, in GiB.")
+    memory_gib: float | None = Field(None, gt=0, le=10**6, description="Memory of one, in GiB.")
 
 
 class Recipe(Section):

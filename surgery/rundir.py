@@ -44,7 +44,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RunError(str(path), None, "This file is missing; run the stage that writes it.") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise RunError(str(path), "not JSON", "Delete it and run the stage that writes it.") from None
 
 

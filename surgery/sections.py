@@ -6,7 +6,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Positive = Annotated[int, Field(gt=0, strict=True)]
+Positive = Annotated[int, Field(gt=0, le=10**9, strict=True)]
+Tokens = Annotated[int, Field(gt=0, le=10**15, strict=True)]  # of a whole training
 Pairs = Annotated[int, Field(ge=2, le=100, strict=True, description="Values are distinct integers 0-99.")]
 
 

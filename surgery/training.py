@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from surgery.heads import HeadId
-from surgery.sections import Pairs, Positive, Section
+from surgery.sections import Pairs, Positive, Section, Tokens
 
 Weight = Annotated[float, Field(ge=0)]
 Scheduled = Weight | tuple[Weight, Weight]  # a number, or its value at the first and the last step, linear between them
@@ -211,7 +211,7 @@ class Optimizer(Section):
     lora_lr: Rate | None = Field(None, description="Learning rate of LoRA's adapters; the new heads' if not said.")
     betas: tuple[Beta, Beta] = (0.9, 0.98)
     weight_decay: Weight = 0.0
-    warmup: int = Field(20, ge=0, description="Steps of linear warm-up.")
+    warmup: int = Field(20, ge=0, le=10**9, description="Steps of linear warm-up.")
     schedule: Literal["cosine", "wsd", "constant"] = Field(
         "cosine", description="After the warm-up: a cosine to `floor`; constant, then a line to it (WSD); or constant."
     )
@@ -278,7 +278,7 @@ class TrainStage(Section):
 
     name: str = Field("finetune", pattern=r"^[a-z0-9_-]+$")
     steps: Positive | None = Field(None, description="Steps; 300 if `tokens` is not said either.")
-    tokens: Positive | None = Field(None, description="Or tokens in all; every source then says its `tokens` a step.")
+    tokens: Tokens | None = Field(None, description="Or tokens in all; every source then says its `tokens` a step.")
     trains: Trains = Field(
         "all", description="Which weights train; `lora`: new heads whole, adapters on the rest (`lora`)."
     )

@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from surgery.errors import ModelError
+from surgery.errors import ModelError, reading
 
 # In the order in which transformers looks for them.
 _NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -45,6 +45,7 @@ _LFS_POINTER = b"version https://git-lfs"
 _CHUNK = 1 << 22  # elements that are cast and written at once
 _MAPPED_BYTES = 1 << 28  # of a source, while shards are written
 SHARD_BYTES = 10**9
+_HEADER_BYTES = 10**8  # as in safetensors itself
 
 
 @dataclass(frozen=True)
@@ -76,16 +77,31 @@ def weight_files(find: Callable[[str], Path | None]) -> tuple[Path, ...]:
             continue
         if not name.endswith(".json"):
             return (path,)
-        try:
-            shards = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise ModelError("base.model", str(path), "This index is broken. Download it again.") from None
+        shards = _shards_of(path)
         found = {shard: find(shard) for shard in shards}
         missing = [shard for shard, file in found.items() if file is None]
         if missing:
             raise ModelError("base.model", str(path), f"It names {missing[0]}, which is not there. Download it again.")
         return tuple(file for file in found.values() if file is not None)
     return ()
+
+
+def _shards_of(index: Path) -> list[str]:
+    """The files that an index names. Raises ModelError where one does not lie in the folder, before it is opened."""
+    folder = index.parent
+    inside = [folder.resolve()]
+    if folder.parent.name == "snapshots":  # of the Hub's cache: links into the repository's own files
+        inside.append((folder.parent.parent / "blobs").resolve())
+    with reading("base.model", str(index), "This index is broken. Download it again."):
+        data = json.loads(index.read_text(encoding="utf-8"))
+        if not isinstance(data["metadata"], dict):
+            raise TypeError("metadata is no object")
+        shards = sorted(set(data["weight_map"].values()))
+        for shard in shards:
+            leaves = shard.startswith("/") or ".." in shard.split("/") or "\\" in shard
+            if leaves or not any((folder / shard).resolve().is_relative_to(place) for place in inside):
+                raise ModelError("base.model", str(index), f"It names {shard!r}, which does not lie in its folder.")
+    return shards
 
 
 def check_file(file: Path) -> None:
@@ -148,12 +164,11 @@ def why_refused(error: UnpicklingError) -> str:
 
 
 def _read_pickle(file: Path) -> Mapping[str, Tensor]:
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=_can_map(file))
-    except UnpicklingError as error:
-        raise ModelError("base.model", str(file), why_refused(error)) from None
-    except (RuntimeError, EOFError, ValueError, KeyError, IndexError, AttributeError, struct.error):
-        raise ModelError("base.model", str(file), "It is broken. Download it again.") from None
+    with reading("base.model", str(file), "It is broken. Download it again."):
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=_can_map(file))
+        except UnpicklingError as error:
+            raise ModelError("base.model", str(file), why_refused(error)) from error
     if not isinstance(state, Mapping):
         raise ModelError("base.model", str(file), f"It holds a {type(state).__name__}, not tensors by name.")
     for name, value in state.items():
@@ -164,25 +179,35 @@ def _read_pickle(file: Path) -> Mapping[str, Tensor]:
 
 
 def _header_of(file: Path) -> dict[str, Any]:
-    """The tensors of a safetensors file as its header has them. Raises ModelError where its length is another."""
+    """The tensors of a safetensors file as its header has them, once the library has checked their places.
+
+    Raises:
+        ModelError: the header is broken, or does not fit the file; numbers of a type that is not supported.
+    """
     size = file.stat().st_size
-    try:
+    with reading("base.model", str(file), "Its header is broken. Download it again."):
         with open(file, "rb") as handle:
             (length,) = struct.unpack("<Q", handle.read(8))
-            if length > size:
-                raise ValueError
-            header = json.loads(handle.read(length))
+            if length > min(size, _HEADER_BYTES):
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            header = json.loads(handle.read(length), object_pairs_hook=_unique)
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
         expected = 8 + length + max((t["data_offsets"][1] for t in tensors.values()), default=0)
         unknown = [t["dtype"] for t in tensors.values() if t["dtype"] not in _SAFETENSORS_DTYPES]
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError):
-        raise ModelError("base.model", str(file), "Its header is broken. Download it again.") from None
-    if expected != size:
-        hint = f"It is {size} bytes long, and its header says {expected}. Download it again."
-        raise ModelError("base.model", str(file), hint)
-    if unknown:
-        raise ModelError("base.model", str(file), f"It has numbers of type {unknown[0]}, which is not supported.")
-    return tensors
+        if expected != size:
+            hint = f"It is {size} bytes long, and its header says {expected}. Download it again."
+            raise ModelError("base.model", str(file), hint)
+        if unknown:
+            raise ModelError("base.model", str(file), f"It has numbers of type {unknown[0]}, which is not supported.")
+        with safe_open(file, "pt"):
+            return tensors
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("the same key twice")
+    return found
 
 
 def write_shards(

@@ -13,7 +13,7 @@ from surgery.errors import RecipeError, reading
 
 _BYTES = 2**20  # of a file or an override
 _DEPTH = 50  # of lists and mappings, and parts of a dotted key
-_NODES = 50_000  # values and keys, aliases counted as what they stand for
+_NODES = 20_000  # values and keys, aliases counted as what they stand for
 
 
 class _RecipeLoader(yaml.SafeLoader):
@@ -53,7 +53,14 @@ class _RecipeLoader(yaml.SafeLoader):
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        number: int = super().construct_yaml_int(node)  # type: ignore[no-untyped-call]
+        if number.bit_length() > 64:
+            raise yaml.constructor.ConstructorError(None, None, "a number of more than 64 bits", node.start_mark)
+        return number
 
+
+_RecipeLoader.add_constructor("tag:yaml.org,2002:int", _RecipeLoader.construct_yaml_int)
 # YAML 1.1 reads 1e-3 as a string; people mean a number.
 _RecipeLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",

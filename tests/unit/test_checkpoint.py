@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,24 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgery.checkpoint import check_finite, load_config, load_model, load_tokenizer, revision_of, source_of
+from surgery import checkpoint
+from surgery.checkpoint import (
+    check_finite,
+    check_vocabulary,
+    load_config,
+    load_model,
+    load_tokenizer,
+    revision_of,
+    source_of,
+)
 from surgery.errors import ModelError
 from surgery.families import family_of
 from surgery.recipe import Base
 from surgery.rundir import digest
+from surgery.sizes import meta_model
 from tests.integration.conftest import BASE
 from tests.mamba_ssm_files import KINDS, PADDED, Kind, config_of, state_of, tiny, write
-from tests.pico import pico_family
+from tests.pico import FAMILY_NAMES, pico_family
 from tests.unit.hybrid.test_modeling_mamba2attn import CASES, attn_model
 
 LAYERS = ("Mamba1", "Mamba2")
@@ -286,3 +297,165 @@ class TestChannels:
         pico_family(name).save_pretrained(tmp_path)
         with pytest.raises(ModelError, match=says):
             load_config(Base(model=str(tmp_path), channels_per_head=channels))
+
+
+class TestMalformedConfigs:
+    """Whatever config.json holds: one line, at once, or a model that computes."""
+
+    @pytest.mark.parametrize(
+        "text",
+        ["", "[]", "3", "null", '"x"', "{", "[" * 100_000, '{"a":' * 900 + "1" + "}" * 900, "{}", "\ud800", "\0" * 9,
+         '{"model_type": null}', '{"model_type": 3}', '{"model_type": []}', '{"model_type": ""}',
+         '{"model_type": "mamba2", "architectures": 3, "auto_map": 3}', '{"d_model": "x", "n_layer": []}',
+         '{"d_model": 8, "n_layer": 2, "ssm_cfg": []}', '{"d_model": 8, "n_layer": 2, "ssm_cfg": {"layer": []}}',
+         '{"d_model": 8, "n_layer": 2, "vocab_size": 1e999}', '{"d_model": 8, "n_layer": 2, "attn_layer_idx": 3}',
+         '{"d_model": 8, "n_layer": 2, "ssm_cfg": {"layer": "Mamba2", "expand": "x"}}',
+         '{"d_model": 8, "n_layer": 2, "ssm_cfg": {"layer": "Mamba2", "dt_limit": [1, "x"]}}',
+         '{"d_model": 8, "n_layer": 2, "ssm_cfg": {"layer": "Mamba2"}, "attn_layer_idx": [0], "attn_cfg": 3}',
+         '{"d_model": 8, "n_layer": 2, "ssm_cfg": {"layer": "Mamba2"}, "attn_layer_idx": [[]], "attn_cfg": {}}'],
+    )  # fmt: skip
+    def test_of_another_form(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+        assert_refused(tmp_path, load=load_config)
+
+    @pytest.mark.parametrize("name", FAMILY_NAMES)
+    def test_every_field_of_another_type_or_size(self, name: str, tmp_path: Path) -> None:
+        """Each field in turn takes another value; the same battery over all values is what `make fuzz` runs."""
+        pico_family(name).save_pretrained(tmp_path)
+        file = tmp_path / "config.json"
+        good = json.loads(file.read_text())
+        values = ["x", None, 0, -1, 10**30, [None], {}, float("nan"), 10**12]
+        for number, field in enumerate(sorted(good)):
+            for value in (values[number % len(values)], values[(number + 4) % len(values)]):
+                file.write_text(json.dumps({**good, field: value}))
+                try:
+                    meta_model(load_config(base_of(tmp_path)))
+                except ModelError as error:
+                    assert "\n" not in str(error) and len(str(error)) < 1500, field
+
+    @pytest.mark.parametrize("name", FAMILY_NAMES)
+    def test_sizes_that_no_model_has(self, name: str, tmp_path: Path) -> None:
+        pico_family(name).save_pretrained(tmp_path)
+        file = tmp_path / "config.json"
+        good = json.loads(file.read_text())
+        fields = {key for key in good if key in checkpoint._SIZES} | set(good.get("ssm_cfg", ()))
+        assert len(fields & checkpoint._SIZES) > 4
+        for field in fields & checkpoint._SIZES:
+            for value in (0, -3, 2.5, True, 2**40):
+                changed = {**good, field: value}
+                if field not in good:
+                    changed = {**good, "ssm_cfg": {**good["ssm_cfg"], field: value}}
+                file.write_text(json.dumps(changed))
+                assert_refused(tmp_path, field, str(value), load=load_config)
+
+    @pytest.mark.parametrize("name", FAMILY_NAMES)
+    def test_millions_of_layers_and_words_are_refused_at_once(self, name: str, tmp_path: Path) -> None:
+        pico_family(name).save_pretrained(tmp_path)
+        file = tmp_path / "config.json"
+        good = json.loads(file.read_text())
+        began = time.perf_counter()
+        layers = next(key for key in ("layers_block_type", "num_hidden_layers", "n_layer") if key in good)
+        many = good[layers] * 10**5 if isinstance(good[layers], list) else 10**7
+        file.write_text(json.dumps({**good, layers: many}))
+        assert_refused(tmp_path, layers, "layers", load=load_config)
+        file.write_text(json.dumps({**good, "vocab_size": 2**31 - 1}))
+        assert_refused(tmp_path, "parameters")
+        assert time.perf_counter() - began < 10
+
+    @pytest.mark.parametrize("field", ["num_heads", "n_groups"])
+    def test_heads_that_do_not_divide(self, field: str, tmp_path: Path) -> None:
+        pico_family("mamba2").save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, field: 3}))
+        assert_refused(tmp_path, "config.json", load=load_config)
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("quantization_config", {"quant_method": "nope"}),
+            ("quantization_config", {"quant_method": "gptq", "bits": 4}),
+            ("quantization_config", "nope"),
+            ("dtype", "float99"),
+            ("hidden_act", "nope"),
+            ("time_step_limit", []),
+            ("is_encoder_decoder", True),
+        ],
+    )
+    def test_a_model_that_cannot_be_built_or_run(self, field: str, value: object, tmp_path: Path) -> None:
+        pico_family("mamba2").save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
+        assert_refused(tmp_path)
+
+
+class TestAdapters:
+    """transformers applies an adapter that lies beside a model; here it is refused wherever a model is opened."""
+
+    @pytest.mark.parametrize("load", [load_config, load_model])
+    def test_an_adapter_beside_the_model(self, load: Any, tmp_path: Path) -> None:
+        folder = write(tmp_path, tiny("Mamba2"))
+        (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "x"}))
+        assert_refused(folder, "adapter_config.json", "merge_and_unload", load=load)
+
+
+BAD_JSON = (b"", b"[]", b"3", b"null", b'"x"', b"{", b"\xff\xfe\0", b"[" * 100_000, b"{}", b'{"a":' * 900)
+
+
+class TestTokenizers:
+    """A tokenizer's files are a stranger's too, and the library raises bare exceptions, or panics."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        for file in (*BASE.glob("tokenizer*"), BASE / "config.json"):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        return tmp_path
+
+    def read(self, folder: Path) -> None:
+        """It loads and works, or is refused in one line."""
+        try:
+            tokenizer = load_tokenizer(base_of(folder))
+            check_vocabulary(tokenizer, load_config(base_of(folder)))
+            tokenizer.decode(tokenizer(["one 7", "b"], padding=True)["input_ids"][0])
+        except ModelError as error:
+            assert "\n" not in str(error) and len(str(error)) < 800
+
+    @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+    def test_a_file_of_another_form(self, folder: Path, name: str) -> None:
+        for content in BAD_JSON:
+            (folder / name).write_bytes(content)
+            self.read(folder)
+        (folder / name).write_bytes((BASE / "tokenizer.json").read_bytes()[:2000])
+        assert_refused(folder, "base.tokenizer", load=load_tokenizer)
+
+    @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+    def test_every_field_of_another_type(self, folder: Path, name: str) -> None:
+        good = json.loads((folder / name).read_text())
+        nested = good if name == "tokenizer_config.json" else good["model"]
+        assert len(nested) > 4
+        for field in (*nested, "added_tokens_decoder", "extra_special_tokens", "chat_template"):
+            for value in (3, "x", [], {"a": 3}):
+                changed = {**nested, field: value}
+                whole = changed if nested is good else {**good, "model": changed}
+                (folder / name).write_text(json.dumps(whole))
+                self.read(folder)
+
+    def test_one_that_is_larger_than_the_vocabulary(self, folder: Path) -> None:
+        tokenizer = load_tokenizer(base_of(folder))
+        config = load_config(base_of(folder))
+        check_vocabulary(tokenizer, config)
+        largest = max(tokenizer.get_vocab().values())
+        config.vocab_size = largest + 1
+        check_vocabulary(tokenizer, config)
+        config.vocab_size = largest
+        with pytest.raises(ModelError, match=f"token {largest}, and the model has {largest}"):
+            check_vocabulary(tokenizer, config)
+
+
+def test_an_interrupt_while_loading_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    folder = write(tmp_path, tiny("Mamba2"))
+    monkeypatch.setattr(torch, "load", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load_model(base_of(folder))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from surgery.errors import ModelError
-from surgery.weights import Stored, inventory, read_tensors, weight_files, write_shards
+from surgery.weights import Stored, check_file, inventory, read_tensors, weight_files, write_shards
 
 
 def sample() -> dict[str, Tensor]:
@@ -123,3 +124,138 @@ def test_a_broken_index(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": []}')
     with pytest.raises(ModelError, match="index is broken"):
         weight_files(lambda name: tmp_path / name if (tmp_path / name).is_file() else None)
+
+
+def find_in(folder: Path) -> Any:
+    return lambda name: folder / name if (folder / name).is_file() else None
+
+
+def assert_refused(read: Any, *words: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        read()
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+class TestIndexes:
+    """An index is data of a stranger: its form is checked, and it names files of its own folder alone."""
+
+    @pytest.mark.parametrize(
+        "text",
+        ["", "[]", "3", "null", "{", "{}", "[" * 100_000, '{"weight_map": 3}', '{"weight_map": ["a.safetensors"]}',
+         '{"metadata": {}, "weight_map": {"a": 3}}', '{"metadata": {}, "weight_map": {"a": null, "b": "c"}}',
+         '{"metadata": {}, "weight_map": {"a": []}}', '{"metadata": {}, "weight_map": null}',
+         '{"weight_map": {"a": "part.safetensors"}}', '{"metadata": 3, "weight_map": {"a": "part.safetensors"}}',
+         '{"metadata": {}, "weight_map": {"a": "x\\u0000y"}}', "\ud800"],
+    )  # fmt: skip
+    def test_a_malformed_index_is_named(self, tmp_path: Path, text: str) -> None:
+        save_file({"a": torch.ones(1)}, tmp_path / "part.safetensors")
+        (tmp_path / "model.safetensors.index.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+        assert_refused(lambda: weight_files(find_in(tmp_path)), "model.safetensors.index.json")
+
+    @pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
+    @pytest.mark.parametrize("form", ["above", "absolute", "around", "link", "folder link", "backslash"])
+    def test_a_file_outside_the_folder_is_refused_before_it_is_opened(
+        self, tmp_path: Path, form: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        folder, outside = tmp_path / "model", tmp_path / "secret"
+        folder.mkdir()
+        outside.mkdir()
+        save_file({"a": torch.ones(1)}, outside / "x.safetensors")
+        (folder / "link.safetensors").symlink_to(outside / "x.safetensors")
+        (folder / "sub").symlink_to(outside)
+        name = {
+            "above": "../secret/x.safetensors",
+            "absolute": str(outside / "x.safetensors"),
+            "around": "sub/../../secret/x.safetensors",
+            "link": "link.safetensors",
+            "folder link": "sub/x.safetensors",
+            "backslash": "..\\secret\\x.safetensors",
+        }[form]
+        (folder / f"{kind}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"a": name}}))
+        opened: list[str] = []
+        assert_refused(
+            lambda: weight_files(lambda name: opened.append(name) or find_in(folder)(name)), "index.json", "folder"
+        )
+        assert name not in opened
+
+    def test_a_file_in_a_folder_below_and_links_of_the_hubs_cache_are_read(self, tmp_path: Path) -> None:
+        repository = tmp_path / "models--org--tiny"
+        commit, blobs = repository / "snapshots" / ("0" * 40), repository / "blobs"
+        commit.mkdir(parents=True)
+        blobs.mkdir()
+        save_file({"a": torch.ones(1)}, blobs / "1234")
+        (commit / "part.safetensors").symlink_to(Path("..", "..", "blobs", "1234"))
+        (commit / "below").mkdir()
+        save_file({"b": torch.ones(1)}, commit / "below" / "part.safetensors")
+        names = {"a": "part.safetensors", "b": "below/part.safetensors"}
+        (commit / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+        assert set(inventory(weight_files(find_in(commit)))) == {"a", "b"}
+
+
+def header_file(path: Path, header: Any, data: bytes = b"\0" * 8, length: int | None = None) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+    return path
+
+
+def entry(begin: Any = 0, end: Any = 8, shape: Any = (2,), dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape) if isinstance(shape, tuple) else shape, "data_offsets": [begin, end]}
+
+
+class TestHeaders:
+    """A header that does not fit its file is refused before a tensor is mapped."""
+
+    @pytest.mark.parametrize(
+        "header",
+        [
+            [], 3, None, "x", {"a": 3}, {"a": []}, {"a": {}}, {"a": {**entry(), "dtype": None}},
+            {"a": entry(dtype="F33")}, {"a": entry(dtype=["F32"])}, {"a": entry(dtype=3)}, {"a": entry(shape=(3,))},
+            {"a": entry(shape=(-2,))}, {"a": entry(shape=(2.5,))}, {"a": entry(shape=("2",))}, {"a": entry(shape=None)},
+            {"a": entry(shape=(2**62, 2**62))}, {"a": entry(8, 0)}, {"a": entry(-8, 8)}, {"a": entry(0, 2**70)},
+            {"a": entry(0.0, 8.0)}, {"a": entry("0", "8")}, {"a": {**entry(), "data_offsets": [8]}},
+            {"a": {**entry(), "data_offsets": 8}}, {"a": entry(), "b": entry()}, {"a": entry(4, 8, (1,))},
+            {"a": entry(0, 4, (1,)), "b": entry(2, 8, (1,))}, {"a": entry(), "__metadata__": 3},
+            {"a": entry(), "__metadata__": {"x": 3}}, {"a": entry(), "__metadata__": {"x": {"y": "z"}}},
+            b"", b"{", b"\xff" * 9, b"[" * 100_000, b'{"a":' * 2000, b'{"a": NaN}',
+            json.dumps({"a": entry()}).encode()[:-1],
+            b'{"a":' + json.dumps(entry()).encode() + b',"a":' + json.dumps(entry()).encode() + b"}",
+        ],
+        ids=lambda header: repr(header)[:60],
+    )  # fmt: skip
+    def test_a_malformed_header_is_named(self, tmp_path: Path, header: Any) -> None:
+        file = header_file(tmp_path / "model.safetensors", header)
+        assert_refused(lambda: inventory([file]), "model.safetensors")
+        assert_refused(lambda: check_file(file), "model.safetensors")
+
+    @pytest.mark.parametrize("length", [0, 1, 2**31, 2**40, 2**63, 2**64 - 1])
+    def test_a_length_that_is_not_the_headers_is_named(self, tmp_path: Path, length: int) -> None:
+        file = header_file(tmp_path / "model.safetensors", {"a": entry()}, length=length)
+        assert_refused(lambda: inventory([file]), "model.safetensors")
+
+    @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+    @pytest.mark.parametrize("content", [b"", b"\0", b"PK\x03\x04", b"\x80\x02.", b"\xff" * 64, b"<html>"])
+    def test_a_file_of_something_else_is_named(self, tmp_path: Path, name: str, content: bytes) -> None:
+        (tmp_path / name).write_bytes(content)
+        assert_refused(lambda: inventory([tmp_path / name]), name)
+
+    def test_what_the_library_writes_is_read(self, tmp_path: Path) -> None:
+        header_file(tmp_path / "model.safetensors", {"a": entry(), "__metadata__": {"format": "pt"}})
+        (found,) = read_tensors(inventory([tmp_path / "model.safetensors"]).values())
+        assert found.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("length", [1, 3, 9, 64, 300])
+@pytest.mark.parametrize("suffix", [".bin", ".safetensors"])
+def test_a_file_cut_or_changed_anywhere_is_named_or_read(tmp_path: Path, suffix: str, length: int) -> None:
+    stored(tmp_path, sample(), suffix)
+    file = tmp_path / f"source{suffix}"
+    content = file.read_bytes()
+    for begin in range(0, len(content), max(1, len(content) // 40)):
+        for changed in (content[:begin], content[:begin] + b"\xff" * length + content[begin + length :]):
+            file.write_bytes(changed)
+            try:
+                list(read_tensors(inventory([file]).values()))
+            except ModelError as error:
+                assert file.name in str(error) and "\n" not in str(error)

@@ -134,7 +134,9 @@ def open_checkpoint(base: Base) -> Checkpoint:
         if not (Path(model) / "config.json").is_file():
             found = sorted(p.name for p in Path(model).iterdir())[:5]
             raise ModelError("base.model", model, f"It has no config.json (it holds {found or 'nothing'}).")
-    with reading("base.model", f"{base.model}, config.json", _CONFIG_HINT):
+    nowhere = "There is neither such a folder nor such a model on the Hub, as far as it can be reached."
+    hint = nowhere if _is_hub_id(model) else _CONFIG_HINT
+    with reading("base.model", f"{base.model}, config.json", hint):
         data, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
         check_sizes(data)
         packed = data.get("quantization_config")

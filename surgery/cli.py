@@ -261,7 +261,7 @@ def compare(
     from surgery.comparison import compare_models, load_comparison
 
     # A path may hold an =, a key never holds a slash.
-    named = [word for word in models if "=" not in word or "/" in word.split("=")[0] or Path(word).is_dir()]
+    named = [word for word in models if "=" not in word or "/" in word.split("=")[0] or os.path.isdir(word)]
     loaded = load_comparison(named, [word for word in models if word not in named])
     bars = Bars()
     bars.start("compare", "asking every model")
@@ -323,6 +323,8 @@ def _root(
     if version:
         print(__version__)
         raise typer.Exit()
+    if context.invoked_subcommand is None:
+        context.fail("Missing command.")
     if debug:
         os.environ[_DEBUG] = "1"
 

@@ -31,7 +31,9 @@ Tick = Callable[[int, int, str], None]
 class Comparison(Section):
     """What `surgery compare` does."""
 
-    name: str = Field("compare", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Names the folder, runs/NAME.")
+    name: str = Field(
+        "compare", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$", description="Names the folder, runs/NAME."
+    )
     seed: Seed = 0
     models: tuple[str, ...] = Field(min_length=1, description="Checkpoint folders, or ids on the Hub.")
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("float32", description="Of the weights in memory.")

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import asdict, dataclass, field, is_dataclass
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from surgery.errors import PlanError
+from surgery.errors import PlanError, reading
 
 Role = Literal["gather", "aggregate", "both", "neither", "unmeasured"]
 Reads = Literal["segment_end", "answer_token"]
@@ -284,30 +286,28 @@ def _scored(data: Mapping[str, Any]) -> ScoredHead:
 
 def head_set_from_json(data: Mapping[str, Any]) -> HeadSet:
     """Raises PlanError when a field is missing or malformed."""
-    try:
-        return HeadSet(
+    with reading("heads.json", None, "It is not a HeadSet; make it with `surgery locate`.", PlanError):
+        heads = HeadSet(
             model=data["model"],
             revision=data["revision"],
             geometry=data["geometry"],
             heads=tuple(_scored(h) for h in data["heads"]),
             chosen=tuple(_scored(h) for h in data["chosen"]),
             method=data["method"],
-            seed=int(data["seed"]),
+            seed=data["seed"],
             clean=_intervals(data["clean"]),
             groups=tuple(
                 ScoredGroup(g["kind"], tuple(HeadId.parse(h) for h in g["heads"]), _intervals(g["scores"]))
                 for g in data.get("groups", ())
             ),
         )
-    except PlanError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise PlanError("heads.json", repr(error), "It is not a HeadSet; make it with `surgery locate`.") from None
+        _check_types(heads, HeadSet)
+    return heads
 
 
 def plan_from_json(data: Mapping[str, Any]) -> Plan:
     """Raises PlanError when a field is missing or malformed."""
-    try:
+    with reading("plan.json", None, "It is not a Plan; make it with `surgery plan`.", PlanError):
         grafts = tuple(
             Graft(
                 MixerSpec(**g["site"]),
@@ -320,8 +320,36 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
             )
             for g in data["grafts"]
         )
-        return Plan(data["base"], data["geometry"], grafts, int(data["seed"]), data.get("teacher", ""))
-    except PlanError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise PlanError("plan.json", repr(error), "It is not a Plan; make it with `surgery plan`.") from None
+        plan = Plan(data["base"], data["geometry"], grafts, data["seed"], data.get("teacher", ""))
+        _check_types(plan, Plan)
+    return plan
+
+
+_hints = cache(get_type_hints)
+
+
+def _check_types(value: Any, kind: Any, name: str = "") -> None:
+    """Raises TypeError where a value, or one inside it, is not what the annotations say; JSON may hold anything."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if isinstance(kind, type) and is_dataclass(kind):
+        fits = isinstance(value, kind)
+        for field_name, hint in _hints(kind).items() if fits else ():
+            _check_types(getattr(value, field_name), hint, field_name)
+    elif origin is tuple:
+        fits = isinstance(value, tuple)
+        for entry in value if fits else ():
+            _check_types(entry, parts[0], name)
+    elif origin is Mapping:
+        fits = isinstance(value, Mapping)
+        for entry in value.values() if fits else ():
+            _check_types(entry, parts[1], name)
+    elif origin is Literal:
+        fits = value in parts
+    elif origin is Union:
+        fits = value is None or value in get_args(parts[0])
+    elif kind is float:
+        fits = type(value) in (float, int) and math.isfinite(value)
+    else:
+        fits = type(value) is kind
+    if not fits:
+        raise TypeError(f"{name} is {repr(value)[:80]}")

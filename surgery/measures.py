@@ -56,8 +56,8 @@ class Locate(Section):
     search: Search | None = Field(None, description="Stop measuring heads that cannot be among the best.")
     top_k: Positive = Field(12, description="Heads that stay candidates for the second and further choices.")
     backups: int = Field(
-        0, ge=0, strict=True, description="How many of the most necessary heads to take away one after the other, each "
-        "given those before, and to try in pairs of Gather and Aggregate."
+        0, ge=0, le=10**9, strict=True, description="How many of the most necessary heads to take away one after the "
+        "other, each given those before, and to try in pairs of Gather and Aggregate."
     )  # fmt: skip
 
     @field_validator("methods")

@@ -150,7 +150,7 @@ class Hardware(Section):
 class Recipe(Section):
     """One operation, from a pretrained model to an exported hybrid, or from a hybrid to one that is trained further."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Names the run folder, runs/NAME.")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$", description="Names the run folder, runs/NAME.")
     seed: Seed = 0
     base: Base
     locate: Locate = Locate()
@@ -194,7 +194,7 @@ class Recipe(Section):
 class AnalysisRecipe(Section):
     """What a model can do with parts of it gone: retrieval and knowledge side by side. Nothing is trained."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Names the run folder, runs/NAME.")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$", description="Names the run folder, runs/NAME.")
     seed: Seed = 0
     base: Base
     changes: tuple[Change, ...] = ()
@@ -306,7 +306,7 @@ TinyModel = Annotated[
 class PretrainRecipe(Section):
     """How a small checkpoint of this repository was made."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")
     seed: Seed = 0
     model: TinyModel = TinyMamba2()
     train: Train

@@ -14,6 +14,7 @@ from surgery.errors import RecipeError, reading
 _BYTES = 2**20  # of a file or an override
 _DEPTH = 50  # of lists and mappings, and parts of a dotted key
 _NODES = 20_000  # values and keys, aliases counted as what they stand for
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class _RecipeLoader(yaml.SafeLoader):
@@ -36,6 +37,8 @@ class _RecipeLoader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(None, None, "an alias inside what it stands for", mark)
         self._nodes += self._sizes[id(node)] if is_alias else 1
         self._sizes.setdefault(id(node), self._nodes - before)
+        if isinstance(node, yaml.ScalarNode) and _SURROGATES.search(node.value):
+            raise yaml.MarkedYAMLError(None, None, "half of a pair of surrogates, which is no text", mark)
         if self._nodes > _NODES:
             raise yaml.MarkedYAMLError(None, None, f"more than {_NODES} values, aliases expanded", mark)
         return node

@@ -233,3 +233,41 @@ def test_a_refusal_names_field_value_and_what_would_do() -> None:
     assert (error.field, error.value, error.hint) == ("train.steps", -1, "Give a positive number.")
     assert all(part in str(error) for part in ("train.steps", "-1", "Give a positive number."))
     assert "None" not in str(SurgeryError("folder", None, "It is missing."))
+
+
+def places(data: Any, above: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    """Where the values of plain data are."""
+    entries = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return [place for key, value in entries for place in [(*above, key), *places(value, (*above, key))]]
+
+
+@pytest.mark.parametrize("read", [head_set_from_json, plan_from_json])
+@pytest.mark.parametrize(
+    "value", [None, True, -1, 2.5, "x", [], {}, [None], {"a": 1}, float("nan"), float("inf"), 10**400, [[]]], ids=repr
+)
+def test_a_value_of_any_type_anywhere_is_refused_or_has_the_fields_type(read: Any, value: Any) -> None:
+    """What is accepted has, everywhere, the type that a good file has there; so nothing fails later."""
+    good = to_json(head_set() if read is head_set_from_json else plan())
+    for place in places(good):
+        try:
+            found = to_json(read(damaged(good, *place, value=value)))
+        except PlanError as error:
+            assert "\n" not in str(error) and len(str(error)) < 600
+            continue
+        for path in places(good):
+            before, after = good, found
+            for key in path:
+                before = before[key] if before is not None else None
+                after = after[key] if isinstance(after, dict) and key in after else None
+            numbers = {type(before), type(after)} <= {int, float}
+            assert after is None or before is None or numbers or type(after) is type(before), path
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"num_groups": 0}, {"num_groups": 3}, {"num_heads": 0}, {"head_dim": -1}, {"state_size": "8"}, {"layer": -1},
+     {"num_heads": True}, {"conv_kernel": None}, {"head_dim": 2.0}],
+)  # fmt: skip
+def test_a_shape_that_no_mixer_has_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        dataclasses.replace(mixers()[0], **change)

@@ -215,15 +215,14 @@ def load_model(base: Base) -> PreTrainedModel:
     dtype = "auto" if base.dtype == "auto" else getattr(torch, base.dtype)
     options = {"config": found.config, "dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
     with reading("base.model", base.model, "Download it again, or correct config.json."):
+        _refuse_larger(found, base.trust_remote_code)
         if found.is_mamba_ssm:
             tensors = found.tensors()
-            _refuse_larger(found, base.trust_remote_code)
             state = dict(zip(tensors, weights.read_tensors(tensors.values()), strict=True))
             # Not `key_mapping`: transformers would undo the renaming when the model is saved.
             model, info = formats.model_class(found.config).from_pretrained(None, state_dict=state, **options)
             model.name_or_path = model.config.name_or_path = base.model
         else:
-            _refuse_larger(found, base.trust_remote_code)
             options |= {"revision": found.revision, "trust_remote_code": base.trust_remote_code}
             model, info = AutoModelForCausalLM.from_pretrained(found.model, **options)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -314,6 +313,11 @@ def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
         raise ModelError("base.tokenizer" if base.tokenizer else "base.model", source, "There is no such folder.")
     if Path(name).is_dir() and not any(Path(name).glob("*token*")):
         raise none
+    if (Path(name) / "config.json").is_file():  # which AutoTokenizer reads too
+        if base.tokenizer is None:
+            open_checkpoint(base)
+        with reading("base.tokenizer", f"{source}, config.json", _CONFIG_HINT):
+            check_sizes(PreTrainedConfig.get_config_dict(name)[0])
     with reading("base.tokenizer", source, "Its tokenizer files are damaged. Download them again."):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=base.trust_remote_code)
         is_empty = not tokenizer("a 7", add_special_tokens=False)["input_ids"]

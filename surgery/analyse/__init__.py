@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from surgery.analyse.expand import check_change, expand, off_heads, swap_plan
 from surgery.changes import Change
-from surgery.checkpoint import load_config, load_model, load_tokenizer, revision_of
+from surgery.checkpoint import check_vocabulary, load_config, load_model, load_tokenizer, revision_of
 from surgery.errors import RecipeError
 from surgery.evaluate import Arm, Prompts, compare, evaluate, make_prompts
 from surgery.families import family_of
@@ -51,6 +51,7 @@ def analyse(
         SurgeryError: what loading and scoring raise.
     """
     config = load_config(recipe.base)
+    check_vocabulary(load_tokenizer(recipe.base), config)
     teacher_config = load_config(as_base(recipe.teacher)) if recipe.teacher else None
     sweeps, single = expand(recipe, config)
     for change in (*single, *(c for changes in sweeps.values() for c in changes)):

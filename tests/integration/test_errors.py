@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from surgery import cli
 from tests.integration.conftest import BASE, RECIPE, SMALL, run_small, surgery
 
 
@@ -123,3 +129,209 @@ def test_stages_in_the_wrong_order(tmp_path: Path) -> None:
 
 def test_an_unknown_stage(tmp_path: Path) -> None:
     assert_refused(run_small(tmp_path, options=("--to", "lunch")), "--to", "lunch", "locate")
+
+
+def change(file: Path, **fields: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def commands_on(model: str) -> tuple[tuple[str, ...], ...]:
+    """Every command that loads a base."""
+    return (
+        ("inspect", model),
+        ("generate", model, "one 7"),
+        ("convert", model, "new"),
+        ("compare", model),
+        ("run", str(RECIPE), *SMALL, f"base.model={model}"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"n_groups": 0}, ("n_groups", "0")),
+        ({"chunk_size": None}, ("chunk_size", "null")),
+        ({"dtype": "float99"}, ("base.model", "float99")),
+        ({"quantization_config": {"quant_method": "nope"}}, ("quant_method", "nope")),
+        ({"num_hidden_layers": 10**7}, ("num_hidden_layers", "10000000")),
+        ({"vocab_size": 10**12}, ("vocab_size", "1000000000000")),
+        ({"num_heads": 3}, ("config.json",)),
+        ({"hidden_size": "128"}, ("hidden_size",)),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_config_that_no_model_has_in_every_command(
+    base_copy: Path, tmp_path: Path, fields: dict[str, object], words: tuple[str, ...]
+) -> None:
+    change(base_copy / "config.json", **fields)
+    for command in commands_on("./base"):
+        assert_refused(surgery(*command, cwd=tmp_path), *words)
+    assert not (tmp_path / "runs").exists() and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", b"[1, 2]"),
+        ("config.json", b"\xff\xfe"),
+        ("config.json", b"[" * 100_000),
+        ("adapter_config.json", b'{"peft_type": "LORA"}'),
+        ("model.safetensors", b"\xff" * 100),
+    ],
+    ids=["list", "not UTF-8", "deep", "adapter", "header"],
+)
+def test_a_file_of_another_form_in_every_command(base_copy: Path, tmp_path: Path, name: str, content: bytes) -> None:
+    (base_copy / name).write_bytes(content)
+    for command in commands_on("./base")[int(name == "model.safetensors") :]:  # inspect reads the config alone
+        assert_refused(surgery(*command, cwd=tmp_path), name)
+    assert not (tmp_path / "runs").exists() and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", [b"[3]", b'{"version": "1.0"', b"\xff\xfe"], ids=["list", "cut", "not UTF-8"])
+def test_a_tokenizer_of_another_form(base_copy: Path, tmp_path: Path, name: str, content: bytes) -> None:
+    (base_copy / name).write_bytes(content)
+    for command in commands_on("./base"):
+        if command[0] in ("generate", "compare", "run"):
+            assert_refused(surgery(*command, cwd=tmp_path), "base.tokenizer")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_tokenizer_larger_than_the_vocabulary(base_copy: Path, tmp_path: Path) -> None:
+    tokenizer = json.loads((base_copy / "tokenizer.json").read_text())
+    added = {**tokenizer["added_tokens"][0], "id": 5000, "content": "<|more|>"}
+    vocabulary = {**tokenizer["model"]["vocab"], "<|more|>": 5000}
+    change(base_copy / "tokenizer.json", added_tokens=[*tokenizer["added_tokens"], added],
+           model={**tokenizer["model"], "vocab": vocabulary})  # fmt: skip
+    for command in commands_on("./base"):
+        if command[0] in ("generate", "compare", "run"):
+            assert_refused(surgery(*command, cwd=tmp_path), "base.tokenizer", "5000")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", ["../base/model.safetensors", "link.safetensors"])
+def test_an_index_that_leaves_its_folder(base_copy: Path, tmp_path: Path, name: str) -> None:
+    model = tmp_path / "other"
+    shutil.copytree(base_copy, model, ignore=lambda *_: ["model.safetensors"])
+    (model / "link.safetensors").symlink_to(base_copy / "model.safetensors")
+    names = dict.fromkeys(load_file(base_copy / "model.safetensors"), name)
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    for command in commands_on("./other")[1:]:
+        assert_refused(surgery(*command, cwd=tmp_path), "model.safetensors.index.json", name, "folder")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "word"),
+    [(".", "current folder"), ("..", "FOLDER"), ("/", "FOLDER"), ("./base", "read from"), ("base/config.json", "file")],
+)
+def test_convert_onto_what_is_there(base_copy: Path, tmp_path: Path, target: str, word: str) -> None:
+    (tmp_path / "empty").mkdir()
+    cwd, model = (tmp_path / "empty", "../base") if target == "." else (tmp_path, "./base")
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    for options in ((), ("--overwrite",)):
+        assert_refused(surgery("convert", model, target, *options, cwd=cwd), "FOLDER", word)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+def test_convert_of_misshapen_tensors(base_copy: Path, tmp_path: Path) -> None:
+    file = base_copy / "model.safetensors"
+    weights = load_file(file)
+    save_file({**weights, "backbone.layers.1.mixer.D": weights["backbone.layers.1.mixer.D"][:3].clone()}, file)
+    done = surgery("convert", "./base", "new", cwd=tmp_path)
+    assert_refused(done, "misshapen", "backbone.layers.1.mixer.D", "(3,)", "expected (8,)")
+    assert not (tmp_path / "new").exists()
+
+
+class TestArguments:
+    """Names of any characters, overrides of any form."""
+
+    def test_a_model_whose_path_holds_an_equals_sign(self, base_copy: Path, tmp_path: Path) -> None:
+        base_copy.rename(tmp_path / "lr=0.1")
+        small = ("evaluate.examples=2", "evaluate.sentences=2", "evaluate.tasks=[kv_retrieval]", "evaluate.pairs=[4]")
+        done = surgery("compare", "lr=0.1", *small, cwd=tmp_path)
+        assert done.returncode == 0 and "lr=0.1" in done.stdout, done.stderr
+        assert_refused(surgery("compare", "./lr=0.2", cwd=tmp_path), "./lr=0.2", "no such folder")
+
+    def test_names_beyond_ascii(self, base_copy: Path, tmp_path: Path) -> None:
+        base_copy.rename(tmp_path / "módèl 😀")
+        assert "módèl 😀: mamba2" in surgery("inspect", "./módèl 😀", cwd=tmp_path).stdout
+        done = surgery("finetune", "./módèl 😀", "données 😀.jsonl", cwd=tmp_path)
+        assert_refused(done, "./módèl 😀", "Nothing is spliced")
+
+    @pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+    def test_any_name_is_printed_whatever_the_encoding(self, base_copy: Path, tmp_path: Path, locale: str) -> None:
+        base_copy.rename(tmp_path / "😀")
+        environment = {**os.environ, "LC_ALL": locale, "PYTHONIOENCODING": "ascii"}
+        command = [sys.executable, "-m", "surgery", "inspect", "./😀"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0 and "\\U0001f600: mamba2" in done.stdout, done.stderr
+
+    def test_bytes_that_are_no_utf8(self, tmp_path: Path) -> None:
+        for command in (("inspect", "\udcff"), ("run", "\udcff.yaml"), ("validate", str(RECIPE), "base.model=\udcff")):
+            assert_refused(surgery(*command, cwd=tmp_path), "argument", "\\udcff", "UTF-8")
+
+    def test_missing_and_unknown_commands(self, tmp_path: Path) -> None:
+        for words in (("--debug",), ("cut",), ("inspect",), ("inspect", "a", "b")):
+            done = surgery(*words, cwd=tmp_path)
+            assert done.returncode == 2 and "Traceback" not in done.stderr
+
+
+class TestErrorsOfOurOwn:
+    """An error that is no refusal is one line with exit code 1, and its traceback is a flag away."""
+
+    @pytest.fixture
+    def broken(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: object) -> None:
+            raise ZeroDivisionError("a\nbug")
+
+        monkeypatch.setattr("surgery.cli.load_any", fail)
+        monkeypatch.delenv("SURGERY_DEBUG", raising=False)
+
+    def end(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["surgery", *words])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        return caught.value.code, capsys.readouterr().err
+
+    def test_one_line_or_a_traceback(
+        self, broken: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        code, text = self.end(capsys, monkeypatch, "validate", "x.yaml")
+        assert code == 1 and text.count("\n") == 1
+        assert text.startswith("internal error: ZeroDivisionError: a bug") and "--debug" in text
+        monkeypatch.setenv("SURGERY_DEBUG", "1")
+        code, text = self.end(capsys, monkeypatch, "validate", "x.yaml")
+        assert code == 1 and "Traceback" in text and 'raise ZeroDivisionError("a\\nbug")' in text
+
+    def test_the_flag_shows_the_librarys_error_behind_a_refusal(self, tmp_path: Path) -> None:
+        (tmp_path / "x.yaml").write_text("a: [")
+        assert_refused(surgery("validate", "x.yaml", cwd=tmp_path), "x.yaml")
+        done = surgery("--debug", "validate", "x.yaml", cwd=tmp_path)
+        assert done.returncode == 2 and "yaml.parser.ParserError" in done.stderr
+        assert done.stderr.splitlines()[-1].startswith("error: x.yaml")
+
+    @pytest.mark.parametrize(
+        "error",
+        [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")],
+    )
+    def test_too_little_memory_says_what_to_reduce(
+        self, error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: object) -> None:
+            raise error
+
+        monkeypatch.setattr("surgery.cli.load_any", fail)
+        code, text = self.end(capsys, monkeypatch, "validate", "x.yaml")
+        assert code == 2 and text.startswith("error: out of memory") and "locate.batch_size" in text
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.parametrize("seconds", [0.15, 0.4, 1.0, 2.5])
+def test_an_interrupt_in_the_first_seconds_ends_without_a_traceback(tmp_path: Path, seconds: float) -> None:
+    command = [sys.executable, "-m", "surgery", "run", str(RECIPE), *SMALL]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and len(errors.splitlines()) <= 1, errors

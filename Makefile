@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint format pretrain rounding compat fuzz kills upstream real-shape gpu bench evidence clean
+.PHONY: demo test check lint format pretrain rounding compat newest fuzz kills upstream real-shape gpu bench evidence clean
 
 $(VENV)/.installed: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -48,6 +48,14 @@ compat: $(VENV)/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.compat $(BIN)/python -m pytest -n 2 tests/unit/hybrid tests/unit/families \
 		tests/unit/locate tests/unit/test_capture.py tests/unit/test_procedures.py tests/unit/test_splice.py tests/integration/test_famil*.py
 
+## The hybrids, what is read and written of them, and exports, on the newest torch that PyPI serves: 4 GB, in .newest.
+newest: $(VENV)/.installed
+	test -x .newest/bin/python || $(BIN)/python -m venv .newest
+	.newest/bin/pip install --quiet --disable-pip-version-check --upgrade torch
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo .newest/lib/python3*/site-packages)/zz_rest.pth
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) .newest/bin/python -m pytest -n 2 tests/unit/hybrid tests/unit/families \
+		tests/unit/test_*.py tests/unit/train tests/integration/test_export.py tests/integration/test_famil*.py
+
 ## Mutated inputs for every command, 2,000 cases in five minutes on one core; options in FUZZ='...', such as
 ## FUZZ='--seed 3 --only exports --cases 200', or FUZZ='--seed 3 --case 1234' to see one again. docs/RELIABILITY.md.
 fuzz: $(VENV)/.installed
@@ -82,4 +90,4 @@ evidence: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python bench/evidence.py $(EVIDENCE)
 
 clean:
-	rm -rf runs $(VENV) .compat .upstream .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	rm -rf runs $(VENV) .compat .newest .upstream .pytest_cache .ruff_cache .mypy_cache build *.egg-info

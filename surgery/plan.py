@@ -34,8 +34,8 @@ def make_plan(
         teacher: config of the teacher, with `init: teacher`.
 
     Raises:
-        PlanError: the heads were located in a model of another geometry, are out of range, or the model is a hybrid;
-            the teacher has no such head, or is not as wide as the model.
+        PlanError: no head is chosen; the heads were located in a model of another geometry, are out of range, or the
+            model is a hybrid; the teacher has no such head, or is not as wide as the model.
     """
     splice = splice or Splice()
     geometry = geometry_of(config)
@@ -44,6 +44,8 @@ def make_plan(
         raise PlanError("heads.json geometry", value, "The heads were located in another model. Locate again.")
     check_not_spliced(config)
     check_splices(config)
+    if not head_set.chosen:
+        raise PlanError("heads.json chosen", [], "No head is chosen: nothing would be spliced. Name heads, or locate.")
     specs = {spec.layer: spec for spec in family_of(config).sites(config)}
     by_layer: dict[int, list[ScoredHead]] = {}
     for scored in head_set.chosen:
@@ -141,8 +143,11 @@ def check_in_range(head: HeadId, config: PreTrainedConfig) -> None:
 
 
 def check_sites(plan: Plan, config: PreTrainedConfig) -> None:
-    """Raises PlanError when a graft is for no site of the model, or two are for one; plans are edited by hand too."""
+    """Raises PlanError when there is no graft, one has no heads or is for no site of the model, or two are for one."""
     check_splices(config)
+    if not plan.grafts or not all(graft.heads for graft in plan.grafts):
+        value = [list(graft.heads) for graft in plan.grafts]
+        raise PlanError("plan.json grafts", value, "A graft of at least one head is needed. Plan again.")
     sites = family_of(config).sites(config)
     layers = [site.layer for site in sites]
     for graft in plan.grafts:

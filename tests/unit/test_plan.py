@@ -20,11 +20,13 @@ from surgery.plan import (
     splice_field,
 )
 from surgery.recipe import Splice
+from surgery.splice import splice
 from tests.battery import plan_of, spliced
 from tests.pico import (
     HEAD_DIM,
     SPLICED_FAMILIES,
     STATE,
+    pico_base,
     pico_config,
     pico_family,
     pico_family_config,
@@ -58,8 +60,10 @@ class TestMakePlan:
         (graft,) = make_plan(chosen("L1H2", "L1H0", reads=reads), pico_config(), Splice(mode=mode, init=init)).grafts
         assert (graft.mode, graft.init, graft.reads, graft.donors) == (mode, init, (reads, reads), ())
 
-    def test_nothing_chosen_is_no_graft(self) -> None:
-        assert make_plan(chosen(), pico_config()).grafts == ()
+    def test_nothing_chosen_is_refused(self) -> None:
+        """A plan without grafts would splice nothing without a word."""
+        with pytest.raises(PlanError, match=r"^heads\.json chosen: \[\]\. No head is chosen"):
+            make_plan(chosen(), pico_config())
 
     def test_heads_of_another_model_are_refused(self) -> None:
         with pytest.raises(PlanError, match=r"heads\.json geometry.*Locate again"):
@@ -102,6 +106,14 @@ class TestCheckSites:
         (graft,) = plan.grafts
         caught = self._refused(plan, dataclasses.replace(graft, site=dataclasses.replace(graft.site, **change)))
         assert "[0, 1, 2]" in str(caught.value)
+
+    def test_a_plan_that_splices_nothing(self) -> None:
+        plan = make_plan(chosen("L1H2"), pico_config())
+        empty = dataclasses.replace(plan.grafts[0], heads=(), reads=())
+        for grafts in ((), (empty,), (*plan.grafts, dataclasses.replace(empty, site=plan.grafts[0].site))):
+            assert "at least one head" in str(self._refused(plan, *grafts).value)
+        with pytest.raises(PlanError, match=r"^plan\.json grafts: \[\]"):
+            splice(pico_base(), dataclasses.replace(plan, grafts=()))
 
     def test_two_grafts_for_one_layer(self) -> None:
         """The second would silently take the place of the first."""

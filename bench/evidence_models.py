@@ -42,8 +42,8 @@ class LinearAttention(SplicedAttention):
         streams: tuple[Tensor, Tensor] | None = None,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
-    ) -> Tensor:
-        """(B,T,D) -> (B,T,D). Raises ValueError with a cache or packed documents, or where rows are asked of it."""
+    ) -> tuple[Tensor, Tensor]:
+        """(B,T,D) -> (B,T,D), and the weights. Raises ValueError with a cache, packed documents or rows to collect."""
         if cache is not None or rows is not None or documents is not None:
             raise ValueError("LinearAttention: whole sequences without splice_queries only; pass use_cache=False.")
         if padding_mask is not None:
@@ -55,7 +55,7 @@ class LinearAttention(SplicedAttention):
             scores_BHTT = scores_BHTT * padding_mask[:, None, None, :].to(scores_BHTT.dtype)
         weights = scores_BHTT / scores_BHTT.abs().sum(-1, keepdim=True).clamp(min=1e-9)
         self.weights_BHTT = weights.abs()
-        return self._put_out((weights @ value).transpose(1, 2), u_BTD)
+        return self._put_out((weights @ value).transpose(1, 2), u_BTD), weights
 
 
 def make_linear(hybrid: PreTrainedModel) -> list[LinearAttention]:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
-from transformers.dynamic_module_utils import custom_object_save
 
 from surgery import formats
 from surgery.checkpoint import Checkpoint, open_checkpoint, refuse_faults
@@ -120,18 +119,8 @@ def _check_tensors(found: Checkpoint, tensors: dict[str, Stored]) -> PreTrainedM
 
 def _write_config(model: PreTrainedModel, folder: Path) -> None:
     """The config; with the modelling files where transformers has no such class."""
-    model_class, config_class = type(model), type(model.config)
-    model.config.architectures = [model_class.__name__]
-    if model_class.__module__.startswith("transformers."):
-        model.config.save_pretrained(folder)
-        return
-    try:  # the mark that asks for the files sits on the class; it is taken off again
-        model_class.register_for_auto_class("AutoModelForCausalLM")
-        config_class.register_for_auto_class()
-        custom_object_save(model, folder, config=model.config)
-        model.config.save_pretrained(folder)
-    finally:
-        model_class._auto_class = config_class._auto_class = None
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
 
 
 def _copy_config(found: Checkpoint, folder: Path, dtype: str | None) -> None:

@@ -7,7 +7,6 @@ transformers copies what they import.
 from __future__ import annotations
 
 import copy
-import json
 import platform
 import shutil
 from collections.abc import Mapping
@@ -70,8 +69,7 @@ def export(
     with new_folder(Path(folder)) as new:
         exported = _as_exported(model, section)
         exported.generation_config = _generation_config(model, tokenizer)
-        _save_with_code(exported, new, section.max_shard_size)
-        _name_backbone(new, type(exported.base_model).__name__)
+        exported.save_pretrained(new, max_shard_size=section.max_shard_size)
         tokenizer.save_pretrained(new)
         shutil.rmtree(new / "__pycache__", ignore_errors=True)
         _write_evidence(new, card, plan, heads, recipe_yaml, results, figures, page)
@@ -122,24 +120,6 @@ def _as_exported(model: PreTrainedModel, section: Export) -> PreTrainedModel:
     exported.config.dtype = dtype
     exported.config.use_cache = True
     return exported
-
-
-def _save_with_code(model: PreTrainedModel, folder: Path, max_shard_size: str) -> None:
-    """Saves with the modelling files. The mark that asks for them sits on the class; it is taken off again."""
-    model_class, config_class = type(model), type(model.config)
-    try:
-        model_class.register_for_auto_class("AutoModelForCausalLM")
-        config_class.register_for_auto_class()
-        model.save_pretrained(folder, max_shard_size=max_shard_size)
-    finally:
-        model_class._auto_class = config_class._auto_class = None
-
-
-def _name_backbone(folder: Path, name: str) -> None:
-    """transformers names the class that was saved; `AutoModel` finds the model without its head as well."""
-    config = json.loads((folder / "config.json").read_text())
-    config["auto_map"]["AutoModel"] = config["auto_map"]["AutoModelForCausalLM"].split(".")[0] + "." + name
-    write_json(folder / "config.json", config)
 
 
 def _generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:

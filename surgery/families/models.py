@@ -170,7 +170,7 @@ def _stream_fields(config: PreTrainedConfig) -> dict[str, Any]:
 
 def _llamba_fields(config: PreTrainedConfig) -> dict[str, Any]:
     own = _fields("use_bias", "use_conv_bias", "norm_epsilon", config)
-    activation = None if config.conv_activation == "identity" else config.conv_activation
+    activation = None if config.conv_activation == "identity" else "silu"  # of which "swish" is another name
     return {**own, "activation": activation, "gate_bias": True}
 
 

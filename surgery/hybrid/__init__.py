@@ -24,6 +24,10 @@ CLASSES = (
     (Zamba2HybridConfig, Zamba2HybridModel, Zamba2HybridForCausalLM),
 )
 for _config, _model, _causal in CLASSES:
+    # The modelling files travel with what is saved, so that stock transformers loads it with trust_remote_code.
+    _config.register_for_auto_class()
+    _model.register_for_auto_class("AutoModel")
+    _causal.register_for_auto_class("AutoModelForCausalLM")
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
     AutoModel.register(_config, _model, exist_ok=True)
     AutoModelForCausalLM.register(_config, _causal, exist_ok=True)

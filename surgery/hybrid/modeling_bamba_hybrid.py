@@ -4,18 +4,17 @@ Shipped with every exported checkpoint, so it imports the standard library, torc
 but the branch is transformers' own Bamba.
 """
 
-from transformers import BambaConfig
+from transformers import BambaConfig, GenerationMixin
 from transformers.models.bamba.modeling_bamba import (
     BambaForCausalLM,
     BambaMixer,
     BambaModel,
     BambaPreTrainedModel,
 )
-from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from .attention import HybridInitMixin, HybridMixerMixin
 from .donor import BRANCHES
-from .mixins import HybridCausalLMMixin, HybridConfigMixin, HybridModelMixin
+from .mixins import HybridCausalLMMixin, HybridConfigMixin, HybridModelMixin, recorded
 
 
 class BambaHybridConfig(HybridConfigMixin, BambaConfig):
@@ -31,24 +30,23 @@ class BambaHybridConfig(HybridConfigMixin, BambaConfig):
         """What the cache keeps for each layer; `layers_block_type` still says what is built."""
         return self.cache_types(self.layers_block_type)
 
+    def ssm_heads(self) -> tuple[int, int]:
+        """How many heads an SSM layer has, and their width."""
+        return self.mamba_n_heads, self.mamba_d_head
+
 
 class BambaHybridMixer(HybridMixerMixin, BambaMixer):
     """`BambaMixer` with a branch where the config splices one."""
 
     branches = BRANCHES
-
-    def __init__(self, config: BambaHybridConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        # The family's own takes one mean square over all groups in releases before 5.23; from there on they are equal.
-        width = self.intermediate_size
-        self.norm = Zamba2RMSNormGated(width, width // self.n_groups, eps=self.norm.variance_epsilon)
-        self.splice_attention(config, layer_idx)
+    norm_by_group = True
 
 
 class BambaHybridPreTrainedModel(HybridInitMixin, BambaPreTrainedModel):
     """Flags and initialisation common to both classes."""
 
     config_class = BambaHybridConfig
+    _can_record_outputs = recorded(BambaPreTrainedModel)
 
 
 class BambaHybridModel(HybridModelMixin, BambaHybridPreTrainedModel, BambaModel):
@@ -58,17 +56,17 @@ class BambaHybridModel(HybridModelMixin, BambaHybridPreTrainedModel, BambaModel)
         super().__init__(config)
         for index, block in enumerate(self.layers):
             if config.layers_block_type[index] == "linear_attention":
-                block.mamba = BambaHybridMixer(config, index)
+                BambaHybridMixer.take_over(block.mamba, config)
         self.post_init()
 
 
-class BambaHybridForCausalLM(HybridCausalLMMixin, BambaHybridPreTrainedModel, BambaForCausalLM):
+class BambaHybridForCausalLM(HybridCausalLMMixin, BambaHybridPreTrainedModel, BambaForCausalLM, GenerationMixin):
     """Bamba language model with spliced attention heads."""
 
     def __init__(self, config: BambaHybridConfig) -> None:
-        super().__init__(config)
-        self.model = BambaHybridModel(config)
-        self.post_init()
+        super(BambaForCausalLM, self).__init__(config)
+        self.z_loss_coefficient = config.z_loss_coefficient
+        self._build(BambaHybridModel(config))
 
 
 __all__ = ["BambaHybridConfig", "BambaHybridForCausalLM", "BambaHybridModel", "BambaHybridPreTrainedModel"]

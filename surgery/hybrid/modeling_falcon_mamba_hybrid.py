@@ -5,7 +5,7 @@ but the branch is transformers' own Falcon-Mamba (arXiv 2410.05355). A head is a
 channels, and its branch reads the mixer's own streams.
 """
 
-from transformers import FalconMambaConfig
+from transformers import FalconMambaConfig, GenerationMixin
 from transformers.models.falcon_mamba.modeling_falcon_mamba import (
     FalconMambaForCausalLM,
     FalconMambaMixer,
@@ -13,15 +13,16 @@ from transformers.models.falcon_mamba.modeling_falcon_mamba import (
     FalconMambaPreTrainedModel,
 )
 
-from .attention import HybridInitMixin, HybridMixerMixin, StreamAttention
+from .attention import HybridInitMixin, StreamAttention, StreamMixerMixin
 from .donor import BRANCHES
-from .mixins import HybridConfigMixin, HybridModelMixin, MambaHybridCausalLMMixin
+from .mixins import HybridConfigMixin, HybridModelMixin, MambaHybridCausalLMMixin, RecordingMixin
 
 
 class FalconMambaHybridConfig(HybridConfigMixin, FalconMambaConfig):
     """FalconMambaConfig and the fields `splice` and `channels_per_head`, the width of the channel groups."""
 
     model_type = "falcon_mamba_hybrid"
+    reads_streams = True
 
     splice: list | None = None
     channels_per_head: int = 64
@@ -31,26 +32,27 @@ class FalconMambaHybridConfig(HybridConfigMixin, FalconMambaConfig):
         """What the cache keeps for each layer."""
         return self.cache_types(["linear_attention"] * self.num_hidden_layers)
 
+    def ssm_heads(self) -> tuple[int, int]:
+        """How many channel groups a layer has, and their width."""
+        width = min(self.channels_per_head, self.intermediate_size)
+        return self.intermediate_size // width, width
 
-class FalconMambaHybridMixer(HybridMixerMixin, FalconMambaMixer):
+
+class FalconMambaHybridMixer(StreamMixerMixin, FalconMambaMixer):
     """`FalconMambaMixer` with a branch where the config splices one."""
 
     branches = {**BRANCHES, "ssm": StreamAttention}
-    one_by_one = True
-
-    def __init__(self, config: FalconMambaHybridConfig, layer_idx: int, initialize_mixer_weights: bool = False) -> None:
-        super().__init__(config, layer_idx, initialize_mixer_weights)
-        self.splice_attention(config, layer_idx)
 
 
 class FalconMambaHybridPreTrainedModel(HybridInitMixin, FalconMambaPreTrainedModel):
     """Flags and initialisation common to both classes."""
 
     config_class = FalconMambaHybridConfig
+    _keep_in_fp32_modules_strict = {"A_log", "D"}
     _no_split_modules = ["FalconMambaBlock"]
 
 
-class FalconMambaHybridModel(HybridModelMixin, FalconMambaHybridPreTrainedModel, FalconMambaModel):
+class FalconMambaHybridModel(HybridModelMixin, RecordingMixin, FalconMambaHybridPreTrainedModel, FalconMambaModel):
     """`FalconMambaModel` whose mixers may have a branch."""
 
     cache_argument = "cache_params"
@@ -59,12 +61,14 @@ class FalconMambaHybridModel(HybridModelMixin, FalconMambaHybridPreTrainedModel,
 
     def __init__(self, config: FalconMambaHybridConfig) -> None:
         super().__init__(config)
-        for index, block in enumerate(self.layers):
-            block.mixer = FalconMambaHybridMixer(config, index)
+        for block in self.layers:
+            FalconMambaHybridMixer.take_over(block.mixer, config)
         self.post_init()
 
 
-class FalconMambaHybridForCausalLM(MambaHybridCausalLMMixin, FalconMambaHybridPreTrainedModel, FalconMambaForCausalLM):
+class FalconMambaHybridForCausalLM(
+    MambaHybridCausalLMMixin, FalconMambaHybridPreTrainedModel, FalconMambaForCausalLM, GenerationMixin
+):
     """Falcon-Mamba language model with spliced attention heads."""
 
     def __init__(self, config: FalconMambaHybridConfig) -> None:

@@ -6,18 +6,17 @@ but the branch is transformers' own Granite 4.
 
 from typing import Any
 
-from transformers import GraniteMoeHybridConfig
+from transformers import GenerationMixin, GraniteMoeHybridConfig
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
     GraniteMoeHybridForCausalLM,
     GraniteMoeHybridMambaLayer,
     GraniteMoeHybridModel,
     GraniteMoeHybridPreTrainedModel,
 )
-from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from .attention import HybridInitMixin, HybridMixerMixin
 from .donor import BRANCHES
-from .mixins import HybridCausalLMMixin, HybridConfigMixin, HybridModelMixin
+from .mixins import HybridCausalLMMixin, HybridConfigMixin, HybridModelMixin, recorded
 
 
 class GraniteHybridConfig(HybridConfigMixin, GraniteMoeHybridConfig):
@@ -40,24 +39,23 @@ class GraniteHybridConfig(HybridConfigMixin, GraniteMoeHybridConfig):
         """What is built: a spliced layer is an SSM layer."""
         return ["linear_attention" if kind == "hybrid" else kind for kind in self.layer_types]
 
+    def ssm_heads(self) -> tuple[int, int]:
+        """How many heads an SSM layer has, and their width."""
+        return self.mamba_n_heads, self.mamba_d_head
+
 
 class GraniteHybridMixer(HybridMixerMixin, GraniteMoeHybridMambaLayer):
     """`GraniteMoeHybridMambaLayer` with a branch where the config splices one."""
 
     branches = BRANCHES
-
-    def __init__(self, config: GraniteHybridConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        # The family's own takes one mean square over all groups in releases before 5.23; from there on they are equal.
-        width = self.intermediate_size
-        self.norm = Zamba2RMSNormGated(width, width // self.n_groups, eps=self.norm.variance_epsilon)
-        self.splice_attention(config, layer_idx)
+    norm_by_group = True
 
 
 class GraniteHybridPreTrainedModel(HybridInitMixin, GraniteMoeHybridPreTrainedModel):
     """Flags and initialisation common to both classes."""
 
     config_class = GraniteHybridConfig
+    _can_record_outputs = recorded(GraniteMoeHybridPreTrainedModel)
 
 
 class GraniteHybridModel(HybridModelMixin, GraniteHybridPreTrainedModel, GraniteMoeHybridModel):
@@ -67,17 +65,20 @@ class GraniteHybridModel(HybridModelMixin, GraniteHybridPreTrainedModel, Granite
         super().__init__(config)
         for index, block in enumerate(self.layers):
             if config.layers_block_type[index] == "linear_attention":
-                block.mamba = GraniteHybridMixer(config, index)
+                GraniteHybridMixer.take_over(block.mamba, config)
         self.post_init()
 
 
-class GraniteHybridForCausalLM(HybridCausalLMMixin, GraniteHybridPreTrainedModel, GraniteMoeHybridForCausalLM):
+class GraniteHybridForCausalLM(
+    HybridCausalLMMixin, GraniteHybridPreTrainedModel, GraniteMoeHybridForCausalLM, GenerationMixin
+):
     """Granite 4 language model with spliced attention heads."""
 
     def __init__(self, config: GraniteHybridConfig) -> None:
-        super().__init__(config)
-        self.model = GraniteHybridModel(config)
-        self.post_init()
+        super(GraniteMoeHybridForCausalLM, self).__init__(config)
+        self.router_aux_loss_coef, self.logits_scaling = config.router_aux_loss_coef, config.logits_scaling
+        self.num_experts, self.num_experts_per_tok = config.num_local_experts, config.num_experts_per_tok
+        self._build(GraniteHybridModel(config))
 
 
 __all__ = ["GraniteHybridConfig", "GraniteHybridForCausalLM", "GraniteHybridModel", "GraniteHybridPreTrainedModel"]

@@ -29,7 +29,7 @@ from transformers.utils.generic import maybe_autocast
 from .attention import HybridInitMixin, HybridMixerMixin, is_whole, splice_sites
 from .discrete_scan import chunked_scan, scan_step
 from .donor import BRANCHES, DonorMixer
-from .mixins import HybridCausalLMMixin, HybridConfigMixin, HybridModelMixin
+from .mixins import HybridCausalLMMixin, HybridConfigMixin, HybridModelMixin, RecordingMixin
 
 BLOCK_NORM_EPSILON = 1e-5  # of the norms in a block, whatever `norm_epsilon` says: that is the final norm's
 CONV_ACTIVATIONS = {"identity": nn.Identity, "silu": nn.SiLU, "swish": nn.SiLU}
@@ -59,10 +59,11 @@ class LlambaConfig(HybridConfigMixin, PreTrainedConfig):
             convolution), `bias` (of the projections), `conv_bias`; likewise.
 
     Raises:
-        ValueError: widths that do not divide, or an unknown activation.
+        ValueError: widths that do not divide, an unknown activation, or a `splice` that the model cannot have.
     """
 
     model_type = "llamba"
+    takes_layers = True
     keys_to_ignore_at_inference = ["past_key_values"]
     attribute_map = {
         "hidden_size": "d_model",
@@ -91,9 +92,9 @@ class LlambaConfig(HybridConfigMixin, PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         self.mlp_cfg = {**MLP_DEFAULTS, **(self.mlp_cfg or {})}
         self.ssm_cfg = {**SSM_DEFAULTS, **(self.ssm_cfg or {})}
+        self._check_widths()
         super().__post_init__(**kwargs)
         self.vocab_size += -self.vocab_size % self.pad_vocab_size_multiple
-        self._check_widths()
 
     def _check_widths(self) -> None:
         inner, heads, key_heads = self.expand * self.d_model, self.num_heads, self.n_groups
@@ -253,6 +254,7 @@ class LlambaPreTrainedModel(HybridInitMixin, PreTrainedModel):
 
     config_class = LlambaConfig
     base_model_prefix = "backbone"
+    _keep_in_fp32_modules_strict = {"D"}
     supports_gradient_checkpointing = True
     _no_split_modules = ["LlambaBlock"]
     _is_stateful = True
@@ -309,13 +311,13 @@ class PlainLlambaModel(LlambaPreTrainedModel):
         )
 
 
-class LlambaModel(HybridModelMixin, PlainLlambaModel):
+class LlambaModel(HybridModelMixin, RecordingMixin, PlainLlambaModel):
     """Llamba without its head."""
 
     packs = False
 
 
-class PlainLlambaForCausalLM(LlambaPreTrainedModel, GenerationMixin):
+class PlainLlambaForCausalLM(LlambaPreTrainedModel):
     """The forward that `LlambaForCausalLM` prepares the arguments of."""
 
     _tied_weights_keys = {"lm_head.weight": "backbone.embedding.weight"}
@@ -363,11 +365,15 @@ class PlainLlambaForCausalLM(LlambaPreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
+            loss=loss,
+            logits=logits,
+            past_key_values=output.past_key_values,
+            hidden_states=output.hidden_states,
+            attentions=output.attentions,
         )
 
 
-class LlambaForCausalLM(HybridCausalLMMixin, PlainLlambaForCausalLM):
+class LlambaForCausalLM(HybridCausalLMMixin, PlainLlambaForCausalLM, GenerationMixin):
     """The Llamba language model; with `config.splice`, a hybrid."""
 
 

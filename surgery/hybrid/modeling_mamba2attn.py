@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Block, Mamba2ForCausalLM, Mamba2Model, Mamba2RMSNorm
 
@@ -167,15 +168,14 @@ class MambaSsmMLP(nn.Module):
 
 
 class Mamba2AttnBlock(Mamba2Block):
-    """`Mamba2Block` around a mixer that is there already, with an MLP and a norm of its own after it."""
+    """`Mamba2Block` with an MLP and a norm of its own after the mixer."""
 
-    def __init__(self, config: Mamba2AttnConfig, layer_idx: int, mixer: nn.Module) -> None:
-        super(Mamba2Block, self).__init__()  # its own __init__ would build a mixer
-        self.config, self.layer_idx, self.residual_in_fp32 = config, layer_idx, config.residual_in_fp32
-        self.norm = Mamba2RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.mixer = mixer
-        self.norm2 = Mamba2RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.mlp = MambaSsmMLP(config)
+    @classmethod
+    def take_over(cls, block: Mamba2Block, config: Mamba2AttnConfig) -> None:
+        """Gives a block that is there already the two."""
+        block.__class__ = cls
+        block.norm2 = Mamba2RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        block.mlp = MambaSsmMLP(config)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """(B,T,D) -> (B,T,D)."""
@@ -214,13 +214,13 @@ class Mamba2AttnModel(Mamba2HybridModel, MaskedMamba2Model):
         for index in config.attn_layer_idx or ():
             self.layers[index].mixer = MambaSsmAttention(config, index)
         if config.d_intermediate:
-            blocks = [Mamba2AttnBlock(config, index, block.mixer) for index, block in enumerate(self.layers)]
-            self.layers = nn.ModuleList(blocks)
+            for block in self.layers:
+                Mamba2AttnBlock.take_over(block, config)
         self._no_split_modules = [type(block).__name__ for block in self.layers[:1]]
         self.post_init()
 
 
-class Mamba2AttnForCausalLM(Mamba2HybridForCausalLM):
+class Mamba2AttnForCausalLM(Mamba2HybridForCausalLM, GenerationMixin):
     """Mamba-2 language model with attention layers; "Mamba" in the name makes `generate` pass `cache_params`."""
 
     config_class = Mamba2AttnConfig

@@ -5,7 +5,7 @@ but the branch is transformers' own Mamba-1 (arXiv 2312.00752). A head is a grou
 channels, and its branch reads the mixer's own streams.
 """
 
-from transformers import MambaConfig
+from transformers import GenerationMixin, MambaConfig
 from transformers.models.mamba.modeling_mamba import (
     MambaForCausalLM,
     MambaMixer,
@@ -13,15 +13,16 @@ from transformers.models.mamba.modeling_mamba import (
     MambaPreTrainedModel,
 )
 
-from .attention import HybridInitMixin, HybridMixerMixin, StreamAttention
+from .attention import HybridInitMixin, StreamAttention, StreamMixerMixin
 from .donor import BRANCHES
-from .mixins import HybridConfigMixin, HybridModelMixin, MambaHybridCausalLMMixin
+from .mixins import HybridConfigMixin, HybridModelMixin, MambaHybridCausalLMMixin, RecordingMixin
 
 
 class MambaHybridConfig(HybridConfigMixin, MambaConfig):
     """MambaConfig and the fields `splice` and `channels_per_head`, the width of the channel groups."""
 
     model_type = "mamba_hybrid"
+    reads_streams = True
 
     splice: list | None = None
     channels_per_head: int = 64
@@ -31,26 +32,27 @@ class MambaHybridConfig(HybridConfigMixin, MambaConfig):
         """What the cache keeps for each layer."""
         return self.cache_types(["linear_attention"] * self.num_hidden_layers)
 
+    def ssm_heads(self) -> tuple[int, int]:
+        """How many channel groups a layer has, and their width."""
+        width = min(self.channels_per_head, self.intermediate_size)
+        return self.intermediate_size // width, width
 
-class MambaHybridMixer(HybridMixerMixin, MambaMixer):
+
+class MambaHybridMixer(StreamMixerMixin, MambaMixer):
     """`MambaMixer` with a branch where the config splices one."""
 
     branches = {**BRANCHES, "ssm": StreamAttention}
-    one_by_one = True
-
-    def __init__(self, config: MambaHybridConfig, layer_idx: int, initialize_mixer_weights: bool = False) -> None:
-        super().__init__(config, layer_idx, initialize_mixer_weights)
-        self.splice_attention(config, layer_idx)
 
 
 class MambaHybridPreTrainedModel(HybridInitMixin, MambaPreTrainedModel):
     """Flags and initialisation common to both classes."""
 
     config_class = MambaHybridConfig
+    _keep_in_fp32_modules_strict = {"A_log", "D"}
     _no_split_modules = ["MambaBlock"]
 
 
-class MambaHybridModel(HybridModelMixin, MambaHybridPreTrainedModel, MambaModel):
+class MambaHybridModel(HybridModelMixin, RecordingMixin, MambaHybridPreTrainedModel, MambaModel):
     """`MambaModel` whose mixers may have a branch."""
 
     cache_argument = "cache_params"
@@ -59,12 +61,12 @@ class MambaHybridModel(HybridModelMixin, MambaHybridPreTrainedModel, MambaModel)
 
     def __init__(self, config: MambaHybridConfig) -> None:
         super().__init__(config)
-        for index, block in enumerate(self.layers):
-            block.mixer = MambaHybridMixer(config, index)
+        for block in self.layers:
+            MambaHybridMixer.take_over(block.mixer, config)
         self.post_init()
 
 
-class MambaHybridForCausalLM(MambaHybridCausalLMMixin, MambaHybridPreTrainedModel, MambaForCausalLM):
+class MambaHybridForCausalLM(MambaHybridCausalLMMixin, MambaHybridPreTrainedModel, MambaForCausalLM, GenerationMixin):
     """Mamba-1 language model with spliced attention heads."""
 
     def __init__(self, config: MambaHybridConfig) -> None:

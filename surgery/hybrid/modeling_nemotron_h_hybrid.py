@@ -4,7 +4,7 @@ Shipped with every exported checkpoint, so it imports the standard library, torc
 but the branch is transformers' own Nemotron-H (arXiv 2504.03624).
 """
 
-from transformers import NemotronHConfig
+from transformers import GenerationMixin, NemotronHConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import (
     NemotronHForCausalLM,
     NemotronHMamba2Mixer,
@@ -14,7 +14,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import (
 
 from .attention import HybridInitMixin, HybridMixerMixin
 from .donor import BRANCHES
-from .mixins import HybridCausalLMMixin, HybridConfigMixin, HybridModelMixin
+from .mixins import HybridCausalLMMixin, HybridConfigMixin, HybridModelMixin, recorded
 
 
 class NemotronHHybridConfig(HybridConfigMixin, NemotronHConfig):
@@ -35,21 +35,22 @@ class NemotronHHybridConfig(HybridConfigMixin, NemotronHConfig):
         """The parent sets the block types under this name."""
         self.layers_block_type = value
 
+    def ssm_heads(self) -> tuple[int, int]:
+        """How many heads an SSM layer has, and their width."""
+        return self.mamba_num_heads, self.mamba_head_dim
+
 
 class NemotronHHybridMixer(HybridMixerMixin, NemotronHMamba2Mixer):
     """`NemotronHMamba2Mixer` with a branch where the config splices one."""
 
     branches = BRANCHES
 
-    def __init__(self, config: NemotronHHybridConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        self.splice_attention(config, layer_idx)
-
 
 class NemotronHHybridPreTrainedModel(HybridInitMixin, NemotronHPreTrainedModel):
     """Flags and initialisation common to both classes."""
 
     config_class = NemotronHHybridConfig
+    _can_record_outputs = recorded(NemotronHPreTrainedModel)
     _keep_in_fp32_modules_strict = {"A_log", "dt_bias", "D", "e_score_correction_bias"}
 
 
@@ -60,17 +61,18 @@ class NemotronHHybridModel(HybridModelMixin, NemotronHHybridPreTrainedModel, Nem
         super().__init__(config)
         for index, block in enumerate(self.layers):
             if config.layers_block_type[index] == "linear_attention":
-                block.mixer = NemotronHHybridMixer(config, index)
+                NemotronHHybridMixer.take_over(block.mixer, config)
         self.post_init()
 
 
-class NemotronHHybridForCausalLM(HybridCausalLMMixin, NemotronHHybridPreTrainedModel, NemotronHForCausalLM):
+class NemotronHHybridForCausalLM(
+    HybridCausalLMMixin, NemotronHHybridPreTrainedModel, NemotronHForCausalLM, GenerationMixin
+):
     """Nemotron-H language model with spliced attention heads."""
 
     def __init__(self, config: NemotronHHybridConfig) -> None:
-        super().__init__(config)
-        self.model = NemotronHHybridModel(config)
-        self.post_init()
+        super(NemotronHForCausalLM, self).__init__(config)
+        self._build(NemotronHHybridModel(config))
 
 
 __all__ = [

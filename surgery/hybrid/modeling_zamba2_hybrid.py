@@ -5,7 +5,7 @@ but the branch is transformers' own Zamba2 (arXiv 2411.15242). Layers with a sha
 values in their cache slot and are not spliced.
 """
 
-from transformers import Zamba2Config
+from transformers import GenerationMixin, Zamba2Config
 from transformers.models.zamba2.modeling_zamba2 import (
     Zamba2ForCausalLM,
     Zamba2MambaMixer,
@@ -15,7 +15,7 @@ from transformers.models.zamba2.modeling_zamba2 import (
 
 from .attention import HybridInitMixin, HybridMixerMixin
 from .donor import BRANCHES
-from .mixins import HybridCausalLMMixin, HybridConfigMixin, HybridModelMixin
+from .mixins import HybridCausalLMMixin, HybridConfigMixin, HybridModelMixin, recorded
 
 
 class Zamba2HybridConfig(HybridConfigMixin, Zamba2Config):
@@ -31,21 +31,22 @@ class Zamba2HybridConfig(HybridConfigMixin, Zamba2Config):
         """What the cache keeps for each layer; `layers_block_type` still says what is built."""
         return self.cache_types(self.layers_block_type)
 
+    def ssm_heads(self) -> tuple[int, int]:
+        """How many heads an SSM layer has, and their width."""
+        return self.n_mamba_heads, self.mamba_headdim
+
 
 class Zamba2HybridMixer(HybridMixerMixin, Zamba2MambaMixer):
     """`Zamba2MambaMixer` with a branch where the config splices one."""
 
     branches = BRANCHES
 
-    def __init__(self, config: Zamba2HybridConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        self.splice_attention(config, layer_idx)
-
 
 class Zamba2HybridPreTrainedModel(HybridInitMixin, Zamba2PreTrainedModel):
     """Flags and initialisation common to both classes."""
 
     config_class = Zamba2HybridConfig
+    _can_record_outputs = recorded(Zamba2PreTrainedModel)
 
 
 class Zamba2HybridModel(HybridModelMixin, Zamba2HybridPreTrainedModel, Zamba2Model):
@@ -55,17 +56,16 @@ class Zamba2HybridModel(HybridModelMixin, Zamba2HybridPreTrainedModel, Zamba2Mod
         super().__init__(config)
         for index, block in enumerate(self.layers):
             holder = block.mamba_decoder if config.layers_block_type[index] == "hybrid" else block
-            holder.mamba = Zamba2HybridMixer(config, index)
+            Zamba2HybridMixer.take_over(holder.mamba, config)
         self.post_init()
 
 
-class Zamba2HybridForCausalLM(HybridCausalLMMixin, Zamba2HybridPreTrainedModel, Zamba2ForCausalLM):
+class Zamba2HybridForCausalLM(HybridCausalLMMixin, Zamba2HybridPreTrainedModel, Zamba2ForCausalLM, GenerationMixin):
     """Zamba2 language model with spliced attention heads."""
 
     def __init__(self, config: Zamba2HybridConfig) -> None:
-        super().__init__(config)
-        self.model = Zamba2HybridModel(config)
-        self.post_init()
+        super(Zamba2ForCausalLM, self).__init__(config)
+        self._build(Zamba2HybridModel(config))
 
 
 __all__ = ["Zamba2HybridConfig", "Zamba2HybridForCausalLM", "Zamba2HybridModel", "Zamba2HybridPreTrainedModel"]

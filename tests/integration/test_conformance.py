@@ -6,6 +6,7 @@ hybrid class has to do, whatever its family, is in tests/unit/hybrid/test_common
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import socket
@@ -23,8 +24,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.import_utils import is_serve_available
 
+from tests.battery import trained
 from tests.integration.conftest import ROOT
-from tests.pico import pico_hybrid, pico_site, pico_tokenizer, random_site
+from tests.pico import SPLICED_FAMILIES, pico_hybrid, pico_site, pico_tokenizer, random_site
 from tests.unit.test_verify import exporting, in_this_process
 
 
@@ -108,6 +110,25 @@ def test_adapters(found: dict[str, Any]) -> None:
 def test_what_does_not_work_says_so(way: str, error: str, found: dict[str, Any]) -> None:
     """Of transformers, not of these classes; none of them gives a wrong text instead."""
     assert found[way].startswith("ValueError: ") and error in found[way]
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What another stranger saw of one model of each family, as `save_pretrained` wrote it."""
+    place = tmp_path_factory.mktemp("families")
+    for name in SPLICED_FAMILIES:
+        copy.deepcopy(trained(name)).save_pretrained(place / "models" / name)
+    command = [sys.executable, "-m", "tests.integration.stranger_families", "models", "found.json"]
+    done = subprocess.run(command, cwd=place, env=environment(place), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads((place / "found.json").read_text())
+
+
+@pytest.mark.parametrize("name", SPLICED_FAMILIES)
+def test_what_is_saved_is_loaded_pickled_and_saved_again(name: str, families: dict[str, Any]) -> None:
+    """By stock transformers, with the code in the folder: whole, and without its head."""
+    assert isinstance(families[name], dict), families[name]
+    assert len(families[name]) == 7 and all(families[name].values()), families[name]
 
 
 # `transformers serve` looks every class up by its name in its own package, where no model that brings its code is.

@@ -40,7 +40,7 @@ def folder(finished: Path) -> Path:
 
 def test_shipped_modules_are_the_librarys_own_byte_for_byte(folder: Path) -> None:
     shipped = sorted(p.name for p in folder.glob("*.py"))
-    assert shipped == ["attention.py", "donor.py", "mixins.py", "modeling_mamba2_hybrid.py", "packing.py"]
+    assert shipped == ["attention.py", "donor.py", "mixins.py", "modeling_mamba2_hybrid.py", "packing.py", "sites.py"]
     for name in shipped:
         assert (folder / name).read_bytes() == (LIBRARY / name).read_bytes()
 

@@ -98,7 +98,7 @@ def test_equals_the_naive_branch(site: dict, implementation: str, exact: None) -
     branch, u = make(site, implementation), inputs()
     padding = torch.ones(2, 11)
     padding[1, :4] = 0
-    output = branch(u, padding_mask=padding, causal_mask=masked(padding, 11))
+    output = branch(u, padding_mask=padding, causal_mask=masked(padding, 11))[0]
     for b in range(2):
         real = padding[b].bool()
         expected, _ = naive(branch, u[b], real)
@@ -155,7 +155,7 @@ def test_a_branch_of_streams_equals_the_naive_one(name: str, implementation: str
     assert (branch.stream_eps is None) == (name == "mamba")
     u, rng = inputs(2, 7), torch.Generator().manual_seed(4)
     x, parameters = (torch.randn(2, 7, w, dtype=u.dtype, generator=rng) for w in (64, sum(branch.stream_widths)))
-    output = branch(u, causal_mask=masked(None, 7), streams=(x, parameters))
+    output = branch(u, causal_mask=masked(None, 7), streams=(x, parameters))[0]
     for b in range(2):
         torch.testing.assert_close(output[b], naive_stream(branch, u[b], x[b], parameters[b]), atol=1e-10, rtol=0)
 
@@ -198,7 +198,7 @@ def test_gradients_equal_those_of_eager() -> None:
     for implementation in ("eager", "sdpa"):
         branch = make(SITES[1], implementation).requires_grad_(True)
         u = inputs().requires_grad_(True)
-        branch(u, causal_mask=masked(None, 11)).pow(2).sum().backward()
+        branch(u, causal_mask=masked(None, 11))[0].pow(2).sum().backward()
         grads.append([u.grad, *(p.grad for p in branch.parameters())])
     for eager, sdpa in zip(*grads, strict=True):
         assert eager.abs().max() > 1e-3
@@ -222,7 +222,7 @@ def test_flash_gets_keys_as_wide_as_values(monkeypatch: pytest.MonkeyPatch) -> N
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     branch, u = make(pico_site(0, [1, 3])), inputs()
-    expected, widths = branch(u, causal_mask=masked(None, 11)), []
+    expected, widths = branch(u, causal_mask=masked(None, 11))[0], []
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     def flash(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -231,7 +231,7 @@ def test_flash_gets_keys_as_wide_as_values(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "flash_attention_2", flash)
     branch.config._attn_implementation = "flash_attention_2"
-    torch.testing.assert_close(branch(u, causal_mask=masked(None, 11)), expected)
+    torch.testing.assert_close(branch(u, causal_mask=masked(None, 11))[0], expected)
     assert widths == [(16, 16, 16)]
 
 

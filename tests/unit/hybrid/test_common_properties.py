@@ -215,15 +215,25 @@ class TestForward:
         assert torch.equal(body.hidden_states[-1], body.last_hidden_state)
         assert all(map(torch.equal, body.hidden_states, found.hidden_states))
 
-    def test_attentions_are_the_plain_models(self, name: str) -> None:
-        """Those of its own attention layers where it gives them; rows of spliced heads are asked for in another way."""
-        models = [copy.deepcopy(m) for m in (trained(name), base(name))]
-        for model in models:
-            model.set_attn_implementation("eager")
-        found, plain = (m(tokens(2, 9), use_cache=False, output_attentions=True) for m in models)
-        shapes = [[a.shape for a in o.get("attentions") or ()] for o in (found, plain)]
-        assert shapes[0] == shapes[1]
-        assert bool(shapes[0]) == (name in ("zamba2", "bamba", "granite", "nemotron_h"))
+    def test_attentions_are_those_of_every_layer_that_attends(self, name: str) -> None:
+        """From below, the family's own (as the plain model gives them) and the branches', whose rows are known."""
+        model, ids = copy.deepcopy(trained(name)), tokens(2, 9)
+        model.set_attn_implementation("eager")
+        given = {"use_cache": False, "splice_queries": torch.arange(9).expand(2, 9)}
+        found = model(ids, output_attentions=True, **given)
+        spliced = [site["layer"] for site in model.config.splice]
+        kinds = getattr(model.config, "layers_block_type", None) or ()
+        own = [layer for layer, kind in enumerate(kinds) if kind in ("full_attention", "hybrid")]
+        layers = sorted(spliced + own)
+        assert len(found.attentions) == len(layers)
+        weights = dict(zip(layers, found.attentions, strict=True))
+        for layer, rows in zip(spliced, found.splice_attentions, strict=True):
+            torch.testing.assert_close(weights[layer], rows.to(weights[layer].dtype), **CLOSE)
+        assert all(w.shape == (2, 4, 9, 9) and (w.sum(-1) - 1).abs().max() < 1e-5 for w in map(weights.get, own))
+        body = model.base_model(ids, output_attentions=True, use_cache=False)
+        assert all(map(torch.equal, body.attentions, found.attentions)) and model(ids).attentions is None
+        model.set_attn_implementation("sdpa")
+        assert model(ids, output_attentions=True, use_cache=False).attentions == ()
 
     def test_implementations_agree(self, name: str) -> None:
         model, (ids, mask) = copy.deepcopy(trained(name)), pad([tokens(1, n, seed=n)[0] for n in (9, 14)], "left")

@@ -55,7 +55,7 @@ def donor_output(teacher, layer: int, x_BTD: Tensor, heads: list[int] | None) ->
 
 def branch_output(hybrid, plan: Plan, x_BTD: Tensor) -> Tensor:
     causal = torch.full((x_BTD.shape[1],) * 2, torch.finfo(x_BTD.dtype).min).triu(1)[None, None]
-    return mixer_of(hybrid, plan.grafts[0].site).attention(x_BTD, None, None, causal)
+    return mixer_of(hybrid, plan.grafts[0].site).attention(x_BTD, None, None, causal)[0]
 
 
 @pytest.mark.parametrize("name", TEACHERS)

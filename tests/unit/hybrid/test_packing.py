@@ -137,13 +137,13 @@ class TestBranch:
         u_BTD = torch.randn(2, T, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         masks = packed_masks(hybrid.config, u_BTD, positions_of(index))
         rows = SpliceRows(torch.arange(T).expand(2, T))
-        found = branch(u_BTD, causal_mask=masks["full_attention"], rows=rows, documents=index)
+        found = branch(u_BTD, causal_mask=masks["full_attention"], rows=rows, documents=index)[0]
         (attended,) = rows.take()
         for row, span in places():
             length, part = span.stop - span.start, u_BTD[row : row + 1, span]
             causal = packed_masks(hybrid.config, part, torch.arange(length)[None])["full_attention"]
             single = SpliceRows(torch.arange(length)[None])
-            expected = branch(part, causal_mask=causal, rows=single)
+            expected = branch(part, causal_mask=causal, rows=single)[0]
             torch.testing.assert_close(found[row, span], expected[0], atol=1e-6, rtol=0)
             torch.testing.assert_close(attended[row, :, span, span], single.take()[0][0], atol=1e-6, rtol=0)
             outside = attended[row, :, span].clone()

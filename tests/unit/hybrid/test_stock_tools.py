@@ -1,0 +1,232 @@
+"""What adapters, quantisers, trainers and savers do: they replace a hybrid's modules, and save it with its code."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
+
+import surgery.hybrid
+from surgery.families import family_of, mixer_of
+from surgery.hybrid.attention import StreamAttention
+from tests.battery import base, cache_of, every_mode, every_spliced, logits, trained
+from tests.pico import tokens
+
+CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-5}
+READ_DIRECTLY = ("dt_proj",)  # plain Mamba-1 multiplies with its weight, past the module
+SHIPPED = Path(surgery.hybrid.__file__).parent
+
+
+def projections(name: str, mode: str) -> list[str]:
+    """The linear maps of the mixers that take a splice, and of their branches, as PEFT finds them."""
+    found = {
+        f"{site.path.rsplit('.', 1)[-1]}.{key}"
+        for site in family_of(base(name).config).sites(base(name).config)
+        for key, module in mixer_of(trained(name, mode), site).named_modules()
+        if isinstance(module, nn.Linear) and key not in READ_DIRECTLY
+    }
+    return sorted(found)
+
+
+class Wrapped(nn.Module):
+    """As a quantiser's: another module, in whose weights the projection is rounded to eight bits."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.weight_int8 = (linear.weight.detach() / self.scale).round().to(torch.int8)
+        self.bias = linear.bias
+
+    def dequantized(self) -> Tensor:
+        return self.weight_int8 * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.dequantized(), self.bias)
+
+
+def replace_projections(model: nn.Module, make: Any) -> None:
+    for key, module in list(model.named_modules()):
+        parent, _, last = key.rpartition(".")
+        if isinstance(module, nn.Linear) and last not in ("lm_head", *READ_DIRECTLY):
+            setattr(model.get_submodule(parent), last, make(module))
+
+
+@every_spliced
+@every_mode
+class TestReplacedModules:
+    def test_adapters_are_the_same_when_merged(self, name: str, mode: str) -> None:
+        """LoRA on each projection of a spliced mixer: what it computes beside the weight and as part of it."""
+        for target in projections(name, mode):
+            adapted = get_peft_model(copy.deepcopy(trained(name, mode)), LoraConfig(r=4, target_modules=[target]))
+            for number, (key, parameter) in enumerate(adapted.named_parameters()):
+                if "lora_B" in key:
+                    parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)) * 0.3
+            beside = logits(adapted.eval(), tokens())
+            merged = logits(adapted.merge_and_unload(), tokens())
+            torch.testing.assert_close(merged, beside, **CLOSE, msg=lambda text, t=target: f"{t}: {text}")
+            assert (beside - logits(trained(name, mode), tokens())).abs().max() > 0.1, target
+
+    def test_other_modules_may_stand_in_the_place_of_projections(self, name: str, mode: str) -> None:
+        """With a quantiser's modules as with their rounded weights; also copied, and with a cache."""
+        rounded, wrapped = copy.deepcopy(trained(name, mode)), copy.deepcopy(trained(name, mode))
+        replace_projections(wrapped, Wrapped)
+        for key, module in wrapped.named_modules():
+            if isinstance(module, Wrapped):
+                rounded.get_submodule(key).weight.data = module.dequantized()
+        expected = logits(rounded, tokens())
+        for model in (wrapped, copy.deepcopy(wrapped)):
+            torch.testing.assert_close(logits(model, tokens()), expected, **CLOSE)
+        torch.testing.assert_close(logits(wrapped, tokens(), use_cache=True), expected, **CLOSE)
+
+    def test_nothing_reaches_a_replaced_head(self, name: str, mode: str) -> None:
+        """Whatever stands at `out_proj`: it takes zeros from the silenced channels, and from those alone."""
+        model, seen = copy.deepcopy(trained(name, mode)), dict[str, Tensor]()
+
+        class Looking(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                seen[self.key] = x
+                return super().forward(x)
+
+        sites = {site["layer"]: site for site in model.config.splice}
+        specs = [s for s in family_of(model.config).mixers(model.config) if s.is_ssm and s.layer in sites]
+        for spec in specs:
+            mixer = mixer_of(model, spec)
+            other = Looking(mixer.out_proj.in_features, mixer.out_proj.out_features, mixer.out_proj.bias is not None)
+            other.key, mixer.out_proj = spec.name, other
+        logits(model, tokens())
+        for spec in specs:
+            heads = seen[spec.name].unflatten(-1, (-1, sites[spec.layer]["head_dim"])).abs().amax((0, 1, 3))
+            silent = sites[spec.layer]["heads"] if mode == "replace" else []
+            assert [h for h, most in enumerate(heads) if most == 0] == sorted(silent)
+
+    def test_a_mixer_keeps_no_hooks(self, name: str, mode: str) -> None:
+        """They would go with the module that they were set on, and copies of it would bring the mixer along."""
+        model = trained(name, mode)
+        specs = [s for s in family_of(model.config).mixers(model.config) if s.is_ssm]
+        assert any(isinstance(m, StreamAttention) for m in model.modules()) == (name in ("mamba", "falcon_mamba"))
+        for module in (m for spec in specs for m in mixer_of(model, spec).modules()):
+            assert not module._forward_hooks or "output_capturing" in str(module._forward_hooks)
+            assert not module._forward_pre_hooks
+
+
+@every_spliced
+class TestBuilding:
+    def test_nothing_is_built_twice(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        like, built = trained(name), list[nn.Linear]()
+        original = nn.Linear.reset_parameters
+        monkeypatch.setattr(nn.Linear, "reset_parameters", lambda self: (built.append(self), original(self)))
+        model = type(like)(copy.deepcopy(like.config))
+        beside = 2 * len(getattr(model.config, "attn_layer_idx", None) or ())  # mamba_ssm's attention replaces a mixer
+        assert len({id(module) for module in built}) - beside == sum(isinstance(m, nn.Linear) for m in model.modules())
+
+    def test_gradient_checkpointing_of_the_config(self, name: str) -> None:
+        """As in the plain class: on in every block, and no longer in the config."""
+        found = []
+        for model in (base(name), trained(name)):
+            config = copy.deepcopy(model.config)
+            config.gradient_checkpointing = True
+            again = type(model)(config)
+            blocks = [m.gradient_checkpointing for m in again.modules() if hasattr(m, "gradient_checkpointing")]
+            found.append((again.is_gradient_checkpointing, all(blocks), hasattr(config, "gradient_checkpointing")))
+        assert found == [(True, True, False)] * 2
+
+    def test_what_stays_in_fp32_is_there(self, name: str) -> None:
+        """Every name is that of a parameter of the family, but for the experts', which not every model has."""
+        model = trained(name)
+        names = {key.rsplit(".", 1)[-1] for key, _ in model.named_parameters()}
+        assert set(model._keep_in_fp32_modules_strict) - {"e_score_correction_bias"} <= names
+
+
+@every_spliced
+class TestMasksOfACache:
+    @pytest.mark.parametrize("new", [1, 3])
+    def test_a_mask_of_the_new_tokens_alone(self, name: str, new: int) -> None:
+        """Means what the whole mask means; so does one that is longer, for a cache of fixed size."""
+        model, ids = trained(name), tokens(2, 9 + new)
+        whole = logits(model, ids)[:, 9:]
+        for width in (None, new, 9 + new, 14 + new):
+            with torch.no_grad():
+                before = model(ids[:, :9], use_cache=True)
+                mask = None if width is None else torch.ones(2, width, dtype=torch.long)
+                given = {family_of(model.config).cache_argument: cache_of(model, before), "use_cache": True}
+                found = model(ids[:, 9:], attention_mask=mask, **given).logits
+            torch.testing.assert_close(found, whole, **CLOSE, msg=lambda text, w=width: f"{w}: {text}")
+
+    def test_padding_among_the_new_tokens(self, name: str) -> None:
+        """A row that ends early: the tokens before its padding are as without it."""
+        model, ids, mask = trained(name), tokens(2, 13), torch.ones(2, 4, dtype=torch.bool)
+        mask[1, 2:] = False
+        with torch.no_grad():
+            before = model(ids[:, :9], use_cache=True)
+            given = {family_of(model.config).cache_argument: cache_of(model, before), "use_cache": True}
+            found = model(ids[:, 9:], attention_mask=mask, **given).logits
+        torch.testing.assert_close(found[mask], logits(model, ids)[:, 9:][mask], **CLOSE)
+
+    def test_any_other_width_is_refused(self, name: str) -> None:
+        model, ids = trained(name), tokens(2, 12)
+        before = model(ids[:, :9], use_cache=True)
+        given = {family_of(model.config).cache_argument: cache_of(model, before)}
+        for width in (1, 2, 4, 11):
+            with pytest.raises(ValueError, match=rf"^attention_mask: {width} columns\. It needs 12, .* or 3, "):
+                model(ids[:, 9:], attention_mask=torch.ones(2, width), **given)
+        with pytest.raises(ValueError, match=r"^attention_mask: 5 columns\. It needs 12, one for each token"):
+            model(ids, attention_mask=torch.ones(2, 5), use_cache=False)
+
+
+def shipped_with(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.glob("*.py")}
+
+
+@every_spliced
+class TestSavingWithCode:
+    def test_the_code_travels(self, name: str, tmp_path: Path) -> None:
+        """Of the whole model, of the one without its head, and of the config: byte for byte, and named in full."""
+        model = trained(name)
+        for part in (model, model.base_model, model.config):
+            copy.deepcopy(part).save_pretrained(tmp_path / type(part).__name__)
+            found = shipped_with(tmp_path / type(part).__name__)
+            assert found and all((SHIPPED / file).read_bytes() == code for file, code in found.items())
+            config = json.loads((tmp_path / type(part).__name__ / "config.json").read_text())
+            classes = (type(model.config), type(model.base_model), type(model))
+            module = classes[0].__module__.rsplit(".", 1)[-1]
+            assert f"{module}.py" in found
+            autos = ("AutoConfig", "AutoModel", "AutoModelForCausalLM")
+            assert config["auto_map"] == {a: f"{module}.{c.__name__}" for a, c in zip(autos, classes, strict=True)}
+
+    def test_the_library_comes_before_the_code(self, name: str, tmp_path: Path, monkeypatch: Any) -> None:
+        """Where it is imported, no question is asked and its own classes are used."""
+
+        def asked(*args: Any, **kwargs: Any) -> None:
+            raise AssertionError("loaded the folder's code")
+
+        model = copy.deepcopy(trained(name))
+        model.save_pretrained(tmp_path)
+        monkeypatch.setattr("builtins.input", asked)
+        monkeypatch.setattr("transformers.models.auto.auto_factory.get_class_from_dynamic_module", asked)
+        monkeypatch.setattr("transformers.models.auto.configuration_auto.get_class_from_dynamic_module", asked)
+        assert type(AutoConfig.from_pretrained(tmp_path)) is type(model.config)
+        assert type(AutoModel.from_pretrained(tmp_path)) is type(model.base_model)
+        assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is type(model)
+
+
+def test_trainer_checkpoints_hold_the_code(tmp_path: Path) -> None:
+    rows = [{"input_ids": row, "labels": row} for row in tokens(2, 9)]
+    arguments = TrainingArguments(
+        tmp_path,
+        max_steps=1,
+        save_steps=1,
+        report_to=[],
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        disable_tqdm=True,
+    )
+    model = copy.deepcopy(trained("mamba2")).requires_grad_(True)
+    Trainer(model, arguments, train_dataset=rows).train()
+    assert "modeling_mamba2_hybrid.py" in shipped_with(tmp_path / "checkpoint-1")

@@ -22,6 +22,7 @@ from surgery.plan import check_in_range, check_not_spliced, check_splices, plan_
 from surgery.recipe import Recipe, Splice, as_base, to_yaml
 from surgery.stages import Stage, stages_of
 from surgery.train import make_accelerator
+from surgery.train.compiling import check_compiler
 from surgery.train.userdata import open_source
 from surgery.workspace import Reporter, Run, Silent
 
@@ -80,6 +81,8 @@ def _look_first(run: Run) -> None:
     _look_at_others(run)
     if "train" in run.stages:
         _look_at_data(run)
+        if run.recipe.train.compile:
+            check_compiler(run.accelerator.device)
     if "evaluate" in run.stages:
         probes = tuple(p.model_copy(update={"examples": None}) for p in run.recipe.evaluate.tasks)
         few = run.recipe.evaluate.model_copy(update={"tasks": probes, "examples": 1, "sentences": 1})

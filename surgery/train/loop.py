@@ -29,6 +29,7 @@ from surgery.probes.documents import EncodedBatch
 from surgery.recipe import Train
 from surgery.rundir import fingerprint
 from surgery.train.adapters import Adapters
+from surgery.train.compiling import compiling
 from surgery.train.growth import grown
 from surgery.train.logits_cache import LogitsCache
 from surgery.train.micro import MicroBatch, counted, cut
@@ -96,6 +97,7 @@ class Trainer:
 
         Raises:
             TrainingDiverged: loss or gradient is not finite, or far above where it was; the last good step stays.
+            RunError: one document does not fit in memory, torch.compile fails, or what `_check` refuses.
         """
         self._check()
         self._streams = self._open()
@@ -205,7 +207,8 @@ class Trainer:
         while True:
             micro = self._micro_batches(step)
             try:
-                return self._run(model, micro, step)
+                with compiling() if self.section.compile else nullcontext():
+                    return self._run(model, micro, step)
             except (RuntimeError, torch.OutOfMemoryError) as error:
                 if not should_reduce_batch_size(error):
                     raise

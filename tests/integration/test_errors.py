@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from surgery import cli
-from tests.integration.conftest import BASE, RECIPE, SMALL, run_small, surgery
+from tests.integration.conftest import BASE, RECIPE, SMALL, run_small, surgery, surgery_cold
 
 
 def assert_refused(done, *words: str) -> None:
@@ -114,6 +114,15 @@ def test_a_loss_that_is_not_a_number(tmp_path: Path) -> None:
     )
     assert_refused(done, "train step", "lr")
     assert not (tmp_path / "runs" / "quickstart" / "trained").exists()
+
+
+def test_compiling_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known before anything is measured, whatever the compiler has in its cache."""
+    monkeypatch.setenv("CXX", "/nonexistent")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    done = surgery_cold("run", str(RECIPE), *SMALL, "train.compile=true", cwd=tmp_path)
+    assert_refused(done, "train.compile", "C++ compiler", "/nonexistent", "set it to false")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_base_without_a_tokenizer(base_copy: Path, tmp_path: Path) -> None:

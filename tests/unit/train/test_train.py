@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
+from torch._inductor.exc import InductorError
 from transformers import PreTrainedModel
 
 from surgery.errors import RecipeError, RunError, TrainingDiverged
@@ -21,6 +22,7 @@ from surgery.train import steps as steps_module
 from surgery.train import terms, track, train
 from surgery.train.optim import adamw, learning_rate_factor, spliced_parameters, trainable
 from surgery.train.steps import checkpoints
+from surgery.train.whole import fault_of
 from tests.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
 
 SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}
@@ -308,6 +310,35 @@ class TestTrouble:
             fit(model, section(steps=steps, optimizer=wild), folder=tmp_path)
         assert math.isfinite(float(str(caught.value.value).split()[1]))
         assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize(("at", "saved"), [(1, 0), (3, 1)])
+    def test_a_compiler_that_fails_names_the_key_and_leaves_whole_steps(
+        self, tmp_path: Path, at: int, saved: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In the first step, or where a later one has other shapes."""
+        model, calls = hybrid(), []
+
+        def forward(*given: Any, **named: Any) -> Any:
+            calls.append(1)
+            if len(calls) == at:
+                raise InductorError(RuntimeError("No working C++ compiler found in cxx: (None, '/nonexistent')"), None)
+            return real(*given, **named)
+
+        real = model.forward
+        monkeypatch.setattr(model, "compile", lambda: monkeypatch.setattr(model, "forward", forward))
+        with pytest.raises(RunError, match=r"train\.compile: true \(.*No working C\+\+ compiler.*set it to false"):
+            fit(model, section(steps=3, save_every=1, compile=True), folder=tmp_path)
+        assert [fault_of(step) for step in checkpoints(tmp_path)] == [None] * saved
+
+    def test_a_fault_of_the_model_is_not_the_compiler_s(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = hybrid()
+
+        def forward(*given: Any, **named: Any) -> Any:
+            raise RuntimeError("shapes cannot be multiplied")
+
+        monkeypatch.setattr(model, "compile", lambda: monkeypatch.setattr(model, "forward", forward))
+        with pytest.raises(RuntimeError, match="multiplied"):
+            fit(model, section(steps=1, compile=True))
 
     def test_a_full_disk_is_said_and_the_last_step_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         real, calls = steps_module.save_file, []

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
+from surgery.errors import fitting
 from surgery.estimate import cache_tensors
 from surgery.evaluate.choices import arguments
 from surgery.families import family_of
@@ -77,6 +78,9 @@ def efficiency(
     Returns:
         As in `results.json`: `arms`, arm -> a list of costs by size; `parameters`, arm -> count; `device`, `dtype`,
         `threads`, and all three in words, `where`.
+
+    Raises:
+        RunError: a size does not fit in memory.
     """
     first = next(iter(models.values()))
     if section.transformer:
@@ -85,7 +89,9 @@ def efficiency(
     sizes = [(rows, tokens) for rows in section.batch_sizes for tokens in section.lengths]
     found: dict[str, list[dict[str, float]]] = {name: [] for name in models}
     for done, (rows, tokens) in enumerate(sizes):
-        for name, cost in costs(models, rows, tokens, section).items():
+        with fitting("evaluate.efficiency", f"{rows} prompts of {tokens} tokens", "Leave this size out."):
+            measured = costs(models, rows, tokens, section)
+        for name, cost in measured.items():
             found[name].append(cost.as_json(rows, tokens))
         if progress is not None:
             progress(done + 1, len(sizes))

@@ -31,6 +31,7 @@ from surgery.errors import RecipeError
 from surgery.families import family_of, mixer_of
 from surgery.heads import Graft
 from surgery.hybrid.attention import SplicedAttention
+from surgery.rundir import new_folder
 from surgery.splice import silence
 from surgery.training import Lora
 
@@ -71,6 +72,8 @@ class Adapters:
     def save(self, folder: Path, base: str) -> None:
         """Writes what `PeftModel.from_pretrained(spliced model, folder)` loads: adapters, and the spliced heads whole.
 
+        The folder is replaced in one piece.
+
         Args:
             base: where the model that they belong to is, for `adapter_config.json`.
         """
@@ -80,12 +83,12 @@ class Adapters:
             for name, tensor in self.model.state_dict().items()
             if ".lora_" in name or name.startswith(branches)
         }
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         config = copy.copy(self._config)
         config.modules_to_save = ["attention"] if branches else None
         config.base_model_name_or_path, config.inference_mode = base, True
-        config.save_pretrained(str(folder))
+        with new_folder(folder) as new:
+            save_file(state, new / "adapter_model.safetensors", metadata={"format": "pt"})
+            config.save_pretrained(str(new))
 
     @torch.no_grad()
     def merge(self) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 import pytest
 import torch
 
+from surgery.errors import RunError
 from surgery.evaluate.efficiency import TRANSFORMER, _Reader, costs, efficiency, transformer_like
 from surgery.recipe import Efficiency
 from surgery.sizes import sizes_of
 from tests.pico import pico_base, pico_family, pico_hybrid, pico_site
 
+measuring = import_module("surgery.evaluate.efficiency")
 SMALL = Efficiency(lengths=(6, 12), batch_sizes=(1, 3), new_tokens=2, repeats=2)
 
 
@@ -74,3 +79,13 @@ def test_what_is_timed_is_greedy_decoding() -> None:
         first, cache = reader.read()
         last = reader.write(first, cache, 3)
     assert torch.equal(torch.cat([first, last], 1), whole[:, [9, 12]])
+
+
+def test_a_size_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def costs(models: Any, rows: int, tokens: int, section: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(measuring, "costs", costs)
+    section = Efficiency(lengths=(16,), batch_sizes=(3,), transformer=False)
+    with pytest.raises(RunError, match=r"evaluate\.efficiency: 3 prompts of 16 tokens\. Out of memory\. Leave"):
+        efficiency({"base": pico_base()}, section)

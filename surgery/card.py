@@ -327,7 +327,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FOLDER = "."  # this folder, or its id on the Hub
 model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
 inputs = tokenizer("The value of", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=8)[0]))
 ```

@@ -36,7 +36,7 @@ def load(folder: str, **more: Any) -> Any:
 class Stranger:
     def __init__(self, folder: str) -> None:
         self.folder, self.model = folder, load(folder)
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
         self.batch = self.tokenizer(TEXTS, return_tensors="pt", padding=True, add_special_tokens=False)
         self.ids = self.tokenizer(TEXTS[:1], return_tensors="pt", add_special_tokens=False)["input_ids"]
 

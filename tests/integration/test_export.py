@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -47,6 +48,24 @@ def test_shipped_modules_are_the_librarys_own_byte_for_byte(folder: Path) -> Non
 
 def test_registered_classes_need_no_remote_code(folder: Path) -> None:
     assert type(load_model(Base(model=str(folder)))).__module__ == "surgery.hybrid.modeling_mamba2_hybrid"
+
+
+def test_the_cards_snippet_runs_as_written(folder: Path, tmp_path: Path) -> None:
+    """Without this library and without anyone at the prompt: it generates, and transformers has nothing to ask."""
+    (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(encoding="utf-8"), re.S)
+    script = f"import sys\nsys.modules['surgery'] = None\n{code}"
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("The value of")
+    assert "trust_remote_code" not in done.stdout + done.stderr
 
 
 def test_stock_pipeline_generates(folder: Path) -> None:

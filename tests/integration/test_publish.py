@@ -64,7 +64,7 @@ import sys, torch
 sys.modules["surgery"] = None
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("{NAME}", trust_remote_code=True).eval()
-AutoTokenizer.from_pretrained("{NAME}")
+AutoTokenizer.from_pretrained("{NAME}", trust_remote_code=True)
 with torch.no_grad():
     torch.save(model(torch.tensor({IDS})).logits, sys.argv[1])
 """

@@ -340,7 +340,8 @@ class PlainLlambaForCausalLM(LlambaPreTrainedModel):
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Module:
         """As transformers', rounded up to `pad_vocab_size_multiple` too, so that the result loads again."""
-        if new_num_tokens is not None or pad_to_multiple_of is not None:
+        resizes = new_num_tokens is not None or pad_to_multiple_of is not None
+        if resizes and isinstance(pad_to_multiple_of, int | None):  # transformers refuses anything else
             pad_to_multiple_of = math.lcm(pad_to_multiple_of or 1, self.config.pad_vocab_size_multiple)
         return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
 

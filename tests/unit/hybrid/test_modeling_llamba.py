@@ -369,3 +369,7 @@ class TestCheckpoint:
         assert full(model, tokens()).shape[-1] == 72 == model.config.vocab_size
         model.save_pretrained(tmp_path)
         assert torch.equal(full(LlambaForCausalLM.from_pretrained(tmp_path).eval(), tokens()), full(model, tokens()))
+
+    def test_resizing_to_a_multiple_that_is_no_whole_number_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="multiple of"):
+            llamba().resize_token_embeddings(70, pad_to_multiple_of=1.5)

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import EvalResult, hf_hub_download, metadata_load
-from huggingface_hub.errors import HTTPError
+from huggingface_hub import EvalResult, hf_hub_download
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from surgery import __version__
 from surgery.checkpoint import source_of
+from surgery.errors import SurgeryError, reading
 from surgery.heads import HeadId, HeadSet, Plan
 from surgery.recipe import Checkpoint, Recipe, Source, to_yaml
+from surgery.yamlfile import load_yaml
 
 _ARMS = {
     "base": "base",
@@ -74,14 +76,21 @@ def model_card(
 
 
 def card_of(model: str, revision: str | None = None) -> dict[str, Any]:
-    """The front matter of a model's own card: README.md of its folder, or from the Hub. Empty where there is none."""
+    """The front matter of a model's own card: README.md of its folder, or from the Hub. Empty where there is none.
+
+    Of it, the entries that are text or lists of text; a card that cannot be read is none.
+    """
     model, revision = source_of(model, revision)
     here = Path(model)
     try:
-        path = here / "README.md" if here.is_dir() else hf_hub_download(model, "README.md", revision=revision)
-        return metadata_load(path) or {}
-    except (HTTPError, OSError, ValueError, yaml.YAMLError):
+        with reading("README.md", model, "It has no front matter that can be read."):
+            path = here / "README.md" if here.is_dir() else hf_hub_download(model, "README.md", revision=revision)
+            front = REGEX_YAML_BLOCK.search(Path(path).read_text(encoding="utf-8"))
+            entries = load_yaml(front.group(2)).items() if front else ()
+    except SurgeryError:
         return {}
+    parts = ((key, value, value if isinstance(value, list) else [value]) for key, value in entries)
+    return {key: value for key, value, texts in parts if all(isinstance(text, str) for text in texts)}
 
 
 def public_name(model: str) -> str:

@@ -81,7 +81,7 @@ def read_mapping(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     if not path.is_file():
         raise RecipeError("recipe", str(path), "There is no such file.")
     with reading(str(path), None, "It is not valid YAML.", RecipeError), open(path, "rb") as file:
-        data = _load(file.read(_BYTES + 1).decode("utf-8"))
+        data = load_yaml(file.read(_BYTES + 1).decode("utf-8"))
     if not isinstance(data, dict):
         raise RecipeError(str(path), type(data).__name__, "A recipe is a mapping of keys to values.")
     for override in overrides:
@@ -95,7 +95,7 @@ def apply(data: dict[str, Any], override: str) -> None:
     if not separator or not key:
         raise RecipeError("override", repr(override), "Write key.path=value, such as train.steps=100.")
     with reading("override", repr(override)[:200], "The part after = is not valid YAML.", RecipeError):
-        value = _load(text)
+        value = load_yaml(text)
     *parents, last = key.split(".")
     if len(parents) >= _DEPTH:
         raise RecipeError("override", repr(override)[:200], f"A key has at most {_DEPTH} parts.")
@@ -108,7 +108,8 @@ def apply(data: dict[str, Any], override: str) -> None:
     node[_place(node, last, key)] = value
 
 
-def _load(text: str) -> Any:
+def load_yaml(text: str) -> Any:
+    """Plain data of a text within the limits. Raises what the library raises: call it within `reading`."""
     if len(text) > _BYTES:
         raise ValueError(f"more than {_BYTES} bytes")
     return yaml.load(text, _RecipeLoader)  # noqa: S506  (a SafeLoader)

@@ -122,6 +122,16 @@ def test_the_recipes_licence_comes_first(tmp_path: Path) -> None:
     assert read(model_card(recipe, None, plan(), RESULTS, card_of(str(tmp_path)))).license == "llama3.2"
 
 
+@pytest.mark.parametrize("key", ["license", "license_name", "license_link", "base_model"])
+@pytest.mark.parametrize(
+    "value", ["3", "true", "2020-01-01", "{a: b}", "[1]", "[[x]]", '"\\ud800"', "[" * 3000, "!!binary aGk=", "&a [*a]"]
+)
+def test_entries_that_are_no_text_are_left_out(tmp_path: Path, key: str, value: str) -> None:
+    (tmp_path / "README.md").write_text(f"---\n{key}: {value}\n---\n")
+    assert card_of(str(tmp_path)) == {}
+    model_card(spliced(str(tmp_path)), None, plan(), RESULTS, card_of(str(tmp_path))).encode()
+
+
 @pytest.mark.parametrize("content", ["no front matter", "---\n- a\n---\n", "---\na: [\n---\n", "\xff"])
 def test_a_card_that_cannot_be_read_is_no_card(tmp_path: Path, content: str) -> None:
     (tmp_path / "README.md").write_text(content, encoding="latin-1")

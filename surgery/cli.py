@@ -38,7 +38,9 @@ RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe fil
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to it, such as train.steps=100.")
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what another recipe left in the folder.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace what the run of another recipe left in the folder.")
+]
 Runs = Annotated[Path, typer.Option("--runs", help="Where run folders are.")]
 
 
@@ -76,7 +78,7 @@ def _run(
 
     bars = Bars()
     try:
-        done = pipeline.run_pipeline(loaded, folder, first, last, overwrite, bars)
+        done = pipeline.run_pipeline(loaded, folder, first, last, overwrite, bars, path)
         if done.accelerator.is_main_process and "evaluate" in done.stages:
             print_results(folder)
         elif done.accelerator.is_main_process and "locate" in done.stages:
@@ -145,7 +147,7 @@ def schema(
 def analyse(
     recipe: RecipePath,
     overrides: Overrides = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an analysis that is there.")] = False,
     runs: Runs = Path("runs"),
 ) -> None:
     """Score a model with parts of it gone: heads off, layers dropped, attention masked. Nothing is trained."""
@@ -155,7 +157,7 @@ def analyse(
     bars = Bars()
     bars.start("analyse", "scoring every arm")
     try:
-        found = work(loaded, runs / loaded.name, overwrite, bars.progress)
+        found = work(loaded, runs / loaded.name, overwrite, bars.progress, recipe)
     finally:
         bars.stop()
     print_analysis(found, runs / loaded.name)
@@ -223,7 +225,9 @@ def pretrain(
     recipe: RecipePath,
     overrides: Overrides = None,
     to: Annotated[Path, typer.Option("--to", help="The checkpoint folder to write.")] = Path("runs/pretrained"),
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it is there.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a model that this toolkit wrote there.")
+    ] = False,
 ) -> None:
     """Train a small base from nothing, as the shipped one was."""
     loaded = load_recipe(recipe, overrides or (), PretrainRecipe)
@@ -232,7 +236,7 @@ def pretrain(
     bars = Bars()
     bars.start("pretrain", f"training {loaded.name}")
     try:
-        work(loaded, to, bars.progress, overwrite)
+        work(loaded, to, bars.progress, overwrite, recipe)
     finally:
         bars.stop()
     out.print(f"wrote {to}", highlight=False)
@@ -243,7 +247,9 @@ def convert(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder or a Hub id; repo@revision too.")],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The checkpoint folder to write.")],
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; as stored if not given.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it is there.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a model that this toolkit wrote there.")
+    ] = False,
 ) -> None:
     """Rewrite a checkpoint, mamba_ssm's format too, as safetensors for transformers."""
     from surgery.convert import convert as work

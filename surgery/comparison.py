@@ -19,9 +19,10 @@ from surgery.checkpoint import check_finite, check_vocabulary, load_config, load
 from surgery.evaluate import Arm, evaluate, make_prompts
 from surgery.evaluate.efficiency import efficiency
 from surgery.evaluate.paired import contrasts
+from surgery.lock import hold
 from surgery.recipe import Base, Evaluate, Seed, check_recipe
 from surgery.report.figures import accuracy_by_pairs, costs_by_length
-from surgery.rundir import new_folder, write_json
+from surgery.rundir import check_replaceable, mark, new_folder, write_json
 from surgery.sections import Section
 from surgery.yamlfile import apply
 
@@ -62,12 +63,24 @@ def compare_models(recipe: Comparison, folder: Path, progress: Tick | None = Non
     tokenizer is asked the same documents where their length is not counted in tokens, and is not tested.
 
     Args:
+        folder: new, empty, or of an earlier comparison, which is replaced.
         progress: called with (done, all, model) after each task.
 
     Returns:
         As `results.json` of a run: `arms`, `comparisons`, `skipped`, `efficiency`, `seconds`; `models` and
         `revisions` by arm.
+
+    Raises:
+        RunError: the folder holds something else, or another process writes into it.
+        SurgeryError: what loading and scoring raise.
     """
+    with hold(folder):
+        inputs = {f"models.{i}": model for i, model in enumerate(recipe.models)}
+        check_replaceable("folder", folder, "comparison", inputs, "Set another name, such as name=my-comparison.")
+        return _compare(recipe, folder, progress)
+
+
+def _compare(recipe: Comparison, folder: Path, progress: Tick | None) -> dict[str, Any]:
     began = time.perf_counter()
     given = {name: _base(model, recipe) for name, model in zip(_names(recipe.models), recipe.models, strict=True)}
     tokenizers = {name: load_tokenizer(base) for name, base in given.items()}
@@ -103,6 +116,7 @@ def compare_models(recipe: Comparison, folder: Path, progress: Tick | None = Non
     }
     with new_folder(folder) as new:
         _draw(results, models, recipe, new / "figures")
+        mark(new, "comparison")
         write_json(new / "results.json", {**results, "seconds": round(time.perf_counter() - began, 2)})
     return results
 

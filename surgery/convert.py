@@ -16,8 +16,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 from surgery import formats
 from surgery.checkpoint import Checkpoint, open_checkpoint, refuse_faults
 from surgery.errors import ModelError, RunError, reading
+from surgery.lock import hold
 from surgery.recipe import Base
-from surgery.rundir import new_folder, write_json
+from surgery.rundir import check_replaceable, inputs_of, mark, new_folder, write_json
 from surgery.weights import Stored, write_shards
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -51,16 +52,22 @@ def convert(base: Base, folder: Path, dtype: str | None = None, overwrite: bool 
     Args:
         base: a checkpoint in mamba_ssm's format or in transformers'. Of the second, names and fields stay.
         dtype: of floating numbers, but for `A_log`, `dt_bias` and `D`, which are fp32 then; as stored if None.
-        overwrite: replaces `folder` if something is there.
+        overwrite: replaces a model that this toolkit wrote into `folder`.
 
     Raises:
-        RunError: `folder` is not empty, or holds the checkpoint itself; an unknown dtype.
+        RunError: `folder` is not empty, holds the checkpoint itself or what is no model of this toolkit, or another
+            process writes into it; an unknown dtype.
         ModelError: as `open_checkpoint`; tensors that do not fit the config.
     """
     if dtype is not None and dtype not in DTYPES:
         raise RunError("--dtype", dtype, f"Choose one of {', '.join(DTYPES)}.")
-    found = open_checkpoint(base)
-    _check_target(folder, found, overwrite)
+    with hold(folder, "FOLDER"):
+        if check_replaceable("FOLDER", folder, "model", inputs_of(base)) and not overwrite:
+            raise RunError("FOLDER", str(folder), "There is a model already. Name another folder, or give --overwrite.")
+        return _convert(open_checkpoint(base), folder, dtype)
+
+
+def _convert(found: Checkpoint, folder: Path, dtype: str | None) -> Converted:
     tensors = found.tensors()
     model = _check_tensors(found, tensors)
 
@@ -80,18 +87,8 @@ def convert(base: Base, folder: Path, dtype: str | None = None, overwrite: bool 
             file = found.find(name)
             if file is not None:
                 shutil.copyfile(file, new / name)
+        mark(new, "model")
     return Converted(len(tensors), shards)
-
-
-def _check_target(folder: Path, found: Checkpoint, overwrite: bool) -> None:
-    if folder.is_file():
-        raise RunError("FOLDER", str(folder), "It is a file. Name a folder.")
-    if found.folder is not None and found.folder.resolve().is_relative_to(folder.resolve()):
-        raise RunError("FOLDER", str(folder), "It is what the checkpoint is read from. Name another folder.")
-    if Path.cwd().is_relative_to(folder.resolve()):
-        raise RunError("FOLDER", str(folder), "The current folder lies in it. Name a folder to be made.")
-    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
-        raise RunError("FOLDER", str(folder), "There is something already. Give --overwrite, or another folder.")
 
 
 def _check_tensors(found: Checkpoint, tensors: dict[str, Stored]) -> PreTrainedModel | None:

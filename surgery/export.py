@@ -20,13 +20,14 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers import __version__ as transformers_version
 
 from surgery import __version__
-from surgery.errors import ModelError, RunError
+from surgery.errors import ModelError
 from surgery.exported_files import RECORD, REFERENCE, fingerprints
 from surgery.families.runtime import restore_chunks
 from surgery.heads import HeadSet, Plan, to_json
+from surgery.lock import hold
 from surgery.recipe import Export
 from surgery.reload import make_reference, prompt_ids, reload
-from surgery.rundir import new_folder, write_json, write_text
+from surgery.rundir import check_replaceable, new_folder, write_json, write_text
 from surgery.verify import check_agreement, check_tensors
 
 
@@ -47,9 +48,10 @@ def export(
     """Writes the folder whole, verified, or not at all.
 
     Args:
-        folder: must not be there, or be empty, or hold an export; `overwrite` replaces whatever it is.
+        folder: must not be there, or be empty, or hold an export, which is replaced.
         card: text of README.md.
         plan, heads, recipe_yaml, results, figures: the evidence that travels with the weights.
+        overwrite: changes nothing; an export is replaced, anything else never is.
         page: the run's `report.html`.
 
     Returns:
@@ -58,21 +60,29 @@ def export(
         size of every other file. The same inputs on the same machine give the same bytes, file by file.
 
     Raises:
-        RunError: the folder holds something else.
+        RunError: the folder holds something else, or another process writes into it.
         ModelError: as `verify`; a weight is not finite.
     """
-    section = section or Export()
-    there = Path(folder)
-    taken = there.is_file() or (there.is_dir() and any(there.iterdir()) and not (there / RECORD).is_file())
-    if taken and not overwrite:
-        raise RunError("folder", str(folder), "It holds something that is no export. Name another folder.")
-    with new_folder(Path(folder)) as new:
+    section, folder = section or Export(), Path(folder)
+    with hold(folder):
+        check_replaceable("folder", folder, "export", {})
+        return _export(model, tokenizer, folder, section, card, plan, heads, recipe_yaml, results, figures, page)
+
+
+def _export(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    section: Export,
+    *evidence: Any,
+) -> dict[str, Any]:
+    with new_folder(folder) as new:
         exported = _as_exported(model, section)
         exported.generation_config = _generation_config(model, tokenizer)
         exported.save_pretrained(new, max_shard_size=section.max_shard_size)
         tokenizer.save_pretrained(new)
         shutil.rmtree(new / "__pycache__", ignore_errors=True)
-        _write_evidence(new, card, plan, heads, recipe_yaml, results, figures, page)
+        _write_evidence(new, *evidence)
         report = verify(new, exported)
         report |= {"versions": _versions(), "files": fingerprints(new)}
         write_json(new / RECORD, report)

@@ -7,6 +7,7 @@ runs again. Under a launcher every process locates and trains; rank 0 alone does
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from surgery.evaluate import held_out_documents, make_prompts
 from surgery.families import family_of
 from surgery.families.donors import donor_mixers
 from surgery.heads import HeadId
+from surgery.lock import hold
 from surgery.plan import check_in_range, check_not_spliced, check_splices, plan_of_hybrid
 from surgery.recipe import Recipe, Splice, as_base, to_yaml
+from surgery.rundir import inputs_of
 from surgery.stages import Stage, stages_of
 from surgery.train import make_accelerator
 from surgery.train.compiling import check_compiler
@@ -34,16 +37,20 @@ def run_pipeline(
     last: str | None = None,
     overwrite: bool = False,
     reporter: Reporter | None = None,
+    file: Path | None = None,
 ) -> Run:
     """Runs the stages from `first` to `last`; finished ones are skipped.
 
     Args:
-        folder: of the run; taken for this recipe, or refused.
+        folder: of the run; taken for this recipe and held until the end, or refused.
         first: run this stage even if it is fresh, and begin there; those above must be finished with this recipe.
         last: stop after this stage.
+        overwrite: removes a run of another recipe from `folder`.
+        file: the recipe's, which must not be in a folder that is removed.
 
     Raises:
-        RunError: an unknown stage, a folder of another recipe, an input that is missing.
+        RunError: an unknown stage; a folder of another recipe, of no run, or that another process writes into; an
+            input that is missing or would be removed.
         SurgeryError: what a stage raises.
     """
     stages = stages_of(recipe)
@@ -61,13 +68,17 @@ def run_pipeline(
     chosen = stages[begin : end + 1]
     names = tuple(stage.name for stage in chosen)
     run = Run(recipe, folder, accelerator, reporter if reporter is not None and is_main else Silent(), names)
-    _look_first(run)
-    if is_main:
-        _check_above(run, stages[:begin])
-        run.rundir.claim(to_yaml(recipe), overwrite)
-    accelerator.wait_for_everyone()
-    for stage in chosen:
-        _run_stage(run, stage, forced=stage.name == first)
+    claim = to_yaml(recipe), overwrite, inputs_of(recipe, file)
+    with hold(folder, "run folder") if is_main else nullcontext():
+        if is_main:
+            run.rundir.check(*claim)
+        _look_first(run)
+        if is_main:
+            _check_above(run, stages[:begin])
+            run.rundir.claim(*claim)
+        accelerator.wait_for_everyone()
+        for stage in chosen:
+            _run_stage(run, stage, forced=stage.name == first)
     return run
 
 

@@ -7,7 +7,6 @@ its Figure 3, `keep` in two layers its Table 1, a disabled head against pairs it
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -25,10 +24,23 @@ from surgery.errors import RecipeError
 from surgery.evaluate import Arm, Prompts, compare, evaluate, make_prompts
 from surgery.families import family_of
 from surgery.locate.statistics import holm, mcnemar, wilson
+from surgery.lock import hold
 from surgery.procedures import altered
 from surgery.recipe import AnalysisRecipe, as_base, to_yaml
 from surgery.report.figures import accuracy_by_pairs, tasks_by_arm, tasks_by_site
-from surgery.rundir import fingerprint, new_folder, read_json, write_json, write_text
+from surgery.rundir import (
+    check_apart,
+    check_replaceable,
+    fingerprint,
+    inputs_of,
+    kind_of,
+    mark,
+    new_folder,
+    read_json,
+    remove,
+    write_json,
+    write_text,
+)
 from surgery.splice import splice
 
 VERSION = 1  # raised when the score of an arm changes for the same inputs
@@ -37,7 +49,11 @@ Tick = Callable[[int, int, str], None]
 
 
 def analyse(
-    recipe: AnalysisRecipe, folder: Path, overwrite: bool = False, progress: Tick | None = None
+    recipe: AnalysisRecipe,
+    folder: Path,
+    overwrite: bool = False,
+    progress: Tick | None = None,
+    file: Path | None = None,
 ) -> dict[str, Any]:
     """Scores the base and each change of it on the same prompts; writes `analysis.json`, the recipe and figures.
 
@@ -45,18 +61,29 @@ def analyse(
         folder: must not hold a finished analysis, without `overwrite`. One that was interrupted goes on: every arm is
             a file under `arms/`, written when it is scored.
         progress: called with (done, all, arm) after each task; what follows `prune` is counted when that is done.
+        file: the recipe's, which must not be in a folder that is removed.
 
     Raises:
-        RecipeError: a change names a head or a layer that the model does not have; the folder holds something else.
+        RecipeError: a change names a head or a layer that the model does not have; the folder holds another analysis.
+        RunError: the folder holds no analysis, or what is read, or another process writes into it.
         SurgeryError: what loading and scoring raise.
     """
+    with hold(folder):
+        replaced = _check_folder(recipe, folder, overwrite, file)
+        return _analyse(recipe, folder, replaced, progress)
+
+
+def _analyse(recipe: AnalysisRecipe, folder: Path, replaced: bool, progress: Tick | None) -> dict[str, Any]:
     config = load_config(recipe.base)
     check_vocabulary(load_tokenizer(recipe.base), config)
     teacher_config = load_config(as_base(recipe.teacher)) if recipe.teacher else None
     sweeps, single = expand(recipe, config)
     for change in (*single, *(c for changes in sweeps.values() for c in changes)):
         check_change(change, config, recipe.teacher, teacher_config)
-    _claim(recipe, folder, overwrite)
+    if replaced:
+        remove(folder, _WRITTEN)
+    write_text(folder / "recipe.yaml", to_yaml(recipe))
+    mark(folder, "analysis")
     table = _Table(recipe, folder)
     pruned = sweeps.get("prune", [])
     arms = _score(table, [None, *pruned], {}, progress)
@@ -82,19 +109,25 @@ def analyse(
     return found
 
 
-def _claim(recipe: AnalysisRecipe, folder: Path, overwrite: bool) -> None:
-    """Takes the folder: a new one, one that was interrupted, or any with `overwrite`."""
-    stored, mine = folder / "recipe.yaml", to_yaml(recipe)
-    if folder.exists() and overwrite:
-        shutil.rmtree(folder)
+_WRITTEN = ("arms", "figures", "analysis.json", "recipe.yaml")
+
+
+def _check_folder(recipe: AnalysisRecipe, folder: Path, overwrite: bool, file: Path | None) -> bool:
+    """Whether an analysis has to be removed; the folder is new, or its analysis was interrupted, if not."""
+    instead = f"Set another name, such as name={folder.name}-2."
+    if overwrite:
+        return check_replaceable("folder", folder, "analysis", inputs_of(recipe, file), instead)
+    check_apart([folder / name for name in _WRITTEN], inputs_of(recipe), instead)
+    hint = f"{instead} --overwrite removes it." if kind_of(folder) == "analysis" else instead
     if (folder / "analysis.json").exists():
-        raise RecipeError("folder", str(folder), "It is there already. Name another run, or give --overwrite.")
+        raise RecipeError("folder", str(folder), f"It is there already. {hint}")
     if folder.exists() and any(p for p in folder.iterdir() if not p.name.startswith(".")):
         # Name, seed and base come first; arms whose part of the recipe has changed are scored again.
+        stored = folder / "recipe.yaml"
         same = stored.is_file() and stored.read_text(encoding="utf-8").split("\nchanges:")[0]
-        if same != mine.split("\nchanges:")[0]:
-            raise RecipeError("folder", str(folder), "It is there already and holds something else. Give --overwrite.")
-    write_text(stored, mine)
+        if same != to_yaml(recipe).split("\nchanges:")[0]:
+            raise RecipeError("folder", str(folder), f"It is there already and holds something else. {hint}")
+    return False
 
 
 class _Table:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,9 +29,10 @@ from transformers import __version__ as transformers_version
 
 from surgery.errors import RunError
 from surgery.evaluate import evaluate, make_prompts
+from surgery.lock import hold
 from surgery.recipe import PretrainRecipe, TinyMamba2, TinyTransformer, to_yaml
 from surgery.report.figures import training_curve
-from surgery.rundir import new_folder, read_json, write_json, write_text
+from surgery.rundir import check_replaceable, inputs_of, mark, new_folder, read_json, write_json, write_text
 from surgery.train import make_accelerator, train
 from surgery.train.tokenizer import build_tokenizer
 
@@ -106,24 +108,41 @@ def _mamba2(shape: TinyMamba2, tokenizer: PreTrainedTokenizerBase) -> Mamba2ForC
     return model
 
 
-def pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None = None, overwrite: bool = False) -> None:
+def pretrain(
+    recipe: PretrainRecipe,
+    folder: Path,
+    progress: Progress | None = None,
+    overwrite: bool = False,
+    file: Path | None = None,
+) -> None:
     """Trains a base from nothing and writes its checkpoint folder whole.
 
     Args:
         folder: of the checkpoint; `folder` + `.steps` beside it holds what an interrupted run goes on from.
+        overwrite: replaces a model that this toolkit wrote into `folder`.
+        file: the recipe's, which must not be in a folder that is removed.
 
     Raises:
-        RunError: the folder is there and `overwrite` is not set.
+        RunError: the folder holds something else, or a model and `overwrite` is not set; another process writes into
+            it; `folder`.steps holds something else.
         TrainingDiverged: as `train`.
     """
-    if folder.exists() and not overwrite:
-        raise RunError("--to", str(folder), "It is there already; give --overwrite, or another folder.")
+    with hold(folder, "--to"):
+        if check_replaceable("--to", folder, "model", inputs_of(recipe, file)) and not overwrite:
+            raise RunError("--to", str(folder), "There is a model already. Name another folder, or give --overwrite.")
+        _pretrain(recipe, folder, progress)
+
+
+def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -> None:
     accelerator = make_accelerator()
     if accelerator.num_processes > 1:
         raise RunError("num_processes", accelerator.num_processes, "Small bases are trained by one process.")
     tokenizer = build_tokenizer(recipe.model.vocab_size)
     model = build_model(recipe.model, tokenizer, recipe.seed)
     steps = folder.with_name(folder.name + ".steps")
+    for entry in steps.glob("*"):
+        if not re.match(r"step_\d|\d+-|scores\.json$|\.", entry.name):
+            raise RunError("--to", str(folder), f"{entry} is no checkpoint of a pretraining. Name another folder.")
     prompts = make_prompts(recipe.evaluate, recipe.seed, tokenizer=tokenizer)
     marks = {math.ceil(recipe.train.num_all_steps * tenth / 10) for tenth in range(1, 11)}
     scores_file = steps / "scores.json"
@@ -150,6 +169,7 @@ def pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None = N
         for extra in ("training.svg", "training.csv"):
             (new / extra).unlink()
         write_json(new / "scores.json", scores)
+        mark(new, "model")
         write_text(new / "README.md", base_card(recipe, scores, history, model))
     shutil.rmtree(steps, ignore_errors=True)
 

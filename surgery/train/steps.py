@@ -8,7 +8,6 @@ shards/, state.json                               where each has its part: every
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import re
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 
 from surgery.errors import RunError
-from surgery.rundir import new_folder, sweep
+from surgery.rundir import is_full, new_folder, sweep
 from surgery.train.sharded import is_sharded
 from surgery.train.whole import OPTIMIZER, SHARDS, STATE, WEIGHTS, ShardReader, fault_of
 
@@ -75,22 +74,13 @@ def save_step(
         try:
             write(target, model, optimizer, {"step": step, **state}, accelerator)
         except (CheckpointException, Exception) as error:
-            if not _is_full(error):
+            if not is_full(error):
                 raise
             raise RunError("steps", str(target), _full(folder)) from None
     if accelerator.is_main_process:
         for old in checkpoints(folder)[:-_KEPT]:
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
-
-
-def _is_full(error: BaseException) -> bool:
-    """Whether a write failed for lack of room; safetensors has an error of its own, sharded saving one of all ranks."""
-    if isinstance(error, CheckpointException):
-        return any(_is_full(one) for one, _ in error.failures.values())
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return any(words in str(error).lower() for words in ("os error 28", "unexpected pos", "file write failed"))
 
 
 def _full(folder: Path) -> str:

@@ -16,6 +16,7 @@ from surgery.checkpoint import load_model
 from surgery.convert import convert
 from surgery.errors import ModelError, RunError
 from surgery.recipe import Base
+from surgery.rundir import MARK
 from tests.mamba_ssm_files import KINDS, PADDED, Kind, state_of, tiny, write
 from tests.pico import pico_hybrid, pico_site
 from tests.unit.hybrid.test_modeling_mamba2attn import attn_model
@@ -56,7 +57,8 @@ def test_transformers_checkpoints_pass_through(tmp_path: Path) -> None:
     (tmp_path / "own" / "tokenizer.json").write_text("{}")
     convert(base_of(tmp_path / "own"), tmp_path / "new")
     assert_same_logits(load_model(base_of(tmp_path / "new")), hybrid)
-    assert {p.name for p in (tmp_path / "own").iterdir()} == {p.name for p in (tmp_path / "new").iterdir()}
+    own, new = ({p.name for p in (tmp_path / name).iterdir()} for name in ("own", "new"))
+    assert new == own | {MARK}
 
 
 def test_the_dtype_is_cast_but_for_what_needs_fp32(tmp_path: Path) -> None:
@@ -79,11 +81,17 @@ def test_a_folder_that_is_taken_is_left_alone(tmp_path: Path) -> None:
     base = base_of(write(tmp_path / "own", tiny("Mamba2")))
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "mine.txt").write_text("mine")
-    assert_refused(RunError, "--overwrite", base=base, folder=tmp_path / "new")
+    for overwrite in (False, True):
+        assert_refused(RunError, "no model", base=base, folder=tmp_path / "new", overwrite=overwrite)
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["mine.txt"]
+
+
+def test_a_model_that_was_converted_is_replaced_with_overwrite_alone(tmp_path: Path) -> None:
+    base = base_of(write(tmp_path / "own", tiny("Mamba2")))
+    convert(base, tmp_path / "new", dtype="bfloat16")
+    assert_refused(RunError, "--overwrite", base=base, folder=tmp_path / "new")
     convert(base, tmp_path / "new", overwrite=True)
-    assert not (tmp_path / "new" / "mine.txt").exists()
-    assert (tmp_path / "new" / "model.safetensors").is_file()
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["dtype"] == "float32"
 
 
 def test_the_source_is_never_replaced(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ PACKAGE = Path(surgery.__file__).parent
 # The first part of a module's name below `surgery`. A new module must be given a floor here.
 FLOORS = {
     **dict.fromkeys(("hybrid", "lm_eval_tasks", "heads", "errors", "__version__"), 0),
-    **dict.fromkeys(("recipe", "sections", "changes", "measures", "training", "rundir", "yamlfile"), 1),
+    **dict.fromkeys(("recipe", "sections", "changes", "measures", "training", "rundir", "lock", "yamlfile"), 1),
     **dict.fromkeys(("families", "probes", "capture", "checkpoint", "formats", "weights"), 2),
     **dict.fromkeys(("gradients", "procedures", "removal"), 2),
     **dict.fromkeys(("locate", "plan", "splice", "train", "evaluate", "report", "sizes"), 3),
@@ -32,7 +32,18 @@ FLOORS = {
     **dict.fromkeys(("pipeline", "stages", "workspace", "dryrun"), 4),
     **dict.fromkeys(("cli", "printing", "__init__", "__main__"), 5),
 }
-WITHOUT_TORCH = ("heads", "errors", "recipe", "sections", "changes", "measures", "training", "rundir", "yamlfile")
+WITHOUT_TORCH = (
+    "heads",
+    "errors",
+    "recipe",
+    "sections",
+    "changes",
+    "measures",
+    "training",
+    "rundir",
+    "lock",
+    "yamlfile",
+)
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "safetensors", "peft", "tokenizers", "matplotlib"}
 MODULES = sorted(p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*.py") if "__pycache__" not in p.parts)
 

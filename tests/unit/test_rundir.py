@@ -11,7 +11,25 @@ import pytest
 
 from surgery import rundir
 from surgery.errors import RunError
-from surgery.rundir import RunDir, digest, fingerprint, new_folder, read_json, sweep, write_json, write_text
+from surgery.rundir import (
+    MARK,
+    WRITTEN,
+    RunDir,
+    check_apart,
+    check_replaceable,
+    digest,
+    fingerprint,
+    inputs_of,
+    kind_of,
+    mark,
+    new_folder,
+    read_json,
+    remove,
+    sweep,
+    write_json,
+    write_text,
+)
+from surgery.sections import Section
 
 RECIPE = "name: a\nseed: 0\nbase:\n  model: m\nlocate:\n  pairs: 8\n"
 
@@ -208,7 +226,7 @@ def test_claim_of_a_fresh_folder(tmp_path: Path) -> None:
 
 def test_claim_of_an_empty_folder(tmp_path: Path) -> None:
     RunDir(tmp_path).claim(RECIPE)
-    assert names(tmp_path) == ["recipe.yaml"]
+    assert names(tmp_path) == [MARK, "recipe.yaml"]
 
 
 def test_claim_again_keeps_what_is_there(tmp_path: Path) -> None:
@@ -217,7 +235,7 @@ def test_claim_again_keeps_what_is_there(tmp_path: Path) -> None:
     changed = RECIPE.replace("pairs: 8", "pairs: 9")
     for text in (RECIPE, changed):
         RunDir(tmp_path / "a").claim(text)
-        assert names(tmp_path / "a") == ["heads.json", "recipe.yaml"]
+        assert names(tmp_path / "a") == [MARK, "heads.json", "recipe.yaml"]
         assert (tmp_path / "a" / "recipe.yaml").read_text() == text
 
 
@@ -234,7 +252,7 @@ def test_claim_by_another_recipe_is_refused_and_changes_nothing(tmp_path: Path, 
     write_text(tmp_path / "a" / "heads.json", "{}")
     with pytest.raises(RunError, match="overwrite"):
         RunDir(tmp_path / "a").claim(other)
-    assert names(tmp_path / "a") == ["heads.json", "recipe.yaml"]
+    assert names(tmp_path / "a") == [MARK, "heads.json", "recipe.yaml"]
     assert (tmp_path / "a" / "recipe.yaml").read_text() == RECIPE
 
 
@@ -243,7 +261,7 @@ def test_overwrite_replaces(tmp_path: Path, other: str) -> None:
     RunDir(tmp_path / "a").claim(RECIPE)
     write_text(tmp_path / "a" / "heads.json", "{}")
     RunDir(tmp_path / "a").claim(other, overwrite=True)
-    assert names(tmp_path / "a") == ["recipe.yaml"]
+    assert names(tmp_path / "a") == [MARK, "recipe.yaml"]
     assert (tmp_path / "a" / "recipe.yaml").read_text() == other
 
 
@@ -269,7 +287,7 @@ def test_a_claim_that_was_killed_can_be_made_again(tmp_path: Path, monkeypatch: 
         RunDir(tmp_path / "a").claim(RECIPE)
     monkeypatch.undo()
     RunDir(tmp_path / "a").claim(RECIPE)
-    assert names(tmp_path / "a") == ["recipe.yaml"]
+    assert names(tmp_path / "a") == [MARK, "recipe.yaml"]
 
 
 def test_claim_leaves_what_is_not_its_own_untouched(tmp_path: Path) -> None:
@@ -287,7 +305,7 @@ def test_claim_sweeps(tmp_path: Path) -> None:
     (tmp_path / ".out.5.old").mkdir()
     (tmp_path / ".f.5.tmp").write_text("half")
     RunDir(tmp_path).claim(RECIPE)
-    assert names(tmp_path) == ["figures", "out", "recipe.yaml"]
+    assert names(tmp_path) == [MARK, "figures", "out", "recipe.yaml"]
     assert not list((tmp_path / "figures").iterdir())
 
 
@@ -346,3 +364,130 @@ def test_a_second_finish_makes_changed_outputs_fresh(finished: tuple[RunDir, lis
     outputs[1].write_text("[]")
     run.finish("locate", "key", outputs, 1.0)
     assert run.is_fresh("locate", "key", outputs)
+
+
+OWN_FILES: dict[str, dict[str, str]] = {
+    "run": {"recipe.yaml": "name: a", ".stages/locate.json": "{}"},
+    "analysis": {"recipe.yaml": "name: a", "arms/base.json": "{}"},
+    "comparison": {"results.json": '{"revisions": {}}', "figures/a.png": ""},
+    "export": {"export.json": '{"checked_without_surgery": true}', "recipe.yaml": "name: a"},
+    "model": {"scores.json": "{}", "README.md": "Made with `surgery pretrain` and"},
+}
+
+
+@pytest.mark.parametrize("kind", OWN_FILES)
+def test_folders_are_known_by_their_mark_and_without_one_by_what_only_this_toolkit_writes(
+    tmp_path: Path, kind: str
+) -> None:
+    for name, text in OWN_FILES[kind].items():
+        write_text(tmp_path / "before" / name, text)
+    write_text(tmp_path / "marked" / "x", "")
+    mark(tmp_path / "marked", kind)  # type: ignore[arg-type]
+    assert kind_of(tmp_path / "before") == kind_of(tmp_path / "marked") == kind
+    for folder in ("before", "marked"):
+        assert check_replaceable("f", tmp_path / folder, kind, {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", OWN_FILES)
+def test_a_part_of_what_a_folder_is_known_by_is_not_enough(tmp_path: Path, kind: str) -> None:
+    for number, name in enumerate(OWN_FILES[kind]):
+        folder = tmp_path / str(number)
+        write_text(folder / name, "{}")
+        assert kind_of(folder) is None
+        with pytest.raises(RunError, match="Name another"):
+            check_replaceable("f", folder, kind, {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", '{"kind": 3}', '{"kind": ["run"]}', '{"kind": "x"}', "[" * 9999]
+)
+def test_a_mark_that_is_none(tmp_path: Path, text: str) -> None:
+    write_text(tmp_path / MARK, text)
+    assert kind_of(tmp_path) is None
+    assert kind_of(tmp_path / "missing") is None
+
+
+def test_an_empty_folder_is_free_and_a_file_is_not(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    write_text(tmp_path / "file", "precious")
+    assert not check_replaceable("f", tmp_path / "empty", "run", {})
+    assert not check_replaceable("f", tmp_path / "missing", "run", {})
+    with pytest.raises(RunError, match="It is a file"):
+        check_replaceable("f", tmp_path / "file", "run", {})
+
+
+@pytest.mark.parametrize("given", ["a", "a/", "a/b", "a/../a/b", "link", "link/b", "up/a"])
+def test_what_is_read_from_a_folder_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    write_text(tmp_path / "a" / "b", "")
+    write_text(tmp_path / "ab" / "b", "")
+    (tmp_path / "link").symlink_to("a")
+    (tmp_path / "up").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "link"):
+        with pytest.raises(RunError, match=f"^base.model: {given}. It is read from {folder}"):
+            check_apart([Path("x"), Path(folder)], {"data": "ab/b", "hub": "org/a", "base.model": given})
+    check_apart([Path("a")], {"near": "ab", "above": ".", "hub": "a/none", "long": "a" * 5000, "home": "~nobody/a"})
+
+
+def test_inputs_are_what_a_recipe_names_by_key() -> None:
+    class Part(Section):
+        model: str = "m"
+        name: str = "n"
+
+    class Whole(Section):
+        model: Part = Part()
+        tokenizer: str | None = None
+        parts: tuple[dict[str, str], ...] = ({"path": "p"}, {"task": "t"})
+
+    assert inputs_of(Whole(), Path("r.yaml")) == {"recipe": "r.yaml", "model.model": "m", "parts.0.path": "p"}
+
+
+def test_a_run_writes_nothing_that_is_not_listed() -> None:
+    """What `--overwrite` removes is what every stage writes, and no more."""
+    from surgery.stages import _CONTROL, STAGES, TUNING
+
+    written = {name.split("/")[0] for stage in (*STAGES, *TUNING) for name in (*stage.writes, *_CONTROL)}
+    assert set(WRITTEN) == written | {".stages", "recipe.yaml", "steps", "teacher_logits", "logs"}
+
+
+def test_remove_follows_no_link_and_leaves_the_rest(tmp_path: Path) -> None:
+    write_text(tmp_path / "elsewhere" / "x", "precious")
+    write_text(tmp_path / "a" / "notes", "precious")
+    (tmp_path / "a" / "figures").symlink_to(tmp_path / "elsewhere")
+    mark(tmp_path / "a", "run")
+    remove(tmp_path / "a", WRITTEN)
+    assert names(tmp_path) == ["a", "a/notes", "elsewhere", "elsewhere/x"]
+
+
+def test_a_folder_behind_a_link_is_replaced_where_it_lies(tmp_path: Path) -> None:
+    fill(tmp_path / "disk" / "out", "1")
+    (tmp_path / "out").symlink_to(tmp_path / "disk" / "out")
+    fill(tmp_path / "out", "2")
+    assert (tmp_path / "out").is_symlink() and (tmp_path / "disk" / "out" / "f").read_text() == "2"
+    assert names(tmp_path) == ["disk", "disk/out", "disk/out/f", "out"]
+
+
+def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the name itself afterwards: files, their folders, the rename, the parent."""
+    events: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def synced(descriptor: int) -> None:
+        events.append(("sync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def renamed(source: Path, target: Path) -> None:
+        events.append(("rename", str(target)))
+        rename(source, target)
+
+    fill(tmp_path / "out", "1")
+    monkeypatch.setattr(rundir.os, "fsync", synced)
+    monkeypatch.setattr(rundir.os, "rename", renamed)
+    with new_folder(tmp_path / "out") as folder:
+        write = folder / "deep" / "f"
+        write.parent.mkdir()
+        write.write_text("2")
+    moved = events.index(("rename", str(tmp_path / "out")))
+    before = {path for what, path in events[:moved] if what == "sync"}
+    assert {str(folder), str(folder / "deep"), str(folder / "deep" / "f")} <= before
+    assert ("sync", str(tmp_path)) in events[moved:]

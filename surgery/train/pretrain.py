@@ -141,7 +141,7 @@ def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -
     model = build_model(recipe.model, tokenizer, recipe.seed)
     steps = folder.with_name(folder.name + ".steps")
     for entry in steps.glob("*"):
-        if not re.match(r"step_\d|\d+-|scores\.json$|\.", entry.name):
+        if not re.match(r"(broken_)?step_\d|\d+-|scores\.json$|\.", entry.name):
             raise RunError("--to", str(folder), f"{entry} is no checkpoint of a pretraining. Name another folder.")
     prompts = make_prompts(recipe.evaluate, recipe.seed, tokenizer=tokenizer)
     marks = {math.ceil(recipe.train.num_all_steps * tenth / 10) for tenth in range(1, 11)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from huggingface_hub import EvalResult, hf_hub_download
@@ -19,7 +19,7 @@ from surgery import __version__
 from surgery.checkpoint import source_of
 from surgery.errors import SurgeryError, reading
 from surgery.heads import HeadId, HeadSet, Plan
-from surgery.recipe import Checkpoint, Recipe, Source, to_yaml
+from surgery.recipe import Base, Checkpoint, Recipe, Source, Teacher, to_yaml
 from surgery.yamlfile import load_yaml
 
 _ARMS = {
@@ -103,13 +103,15 @@ def public_name(model: str) -> str:
 
 
 def public_recipe(recipe: Recipe) -> Recipe:
-    """The recipe as it may be published: a folder or file of this machine becomes its last part."""
-    base = recipe.base.model_copy(
-        update={
-            "model": public_name(recipe.base.model),
-            "tokenizer": public_name(recipe.base.tokenizer) if recipe.base.tokenizer else None,
-        }
-    )
+    """The recipe as it may be published: a folder or file of this machine becomes its last part.
+
+    Revisions stay. One written behind a model's id moves to its `revision`; a tokenizer has no such key and keeps it.
+    """
+    base = _named(recipe.base)
+    if base.tokenizer:
+        tokenizer, revision = source_of(base.tokenizer, None)
+        pinned = public_name(tokenizer) + (f"@{revision}" if revision else "")
+        base = base.model_copy(update={"tokenizer": pinned})
     splice, control = recipe.splice, recipe.control
     if splice is not None and splice.teacher is not None:
         splice = splice.model_copy(update={"teacher": _named(splice.teacher)})
@@ -127,8 +129,12 @@ def public_recipe(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update=update)
 
 
-def _named(given: Checkpoint) -> Checkpoint:
-    return given.model_copy(update={"model": public_name(given.model)})
+M = TypeVar("M", Base, Teacher, Checkpoint)
+
+
+def _named(given: M) -> M:
+    model, revision = source_of(given.model, given.revision)
+    return given.model_copy(update={"model": public_name(model), "revision": revision})
 
 
 def _public_source(source: Source) -> Source:

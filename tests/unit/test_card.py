@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from huggingface_hub import ModelCard
 
 from surgery.card import card_of, model_card, public_name, public_recipe
@@ -87,6 +88,33 @@ def test_nothing_of_this_machine_goes_in(recipe: Recipe, tmp_path: Path) -> None
     for text in (card, to_yaml(public_recipe(recipe))):
         assert str(tmp_path) not in text and "rows.jsonl" in text
     assert str(tmp_path) in to_yaml(recipe), "the recipe itself stays as it is"
+
+
+@pytest.mark.parametrize("written", [True, False], ids=["behind the id", "as revision"])
+def test_pinned_revisions_are_published(written: bool) -> None:
+    """Of every model that a recipe names, its tokenizer and its data, in whichever way they are given."""
+
+    def pinned(name: str) -> dict[str, str]:
+        return {"model": f"org/{name}@{name}123"} if written else {"model": f"org/{name}", "revision": f"{name}123"}
+
+    train = {
+        "steps": 1,
+        "teacher": pinned("guide"),
+        "sources": [{"data": {"path": "org/rows", "revision": "r1"}, "rows": 1, "weights": {"distil": 1.0}}],
+    }
+    base = {**pinned("base"), "tokenizer": "org/words@w1"}
+    plain = {"name": "x", "base": base, "train": train}
+    spliced = {**plain, "splice": {"init": "teacher", "teacher": pinned("donor")}}
+    tuned = {**plain, "splice": None, "control": pinned("control")}
+    for recipe in (check_recipe(spliced), check_recipe(tuned)):
+        shared = public_recipe(recipe)
+        models = [m for m in (shared.base, shared.control, shared.teacher, shared.train.teacher) if m is not None]
+        assert len(models) == 3
+        for model in models:
+            assert model.revision == f"{model.model.removeprefix('org/')}123"
+        assert shared.base.tokenizer == "org/words@w1"
+        assert shared.train.own_data[0].revision == "r1"
+        assert public_recipe(shared) == shared and check_recipe(yaml.safe_load(to_yaml(shared))) == shared
 
 
 def test_an_export_folder_is_called_by_its_runs_name(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from surgery.checkpoint import Checkpoint, open_checkpoint, refuse_faults
 from surgery.errors import ModelError, RunError, reading
 from surgery.lock import hold
 from surgery.recipe import Base
-from surgery.rundir import check_replaceable, inputs_of, mark, new_folder, write_json
+from surgery.rundir import check_replaceable, mark, new_folder, write_json
 from surgery.weights import Stored, write_shards
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -62,7 +62,7 @@ def convert(base: Base, folder: Path, dtype: str | None = None, overwrite: bool 
     if dtype is not None and dtype not in DTYPES:
         raise RunError("--dtype", dtype, f"Choose one of {', '.join(DTYPES)}.")
     with hold(folder, "FOLDER"):
-        if check_replaceable("FOLDER", folder, "model", inputs_of(base)) and not overwrite:
+        if check_replaceable("FOLDER", folder, "model", {"MODEL": base.model}) and not overwrite:
             raise RunError("FOLDER", str(folder), "There is a model already. Name another folder, or give --overwrite.")
         return _convert(open_checkpoint(base), folder, dtype)
 

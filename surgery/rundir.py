@@ -232,10 +232,11 @@ def inputs_of(recipe: Section, file: Path | None = None) -> dict[str, str]:
     return found
 
 
-def check_apart(replaced: Iterable[Path], inputs: Mapping[str, str], instead: str = "Name another folder.") -> None:
+def check_apart(field: str, replaced: Iterable[Path], inputs: Mapping[str, str], instead: str) -> None:
     """Refuse to replace folders that hold what a command reads, or the current directory. Symlinks are followed.
 
     Args:
+        field: that names the folders, for the error.
         inputs: files and folders by the field that names them; what is not on this disk does not count.
         instead: what would do, for the error.
 
@@ -243,10 +244,13 @@ def check_apart(replaced: Iterable[Path], inputs: Mapping[str, str], instead: st
         RunError: one of them lies there.
     """
     for folder in replaced:
-        for field, given in {**inputs, "current directory": "."}.items():
+        real = folder.resolve()
+        for name, given in inputs.items():
             path = os.path.expanduser(given)
-            if os.path.exists(path) and Path(path).resolve().is_relative_to(folder.resolve()):
-                raise RunError(field, given, f"It is read from {folder}, which would be replaced. {instead}")
+            if os.path.exists(path) and Path(path).resolve().is_relative_to(real):
+                raise RunError(field, str(folder), f"{name} ({given}) is read from it. {instead}")
+        if Path.cwd().is_relative_to(real):
+            raise RunError(field, str(folder), f"The current folder lies in it. {instead}")
 
 
 def check_replaceable(
@@ -262,7 +266,7 @@ def check_replaceable(
     """
     if folder.exists() and not folder.is_dir():
         raise RunError(field, str(folder), f"It is a file. {instead}")
-    check_apart([folder], inputs, instead)
+    check_apart(field, [folder], inputs, instead)
     if not folder.is_dir() or all(entry.name == ".lock" for entry in folder.iterdir()):
         return False
     if kind_of(folder) != kind:
@@ -299,7 +303,7 @@ class RunDir:
         stored = _text(self.path / "recipe.yaml")
         if stored and kind_of(self.path) in (None, "run") and _base_of(stored) == _base_of(recipe_yaml):
             models = {field: given for field, given in inputs.items() if field != "recipe"}
-            check_apart([self.path / name for name in WRITTEN], models, instead)
+            check_apart("run folder", [self.path / name for name in WRITTEN], models, instead)
             return False
         # A claim that was killed leaves nothing but its half-written recipe.
         if self.path.is_dir() and all(p.match(".recipe.yaml.*.tmp") for p in self.path.iterdir()):

@@ -117,7 +117,7 @@ def _check_folder(recipe: AnalysisRecipe, folder: Path, overwrite: bool, file: P
     instead = f"Set another name, such as name={folder.name}-2."
     if overwrite:
         return check_replaceable("folder", folder, "analysis", inputs_of(recipe, file), instead)
-    check_apart([folder / name for name in _WRITTEN], inputs_of(recipe), instead)
+    check_apart("folder", [folder / name for name in _WRITTEN], inputs_of(recipe), instead)
     hint = f"{instead} --overwrite removes it." if kind_of(folder) == "analysis" else instead
     if (folder / "analysis.json").exists():
         raise RecipeError("folder", str(folder), f"It is there already. {hint}")

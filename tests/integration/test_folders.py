@@ -98,7 +98,7 @@ def test_what_a_command_reads_it_does_not_replace(tmp_path: Path, field: str, li
     name, *rest = COMMANDS[command]
     options = next(i for i, word in enumerate(rest) if word.startswith("--"))
     done = surgery(name, *rest[:options], *given, *rest[options:], cwd=tmp_path)
-    assert_refused(done, f"error: {field}: ", "read from x, which would be replaced", "nother")
+    assert_refused(done, f"older: x. {field} (", "is read from it", "nother")
     assert tree(tmp_path) == before
 
 
@@ -108,7 +108,7 @@ def test_the_recipe_is_not_removed_with_the_folder_that_it_is_in(tmp_path: Path,
     name, recipe, *rest = COMMANDS[command]
     (tmp_path / "x" / "mine.yaml").write_text(Path(recipe).read_text())
     before = tree(tmp_path)
-    assert_refused(surgery(name, "x/mine.yaml", *rest, cwd=tmp_path), "recipe: x/mine.yaml", "read from x")
+    assert_refused(surgery(name, "x/mine.yaml", *rest, cwd=tmp_path), "x. recipe (x/mine.yaml) is read from it")
     assert tree(tmp_path) == before
 
 
@@ -119,7 +119,7 @@ def test_the_current_directory_is_not_removed(tmp_path: Path, command: str) -> N
     place = {".": "../..", "x": "../../x"}
     given = [place.get(word, word) for word in COMMANDS[command]]
     before = tree(tmp_path)
-    assert_refused(surgery(*given, cwd=tmp_path / "x" / "here"), "current directory", "x")
+    assert_refused(surgery(*given, cwd=tmp_path / "x" / "here"), "current folder lies in it")
     assert tree(tmp_path) == before
 
 
@@ -131,7 +131,7 @@ def test_a_fine_tuning_does_not_remove_the_export_that_it_starts_from(tmp_path: 
     before = tree(tmp_path)
     for options in ((), ("--overwrite",)):
         done = surgery("finetune", "runs/finetune/export", "rows.jsonl", *options, cwd=tmp_path)
-        assert_refused(done, "base.model: runs/finetune/export", "name=finetune-2")
+        assert_refused(done, "run folder: runs/finetune. base.model (runs/finetune/export)", "name=finetune-2")
         assert "--overwrite" not in done.stderr and tree(tmp_path) == before
 
 
@@ -140,7 +140,7 @@ def test_a_teacher_may_not_be_what_the_same_run_writes(finished: Path, tmp_path:
     shutil.copytree(finished.parent, tmp_path / "runs")
     before = tree(tmp_path)
     given = ("train.teacher={model: runs/quickstart/trained}", "train.sources.0.weights.distil=1.0")
-    assert_refused(run_small(tmp_path, *given), "train.teacher.model", "quickstart/trained", "read from")
+    assert_refused(run_small(tmp_path, *given), "quickstart/trained. train.teacher.model", "read from")
     assert tree(tmp_path) == before
 
 

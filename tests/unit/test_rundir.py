@@ -424,9 +424,13 @@ def test_what_is_read_from_a_folder_keeps_it(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "up").symlink_to(tmp_path)
     monkeypatch.chdir(tmp_path)
     for folder in ("a", "link"):
-        with pytest.raises(RunError, match=f"^base.model: {given}. It is read from {folder}"):
-            check_apart([Path("x"), Path(folder)], {"data": "ab/b", "hub": "org/a", "base.model": given})
-    check_apart([Path("a")], {"near": "ab", "above": ".", "hub": "a/none", "long": "a" * 5000, "home": "~nobody/a"})
+        with pytest.raises(RunError, match=rf"^FOLDER: {folder}\. base.model \({given}\) is read from it. Move."):
+            check_apart(
+                "FOLDER", [Path("x"), Path(folder)], {"data": "ab/b", "hub": "org/a", "base.model": given}, "Move."
+            )
+    check_apart(
+        "", [Path("a")], {"near": "ab", "above": ".", "hub": "a/none", "long": "a" * 5000, "home": "~nobody/a"}, ""
+    )
 
 
 def test_inputs_are_what_a_recipe_names_by_key() -> None:

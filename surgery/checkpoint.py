@@ -37,7 +37,7 @@ from surgery.rundir import digest
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _CONFIG_HINT = "Correct config.json, or download it again."
 _TYPES = frozenset(name for family in FAMILIES for name in family.model_types)
-_LARGEST, _LAYERS = 2**31 - 1, 1000
+_LARGEST, _LAYERS = 2**31 - 1, 256
 _CHUNKS = ("chunk_size", "mamba_chunk_size")
 _LAYER_COUNTS, _LAYER_LISTS = ("num_hidden_layers", "n_layer"), ("layers_block_type", "layer_types")
 # Keys of config.json whose numbers are sizes, in all families.
@@ -334,7 +334,9 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
     """Raises ModelError where the tokenizer has tokens that the model has no embedding for."""
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= config.vocab_size:
-        hint = "It is the tokenizer of another model. Set base.tokenizer to the one that the model was trained with."
+        hint = (
+            "It is another model's, or tokens were added to it. Set base.tokenizer to what the model was trained with."
+        )
         raise ModelError("base.tokenizer", f"token {largest}, and {model} has {config.vocab_size}", hint)
 
 

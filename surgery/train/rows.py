@@ -19,13 +19,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from surgery.errors import DataError
+from surgery.errors import DataError, reading
 from surgery.training import Columns, Data
 
 FORMATS = (".jsonl", ".json", ".parquet")
 _SPLITS = {"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TOKEN = re.compile(r"hf_\w+")
+_DAMAGED = "Its header is that of a Parquet file, and its rows cannot be read. Write it again."
 _BATCH = 256  # rows of a Parquet file in memory while it is streamed
 
 
@@ -271,7 +272,9 @@ def _open_file(path: Path, columns: list[str]) -> Rows:
     import datasets
 
     _check_parquet(path, columns)
-    return ArrowRows(datasets.load_dataset("parquet", data_files=str(path), columns=columns, split="train"), str(path))
+    with reading(str(path), None, _DAMAGED, DataError):
+        table = datasets.load_dataset("parquet", data_files=str(path), columns=columns, split="train")
+    return ArrowRows(table, str(path))
 
 
 def _read_file(path: Path, columns: list[str]) -> Iterator[Row]:
@@ -282,9 +285,10 @@ def _read_file(path: Path, columns: list[str]) -> Iterator[Row]:
     from pyarrow.parquet import ParquetFile
 
     _check_parquet(path, columns)
-    batches = ParquetFile(path).iter_batches(_BATCH, columns=columns)
-    fields = (row for batch in batches for row in batch.to_pylist())
-    yield from (Row(f"{path}: row {i}", row) for i, row in enumerate(fields, 1))
+    with reading(str(path), None, _DAMAGED, DataError):
+        batches = ParquetFile(path).iter_batches(_BATCH, columns=columns)
+        fields = (row for batch in batches for row in batch.to_pylist())
+        yield from (Row(f"{path}: row {i}", row) for i, row in enumerate(fields, 1))
 
 
 def _as_items(files: list[Path], columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -184,12 +185,14 @@ def main(given: list[str] | None = None) -> int:
     try:
         if options.case is not None:
             return int(not show(session, options.case))
-        done, began = [], time.perf_counter()
-        for number in numbers(options.seed, options.cases, options.only):
-            case, verdict, place = session.run(number)
-            done.append((number, case, verdict))
-            if verdict.good:
-                shutil.rmtree(place, ignore_errors=True)
+        done: list[tuple[int, Case, Verdict]] = []
+        began = time.perf_counter()
+        with suppress(KeyboardInterrupt):  # what is done is reported
+            for number in numbers(options.seed, options.cases, options.only):
+                case, verdict, place = session.run(number)
+                done.append((number, case, verdict))
+                if verdict.good:
+                    shutil.rmtree(place, ignore_errors=True)
         summary = summarise(options.seed, time.perf_counter() - began, done)
     finally:
         session.close()

@@ -201,6 +201,8 @@ def _errors(text: str) -> list[str]:
 def mounted(folder: Path) -> Callable[[], None] | None:
     """Mounts a small disk there; returns what unmounts it, or None where that is not allowed."""
     folder.mkdir(parents=True, exist_ok=True)
+    if folder.is_mount():  # of a matrix that was interrupted
+        subprocess.run(["umount", str(folder)], check=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={DISK}m", "tmpfs", str(folder)]
     try:
         if subprocess.run(command, capture_output=True).returncode != 0:

@@ -467,6 +467,16 @@ def test_rows_say_where_they_stand(tmp_path: Path) -> None:
             assert error.value.field == f"{tmp_path}/{where}"
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_parquet_file_with_a_damaged_page_is_refused(tmp_path: Path, streaming: bool) -> None:
+    write_table(pyarrow.Table.from_pylist(numbered(200)), tmp_path / "a.parquet", compression="none")
+    data = bytearray((tmp_path / "a.parquet").read_bytes())
+    data[4:40] = bytes(36)
+    (tmp_path / "a.parquet").write_bytes(data)
+    with pytest.raises(DataError, match=r"a\.parquet.*cannot be read"):
+        opened(tmp_path / "a.parquet", rows=9, streaming=streaming)
+
+
 def test_a_split_of_a_folder_is_found_by_name(tmp_path: Path) -> None:
     write(tmp_path / "f" / "train-0.jsonl", numbered(3))
     write(tmp_path / "f" / "train-1.jsonl", numbered(2))

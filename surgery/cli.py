@@ -23,6 +23,7 @@ from surgery import __version__
 from surgery.errors import SurgeryError, is_out_of_memory, reading, summary
 from surgery.printing import Bars, out, print_analysis, print_comparison, print_heads, print_plan, print_results
 from surgery.recipe import AnalysisRecipe, Base, PretrainRecipe, Recipe, load_any, load_recipe, shipped, to_yaml
+from surgery.rundir import is_full
 
 app = typer.Typer(
     help="Give a Mamba a memory: locate its retrieval heads, splice attention in there, train briefly, export.",
@@ -381,4 +382,6 @@ def _verdict(error: BaseException) -> tuple[int, str]:
     if is_out_of_memory(error):
         hint = "Reduce locate.batch_size, train.micro_batch or evaluate.batch_size, or set a smaller dtype."
         return 2, f"error: out of memory: {summary(error)}. {hint}"
+    if is_full(error):
+        return 2, f"error: the disk is full: {summary(error)}. Make room, and run the same command again."
     return 1, f"internal error: {summary(error)}. Run `surgery --debug` with the same arguments, and report it."

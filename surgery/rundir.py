@@ -94,7 +94,11 @@ def read_json(path: Path) -> Any:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yields a folder beside `path` to fill; on success it replaces `path`, on failure nothing is left."""
+    """Yields a folder beside `path` to fill; on success it replaces `path`, on failure nothing is left.
+
+    Raises:
+        RunError: the disk is full, whatever the library that wrote calls it.
+    """
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -113,6 +117,10 @@ def new_folder(path: Path) -> Iterator[Path]:
         else:
             os.rename(beside, path)
             _sync(path.parent)
+    except BaseException as error:  # sharded saving raises no `Exception`
+        if not is_full(error):
+            raise
+        raise RunError(str(path), "the disk is full", "Make room, and run the same command again.") from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 

@@ -74,7 +74,7 @@ def save_step(
         try:
             write(target, model, optimizer, {"step": step, **state}, accelerator)
         except (CheckpointException, Exception) as error:
-            if not is_full(error):
+            if not is_full(error.__cause__ or error):
                 raise
             raise RunError("steps", str(target), _full(folder)) from None
     if accelerator.is_main_process:

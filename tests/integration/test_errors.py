@@ -313,6 +313,11 @@ class TestErrorsOfOurOwn:
         code, text = self.end(capsys, monkeypatch, "validate", "x.yaml")
         assert code == 1 and "Traceback" in text and 'raise ZeroDivisionError("a\\nbug")' in text
 
+    def test_a_full_disk_is_no_error_of_our_own(self) -> None:
+        for words in ("Error while serializing: No space left on device (os error 28)", "unexpected pos 576 vs 534"):
+            code, line = cli._verdict(RuntimeError(words))
+            assert code == 2 and line.startswith("error: the disk is full") and "Make room" in line
+
     def test_the_flag_shows_the_librarys_error_behind_a_refusal(self, tmp_path: Path) -> None:
         (tmp_path / "x.yaml").write_text("a: [")
         assert_refused(surgery("validate", "x.yaml", cwd=tmp_path), "x.yaml")

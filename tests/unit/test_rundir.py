@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
+from torch.distributed.checkpoint import CheckpointException
 
 from surgery import rundir
 from surgery.errors import RunError
@@ -122,6 +125,34 @@ def test_a_failure_leaves_nothing_half_written(tmp_path: Path, error: type[BaseE
         raise error
     assert names(tmp_path) == (["out", "out/f"] if before else [])
     assert not before or (tmp_path / "out" / "f").read_text() == "1"
+
+
+FULL = (
+    OSError(errno.ENOSPC, "No space left on device"),
+    OSError(errno.EDQUOT, "Disk quota exceeded"),
+    SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),
+    CheckpointException("write", {0: (RuntimeError(". unexpected pos 704 vs 598"), None)}),  # type: ignore[dict-item]
+)
+
+
+@pytest.mark.parametrize("error", FULL, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("before", [True, False])
+def test_a_full_disk_is_one_error_whatever_library_meets_it(tmp_path: Path, error: BaseException, before: bool) -> None:
+    """The libraries' own words, from a file system of 2 MiB."""
+    if before:
+        fill(tmp_path / "out", "1")
+    with pytest.raises(RunError) as caught, new_folder(tmp_path / "out") as folder:
+        (folder / "f").write_text("2")
+        raise error
+    assert str(caught.value) == f"{tmp_path / 'out'}: the disk is full. Make room, and run the same command again."
+    assert caught.value.__cause__ is error
+    assert names(tmp_path) == (["out", "out/f"] if before else [])
+
+
+def test_a_refusal_inside_stays_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="no space left for jokes"), new_folder(tmp_path / "out"):
+        raise RunError("field", None, "no space left for jokes")
 
 
 def test_sweep_recovers_from_a_kill_between_the_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -339,9 +339,12 @@ class RunDir:
         mark(self.path, "run")
 
     def manifest(self, stage: str) -> Mapping[str, Any] | None:
-        """What the stage wrote last, or None."""
+        """What the stage wrote last, or None. Raises RunError where the file holds something else."""
         path = self.path / ".stages" / f"{stage}.json"
-        return read_json(path) if path.is_file() else None
+        found = read_json(path) if path.is_file() else None
+        if found is not None and not (isinstance(found, dict) and {"key", "outputs"} <= found.keys()):
+            raise RunError(str(path), "no manifest of a stage", "Delete it: the stage runs again.")
+        return found
 
     def is_fresh(self, stage: str, key: str, outputs: Sequence[Path]) -> bool:
         """True when the stage finished with this key and its outputs are as it left them."""

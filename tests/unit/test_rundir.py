@@ -364,6 +364,21 @@ def test_a_stage_that_never_ran_is_not_fresh(finished: tuple[RunDir, list[Path]]
     assert not run.is_fresh("train", "key", outputs)
 
 
+@pytest.mark.parametrize(
+    "content", ["", "[]", "3", "null", "{}", '{"key": 3}', '"key outputs"', "[" * 100_000, "\0", "{"]
+)
+def test_a_manifest_of_another_form_is_named(tmp_path: Path, content: str) -> None:
+    run = RunDir(tmp_path)
+    run.finish("locate", "key", [], 1.0)
+    (tmp_path / ".stages" / "locate.json").write_text(content)
+    for look in (run.is_fresh, run.is_finished):
+        if content == "null":  # as if the stage had never run
+            assert not look("locate", "key", [])
+            continue
+        with pytest.raises(RunError, match=r"locate\.json"):
+            look("locate", "key", [])
+
+
 def test_another_key_is_not_fresh(finished: tuple[RunDir, list[Path]]) -> None:
     run, outputs = finished
     assert not run.is_fresh("locate", "other", outputs)

@@ -33,7 +33,7 @@ CODES = {"SIGKILL": (-9,), "SIGTERM": (-15, 143), "SIGINT": (-2, 130), "full dis
 WEIGHTS = ("spliced", "trained", "no_splice", "export")
 DISK = 64  # MiB
 LIMIT = 120.0
-_LEFT = re.compile(r"\..+\.\d+\.(tmp|old)|step_\d+|steps|\.lock.*")
+_LEFT = re.compile(r"\..+\.\d+\.(tmp|old)|step_\d+|steps|\..*lock")
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Matrix:
         arms = [json.loads((run / "results.json").read_text())["arms"] for run in (folder, whole)]
         if arms[0] != arms[1]:
             wrong.append("other results: results.json")
-        left = [path.relative_to(folder) for path in folder.rglob("*") if _LEFT.fullmatch(path.name)]
+        left = [path.relative_to(folder.parent) for path in folder.parent.rglob("*") if _LEFT.fullmatch(path.name)]
         return [*wrong, f"left behind: {left[0]}"] if left else wrong
 
 

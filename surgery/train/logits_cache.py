@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from surgery.errors import RunError
+from surgery.errors import RunError, reading
 from surgery.probes.documents import EncodedBatch
 from surgery.rundir import read_json, sweep, write_json
 from surgery.train.divergence import TopK
@@ -113,6 +114,8 @@ class LogitsCache:
             raise RunError("train.distil.cache", str(self.folder), "It holds something else; delete or move it.")
         if path.exists():
             stored = read_json(path)
+            if not isinstance(stored, dict):
+                raise RunError("train.distil.cache", str(path), "It is not a JSON object. Delete the folder.")
             odd = sorted(k for k in stored.keys() | identity.keys() if stored.get(k) != identity.get(k))
             if odd:
                 hint = f"Its logits are of another {', '.join(odd)}. Delete it, or use another folder."
@@ -146,13 +149,12 @@ def _hashed(ids: Tensor) -> bytes:
     return hashlib.sha256(ids.to(torch.int32).numpy().tobytes()).digest()[:_HASH]
 
 
-def _opened(path: Path) -> Any:
-    """Raises RunError where the file is not whole."""
-    try:
-        return safe_open(path, "pt")
-    except (SafetensorError, OSError) as error:
-        hint = f"Delete it: its documents are computed again ({error})."
-        raise RunError("train.distil.cache", str(path), hint) from None
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Raises RunError where the file is not whole, or holds something else."""
+    hint = "Delete it: its documents are computed again."
+    with reading("train.distil.cache", str(path), hint, RunError), safe_open(path, "pt") as file:
+        yield file
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:

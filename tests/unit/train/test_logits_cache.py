@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from surgery.errors import RunError
 from surgery.probes.documents import EncodedBatch, encode
@@ -150,6 +151,21 @@ def test_a_torn_shard_is_named(tmp_path: Path) -> None:
         opened(tmp_path)
     shard.unlink()
     assert opened(tmp_path).get(batch) is None
+
+
+def test_a_shard_of_something_else_is_named(tmp_path: Path) -> None:
+    opened(tmp_path)
+    save_file({"documents": torch.zeros(1, 16, dtype=torch.uint8)}, tmp_path / "shard_0.safetensors")
+    with pytest.raises(RunError, match=r"shard_0\.safetensors.*Delete it"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "7", "{", ""])
+def test_an_identity_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    opened(tmp_path)
+    (tmp_path / "cache.json").write_text(text)
+    with pytest.raises(RunError, match=r"cache\.json.*Delete"):
+        opened(tmp_path)
 
 
 def test_what_a_killed_run_left_half_written_is_cleared_away(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from pathlib import Path
 
@@ -78,3 +79,25 @@ def test_a_failed_subtest_fails_its_test(tmp_path: Path) -> None:
     assert recorder.reasons["Test_x_plain::test_fails"] == "ValueError: first line"
     assert recorder.reasons["Test_x_plain::test_subtest_fails"] == "AssertionError: 1 != 2"
     assert "no device" in recorder.reasons["Test_x_plain::test_skips"]
+
+
+def test_stand_ins_take_the_place_of_no_file(tmp_path: Path) -> None:
+    tests = tmp_path / "tests"
+    with pytest.raises(FileNotFoundError, match="test_modeling_common"):
+        upstream.put_together(tests, tmp_path / "package")
+    (tests / "generation").mkdir(parents=True)
+    (tests / "test_modeling_common.py").touch()
+    (tests / "generation" / "test_utils.py").write_text("theirs")
+    upstream.put_together(tests, tmp_path / "package")
+    assert (tmp_path / "package" / "generation" / "test_utils.py").read_text() == "theirs"
+    assert "ExportTesterMixin" in (tmp_path / "package" / "exporters" / "test_export.py").read_text()
+
+
+def test_the_page_shows_every_release_the_newest_first(tmp_path: Path) -> None:
+    header = {"command": "python bench/upstream.py", "date": "2026-01-02", "torch": "2.13", "python": "3.11"}
+    for version in ("5.9.1", "5.21.0"):
+        result = {**header, "transformers": version, "families": {"mamba": upstream.compared(OUTCOMES, REASONS)}}
+        (tmp_path / f"{version}.json").write_text(json.dumps(result))
+    text = upstream.page(tmp_path)
+    assert text.index("## transformers 5.21.0") < text.index("## transformers 5.9.1")
+    assert text.count("| mamba | 3 | 1 | 1 | 1 | 3 | 1 | 2 |") == 2

@@ -28,7 +28,7 @@ from surgery.families import family_of, geometry_of
 from surgery.heads import Graft, Plan
 from surgery.hybrid import CLASSES
 from surgery.splice import splice
-from tests.pico import HIDDEN, PAD, SPLICED_FAMILIES, VOCAB, pico_family, pico_family_config, tokens
+from tests.pico import HEADS, HIDDEN, PAD, SPLICED_FAMILIES, VOCAB, pico_family, pico_family_config, tokens
 
 SECONDS = int(os.environ.get("UPSTREAM_TIMEOUT", "120"))  # of one test
 # Layers enough for three sites, where the pico models have fewer.
@@ -117,7 +117,7 @@ class Tester:
     @property
     def num_attention_heads(self) -> int:
         """Heads of the first layer that returns attention weights."""
-        return len(self.splice[0]["heads"]) if self.splice else self.config.num_attention_heads
+        return len(self.splice[0]["heads"]) if self.splice else HEADS
 
     @property
     def splice(self) -> list[dict[str, Any]]:

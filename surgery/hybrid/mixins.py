@@ -146,11 +146,12 @@ class HybridModelMixin(HybridInitMixin):
         attention_mask: Any = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        output_attentions: bool | None = None,
         return_dict: bool | None = None,
         splice_queries: Tensor | SpliceRows | None = None,
         seq_idx: Tensor | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> HybridOutput | tuple:
         """As the family's own forward.
 
         Args:
@@ -186,6 +187,8 @@ class HybridModelMixin(HybridInitMixin):
         if self.config.splice or seq_idx is not None:
             attention_mask, kwargs = self._splice_arguments(inputs_embeds, attention_mask, cache, rows, kwargs)
         kwargs[self.cache_argument] = cache
+        if output_attentions is not None:
+            kwargs["output_attentions"] = output_attentions
         output = super().forward(
             inputs_embeds=inputs_embeds, attention_mask=attention_mask, use_cache=use_cache, return_dict=True, **kwargs
         )
@@ -285,7 +288,7 @@ def recorded(family: Any) -> dict[str, Any]:
 class RecordingMixin:
     """Put between `HybridModelMixin` and a family's model that records no attention weights: those of the branches."""
 
-    _can_record_outputs = {"attentions": SplicedAttention}
+    _can_record_outputs: dict[str, Any] = {"attentions": SplicedAttention}
 
     @capture_outputs
     def forward(self, *args: Any, output_attentions: bool | None = None, **kwargs: Any) -> Any:
@@ -315,12 +318,13 @@ class HybridCausalLMMixin(HybridInitMixin):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
+        output_attentions: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
         splice_queries: Tensor | None = None,
         seq_idx: Tensor | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> HybridCausalLMOutput | tuple:
         """As the family's own forward.
 
         Args:
@@ -332,6 +336,8 @@ class HybridCausalLMMixin(HybridInitMixin):
             rows = kwargs["splice_queries"] = SpliceRows(splice_queries)
         if seq_idx is not None:
             kwargs["seq_idx"] = seq_idx
+        if output_attentions is not None:
+            kwargs["output_attentions"] = output_attentions
         output = super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -400,14 +406,13 @@ class MambaHybridCausalLMMixin(HybridInitMixin):
         splice_queries: Tensor | None = None,
         seq_idx: Tensor | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> HybridCausalLMOutput | tuple:
         """As the family's own forward; logits are fp32.
 
         Args:
             splice_queries: (B,Q) token indices, -1 for none; their attention rows come back as `splice_attentions`.
             seq_idx: (B,T) the document of its row that each token belongs to, as of the model without its head.
         """
-        requested = {} if output_attentions is None else {"output_attentions": output_attentions}
         output = self.backbone(
             input_ids,
             inputs_embeds=inputs_embeds,
@@ -418,7 +423,7 @@ class MambaHybridCausalLMMixin(HybridInitMixin):
             return_dict=True,
             splice_queries=splice_queries,
             seq_idx=seq_idx,
-            **requested,
+            output_attentions=output_attentions,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden = output.last_hidden_state[:, kept]

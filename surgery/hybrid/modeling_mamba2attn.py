@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Block, Mamba2ForCausalLM, Mamba2Model, Mamba2RMSNorm
+from transformers.utils.output_capturing import OutputRecorder
 
-from .attention import SplicePass, eager_attention_forward
+from .attention import SplicedAttention, SplicePass, eager_attention_forward
 from .modeling_mamba2_hybrid import (
     Mamba2HybridConfig,
     Mamba2HybridForCausalLM,
@@ -66,6 +67,10 @@ class Mamba2AttnConfig(Mamba2HybridConfig):
         return self.cache_types([own if i in attention else "linear_attention" for i in range(self.num_hidden_layers)])
 
 
+class AttentionWeights(nn.Identity):
+    """Where the weights pass, so that transformers can record them."""
+
+
 class MambaSsmAttention(nn.Module):
     """Causal attention as in mamba_ssm's `MHA`: projection, short convolution if any, rotary if any, softmax.
 
@@ -93,6 +98,7 @@ class MambaSsmAttention(nn.Module):
         if self.conv_kernel:
             self.conv1d = nn.Conv1d(channels, channels, self.conv_kernel, groups=channels)
         self.out_proj = nn.Linear(self.widths[0], config.hidden_size, bias=own["out_proj_bias"])
+        self.weights = AttentionWeights()
 
     def forward(
         self,
@@ -123,7 +129,9 @@ class MambaSsmAttention(nn.Module):
             key, value = cache_params.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         causal = splice_pass.causal if splice_pass is not None else None
-        mixed_BTHP, _ = attend(self, query, key, value, causal, scaling=self.scaling, dropout=0.0)
+        mixed_BTHP, weights = attend(self, query, key, value, causal, scaling=self.scaling, dropout=0.0)
+        if weights is not None:
+            self.weights(weights)
         return self.out_proj(mixed_BTHP.flatten(2))
 
     def _convolve(self, qkv_BTC: Tensor, cache: Any, padding: Tensor | None, documents: Tensor | None) -> Tensor:
@@ -208,6 +216,7 @@ class Mamba2AttnModel(Mamba2HybridModel, MaskedMamba2Model):
     """`Mamba2HybridModel` whose layers may be attention, and may have MLPs."""
 
     config_class = Mamba2AttnConfig
+    _can_record_outputs = {"attentions": [SplicedAttention, OutputRecorder(AttentionWeights)]}
 
     def __init__(self, config: Mamba2AttnConfig) -> None:
         super().__init__(config)

@@ -224,6 +224,7 @@ class TestForward:
         spliced = [site["layer"] for site in model.config.splice]
         kinds = getattr(model.config, "layers_block_type", None) or ()
         own = [layer for layer, kind in enumerate(kinds) if kind in ("full_attention", "hybrid")]
+        own += getattr(model.config, "attn_layer_idx", None) or []
         layers = sorted(spliced + own)
         assert len(found.attentions) == len(layers)
         weights = dict(zip(layers, found.attentions, strict=True))
@@ -232,6 +233,11 @@ class TestForward:
         assert all(w.shape == (2, 4, 9, 9) and (w.sum(-1) - 1).abs().max() < 1e-5 for w in map(weights.get, own))
         body = model.base_model(ids, output_attentions=True, use_cache=False)
         assert all(map(torch.equal, body.attentions, found.attentions)) and model(ids).attentions is None
+        kept = model.requires_grad_(True)(ids, output_attentions=True, use_cache=False)
+        for weight in kept.attentions:
+            weight.retain_grad()
+        kept.logits.flatten()[-1].backward()
+        assert all(weight.grad is not None and weight.grad.any() for weight in kept.attentions)
         model.set_attn_implementation("sdpa")
         assert model(ids, output_attentions=True, use_cache=False).attentions == ()
 

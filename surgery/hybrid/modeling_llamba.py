@@ -59,7 +59,8 @@ class LlambaConfig(HybridConfigMixin, PreTrainedConfig):
             convolution), `bias` (of the projections), `conv_bias`; likewise.
 
     Raises:
-        ValueError: widths that do not divide, an unknown activation, or a `splice` that the model cannot have.
+        ValueError: sizes that are no whole numbers, widths that do not divide, an unknown activation, or a `splice`
+            that the model cannot have.
     """
 
     model_type = "llamba"
@@ -97,6 +98,10 @@ class LlambaConfig(HybridConfigMixin, PreTrainedConfig):
         self.vocab_size += -self.vocab_size % self.pad_vocab_size_multiple
 
     def _check_widths(self) -> None:
+        for name in ("d_state", "n_v_heads", "n_qk_heads", "d_conv", "expand", "chunk_size"):
+            value = self.ssm_cfg[name]
+            if type(value) is not int or value < 1:
+                raise ValueError(f"ssm_cfg.{name}: {value!r}. It needs a whole number of at least 1.")
         inner, heads, key_heads = self.expand * self.d_model, self.num_heads, self.n_groups
         if inner % heads:
             raise ValueError(f"ssm_cfg.n_v_heads: {heads} heads do not divide expand * d_model = {inner}")

@@ -363,6 +363,12 @@ class TestCheckpoint:
         with pytest.raises(ValueError, match=field):
             llamba_config(**({"n_qk_heads": 1} | {"ssm": ssm}))
 
+    @pytest.mark.parametrize("field", ["d_state", "n_v_heads", "n_qk_heads", "d_conv", "expand", "chunk_size"])
+    @pytest.mark.parametrize("value", [None, 0, -4, 2.5, "8", [8], True])
+    def test_sizes_are_whole_numbers(self, field: str, value: Any) -> None:
+        with pytest.raises(ValueError, match=rf"^ssm_cfg\.{field}: .*\. It needs a whole number of at least 1\.$"):
+            llamba_config(ssm={field: value})
+
     def test_resized_embeddings_load_again(self, tmp_path: Path) -> None:
         model = llamba(pad_vocab_size_multiple=8)
         model.resize_token_embeddings(70)

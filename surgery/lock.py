@@ -25,7 +25,7 @@ def hold(folder: Path, field: str = "folder") -> Iterator[None]:
     Raises:
         RunError: another process holds it, or one on another machine did not release it; the disk is full.
     """
-    real = folder.resolve()
+    real = Path(os.path.realpath(folder))
     beside = os.access(next(p for p in (*real.parents, real) if p.exists()), os.W_OK)
     path = real.parent / f".{real.name}.lock" if beside else real / ".lock"
     made = [parent for parent in path.parents if not parent.exists()]

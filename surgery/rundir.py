@@ -99,7 +99,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises:
         RunError: the disk is full, whatever the library that wrote calls it.
     """
-    path = path.resolve()
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     shutil.rmtree(beside, ignore_errors=True)
@@ -252,10 +252,10 @@ def check_apart(field: str, replaced: Iterable[Path], inputs: Mapping[str, str],
         RunError: one of them lies there.
     """
     for folder in replaced:
-        real = folder.resolve()
+        real = Path(os.path.realpath(folder))  # `resolve` raises for a link that leads to itself
         for name, given in inputs.items():
             path = os.path.expanduser(given)
-            if os.path.exists(path) and Path(path).resolve().is_relative_to(real):
+            if os.path.exists(path) and Path(os.path.realpath(path)).is_relative_to(real):
                 raise RunError(field, str(folder), f"{name} ({given}) is read from it. {instead}")
         if Path.cwd().is_relative_to(real):
             raise RunError(field, str(folder), f"The current folder lies in it. {instead}")

@@ -119,6 +119,7 @@ def summarise(seed: int, seconds: float, done: list[tuple[int, Case, Verdict]]) 
         "cases": len(done),
         "cold": sum(case.cold for _, case, _ in done),
         "seconds": round(seconds, 1),
+        "processor_seconds": round(sum(os.times()[:4]), 1),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "versions": {"python": platform.python_version(), **packages},
         "table": {target: dict(counts) for target, counts in sorted(table.items())},
@@ -137,7 +138,8 @@ def print_summary(summary: dict[str, Any]) -> None:
     for target, counts in summary["table"].items():
         print(f"{target:14}" + "".join(f"{counts.get(name, 0):>20}" for name in outcomes))
     slow = ", ".join(f"{s['number']} ({s['command']}, {s['seconds']:.1f} s)" for s in summary["slowest"])
-    print(f"{summary['cases']} cases in {summary['seconds']:.0f} s, {summary['cold']} of them cold; slowest: {slow}")
+    took = f"{summary['seconds']:.0f} s ({summary['processor_seconds']:.0f} s of a processor)"
+    print(f"{summary['cases']} cases in {took}, {summary['cold']} of them cold; slowest: {slow}")
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for entry in summary["findings"]:
         groups.setdefault((entry["outcome"], entry["group"]), []).append(entry)

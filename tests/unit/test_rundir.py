@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from surgery import rundir
 from surgery.errors import RunError
+from surgery.lock import hold
 from surgery.rundir import (
     MARK,
     WRITTEN,
@@ -541,3 +542,12 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkey
     before = {path for what, path in events[:moved] if what == "sync"}
     assert {str(folder), str(folder / "deep"), str(folder / "deep" / "f")} <= before
     assert ("sync", str(tmp_path)) in events[moved:]
+
+
+def test_a_link_that_leads_to_itself_is_as_nothing(tmp_path: Path) -> None:
+    for name in ("a", "heads.json"):
+        (tmp_path / name).symlink_to(name)
+    check_apart("run folder", [tmp_path / "heads.json"], {"base.model": str(tmp_path / "a")}, "Name another.")
+    with hold(tmp_path / "a"):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "heads.json"]

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -36,11 +36,12 @@ from huggingface_hub.utils import validate_repo_id
 from surgery import __version__
 from surgery.errors import ModelError, SurgeryError
 from surgery.exported_files import LOADED, check_entries, sha256_of, visible_files
+from surgery.secret_scan import search, secrets_of_environment
 from surgery.verify import verify_folder
 
 TRIES = 4
 LONGEST_WAIT = 300.0  # seconds; a Hub that asks for more is left alone
-_TOKEN = re.compile(rb"\bhf_[A-Za-z0-9]{30,}")
+_LISTED = 8  # findings that an error names
 
 T = TypeVar("T")
 
@@ -151,33 +152,20 @@ def published_files(folder: Path) -> dict[str, Path]:
 
 
 def check_private(files: Mapping[str, Path], folder: Path, token: str | None = None) -> None:
-    """Looks through every file but weights for paths of this machine and for tokens.
+    """Search every file but the numbers of weights for tokens and for paths of this or another machine.
 
-    The paths are the home directory, the current one and the folder's own. One of a single part, such as `/root`,
-    counts only with a name below it: vocabularies have such entries.
+    Besides anybody's home directory, the paths are the own home, the current folder and the export's own.
 
     Raises:
-        SurgeryError: names file and line. A token is not repeated.
+        SurgeryError: names file and line of the first, and where more are. A token is not repeated.
     """
     places = {str(p) for p in (Path.home(), Path.cwd(), folder.absolute(), folder.resolve())} - {"/"}
-    ends = {p: rb"(?![\w-])" if p.count("/") > 1 else rb"/\w" for p in sorted(places)}
-    patterns = {p: re.compile(re.escape(p.encode()) + end) for p, end in ends.items()}
-    for name, path in files.items():
-        for number, line in enumerate(_lines(path), 1):
-            where = f"{name}:{number}"
-            if _TOKEN.search(line) or (token and token.encode() in line):
-                raise SurgeryError(where, "a token of the Hub", "Take it out, and revoke it: it has been in a file.")
-            for place, pattern in patterns.items():
-                if pattern.search(line):
-                    hint = "A path of this machine is not published. Export again, or take it out."
-                    raise SurgeryError(where, place, hint)
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    """None of weights: numbers would match nothing, and there are gigabytes of them."""
-    if path.suffix != ".safetensors":
-        with open(path, "rb") as file:
-            yield from file
+    known = secrets_of_environment() | ({"the token of the Hub": token} if token else {})
+    found = list(islice(search(files, places, known), _LISTED))
+    if found:
+        more = sorted({finding.where for finding in found} - {found[0].where})
+        hint = f"{found[0].hint} There is more in {', '.join(more)}." if more else found[0].hint
+        raise SurgeryError(found[0].where, found[0].value, hint)
 
 
 @dataclass(frozen=True)

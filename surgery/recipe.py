@@ -17,6 +17,7 @@ from surgery.changes import Change, Sweep
 from surgery.errors import RecipeError
 from surgery.heads import HeadId, Init, Mode, Unit
 from surgery.measures import NEEDS, TEXTS, TODAY, Efficiency, LmEval, Locate, Probe, Select
+from surgery.secret_scan import refuse_tokens
 from surgery.sections import Pairs, Positive, Section
 from surgery.training import Checkpoint, Optimizer, Source, Task, Train, Weights
 from surgery.yamlfile import read_mapping
@@ -365,7 +366,8 @@ def load_any(path: Path, overrides: Sequence[str] = ()) -> AnyRecipe:
 
 
 def check_recipe(data: dict[str, Any], kind: type[R] = Recipe) -> R:  # type: ignore[assignment]
-    """Validates plain data. Raises RecipeError with one line for each fault."""
+    """Validates plain data. Raises RecipeError with one line for each fault, or where a value holds a token."""
+    refuse_tokens(data)
     try:
         return kind.model_validate(data)
     except ValidationError as error:

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from surgery.errors import ModelError
+from surgery.secret_scan import SECRET_NAME
 
 # Of the standard deviation of the kept logits. Other orders of summation, and fp64, were at most 4e-5 of it away; 1%
 # more of the new heads' output was 9e-3 away at least, new heads off 0.7. docs/CONFORMANCE.md has the numbers.
@@ -168,8 +169,8 @@ def compare(reference: Mapping[str, Tensor], found: Mapping[str, Tensor], dtype:
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:
     """This process's environment without secrets and launchers, and `extra`."""
-    hidden = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", *_LAUNCHER)
-    return {**{k: v for k, v in os.environ.items() if k not in hidden}, **extra}
+    kept = {k: v for k, v in os.environ.items() if k not in _LAUNCHER and not SECRET_NAME.search(k)}
+    return {**kept, **extra}
 
 
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

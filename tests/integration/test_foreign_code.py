@@ -310,3 +310,16 @@ def test_what_changes_after_the_check_is_not_run(trap: Trap, monkeypatch: pytest
     monkeypatch.setattr(verifying, "reload", late)
     assert verify_folder(trap.folder)["generated_tokens"] == 8
     assert not trap.mark.exists()
+
+
+def test_code_that_is_trusted_sees_no_secrets(trap: Trap, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs with this environment, but for the variables that are named as secrets are."""
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD"):
+        monkeypatch.setenv(name, "nothing-like-a-token")
+    monkeypatch.setenv("HARMLESS", "kept")
+    with open(trap.folder / "attention.py", "a") as file:
+        file.write(f"import os\nopen({str(trap.mark)!r}, 'w').write(repr(dict(os.environ)))\n")
+    list_again(trap.folder)
+    verify_folder(trap.folder, trust_remote_code=True)
+    seen = trap.mark.read_text()
+    assert "'HARMLESS': 'kept'" in seen and "nothing-like-a-token" not in seen

@@ -24,6 +24,7 @@ PACKAGE = Path(surgery.__file__).parent
 FLOORS = {
     **dict.fromkeys(("hybrid", "lm_eval_tasks", "heads", "errors", "__version__"), 0),
     **dict.fromkeys(("recipe", "sections", "changes", "measures", "training", "rundir", "lock", "yamlfile"), 1),
+    "secret_scan": 1,
     **dict.fromkeys(("families", "probes", "capture", "checkpoint", "formats", "weights"), 2),
     **dict.fromkeys(("gradients", "procedures", "removal"), 2),
     **dict.fromkeys(("locate", "plan", "splice", "train", "evaluate", "report", "sizes"), 3),
@@ -42,6 +43,7 @@ WITHOUT_TORCH = (
     "training",
     "rundir",
     "lock",
+    "secret_scan",
     "yamlfile",
 )
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "safetensors", "peft", "tokenizers", "matplotlib"}

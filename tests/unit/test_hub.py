@@ -359,6 +359,38 @@ def test_a_token_in_a_file_is_refused_and_not_repeated(folder: Path, text: str) 
     assert text.split()[-1] not in str(caught.value)
 
 
+def test_a_secret_is_refused_before_any_request_and_every_place_is_named(call: Caller) -> None:
+    secret = "ghp_" + "a" * 36
+    for name in ("config.json", "README.md"):
+        (call.folder / name).write_text(f"\n{secret}\n")
+    (call.folder / "figures" / "curve.png").write_bytes(secret.encode("utf-16"))
+    message = call.refused()
+    assert message.startswith("README.md:2: a token (GitHub Token, ghp_..., 40 characters). ")
+    assert "There is more in config.json:2, figures/curve.png:1." in message
+    assert secret not in message and len(message.splitlines()) == 1 and call.hub.log == []
+
+
+@pytest.mark.parametrize("name", ["config.json", "figures/link", ".hidden/link"])
+def test_links_are_not_followed(call: Caller, name: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("{}")
+    path = call.folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    path.symlink_to(tmp_path / "secret")
+    assert call.refused().startswith(f"{name}: a symbolic link") and call.hub.log == []
+
+
+def test_a_file_that_comes_while_the_folder_is_checked_is_not_sent(
+    call: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(folder: Path, trust: bool) -> dict[str, list[str]]:
+        (folder / "late.json").write_text("{}")
+        return {"not_checked": []}
+
+    monkeypatch.setattr(surgery.hub, "verify_folder", late)
+    assert "changed while they were checked" in call.refused() and call.hub.log == []
+
+
 def test_hidden_files_and_compiled_python_stay_here(folder: Path) -> None:
     (folder / "__pycache__").mkdir()
     (folder / "__pycache__" / "a.pyc").touch()

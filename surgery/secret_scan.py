@@ -1,0 +1,236 @@
+"""Search files for tokens, keys and home directories: detect-secrets' rules for tokens beside our own, in whatever
+encoding or container the text is."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import html
+import os
+import re
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from surgery.errors import RecipeError
+
+# Rules with a form of their own. Those that guess by entropy or by a word beside it are left out: hashes, embedded
+# images and vocabularies would be found.
+_DETECTORS = {
+    "aws": "AWSKeyDetector",
+    "azure_storage_key": "AzureStorageKeyDetector",
+    "basic_auth": "BasicAuthDetector",
+    "discord": "DiscordBotTokenDetector",
+    "github_token": "GitHubTokenDetector",
+    "gitlab_token": "GitLabTokenDetector",
+    "jwt": "JwtTokenDetector",
+    "mailchimp": "MailchimpDetector",
+    "openai": "OpenAIDetector",
+    "private_key": "PrivateKeyDetector",
+    "pypi_token": "PypiTokenDetector",
+    "sendgrid": "SendGridDetector",
+    "slack": "SlackDetector",
+    "square_oauth": "SquareOAuthDetector",
+    "stripe": "StripeDetector",
+    "telegram_token": "TelegramBotTokenDetector",
+    "twilio": "TwilioKeyDetector",
+}
+_TOKENS = {
+    "Hugging Face Token": r"\b(?:hf|api_org)_[A-Za-z0-9]{30,}",
+    "GitHub Token": r"\bgithub_pat_[A-Za-z0-9_]{22,}",
+    "OpenAI Token": r"\bsk-(?:proj|svcacct|admin)-[\w-]{20,}|\bsk-[A-Za-z0-9]{48}\b",
+    "Anthropic API Key": r"\bsk-ant-[\w-]{20,}",
+    "Google API Key": r"\bAIza[\w-]{35}",
+    "AWS Secret Key": r"(?i)\baws_?(?:secret|session)[\w-]{0,30}[\"']?\s{0,3}[:=]\s{0,3}[\"']?[A-Za-z0-9/+]{40}",
+    "NPM Token": r"\bnpm_[A-Za-z0-9]{36}|_authToken\s?=\s?[\w-]{20,}",
+    "Weights & Biases Key": r"(?i)\bwandb[\w.-]{0,30}\W{1,5}[0-9a-f]{40}\b",
+    "Authorization Header": r"(?i)\bauthorization\W{1,4}(?:bearer|basic|token)\s[\w.~+/=-]{16,}",
+    "Private Key": r"BEGIN [A-Z0-9 ]{0,30}PRIVATE KEY|AGE-SECRET-KEY-1[0-9A-Z]{50,}",
+}
+_OWN = {kind: re.compile(pattern) for kind, pattern in _TOKENS.items()}
+SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|SECRET_KEY)$", re.IGNORECASE)
+_BEFORE = r"(?<![\w.~-])"  # or it is a part of an address or of a relative path
+_HOMES = (
+    rf"{_BEFORE}(?:/mnt)?(?:/[A-Za-z]|/var|/export|/usr)?/+(?:home|Users)/+(?!Shared\b|Public\b|linuxbrew\b)\w[\w.-]*",
+    rf"{_BEFORE}[A-Za-z]:[\\/]+(?i:Users|Documents and Settings)[\\/]+(?!Public\b|Default\b)\w[^\\/:*?\"<>|\r\n]*",
+)
+_ROOT = rf"{_BEFORE}/root/+\w[\w.-]*"
+# Entries of a vocabulary such as `/home/user` stand alone: a home counts there only with something below.
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
+_PACKED = (b"PK\x03\x04", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf\x27\x1c")
+_PNG = b"\x89PNG\r\n\x1a\n"
+_IMAGE = re.compile(rb"data:image/png;base64,([A-Za-z0-9+/=\s]+)")
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|([/\\\"]))")
+_LONGEST = 1 << 24  # bytes of a compressed text
+_PIECE, _OVERLAP = 1 << 16, 1 << 12  # characters searched at once: some rules are quadratic in a line's length
+
+_REVOKE = "Take it out, and revoke it: it has been in a file."
+_LOCAL = "A path of this machine is not published. Export again, or take it out."
+_CLOSED = "It cannot be searched. Unpack it, or take it out."
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a file should not hold.
+
+    Attributes:
+        where: the file and its line or part.
+        value: what it is. A token is shortened to its first four characters.
+        hint: what to do.
+    """
+
+    where: str
+    value: str
+    hint: str
+
+
+def search(files: Mapping[str, Path], places: Iterable[str], known: Mapping[str, str]) -> Iterator[Finding]:
+    """Search every file but the numbers of weights.
+
+    Args:
+        files: by the name that a finding has.
+        places: folders of this machine. One of a single part counts only with a name below it.
+        known: secrets of this machine, by what to call them.
+    """
+    for name, path in files.items():
+        paths = _path_patterns(places, name.rpartition("/")[2] in _VOCABULARIES)
+        for part, content in _parts(path):
+            if content is None:
+                yield Finding(f"{name}{part}", "compressed", _CLOSED)
+                continue
+            # Without NULs UTF-16 and UTF-32 read as ASCII does; elsewhere NULs stand between words.
+            texts = dict.fromkeys(content.replace(b"\0", other).decode("utf-8", "replace") for other in (b"", b" "))
+            found = (finding for text in texts for finding in _findings(text, paths, known))
+            yield from (Finding(f"{name}{part}:{line}", *what) for line, *what in dict.fromkeys(found))
+
+
+def secrets_of_environment() -> dict[str, str]:
+    """Values of variables that are named as secrets are, such as HF_TOKEN and WANDB_API_KEY."""
+    found = {f"the value of {name}": value for name, value in os.environ.items() if SECRET_NAME.search(name)}
+    return {name: value for name, value in found.items() if len(value) >= 12 and not re.search(r"^[/~]|\s", value)}
+
+
+def tokens_in(text: str, known: Mapping[str, str]) -> Iterator[tuple[int, str, str]]:
+    """Place, kind and value of what looks like a token."""
+    for kind, value in known.items():
+        if value in text:
+            yield text.index(value), kind, value
+    for kind, pattern in _OWN.items():
+        yield from ((match.start(), kind, match[0]) for match in pattern.finditer(text))
+    for detector in _detectors():
+        for pattern in detector.denylist:
+            for match in pattern.finditer(text):
+                if any(detector.analyze_string(match[0])):  # a rule may look closer than its pattern
+                    yield match.start(), detector.secret_type, match[0]
+
+
+def refuse_tokens(data: Any, key: str = "") -> None:
+    """Raises RecipeError where a value of a recipe holds a token, which every file of a run would repeat."""
+    if isinstance(data, Mapping):
+        for name, value in data.items():
+            refuse_tokens(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(data, list | tuple):
+        for index, value in enumerate(data):
+            refuse_tokens(value, f"{key}.{index}")
+    elif isinstance(data, str):
+        for _, kind, value in tokens_in(data, secrets_of_environment()):
+            hint = "Reports and exports repeat the recipe: take it out. Log in with `hf auth login`, or set HF_TOKEN."
+            raise RecipeError(key, _shortened(kind, value), hint)
+
+
+@cache
+def _detectors() -> list[Any]:
+    """detect-secrets' plugins. Their `verify`, which asks the services over the network, is not called."""
+    modules = ((import_module(f"detect_secrets.plugins.{module}"), name) for module, name in _DETECTORS.items())
+    return [getattr(module, name)() for module, name in modules]
+
+
+def _findings(text: str, paths: list[re.Pattern[str]], known: Mapping[str, str]) -> Iterator[tuple[int, str, str]]:
+    """Line, value and hint of each finding, as the text is and with its escapes resolved."""
+    for start in range(0, max(1, len(text)), _PIECE):
+        piece = text[start : start + _PIECE + _OVERLAP]
+        before = 1 + text.count("\n", 0, start)
+        for view in dict.fromkeys((piece, _unescaped(piece))):
+            for place, kind, value in tokens_in(view, known):
+                yield before + view.count("\n", 0, place), _shortened(kind, value), _REVOKE
+            for pattern in paths:
+                for match in pattern.finditer(view):
+                    yield before + view.count("\n", 0, match.start()), match[0].strip(), _LOCAL
+
+
+def _shortened(kind: str, value: str) -> str:
+    """A token as an error may show it: never more than four of twenty characters."""
+    start = f", {value[:4]}..." if len(value) >= 20 and not kind.startswith("the ") else ""
+    return f"a token ({kind}{start}, {len(value)} characters)"
+
+
+def _unescaped(text: str) -> str:
+    """Escapes of JSON, twice for JSON in a string, of HTML, and of addresses; lines stay where they are."""
+    for _ in range(2):
+        text = _ESCAPE.sub(lambda m: chr(int(m[1] or m[2], 16)) if m[1] or m[2] else m[3], text)
+    return unquote(html.unescape(text))
+
+
+def _path_patterns(places: Iterable[str], is_vocabulary: bool) -> list[re.Pattern[str]]:
+    """Of folders of this machine, and of anybody's home."""
+    below = r"[\\/]+\w" if is_vocabulary else ""
+    own = [
+        re.escape(place) + (r"(?![\w-])" if place.count("/") + place.count("\\") > 1 else r"/\w")
+        for place in sorted(places)
+    ]
+    return [re.compile(pattern) for pattern in (*own, *(home + below for home in _HOMES), _ROOT)]
+
+
+def _parts(path: Path) -> Iterator[tuple[str, bytes | None]]:
+    """The texts of a file, by what a finding calls them; None for one that cannot be searched."""
+    if path.suffix == ".safetensors":
+        yield " (header)", _header(path)
+        return
+    content = path.read_bytes()
+    yield "", None if content.startswith(_PACKED) else content
+    if content.startswith(_PNG):
+        yield from _png_texts(content)
+    for image in _IMAGE.findall(content):
+        try:
+            yield from _png_texts(base64.b64decode(image))
+        except binascii.Error:
+            continue
+
+
+def _header(path: Path) -> bytes:
+    """Names and metadata of a file of weights. The numbers match nothing, and there are gigabytes of them."""
+    with open(path, "rb") as file:
+        start = file.read(8)
+        return start + file.read(min(int.from_bytes(start, "little"), path.stat().st_size))
+
+
+def _png_texts(content: bytes) -> Iterator[tuple[str, bytes | None]]:
+    """The texts of a PNG that are compressed, or all of them where the PNG itself is embedded."""
+    place = len(_PNG)
+    while place + 8 <= len(content):
+        length, kind = struct.unpack(">I4s", content[place : place + 8])
+        data = content[place + 8 : place + 8 + length]
+        place += length + 12
+        keyword, _, rest = data.partition(b"\0")
+        label = f" ({kind.decode('latin-1')} {keyword[:79].decode('latin-1')!r})"
+        if kind in (b"zTXt", b"iCCP"):
+            yield label, _inflated(rest[1:])
+        elif kind == b"iTXt" and rest[:1] == b"\1":
+            yield label, _inflated(rest[2:].split(b"\0", 2)[-1])
+        elif kind in (b"tEXt", b"iTXt", b"eXIf"):
+            yield label, data
+
+
+def _inflated(data: bytes) -> bytes | None:
+    inflater = zlib.decompressobj()
+    try:
+        found = inflater.decompress(data, _LONGEST)
+    except zlib.error:
+        return data
+    return None if inflater.unconsumed_tail else found

@@ -139,6 +139,8 @@ def open_checkpoint(base: Base) -> Checkpoint:
     with reading("base.model", f"{base.model}, config.json", hint):
         data, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
         check_sizes(data)
+        if not base.trust_remote_code:
+            _refuse_kernels(data)
         packed = data.get("quantization_config")
         if packed is not None and not AutoHfQuantizer.supports_quant_method(packed):
             raise ModelError("config.json: quant_method", packed["quant_method"], "transformers has no such method.")
@@ -177,6 +179,17 @@ def check_sizes(data: Any) -> None:
         layers = len(value) if key in _LAYER_LISTS and isinstance(value, list) else value if key in _LAYER_COUNTS else 0
         if isinstance(layers, int) and layers > _LAYERS:
             raise ModelError(f"config.json: {key}", layers, f"A model has at most {_LAYERS} layers. {_CONFIG_HINT}")
+
+
+def _refuse_kernels(data: Mapping[str, Any]) -> None:
+    """Raises ModelError where config.json names a kernel of the Hub, which transformers would fetch and run."""
+    for key, value in data.items():
+        names = value.values() if isinstance(value, dict) else [value]
+        if "_implementation" in key and any(isinstance(name, str) and "/" in name for name in names):
+            hint = "transformers would run this kernel. Remove the key, or set base.trust_remote_code to run it."
+            raise ModelError(f"config.json: {key}", value, hint)
+        if isinstance(value, dict):
+            _refuse_kernels(value)
 
 
 def _commit_of(file: str) -> str | None:

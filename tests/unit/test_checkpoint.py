@@ -318,6 +318,18 @@ class TestMalformedConfigs:
         (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
         assert_refused(tmp_path, load=load_config)
 
+    @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "_experts_implementation"])
+    @pytest.mark.parametrize("value", ["org/kernel", {"": "org/kernel:name"}])
+    def test_a_kernel_of_the_hub_is_not_fetched(self, key: str, value: Any, tmp_path: Path) -> None:
+        """At the top and in a nested config; with trust transformers decides."""
+        pico_family("mamba2").save_pretrained(tmp_path)
+        file = tmp_path / "config.json"
+        good = json.loads(file.read_text())
+        for changed in ({key: value}, {"text_config": {key: value}}):
+            file.write_text(json.dumps({**good, **changed}))
+            with pytest.raises(ModelError, match=rf"{key}: .*org/kernel.*base.trust_remote_code"):
+                load_config(base_of(tmp_path))
+
     @pytest.mark.parametrize("name", FAMILY_NAMES)
     def test_every_field_of_another_type_or_size(self, name: str, tmp_path: Path) -> None:
         """Each field in turn takes another value; the same battery over all values is what `make fuzz` runs."""

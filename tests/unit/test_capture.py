@@ -70,6 +70,9 @@ class TestRecord:
             assert trace.scan[name].shape == trace.heads[name].shape == (2, 21, HEADS * HEAD_DIM)
             gate = trace.projected[name][..., : HEADS * HEAD_DIM]
             normed = mixer.norm(trace.scan[name], gate)
+            for site in getattr(model.config, "splice", ()):  # replaced heads are silenced before out_proj
+                for head in site["heads"] if (site["layer"], site["mode"]) == (layer, "replace") else ():
+                    normed[..., head * HEAD_DIM : (head + 1) * HEAD_DIM] = 0
             torch.testing.assert_close(trace.heads[name], normed)
         stored = (trace.scan, trace.projected, trace.heads, trace.output)
         assert all(set(store) == {"L0H", "L2H"} for store in stored) and set(trace.below) == {0, 2}

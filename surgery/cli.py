@@ -10,6 +10,7 @@ import io
 import json
 import logging
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -353,6 +354,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # no name of a file is a reason to fail
+    if os.environ.get("WORLD_SIZE", "1") == "1":  # one of several processes may wait in a collective: it ends at once
+        signal.signal(signal.SIGTERM, _stop)
     try:
         _check_arguments(sys.argv[1:])
         app()
@@ -366,6 +369,12 @@ def main() -> None:
         code, line = _verdict(error)
         print(" ".join(line.splitlines()), file=sys.stderr)
         raise SystemExit(code) from None
+
+
+def _stop(number: int, _: object) -> None:
+    """End as an error would, so that nothing half-written is left; a second signal ends at once."""
+    signal.signal(number, signal.SIG_DFL)
+    raise SystemExit(128 + number)
 
 
 def _check_arguments(words: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -185,3 +186,22 @@ def test_two_runs_of_one_folder_at_once(tmp_path: Path) -> None:
     assert not lock.exists()
     stored = yaml.safe_load((tmp_path / "runs" / "quickstart" / "recipe.yaml").read_text())
     assert stored["train"]["optimizer"]["lr"] == yaml.safe_load(RECIPE.read_text())["train"]["optimizer"]["lr"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_command_leaves_nothing_half_written_and_no_traceback(tmp_path: Path, number: int) -> None:
+    """The signal comes while a model is written; `make kills` tries every stage."""
+    code = f"""if True:
+        import os, sys
+        import surgery.convert as convert
+        from surgery import cli
+        def stop(folder, *_):
+            (folder / "half").write_text("x")
+            os.kill(os.getpid(), {int(number)})
+            raise AssertionError("the signal was not heard")
+        convert.write_shards = stop
+        sys.argv = ["surgery", "convert", {str(BASE)!r}, "runs/new"]
+        cli.main()"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, "Traceback" in done.stderr) == (128 + number, False), done.stderr
+    assert not list(tmp_path.iterdir())

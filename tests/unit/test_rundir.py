@@ -24,6 +24,7 @@ from surgery.rundir import (
     digest,
     fingerprint,
     inputs_of,
+    is_full,
     kind_of,
     mark,
     new_folder,
@@ -551,3 +552,21 @@ def test_a_link_that_leads_to_itself_is_as_nothing(tmp_path: Path) -> None:
     with hold(tmp_path / "a"):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "heads.json"]
+
+
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        *((error, True) for error in FULL),
+        (RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"), True),
+        (RuntimeError("write(): fd 3 failed with No space left on device"), True),
+        (CheckpointException("write", {0: (ValueError("x"), None)}), False),  # type: ignore[dict-item]
+        (OSError(errno.EACCES, "no space left for you"), False),
+        (RunError("x", "y", "No space left on device."), False),
+        (ValueError("space"), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_what_is_a_full_disk_and_what_is_not(error: BaseException, full: bool) -> None:
+    """In the words of the libraries: torch's two formats, safetensors, sharded saving, the system."""
+    assert is_full(error) is full

@@ -52,8 +52,8 @@ def hold(folder: Path, field: str = "folder") -> Iterator[None]:
 def _locked(path: Path, folder: Path, field: str) -> int:
     """A descriptor of the lock file, which this process has locked."""
     while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):  # its holder has just removed it, or the folder that it is in
+            _make(path.parent)
             lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 _take(lock, path, folder, field)
@@ -61,6 +61,14 @@ def _locked(path: Path, folder: Path, field: str) -> int:
                     return os.dup(lock)  # of the same lock
             finally:
                 os.close(lock)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:  # or it was there, and its maker has just removed it
+        if folder.is_file():
+            raise
 
 
 def _take(lock: int, path: Path, folder: Path, field: str) -> None:

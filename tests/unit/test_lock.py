@@ -151,6 +151,23 @@ def test_many_processes_never_hold_it_together(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.lock")) and not (tmp_path / "inside").exists()
 
 
+def test_a_parent_that_goes_while_it_is_made_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, calls = Path.mkdir, []
+
+    def mkdir(path: Path, *given: object, **named: object) -> None:
+        calls.append(path)
+        if len(calls) == 1:
+            raise FileExistsError(path)
+        make(path, *given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with hold(tmp_path / "runs" / "a"):
+        assert len(calls) > 1
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"), hold(tmp_path / "file" / "a"):
+        pass
+
+
 def test_a_full_disk_is_one_line_and_other_errors_stay_what_they_are(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"run folder: .*a\. The disk is full"), hold(tmp_path / "a", "run folder"):
         raise OSError(errno.ENOSPC, "No space left on device")

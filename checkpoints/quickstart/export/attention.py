@@ -15,7 +15,6 @@ width, V value width, D model width, Q rows asked for.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 from transformers.utils.versions import require_version
 
 from .packing import convolved
@@ -120,8 +120,8 @@ class SplicedAttention(nn.Module):
         streams: tuple[Tensor, Tensor] | None = None,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
-    ) -> Tensor:
-        """(B,T,D) -> (B,T,D).
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B,T,D) -> (B,T,D), and the weights (B,H,T,S) where the implementation in use gives them.
 
         Args:
             cache: a transformers Cache whose layer `layer_idx` is of type `hybrid`; updated in place.
@@ -144,8 +144,8 @@ class SplicedAttention(nn.Module):
         if "flash" in implementation or (implementation == "sdpa" and query.shape[2] > 1):
             query, key, value = self._widened(query, key, value)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
-        mixed_BTHV, _ = attend(self, query, key, value, causal_mask, scaling=1.0, dropout=0.0)
-        return self._put_out(mixed_BTHV[..., : self.v_width], u_BTD)
+        mixed_BTHV, weights = attend(self, query, key, value, causal_mask, scaling=1.0, dropout=0.0)
+        return self._put_out(mixed_BTHV[..., : self.v_width], u_BTD), weights
 
     def _widened(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values of one width, as fused kernels want it. Zeros change no score; the output is cropped."""
@@ -279,19 +279,32 @@ class SpliceRows:
         return tuple(rows[layer] for layer in sorted(rows))
 
 
-def _silenced(x_BTI: Tensor, heads: tuple[int, ...], head_dim: int) -> Tensor:
-    """Zeroes the channels of `heads`."""
-    keep = torch.ones(x_BTI.shape[-1] // head_dim, dtype=x_BTI.dtype, device=x_BTI.device)
-    keep[list(heads)] = 0
-    return x_BTI * keep.repeat_interleave(head_dim)
+class _Watched:
+    """A projection of a mixer while the mixer runs: heads are silenced in its input, or its input and output are kept.
 
+    It stands for whatever module is there at the call, so that adapters and quantisers may put theirs in its place.
 
-def _silence_output(module: nn.Module, args: Any, output: Tensor, heads: tuple[int, ...], head_dim: int) -> Tensor:
-    return _silenced(output, heads, head_dim)
+    Args:
+        silenced: heads and their width, or None.
+        seen: collects each input with its output, or None.
+    """
 
+    def __init__(self, module: nn.Module, silenced: tuple[list[int], int] | None = None, seen: Any = None) -> None:
+        self.module, self.silenced, self.seen = module, silenced, seen
 
-def _silence_input(module: nn.Module, args: Any, heads: tuple[int, ...], head_dim: int) -> tuple:
-    return (_silenced(args[0], heads, head_dim), *args[1:])
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def __call__(self, x_BTI: Tensor) -> Tensor:
+        if self.silenced is not None:
+            heads, width = self.silenced
+            keep_H = torch.ones(x_BTI.shape[-1] // width, dtype=x_BTI.dtype, device=x_BTI.device)
+            keep_H[heads] = 0
+            x_BTI = x_BTI * keep_H.repeat_interleave(width)
+        output = self.module(x_BTI)
+        if self.seen is not None:
+            self.seen.append((x_BTI, output))
+        return output
 
 
 class HybridMixerMixin:
@@ -303,33 +316,33 @@ class HybridMixerMixin:
     branches: Mapping[str, type[SplicedAttention]] = {"ssm": SplicedAttention, "random": SplicedAttention}
     # Set where the family's scan takes no initial state: several new tokens after a cache go one by one.
     one_by_one = False
+    # Set where the family's gated norm takes one mean square over all groups before transformers 5.23.
+    norm_by_group = False
+
+    @classmethod
+    def take_over(cls, mixer: nn.Module, config: Any) -> None:
+        """Makes a mixer that the family built one of this class, so that none is built twice."""
+        mixer.__class__ = cls
+        if cls.norm_by_group:
+            width = mixer.intermediate_size
+            mixer.norm = Zamba2RMSNormGated(width, width // mixer.n_groups, eps=mixer.norm.variance_epsilon)
+        mixer.splice_attention(config, mixer.layer_idx)
 
     def splice_attention(self, config: Any, layer_idx: int) -> None:
-        """Called at the end of `__init__`: builds the branch that `config.splice` names for this layer, if any."""
+        """Builds the branch that `config.splice` names for this layer, if any."""
         site = splice_sites(config.splice).get(layer_idx)
         self.attention = self.branches[site["init"]](config, site, layer_idx) if site else None
-        self.streams: list[tuple[Tensor, Tensor]] | None = None
-        reads_mixer = isinstance(self.attention, StreamAttention)
-        if reads_mixer:
-            self.x_proj.register_forward_hook(self._keep_streams)
-        self.replaces = site is not None and site["mode"] == "replace"
+        self.silenced = (list(site["heads"]), site["head_dim"]) if site and site["mode"] == "replace" else None
+        self.seen: list[tuple[Tensor, Tensor]] | None = None  # a list while the mixer runs
         # The fused training kernels read the weights of out_proj and x_proj themselves: they would bring a silenced
         # head back, and pass the branch by.
-        self.unfused = self.replaces or reads_mixer
-        if self.replaces:
-            self._silence(tuple(site["heads"]), site["head_dim"])
+        self.unfused = self.silenced is not None or isinstance(self.attention, StreamAttention)
 
-    def _silence(self, heads: tuple[int, ...], head_dim: int) -> None:
-        """The silenced columns of `out_proj` get no gradient, whatever updates them."""
-        norm = getattr(self, "norm", None)
-        if norm is not None:  # after the gated norm, so that the other heads keep their scale
-            norm.register_forward_hook(partial(_silence_output, heads=heads, head_dim=head_dim))
-        else:
-            self.out_proj.register_forward_pre_hook(partial(_silence_input, heads=heads, head_dim=head_dim))
-
-    def _keep_streams(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        if self.streams is not None:
-            self.streams.append((args[0], output))
+    @property
+    def out_proj(self) -> Any:
+        """The output projection. A replaced head's channels reach nothing that stands there, also with an adapter."""
+        module = nn.Module.__getattr__(self, "out_proj")
+        return module if self.seen is None or self.silenced is None else _Watched(module, self.silenced)
 
     def forward(
         self,
@@ -345,22 +358,25 @@ class HybridMixerMixin:
         if self.attention is None:
             return self._scan(hidden_states, cache_params, attention_mask, **kwargs)
         splice_pass = splice_pass or SplicePass(attention_mask)
-        training, self.streams = self.training, []
-        self.training = training and not self.unfused
+        training, seen = self.training, []
+        self.training, self.seen = training and not self.unfused, seen
         try:
             output = self._scan(hidden_states, cache_params, attention_mask, **kwargs)
-            streams = tuple(torch.cat(parts, dim=1) for parts in zip(*self.streams, strict=True)) or None
         finally:
-            self.training, self.streams = training, None
-        return output + self.attention(
-            hidden_states,
-            cache_params,
-            attention_mask,
-            splice_pass.causal,
-            splice_pass.rows,
-            streams,
-            splice_pass.positions,
-            splice_pass.documents,
+            self.training, self.seen = training, None
+        streams = tuple(torch.cat(parts, dim=1) for parts in zip(*seen, strict=True)) or None
+        return (
+            output
+            + self.attention(
+                hidden_states,
+                cache_params,
+                attention_mask,
+                splice_pass.causal,
+                splice_pass.rows,
+                streams,
+                splice_pass.positions,
+                splice_pass.documents,
+            )[0]
         )
 
     def _scan(self, hidden_states: Tensor, cache: Any, padding: Tensor | None, **kwargs: Any) -> Tensor:
@@ -380,6 +396,18 @@ class HybridMixerMixin:
             for t in range(T)
         ]
         return torch.cat(steps, dim=1)
+
+
+class StreamMixerMixin(HybridMixerMixin):
+    """Put before Mamba-1's mixers, whose branches may read what `x_proj` takes and gives."""
+
+    one_by_one = True
+
+    @property
+    def x_proj(self) -> Any:
+        """The projection to dt, B and C; what it takes and gives is kept while the mixer runs."""
+        module = nn.Module.__getattr__(self, "x_proj")
+        return module if self.seen is None else _Watched(module, seen=self.seen)
 
 
 class HybridInitMixin:

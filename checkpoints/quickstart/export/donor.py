@@ -114,7 +114,7 @@ class DonorMixer(nn.Module):
             given.rows,
             positions=given.positions,
             documents=given.documents,
-        )
+        )[0]
 
 
 # The branch that each `init` makes.

@@ -6,6 +6,8 @@ know a family: those give the class that a mixin is put before.
 Shape legend: B batch, T tokens, V vocabulary, Q rows asked for, H spliced heads of a layer.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, logging
+from transformers.utils.output_capturing import capture_outputs
 
-from .attention import HybridInitMixin, SplicePass, SpliceRows, is_whole, splice_sites
+from .attention import HybridInitMixin, SplicedAttention, SplicePass, SpliceRows, is_whole, splice_sites
 from .packing import documents_of, packed_masks, positions_of
+from .sites import check_entries, check_places
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -39,6 +45,7 @@ class HybridCausalLMOutput(ModelOutput):
     Attributes:
         logits: (B,T,V).
         cache_params, past_key_values: the cache, under the family's name for it.
+        attentions: with `output_attentions`: for each layer that attends, from below, (B,H,T,S).
         splice_attentions: with `splice_queries` given: for each spliced layer from below, (B,H,Q,T) in fp32.
     """
 
@@ -60,6 +67,9 @@ class HybridConfigMixin:
         splice: one entry for each spliced layer: `layer`, `heads`, `head_dim` (the width of the SSM's heads), `mode`,
             `init`, `reads`, and what `SplicedAttention` reads. The one source of what is spliced where; `layer_types`
             follows it.
+
+    Raises:
+        ValueError: an entry of `splice` lacks a field, or has one that the model cannot be built from.
     """
 
     @property
@@ -67,13 +77,48 @@ class HybridConfigMixin:
         """The SSM's convolution state, and the branch's."""
         return 2
 
+    # Whether attention may take the place of a whole mixer, and whether copies of a head read the mixer's streams.
+    takes_layers = False
+    reads_streams = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        check_entries(self.splice, self.reads_streams)
+        super().__post_init__(**kwargs)
+        self._check_places()
+
+    def ssm_heads(self) -> tuple[int, int]:
+        """How many heads an SSM layer has, and their width."""
+        return self.num_heads, self.head_dim
+
     def validate(self) -> None:
-        """The family's own checks, which know its own layer types alone."""
+        """The checks of `splice`, and the family's own, which know its own layer types alone. Raises ValueError."""
+        check_entries(self.splice, self.reads_streams)
+        self._check_places()
+        with self._unspliced():
+            super().validate()
+
+    def _check_places(self) -> None:
+        if self.splice:
+            with self._unspliced():
+                kinds = getattr(self, "layers_block_type", None) or self.layer_types
+            layers = [i for i, kind in enumerate(kinds) if kind == "linear_attention"]
+            check_places(self.splice, layers, *self.ssm_heads(), self.takes_layers, self.reads_streams)
+
+    @contextmanager
+    def _unspliced(self) -> Iterator[None]:
         splice, self.splice = self.splice, None
         try:
-            super().validate()
+            yield
         finally:
             self.splice = splice
+
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """As transformers'. Where the modelling files travel, `auto_map` names all classes, whichever is saved."""
+        if self._auto_class is not None:
+            file, stem = type(self).__module__.rsplit(".", 1)[-1], type(self).__name__.removesuffix("Config")
+            names = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
+            self.auto_map = {auto: f"{file}.{stem}{suffix}" for auto, suffix in names.items()}
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     def cache_types(self, plain: list[str]) -> list[str]:
         """What the cache keeps for each layer: keys and values for the spliced ones too, or alone in a whole layer."""
@@ -101,11 +146,12 @@ class HybridModelMixin(HybridInitMixin):
         attention_mask: Any = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        output_attentions: bool | None = None,
         return_dict: bool | None = None,
         splice_queries: Tensor | SpliceRows | None = None,
         seq_idx: Tensor | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> HybridOutput | tuple:
         """As the family's own forward.
 
         Args:
@@ -113,10 +159,13 @@ class HybridModelMixin(HybridInitMixin):
                 A `SpliceRows` collects them for the caller instead.
             seq_idx: (B,T) the document of its row that each token belongs to, where rows hold several: none of them
                 sees another. Padding is one more document. The scan's kernels do this; without them it is refused.
+            attention_mask: (B, tokens in the cache and new ones), or (B,T) where no token in the cache is padding.
+            output_attentions: `attentions` holds the weights (B,H,T,S) of every layer that attends, from below, be it
+                the family's own attention or a branch; eager attention alone gives them.
 
         Raises:
-            ValueError: `splice_queries` together with a cache, or with reentrant gradient checkpointing; `seq_idx`
-                where documents would see one another.
+            ValueError: a mask of another width; `splice_queries` together with a cache, or with reentrant gradient
+                checkpointing; `seq_idx` where documents would see one another.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
@@ -128,6 +177,7 @@ class HybridModelMixin(HybridInitMixin):
         cache = kwargs.pop(self.cache_argument, None)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
+        attention_mask = self._whole_mask(attention_mask, inputs_embeds.shape[1], cache)
         mine = isinstance(splice_queries, Tensor)
         rows = SpliceRows(splice_queries) if mine else splice_queries
         if rows is not None:
@@ -137,11 +187,31 @@ class HybridModelMixin(HybridInitMixin):
         if self.config.splice or seq_idx is not None:
             attention_mask, kwargs = self._splice_arguments(inputs_embeds, attention_mask, cache, rows, kwargs)
         kwargs[self.cache_argument] = cache
+        if output_attentions is not None:
+            kwargs["output_attentions"] = output_attentions
         output = super().forward(
             inputs_embeds=inputs_embeds, attention_mask=attention_mask, use_cache=use_cache, return_dict=True, **kwargs
         )
         result = HybridOutput(**output, splice_attentions=rows.take() if rows is not None and mine else None)
         return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
+
+    def _whole_mask(self, mask: Any, length: int, cache: Any) -> Any:
+        """A padding mask with one column for each token in the cache and each new one, as attention reads it.
+
+        A mask of the new tokens alone is taken to say that no token in the cache is padding; what goes beyond the new
+        tokens, as for a cache of fixed size, is cut off. Raises ValueError where a mask has any other width.
+        """
+        attends = {"hybrid", "full_attention"} & set(self.config.layer_types or ())
+        if not (isinstance(mask, Tensor) and mask.ndim == 2 and attends) or torch.compiler.is_compiling():
+            return mask
+        past = int(cache.get_seq_length()) if cache is not None else 0
+        if mask.shape[1] == length and past:
+            return torch.cat([mask.new_ones(mask.shape[0], past), mask], dim=1)
+        if mask.shape[1] < past + length:
+            hint = f"{past + length}, one for each token in the cache and each new one"
+            hint += f", or {length}, if no token in the cache is padding" if past else ""
+            raise ValueError(f"attention_mask: {mask.shape[1]} columns. It needs {hint}.")
+        return mask[:, : past + length]
 
     def _splice_arguments(
         self, embeds: Tensor, attention_mask: Any, cache: Any, rows: SpliceRows | None, kwargs: dict[str, Any]
@@ -209,8 +279,35 @@ class HybridModelMixin(HybridInitMixin):
             )
 
 
+def recorded(family: Any) -> dict[str, Any]:
+    """What a family's models record on request, with the weights of the branches among those of its own attention."""
+    own = family._can_record_outputs
+    return {**own, "attentions": [own["attentions"], SplicedAttention]}
+
+
+class RecordingMixin:
+    """Put between `HybridModelMixin` and a family's model that records no attention weights: those of the branches."""
+
+    _can_record_outputs: dict[str, Any] = {"attentions": SplicedAttention}
+
+    @capture_outputs
+    def forward(self, *args: Any, output_attentions: bool | None = None, **kwargs: Any) -> Any:
+        """As the family's; the output also holds `attentions`, if requested."""
+        if output_attentions and self.config._attn_implementation != "eager":
+            logger.warning_once(
+                "attentions: only eager attention gives weights. Load with attn_implementation='eager'."
+            )
+        return super().forward(*args, **{**kwargs, "return_dict": True})
+
+
 class HybridCausalLMMixin(HybridInitMixin):
     """Put before a family's causal language model whose forward hands keyword arguments to its model."""
+
+    def _build(self, model: nn.Module) -> None:
+        """The parts, where the family's own `__init__` would build a plain model first."""
+        self.model, self.vocab_size = model, self.config.vocab_size
+        self.lm_head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
+        self.post_init()
 
     def forward(
         self,
@@ -221,12 +318,13 @@ class HybridCausalLMMixin(HybridInitMixin):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
+        output_attentions: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
         splice_queries: Tensor | None = None,
         seq_idx: Tensor | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> HybridCausalLMOutput | tuple:
         """As the family's own forward.
 
         Args:
@@ -238,6 +336,8 @@ class HybridCausalLMMixin(HybridInitMixin):
             rows = kwargs["splice_queries"] = SpliceRows(splice_queries)
         if seq_idx is not None:
             kwargs["seq_idx"] = seq_idx
+        if output_attentions is not None:
+            kwargs["output_attentions"] = output_attentions
         output = super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -298,6 +398,7 @@ class MambaHybridCausalLMMixin(HybridInitMixin):
         cache_params: Any = None,
         labels: Tensor | None = None,
         output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         return_dict: bool | None = None,
         use_cache: bool | None = None,
         attention_mask: Tensor | None = None,
@@ -305,7 +406,7 @@ class MambaHybridCausalLMMixin(HybridInitMixin):
         splice_queries: Tensor | None = None,
         seq_idx: Tensor | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> HybridCausalLMOutput | tuple:
         """As the family's own forward; logits are fp32.
 
         Args:
@@ -322,6 +423,7 @@ class MambaHybridCausalLMMixin(HybridInitMixin):
             return_dict=True,
             splice_queries=splice_queries,
             seq_idx=seq_idx,
+            output_attentions=output_attentions,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden = output.last_hidden_state[:, kept]
@@ -334,6 +436,7 @@ class MambaHybridCausalLMMixin(HybridInitMixin):
             logits=logits,
             cache_params=output.cache_params,
             hidden_states=output.hidden_states,
+            attentions=output.attentions,
             splice_attentions=output.splice_attentions,
         )
         return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()

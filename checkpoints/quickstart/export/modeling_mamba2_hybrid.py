@@ -4,18 +4,17 @@ Shipped with every exported checkpoint, so it imports the standard library, torc
 but the branch is transformers' own Mamba-2 (arXiv 2405.21060).
 """
 
-from transformers import Mamba2Config
+from transformers import GenerationMixin, Mamba2Config
 from transformers.models.mamba2.modeling_mamba2 import (
     Mamba2ForCausalLM,
     Mamba2Mixer,
     Mamba2Model,
     Mamba2PreTrainedModel,
 )
-from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from .attention import HybridInitMixin, HybridMixerMixin
 from .donor import BRANCHES
-from .mixins import HybridConfigMixin, HybridModelMixin, MambaHybridCausalLMMixin
+from .mixins import HybridConfigMixin, HybridModelMixin, MambaHybridCausalLMMixin, RecordingMixin
 
 
 class Mamba2HybridConfig(HybridConfigMixin, Mamba2Config):
@@ -35,13 +34,7 @@ class Mamba2HybridMixer(HybridMixerMixin, Mamba2Mixer):
     """`Mamba2Mixer` with a branch where the config splices one."""
 
     branches = BRANCHES
-
-    def __init__(self, config: Mamba2HybridConfig, layer_idx: int, initialize_mixer_weights: bool = False) -> None:
-        super().__init__(config, layer_idx, initialize_mixer_weights)
-        # The family's own takes one mean square over all groups in releases before 5.23; from there on they are equal.
-        width = self.intermediate_size
-        self.norm = Zamba2RMSNormGated(width, width // self.n_groups, eps=self.norm.variance_epsilon)
-        self.splice_attention(config, layer_idx)
+    norm_by_group = True
 
 
 class Mamba2HybridPreTrainedModel(HybridInitMixin, Mamba2PreTrainedModel):
@@ -50,19 +43,21 @@ class Mamba2HybridPreTrainedModel(HybridInitMixin, Mamba2PreTrainedModel):
     config_class = Mamba2HybridConfig
 
 
-class Mamba2HybridModel(HybridModelMixin, Mamba2HybridPreTrainedModel, Mamba2Model):
+class Mamba2HybridModel(HybridModelMixin, RecordingMixin, Mamba2HybridPreTrainedModel, Mamba2Model):
     """`Mamba2Model` whose mixers may have a branch."""
 
     cache_argument = "cache_params"
 
     def __init__(self, config: Mamba2HybridConfig) -> None:
         super().__init__(config)
-        for index, block in enumerate(self.layers):
-            block.mixer = Mamba2HybridMixer(config, index)
+        for block in self.layers:
+            Mamba2HybridMixer.take_over(block.mixer, config)
         self.post_init()
 
 
-class Mamba2HybridForCausalLM(MambaHybridCausalLMMixin, Mamba2HybridPreTrainedModel, Mamba2ForCausalLM):
+class Mamba2HybridForCausalLM(
+    MambaHybridCausalLMMixin, Mamba2HybridPreTrainedModel, Mamba2ForCausalLM, GenerationMixin
+):
     """Mamba-2 language model with spliced attention heads."""
 
     def __init__(self, config: Mamba2HybridConfig) -> None:

@@ -7,8 +7,8 @@ Must never know: data, losses, schedules. The spliced heads are trained whole, a
   has one runs its other path, as it does in eval mode with gradients.
 - PEFT refuses `out_proj` of the model types whose kernels do that, by name, whatever path runs. With the other path the
   refusal has no reason, so it is not asked.
-- A silenced head's columns of `out_proj` are zero and get no gradient; merging would fill them. They are zeroed again,
-  and where no norm silences the head before `out_proj`, the adapter's input is silenced too.
+- A silenced head's columns of `out_proj` are zero and get no gradient, and the hybrid silences the input of an adapter
+  there. Merging would fill the columns: they are zeroed again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
@@ -57,10 +57,6 @@ class Adapters:
             mixer = mixer_of(model, spec)
             if isinstance(getattr(mixer, "out_proj", None), LoraLayer):
                 self._hooks += _unfuse(mixer)
-        for graft in self._silent:
-            mixer = mixer_of(model, graft.site)
-            if isinstance(mixer.out_proj, LoraLayer) and getattr(mixer, "norm", None) is None:
-                self._hooks.append(_silence_input(mixer.out_proj, graft))
 
     def check_reached(self) -> None:
         """Raises RecipeError where an adapter has no gradient after a backward pass: a kernel passed it by."""
@@ -147,18 +143,6 @@ def _unfuse(mixer: nn.Module) -> list[RemovableHandle]:
         module.training = was.pop()
 
     return [mixer.register_forward_pre_hook(enter), mixer.register_forward_hook(leave, always_call=True)]
-
-
-def _silence_input(wrapper: nn.Module, graft: Graft) -> RemovableHandle:
-    width = graft.site.head_dim
-    channels = [c for head in graft.heads for c in range(head * width, (head + 1) * width)]
-
-    def quiet(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        keep = torch.ones(args[0].shape[-1], dtype=args[0].dtype, device=args[0].device)
-        keep[channels] = 0
-        return (args[0] * keep, *args[1:])
-
-    return wrapper.register_forward_pre_hook(quiet)
 
 
 def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:

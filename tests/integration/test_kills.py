@@ -24,6 +24,7 @@ def run(folder: Path, trigger: Trigger | None, record: Path | None = None) -> in
     child = os.fork()
     if child == 0:
         code = 1
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a command that ran in this process has set its own
         try:
             _write(folder, Events(folder, trigger, record))
             code = 0

@@ -106,7 +106,7 @@ def test_an_ssm_heads_shares_are_the_lengths_of_what_tokens_add(name: str, more:
         found = head_matrices(model, batch, chosen)
         for head in chosen:
             expected = naive_shares(model, spec, streams, head.head).numpy()
-            np.testing.assert_allclose(found[head], expected, atol=1e-6)
+            np.testing.assert_allclose(found[head], expected, atol=2e-6)  # shares up to 1, in fp32
 
 
 def test_with_shared_scores_the_values_tell_heads_apart() -> None:

@@ -23,6 +23,7 @@ from transformers import __version__ as transformers_version
 from surgery import __version__
 from surgery.card import card_of, model_card, public_name, public_recipe
 from surgery.checkpoint import load_model, load_tokenizer
+from surgery.errors import RunError, reading
 from surgery.evaluate import Arm, compare, evaluate, held_out_documents, make_prompts, side_by_side
 from surgery.evaluate.arms import HEADS_OFF, heads_off
 from surgery.evaluate.efficiency import efficiency
@@ -314,9 +315,10 @@ def _draw_attention(run: Run, figures: Path) -> None:
 
 def _export(run: Run, key: str) -> None:
     heads, plan = run.heads(), run.plan()
-    results = read_json(run.folder / "results.json")
-    base = run.recipe.base
-    card = model_card(run.recipe, heads, plan, results, card_of(base.model, base.revision))
+    base, path = run.recipe.base, run.folder / "results.json"
+    results, base_card = read_json(path), card_of(base.model, base.revision)
+    with reading(str(path), None, "Delete it and run the stage evaluate.", RunError):
+        card = model_card(run.recipe, heads, plan, results, base_card)
     shared = public_recipe(run.recipe)
     export(
         run.model("trained"),

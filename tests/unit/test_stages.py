@@ -17,5 +17,5 @@ from tests.integration.conftest import RECIPE
 def test_results_of_another_form_are_named(tmp_path: Path, results: Any) -> None:
     write_json(tmp_path / "results.json", results)
     run: Any = SimpleNamespace(folder=tmp_path, recipe=load_recipe(RECIPE), heads=lambda: None, plan=lambda: None)
-    with pytest.raises(RunError, match="results.json.*run the stage evaluate"):
+    with pytest.raises(RunError, match=r"results\.json.*run the stage evaluate"):
         stages._export(run, "key")

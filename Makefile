@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint format pretrain rounding compat newest fuzz kills upstream real-shape gpu bench evidence clean
+.PHONY: demo test check lint format pretrain rounding compat newest fuzz kills mutants upstream real-shape gpu bench evidence clean
 
 $(VENV)/.installed: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -66,6 +66,11 @@ fuzz: $(VENV)/.installed
 ## small disk to fill. KILLS='--folder runs/kills' goes on after an interruption. docs/RELIABILITY.md.
 kills: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kills $(KILLS)
+
+## Mutation testing of attention, losses, sweep, plan and run folder: an hour on one core; continues after an interruption.
+## Options in MUTANTS='--only plan --sample 60 --seed 3'. docs/RELIABILITY.md.
+mutants: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants $(MUTANTS)
 
 ## transformers' own common model tests, from its source distribution, over every family: plain beside hybrid. Five minutes
 ## on one core; options in UPSTREAM='--families mamba2 --checkout ../transformers'.

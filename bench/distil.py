@@ -31,17 +31,17 @@ from bench.evidence_arms import Budget  # noqa: E402
 from surgery.checkpoint import load_model, load_tokenizer  # noqa: E402
 from surgery.evaluate.scoring import answer_choices  # noqa: E402
 from surgery.families import geometry_of  # noqa: E402
-from surgery.heads import HeadId, HeadSet, ScoredHead  # noqa: E402
-from surgery.locate.statistics import mcnemar, wilson  # noqa: E402
+from surgery.files.atomic import read_json, write_json  # noqa: E402
 from surgery.plan import make_plan  # noqa: E402
 from surgery.probes.documents import encode, rng_of  # noqa: E402
 from surgery.probes.kv_retrieval import kv_document  # noqa: E402
 from surgery.recipe import Base, Splice, Train, Weights  # noqa: E402
-from surgery.rundir import read_json, write_json  # noqa: E402
 from surgery.splice import splice  # noqa: E402
 from surgery.stages import versions  # noqa: E402
+from surgery.stats import mcnemar, wilson  # noqa: E402
 from surgery.train import train  # noqa: E402
 from surgery.training import FROM_TEACHER  # noqa: E402
+from surgery.types import HeadId, HeadSet, ScoredHead  # noqa: E402
 
 # The site reads the value itself, the teacher's reading head the end of its line, one token behind.
 SITE, READS, OFFSET = "L0H1", "answer_token", -1

@@ -51,8 +51,8 @@ from bench.evidence_train import run_arm  # noqa: E402
 from surgery.checkpoint import load_model, load_tokenizer, revision_of  # noqa: E402
 from surgery.errors import RunError  # noqa: E402
 from surgery.evaluate import Prompts, make_prompts  # noqa: E402
+from surgery.files.atomic import fingerprint, new_folder, read_json, write_json  # noqa: E402
 from surgery.recipe import Base, PretrainRecipe, load_recipe  # noqa: E402
-from surgery.rundir import fingerprint, new_folder, read_json, write_json  # noqa: E402
 from surgery.train.pretrain import pretrain  # noqa: E402
 
 SEEDS = (0, 1, 2)

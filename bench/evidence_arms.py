@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from surgery.heads import Reads
+from surgery.files.atomic import fingerprint
 from surgery.recipe import Evaluate, Optimizer, Source, Train, Weights
-from surgery.rundir import fingerprint
+from surgery.types import Reads
 
 Kind = Literal["none", "softmax", "linear", "hidden"]
 Trains = Literal["all", "new_heads", "lora"]

@@ -9,7 +9,6 @@ from matplotlib.axes import Axes
 
 from bench.evidence_arms import layer_of
 from bench.evidence_statistics import Correlation, Site
-from surgery.heads import Interval
 from surgery.report.canvas import (
     BLUE,
     FAINT,
@@ -25,6 +24,7 @@ from surgery.report.canvas import (
     save,
     style,
 )
+from surgery.types import Interval
 
 _LAYERS = (BLUE, ORANGE, GREEN, PURPLE)
 _MARKS = ("o", "s", "^", "D")

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgery.families import family_of, mixer_of, structure_of
-from surgery.heads import HeadId
 from surgery.hybrid.attention import SplicedAttention
 from surgery.probes.documents import EncodedBatch
+from surgery.types import HeadId
 
 Rows = Callable[[EncodedBatch], list[Tensor]]  # (B,H,Q,T) for each supervised layer, after a forward pass
 

@@ -37,9 +37,9 @@ from bench.evidence_statistics import (
     sites,
 )
 from bench.evidence_text import HEAD, LIMITS, METHOD_NAMES, SECTIONS, SHORT_NAMES
-from surgery.heads import Interval
+from surgery.files.atomic import write_text
 from surgery.report.curves import accuracy_by_pairs
-from surgery.rundir import write_text
+from surgery.types import Interval
 
 ENOUGH = 12  # sites for a correlation
 

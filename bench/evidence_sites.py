@@ -12,13 +12,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.evidence_arms import Budget
 from surgery.families import family_of
-from surgery.heads import HeadSet
 from surgery.locate import locate, rank
 from surgery.locate.rivals import attribution, layer_divergence
 from surgery.locate.sweep import READS, Sweep
 from surgery.probes.documents import encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Locate, Splice
+from surgery.types import HeadSet
 
 BATCH = 32
 

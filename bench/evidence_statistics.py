@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.evidence_arms import LAYER_METHODS, Choices, head_name, layer_chosen, layer_name, layer_of
-from surgery.heads import Interval
-from surgery.locate.statistics import holm, mcnemar, wilson
+from surgery.stats import holm, mcnemar, wilson
+from surgery.types import Interval
 
 BySeed = Mapping[int, Mapping[str, Any]]  # seed -> result of an arm
 RESAMPLES = 2000

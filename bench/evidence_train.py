@@ -17,7 +17,6 @@ from bench.evidence_arms import Arm, Budget
 from bench.evidence_models import Rows, add_lora, hidden_rows, linear_rows, make_linear
 from surgery.evaluate import Prompts, evaluate
 from surgery.families import geometry_of
-from surgery.heads import HeadId, HeadSet, Plan, Reads, ScoredHead
 from surgery.plan import make_plan
 from surgery.probes.documents import EncodedBatch
 from surgery.recipe import Source, Splice
@@ -26,6 +25,7 @@ from surgery.stages import versions
 from surgery.train import make_accelerator
 from surgery.train.loop import Trainer
 from surgery.train.objectives import attention_loss
+from surgery.types import HeadId, HeadSet, Plan, Reads, ScoredHead
 
 
 @dataclass

@@ -34,8 +34,8 @@ from bench.gpu_runner import Options
 from surgery.capture import record
 from surgery.errors import ModelError
 from surgery.families import family_of, mixer_of, structure_of
-from surgery.heads import Mode
 from surgery.train.packed import why_not
+from surgery.types import Mode
 from tests.pico import SPLICED_FAMILIES
 
 BATCH, STEPS, PADS = 2, 4, 5

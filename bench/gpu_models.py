@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgery.families import family_of, geometry_of, mixer_of, structure_of
-from surgery.heads import Graft, Init, MixerSpec, Mode, Plan
 from surgery.splice import splice
+from surgery.types import Graft, Init, MixerSpec, Mode, Plan
 from tests.pico import pico_family
 
 _BAMBA = {"hidden_size": 256, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_chunk_size": 256}

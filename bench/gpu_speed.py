@@ -25,9 +25,9 @@ from bench.gpu_runner import Options
 from surgery.capture import expand_cache
 from surgery.evaluate.efficiency import spread_of
 from surgery.families import family_of, geometry_of
-from surgery.heads import Graft, Plan
 from surgery.hybrid.attention import SplicedAttention
 from surgery.splice import splice
+from surgery.types import Graft, Plan
 
 WARM_UP, FEWEST, LONGEST = 2, 3, 10.0  # runs, repeats, seconds of one timing
 

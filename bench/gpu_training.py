@@ -40,13 +40,13 @@ from bench.gpu_models import in_words, watch
 from bench.gpu_runner import Options, note
 from surgery.checkpoint import load_config
 from surgery.families import family_of, geometry_of
-from surgery.heads import Graft, Plan
 from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Base, Train
 from surgery.splice import splice
 from surgery.train import make_accelerator
 from surgery.train.loop import Trainer
+from surgery.types import Graft, Plan
 from tests.pico import pico_config, pico_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from surgery.heads import Role
 from surgery.locate import roles_of
 from surgery.locate.table import Record, Table
 from surgery.probes.documents import EncodedBatch
+from surgery.types import Role
 from tests.pico import pico_base
 from tests.planted import plant, planted_prompts, planted_tokenizer, scored_heads
 

@@ -26,11 +26,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.checkpoint import load_model, load_tokenizer
 from surgery.evaluate.scoring import ChoiceScores
 from surgery.families import family_of
-from surgery.locate.statistics import bootstrap_mean
 from surgery.locate.sweep import READS, Sweep, Variant
 from surgery.probes.documents import encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Base
+from surgery.stats import bootstrap_mean
 
 ROOT = Path(__file__).parents[1]
 PICO = ROOT / "checkpoints" / "pico-mamba2"

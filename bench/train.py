@@ -28,13 +28,13 @@ sys.path.insert(0, str(ROOT))
 
 from surgery.checkpoint import load_model, load_tokenizer  # noqa: E402
 from surgery.families import geometry_of  # noqa: E402
-from surgery.heads import HeadId, HeadSet, Plan, ScoredHead  # noqa: E402
 from surgery.meters import Meter  # noqa: E402
 from surgery.plan import make_plan  # noqa: E402
 from surgery.recipe import Base, Splice, Train  # noqa: E402
 from surgery.splice import splice  # noqa: E402
 from surgery.train import make_accelerator  # noqa: E402
 from surgery.train.loop import Trainer  # noqa: E402
+from surgery.types import HeadId, HeadSet, Plan, ScoredHead  # noqa: E402
 
 GOAL = 1.15
 KV = {"task": "kv_retrieval", "pairs": (8, 32), "questions": 4, "rows": 32, "weights": {"answer": 1.0}}

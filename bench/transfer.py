@@ -28,8 +28,6 @@ from surgery.checkpoint import load_model, load_tokenizer
 from surgery.errors import PlanError
 from surgery.evaluate.scoring import ChoiceScores, answer_choices
 from surgery.families import family_of, geometry_of
-from surgery.heads import HeadSet, Interval, Reads, head_set_from_json
-from surgery.locate.statistics import bootstrap_mean, mcnemar, wilson
 from surgery.locate.sweep import READS, Sweep, Variant
 from surgery.probes.documents import Document, encode, rng_of
 from surgery.probes.json_kv import UUID, json_kv_document
@@ -38,6 +36,8 @@ from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.mqar import mqar_document, mqar_words
 from surgery.probes.phonebook import phonebook_document, space_of
 from surgery.recipe import Base
+from surgery.stats import bootstrap_mean, mcnemar, wilson
+from surgery.types import HeadSet, Interval, Reads, head_set_from_json
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 Make = Callable[[Random, int], Document]

@@ -34,15 +34,15 @@ from bench.evidence_train import prepared  # noqa: E402
 from bench.transfer import Task, line, measured, tasks  # noqa: E402
 from surgery.checkpoint import load_model, load_tokenizer, revision_of  # noqa: E402
 from surgery.evaluate.scoring import answer_choices  # noqa: E402
-from surgery.heads import HeadSet, Reads, ScoredHead, head_set_from_json, to_json  # noqa: E402
+from surgery.files.atomic import fingerprint, read_json, write_json  # noqa: E402
 from surgery.locate import locate  # noqa: E402
-from surgery.locate.statistics import holm, mcnemar, wilson  # noqa: E402
 from surgery.probes.documents import encode, rng_of  # noqa: E402
 from surgery.recipe import Base, Locate, Source, Splice, Train, Weights  # noqa: E402
-from surgery.rundir import fingerprint, read_json, write_json  # noqa: E402
 from surgery.stages import versions  # noqa: E402
+from surgery.stats import holm, mcnemar, wilson  # noqa: E402
 from surgery.train import make_accelerator  # noqa: E402
 from surgery.train.loop import Trainer  # noqa: E402
+from surgery.types import HeadSet, Reads, ScoredHead, head_set_from_json, to_json  # noqa: E402
 
 Trained = Literal["kv", "formats", "phonebook"]
 Site = Literal["none", "chosen", "other"]

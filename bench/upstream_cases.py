@@ -25,9 +25,9 @@ from upstream_tests.test_modeling_common import ModelTesterMixin
 from upstream_tests.test_training_mixin import TrainingTesterMixin
 
 from surgery.families import family_of, geometry_of
-from surgery.heads import Graft, Plan
 from surgery.hybrid import CLASSES
 from surgery.splice import splice
+from surgery.types import Graft, Plan
 from tests.pico import HEADS, HIDDEN, PAD, SPLICED_FAMILIES, VOCAB, pico_family, pico_family_config, tokens
 
 SECONDS = int(os.environ.get("UPSTREAM_TIMEOUT", "120"))  # of one test

@@ -15,9 +15,9 @@ __version__ = "0.1.0"
 # The public API, and the module that each name is in.
 _HOMES = {
     "Base": "recipe",
-    "HeadId": "heads",
-    "HeadSet": "heads",
-    "Plan": "heads",
+    "HeadId": "types",
+    "HeadSet": "types",
+    "Plan": "types",
     "Recipe": "recipe",
     "SurgeryError": "errors",
     "evaluate": "evaluate",

@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache
 
 from surgery.errors import ModelError
 from surgery.families import block_of, mixer_of, structure_of
-from surgery.heads import MixerSpec
+from surgery.types import MixerSpec
 
 
 @dataclass

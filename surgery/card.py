@@ -18,8 +18,8 @@ from huggingface_hub.repocard_data import eval_results_to_model_index
 from surgery import __version__
 from surgery.checkpoint import source_of
 from surgery.errors import SurgeryError, reading
-from surgery.heads import HeadId, HeadSet, Plan
 from surgery.recipe import Base, Checkpoint, Recipe, Source, Teacher, to_yaml
+from surgery.types import HeadId, HeadSet, Plan
 from surgery.yamlfile import load_yaml
 
 _ARMS = {

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from surgery.heads import HeadId
 from surgery.sections import Positive, Section
+from surgery.types import HeadId
 
 Layer = Annotated[int, Field(ge=0, strict=True, description="Counted from 0.")]
 Layers = Positive | Literal["minimal"] | None

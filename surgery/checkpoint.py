@@ -31,8 +31,8 @@ from surgery import formats, weights
 from surgery.errors import ModelError, reading
 from surgery.families import FAMILIES, family_of, unknown_type
 from surgery.families.runtime import check_release, shorten_chunks
+from surgery.files.atomic import digest
 from surgery.recipe import Base
-from surgery.rundir import digest
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _CONFIG_HINT = "Correct config.json, or download it again."

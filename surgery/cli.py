@@ -21,10 +21,10 @@ import typer
 from rich.table import Table
 
 from surgery import __version__
+from surgery.console import Bars, out, print_analysis, print_comparison, print_heads, print_plan, print_results
 from surgery.errors import SurgeryError, is_out_of_memory, reading, summary
-from surgery.printing import Bars, out, print_analysis, print_comparison, print_heads, print_plan, print_results
+from surgery.files.atomic import is_full
 from surgery.recipe import AnalysisRecipe, Base, PretrainRecipe, Recipe, load_any, load_recipe, shipped, to_yaml
-from surgery.rundir import is_full
 
 app = typer.Typer(
     help="Give a Mamba a memory: locate its retrieval heads, splice attention in there, train briefly, export.",

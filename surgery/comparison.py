@@ -19,10 +19,11 @@ from surgery.checkpoint import check_finite, check_vocabulary, load_config, load
 from surgery.evaluate import Arm, evaluate, make_prompts
 from surgery.evaluate.efficiency import efficiency
 from surgery.evaluate.paired import contrasts
-from surgery.lock import hold
+from surgery.files.atomic import new_folder, write_json
+from surgery.files.lock import hold
+from surgery.files.ownership import check_replaceable, mark
 from surgery.recipe import Base, Evaluate, Seed, check_recipe
 from surgery.report.figures import accuracy_by_pairs, costs_by_length
-from surgery.rundir import check_replaceable, mark, new_folder, write_json
 from surgery.sections import Section
 from surgery.yamlfile import apply
 

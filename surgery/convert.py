@@ -16,9 +16,10 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 from surgery import formats
 from surgery.checkpoint import Checkpoint, open_checkpoint, refuse_faults
 from surgery.errors import ModelError, RunError, reading
-from surgery.lock import hold
+from surgery.files.atomic import new_folder, write_json
+from surgery.files.lock import hold
+from surgery.files.ownership import check_replaceable, mark
 from surgery.recipe import Base
-from surgery.rundir import check_replaceable, mark, new_folder, write_json
 from surgery.weights import Stored, write_shards
 
 DTYPES = ("float32", "bfloat16", "float16")

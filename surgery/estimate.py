@@ -18,7 +18,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ModelOutput
 
 from surgery.families import family_of
-from surgery.heads import Graft
 from surgery.meters import FusedAttention, Meter, PassCost, extrapolate, measure
 from surgery.probes.documents import EncodedBatch, encode
 from surgery.recipe import Source, Train
@@ -27,6 +26,7 @@ from surgery.train.loop import Trainer
 from surgery.train.optim import trainable
 from surgery.train.userdata import open_source
 from surgery.training import TrainStage
+from surgery.types import Graft
 
 SAMPLED_STEPS = 4  # whose documents give the mean length
 SHORT = (

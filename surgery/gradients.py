@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from surgery.capture import Trace, hooked
 from surgery.families import mixer_of, structure_of
-from surgery.heads import MixerSpec
+from surgery.types import MixerSpec
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from huggingface_hub.utils import validate_repo_id
 from surgery import __version__
 from surgery.errors import ModelError, SurgeryError
 from surgery.exported_files import LOADED, check_entries, sha256_of, visible_files
-from surgery.secret_scan import search, secrets_of_environment
+from surgery.files.secret_scan import search, secrets_of_environment
 from surgery.verify import verify_folder
 
 TRIES = 4

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_serializer, model_validator
 
-from surgery.heads import Fill, Where
 from surgery.sections import Pairs, Positive, Section
+from surgery.types import Fill, Where
 
 Method = Literal[
     "ablation", "query", "context", "sharpen", "hidden_attention", "attribution", "integrated_gradients",

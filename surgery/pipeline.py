@@ -18,15 +18,15 @@ from surgery.errors import PlanError, RecipeError, RunError
 from surgery.evaluate import held_out_documents, make_prompts
 from surgery.families import family_of
 from surgery.families.donors import donor_mixers
-from surgery.heads import HeadId
-from surgery.lock import hold
+from surgery.files.lock import hold
 from surgery.plan import check_in_range, check_not_spliced, check_splices, plan_of_hybrid
 from surgery.recipe import Recipe, Splice, as_base, to_yaml
-from surgery.rundir import inputs_of
+from surgery.recipe_inputs import inputs_of
 from surgery.stages import Stage, stages_of
 from surgery.train import make_accelerator
 from surgery.train.compiling import check_compiler
 from surgery.train.userdata import open_source
+from surgery.types import HeadId
 from surgery.workspace import Reporter, Run, Silent
 
 

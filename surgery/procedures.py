@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from surgery.capture import Hooks, hooked
 from surgery.families import block_of, mixer_of, structure_of
-from surgery.heads import MixerSpec
 from surgery.hybrid.attention import is_whole
+from surgery.types import MixerSpec
 
 
 @contextmanager

@@ -15,11 +15,11 @@ from pydantic import Discriminator, Field, Tag, ValidationError, field_validator
 
 from surgery.changes import Change, Sweep
 from surgery.errors import RecipeError
-from surgery.heads import HeadId, Init, Mode, Unit
+from surgery.files.secret_scan import refuse_tokens
 from surgery.measures import NEEDS, TEXTS, TODAY, Efficiency, LmEval, Locate, Probe, Select
-from surgery.secret_scan import refuse_tokens
 from surgery.sections import Pairs, Positive, Section
 from surgery.training import Checkpoint, Optimizer, Source, Task, Train, Weights
+from surgery.types import HeadId, Init, Mode, Unit
 from surgery.yamlfile import read_mapping
 
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from surgery.errors import ModelError
-from surgery.secret_scan import SECRET_NAME
+from surgery.files.secret_scan import SECRET_NAME
 
 # Of the standard deviation of the kept logits. Other orders of summation, and fp64, were at most 4e-5 of it away; 1%
 # more of the new heads' output was 9e-3 away at least, new heads off 0.7. docs/CONFORMANCE.md has the numbers.

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from surgery.capture import hooked
 from surgery.families import mixer_of, structure_of
-from surgery.heads import Fill, MixerSpec, Where
 from surgery.probes.documents import EncodedBatch
+from surgery.types import Fill, MixerSpec, Where
 
 
 @dataclass(frozen=True)

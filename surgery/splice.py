@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 from surgery.errors import PlanError
 from surgery.families import HeadSlices, block_of, family_of, geometry_of, mixer_of, structure_of
 from surgery.families.donors import donor_weights
-from surgery.heads import Graft, Plan
 from surgery.hybrid.attention import SplicedAttention, is_whole
 from surgery.hybrid.donor import DonorAttention
 from surgery.plan import donor_of, reads_streams, splice_field
 from surgery.recipe import Splice
+from surgery.types import Graft, Plan
 
 
 @torch.no_grad()

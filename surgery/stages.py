@@ -30,7 +30,7 @@ from surgery.evaluate.efficiency import efficiency
 from surgery.evaluate.scoring import answer_choices
 from surgery.export import export
 from surgery.families import family_of
-from surgery.heads import HeadSet, to_json
+from surgery.files.atomic import digest, fingerprint, new_folder, read_json, write_json
 from surgery.locate import COLUMNS, locate
 from surgery.locate.hidden import prompt_attention
 from surgery.plan import make_plan
@@ -40,9 +40,9 @@ from surgery.recipe import Recipe, as_base, to_yaml
 from surgery.report.figures import accuracy_by_pairs, attention_map, costs_by_length, head_maps, training_curve
 from surgery.report.page import PromptAttention, write_csv, write_page
 from surgery.report.run_page import Facts, write_report
-from surgery.rundir import digest, fingerprint, new_folder, read_json, write_json
 from surgery.splice import splice, step_zero_gap
 from surgery.train import train
+from surgery.types import HeadSet, to_json
 from surgery.workspace import Run
 
 

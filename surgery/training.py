@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from surgery.heads import HeadId
 from surgery.sections import Pairs, Positive, Section, Tokens
+from surgery.types import HeadId
 
 Weight = Annotated[float, Field(ge=0)]
 Scheduled = Weight | tuple[Weight, Weight]  # a number, or its value at the first and the last step, linear between them

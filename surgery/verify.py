@@ -24,11 +24,11 @@ from surgery.exported_files import (
     read_object,
 )
 from surgery.families import family_of, structure_of
-from surgery.heads import Plan, head_set_from_json, plan_from_json
 from surgery.plan import plan_of_hybrid
 from surgery.recipe import Base
 from surgery.reload import compare, prompt_ids, read_reference, reload
 from surgery.shipped_code import check_code, private_copy
+from surgery.types import Plan, head_set_from_json, plan_from_json
 from surgery.weights import Stored, inventory, read_tensors, weight_files
 
 

@@ -15,11 +15,12 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from surgery.card import public_name
 from surgery.checkpoint import load_config, load_model, load_tokenizer, revision_of
-from surgery.heads import HeadSet, Plan, head_set_from_json, plan_from_json
+from surgery.files.atomic import digest, new_folder, read_json
 from surgery.plan import plan_of_hybrid
 from surgery.recipe import Base, Recipe, as_base
-from surgery.rundir import RunDir, digest, new_folder, read_json
+from surgery.run.folder import RunDir
 from surgery.train.rows import local_files
+from surgery.types import HeadSet, Plan, head_set_from_json, plan_from_json
 
 
 class Reporter(Protocol):

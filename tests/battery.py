@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from surgery.families import family_of, geometry_of, structure_of
-from surgery.heads import Graft, MixerSpec, Plan
 from surgery.sizes import kv_bytes_per_token, own_kv_bytes_per_token, sizes_of, state_bytes
 from surgery.splice import splice
+from surgery.types import Graft, MixerSpec, Plan
 from tests.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, randomise, tokens
 
 every_family = pytest.mark.parametrize("name", FAMILY_NAMES)

@@ -23,25 +23,15 @@ from surgery.checkpoint import check_vocabulary, load_config, load_model, load_t
 from surgery.errors import RecipeError
 from surgery.evaluate import Arm, Prompts, compare, evaluate, make_prompts
 from surgery.families import family_of
-from surgery.locate.statistics import holm, mcnemar, wilson
-from surgery.lock import hold
+from surgery.files.atomic import fingerprint, new_folder, read_json, write_json, write_text
+from surgery.files.lock import hold
+from surgery.files.ownership import check_apart, check_replaceable, kind_of, mark, remove
 from surgery.procedures import altered
 from surgery.recipe import AnalysisRecipe, as_base, to_yaml
+from surgery.recipe_inputs import inputs_of
 from surgery.report.figures import accuracy_by_pairs, tasks_by_arm, tasks_by_site
-from surgery.rundir import (
-    check_apart,
-    check_replaceable,
-    fingerprint,
-    inputs_of,
-    kind_of,
-    mark,
-    new_folder,
-    read_json,
-    remove,
-    write_json,
-    write_text,
-)
 from surgery.splice import splice
+from surgery.stats import holm, mcnemar, wilson
 
 VERSION = 1  # raised when the score of an arm changes for the same inputs
 LEVEL = 0.05

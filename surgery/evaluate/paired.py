@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from surgery.locate.statistics import bootstrap_mean, holm, mcnemar
+from surgery.stats import bootstrap_mean, holm, mcnemar
 
 LEVEL = 0.05
 _RESAMPLES = 2000

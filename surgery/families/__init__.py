@@ -19,7 +19,7 @@ from surgery.families.llamba import LlambaStructure
 from surgery.families.mamba1 import FalconMambaStructure, Mamba1Structure
 from surgery.families.mamba2 import FalconH1Structure, Mamba2Structure
 from surgery.families.models import FAMILIES
-from surgery.heads import MixerSpec, geometry_hash
+from surgery.types import MixerSpec, geometry_hash
 
 STRUCTURES: dict[str, Structure] = {
     structure.kind: structure

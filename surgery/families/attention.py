@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from surgery.errors import ModelError
 from surgery.families.base import HeadSlices, Streams
 from surgery.families.mamba2 import span
-from surgery.heads import MixerSpec
+from surgery.types import MixerSpec
 
 
 class AttentionStructure:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import PlanError
-from surgery.heads import MixerSpec
+from surgery.types import MixerSpec
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import PlanError
 from surgery.families.models import FAMILIES
-from surgery.heads import MixerSpec
+from surgery.types import MixerSpec
 
 DONORS = ("transformer", "gpt_neox")
 

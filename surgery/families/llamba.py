@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from surgery.families.base import HeadSlices, Streams
 from surgery.families.mamba2 import Mamba2Structure, decayed_scores, shift, short_conv, span
-from surgery.heads import MixerSpec
+from surgery.types import MixerSpec
 
 
 class LlambaStructure(Mamba2Structure):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.families.base import HeadSlices, Streams
-from surgery.heads import MixerSpec
+from surgery.types import MixerSpec
 
 
 class Mamba2Structure:

@@ -17,19 +17,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import ModelError, ProbeError, RecipeError
 from surgery.families import family_of, geometry_of
-from surgery.heads import HeadId, HeadSet, Interval, Role, ScoredGroup, ScoredHead
 from surgery.locate.backup import backups, pairs, together, without_over
 from surgery.locate.choose import RANKED_BY, Candidate, better_read, choose, rank
 from surgery.locate.measure import COLUMNS, ESTIMATES, REMOVALS, Item, columns_of, items_of, measure
 from surgery.locate.prompts import ROUNDING, Prompts
 from surgery.locate.search import rounds, survivors
-from surgery.locate.statistics import bootstrap_mean, holm, mcnemar, wilson
 from surgery.locate.sweep import READS, Sweep, Variant
 from surgery.locate.table import Array, Record, Table, plain, scores_of
 from surgery.measures import NEEDS
 from surgery.probes.documents import EncodedBatch
 from surgery.recipe import Locate, Splice
 from surgery.removal import Removal
+from surgery.stats import bootstrap_mean, holm, mcnemar, wilson
+from surgery.types import HeadId, HeadSet, Interval, Role, ScoredGroup, ScoredHead
 
 Progress = Callable[[int, int], None]
 _LEVEL = 0.05  # family-wise, over both role tests of all heads

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from surgery.evaluate.scoring import ChoiceScores
-from surgery.heads import HeadId, Interval, ScoredGroup, ScoredHead
-from surgery.locate.statistics import bootstrap_mean
 from surgery.locate.sweep import Sweep
 from surgery.locate.table import Array, plain
 from surgery.removal import Removal
+from surgery.stats import bootstrap_mean
+from surgery.types import HeadId, Interval, ScoredGroup, ScoredHead
 
 # (sets of heads) -> for each (2,N): margins, right answers; all prompts, clean first.
 Without = Callable[[Sequence[Sequence[HeadId]]], tuple[Array, list[Array]]]

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from surgery.errors import PlanError
-from surgery.heads import HeadId, Interval, MixerSpec, Reads, ScoredHead
-from surgery.locate.statistics import bootstrap_mean
 from surgery.locate.sweep import READS
 from surgery.probes.documents import rng_of
 from surgery.recipe import Locate, Splice
+from surgery.stats import bootstrap_mean
+from surgery.types import HeadId, Interval, MixerSpec, Reads, ScoredHead
 
 Candidate = tuple[HeadId, Reads]
 # (candidates, those that read perfectly already) -> (candidates, N): what each gains, prompt by prompt.

@@ -32,7 +32,6 @@ from surgery.capture import Trace, record
 from surgery.errors import ModelError, PlanError, ProbeError
 from surgery.families import Streams, family_of, mixer_of, structure_of
 from surgery.families.mamba1 import Mamba1Structure
-from surgery.heads import HeadId, MixerSpec
 from surgery.hybrid.attention import is_whole, splice_sites
 from surgery.locate.rows import (
     Shares,
@@ -46,6 +45,7 @@ from surgery.locate.rows import (
 from surgery.probes.documents import Document, EncodedBatch, encode
 from surgery.probes.kv_retrieval import HEADER
 from surgery.report.page import Prompt, PromptAttention
+from surgery.types import HeadId, MixerSpec
 
 STRUCTURAL = {
     "gather_score": "share of each segment's end on its own segment, less what the decay alone gives; at most 1",

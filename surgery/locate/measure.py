@@ -16,7 +16,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import ProbeError
 from surgery.evaluate.scoring import ChoiceScores
 from surgery.families import family_of
-from surgery.heads import HeadId, MixerSpec
 from surgery.locate.hidden import STRUCTURAL, structural_scores
 from surgery.locate.rivals import attribution, integrated_gradients, layer_divergence, retrieval_score
 from surgery.locate.sweep import READS, Sweep, Variant
@@ -24,6 +23,7 @@ from surgery.locate.table import Array, Record, plain, spread
 from surgery.probes.documents import Document
 from surgery.recipe import Locate
 from surgery.removal import Removal
+from surgery.types import HeadId, MixerSpec
 
 # Margin in logits that the model loses, or gains, when ...
 COLUMNS = {

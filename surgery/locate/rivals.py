@@ -30,9 +30,9 @@ from surgery.evaluate.choices import arguments
 from surgery.evaluate.scoring import choice_scores
 from surgery.families import family_of, mixer_of, structure_of
 from surgery.gradients import factored, factored_output
-from surgery.heads import MixerSpec
 from surgery.locate.sweep import Sweep
 from surgery.probes.documents import Document, EncodedBatch, encode
+from surgery.types import MixerSpec
 
 
 def attribution(sweep: Sweep) -> Tensor:

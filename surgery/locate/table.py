@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surgery.evaluate.scoring import ChoiceScores
-from surgery.heads import Interval
-from surgery.locate.statistics import bootstrap_mean
+from surgery.stats import bootstrap_mean
+from surgery.types import Interval
 
 Array = NDArray[np.float64]
 

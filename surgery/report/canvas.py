@@ -19,7 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from surgery.errors import SurgeryError
-from surgery.rundir import write_text
+from surgery.files.atomic import write_text
 
 DPI = 150
 POINTS = 72  # an inch

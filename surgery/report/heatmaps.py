@@ -19,8 +19,8 @@ from matplotlib.patheffects import withStroke
 from matplotlib.transforms import ScaledTranslation
 from numpy.typing import NDArray
 
-from surgery.heads import HeadId, HeadSet, ScoredHead
 from surgery.report.canvas import INK, MUTED, POINTS, add_axes, add_heading, new_figure, require, save, style
+from surgery.types import HeadId, HeadSet, ScoredHead
 
 Point = NDArray[np.float64]  # (x, y)
 

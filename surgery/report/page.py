@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from surgery.heads import HeadId, HeadSet, Interval, ScoredHead
+from surgery.files.atomic import write_text
 from surgery.report.canvas import require
 from surgery.report.heatmaps import PANELS
-from surgery.rundir import write_text
+from surgery.types import HeadId, HeadSet, Interval, ScoredHead
 
 LEVELS = 999  # shares are kept as whole numbers of this part of the largest one
 _NOTES = {

@@ -25,9 +25,9 @@ from surgery.card import (
     public_name,
     public_recipe,
 )
-from surgery.heads import HeadSet, Plan
+from surgery.files.atomic import write_text
 from surgery.recipe import Recipe, to_yaml
-from surgery.rundir import write_text
+from surgery.types import HeadSet, Plan
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _FIGURES = {

@@ -14,15 +14,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.checkpoint import check_vocabulary, load_model, load_tokenizer, revision_of
 from surgery.errors import RunError
-from surgery.heads import Graft, Plan
+from surgery.files.atomic import fingerprint
 from surgery.recipe import Train, as_base
-from surgery.rundir import fingerprint
 from surgery.train.logits_cache import LogitsCache
 from surgery.train.loop import OnStep, Trainer
 from surgery.train.steps import checkpoints, set_aside_broken
 from surgery.train.teacher import Teacher, check_tokenizers
 from surgery.train.track import log, tracked
 from surgery.training import FROM_TEACHER, TrainStage
+from surgery.types import Graft, Plan
 
 
 def make_accelerator() -> Accelerator:

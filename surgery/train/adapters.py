@@ -29,11 +29,11 @@ from transformers import PreTrainedModel
 
 from surgery.errors import RecipeError
 from surgery.families import family_of, mixer_of
-from surgery.heads import Graft
+from surgery.files.atomic import new_folder
 from surgery.hybrid.attention import SplicedAttention
-from surgery.rundir import new_folder
 from surgery.splice import silence
 from surgery.training import Lora
+from surgery.types import Graft
 
 
 class Adapters:

@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from surgery.errors import RunError, reading
+from surgery.files.atomic import read_json, sweep, write_json
 from surgery.probes.documents import EncodedBatch
-from surgery.rundir import read_json, sweep, write_json
 from surgery.train.divergence import TopK
 
 _HASH = 16  # bytes

@@ -24,10 +24,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import RunError, TrainingDiverged
-from surgery.heads import Graft
+from surgery.files.atomic import fingerprint
 from surgery.probes.documents import EncodedBatch
 from surgery.recipe import Train
-from surgery.rundir import fingerprint
 from surgery.train.adapters import Adapters
 from surgery.train.compiling import compiling
 from surgery.train.growth import grown
@@ -42,6 +41,7 @@ from surgery.train.teacher import Teacher
 from surgery.train.terms import Terms
 from surgery.train.userdata import Stream, open_source
 from surgery.training import FROM_TEACHER, Source, TrainStage
+from surgery.types import Graft
 
 OnStep = Callable[[int, dict[str, float]], None]
 _LOG = logging.getLogger(__name__)

@@ -18,10 +18,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from surgery.heads import Reads
 from surgery.probes.documents import EncodedBatch
 from surgery.train.divergence import TopK, divergence, grouped
 from surgery.training import Distil
+from surgery.types import Reads
 
 
 def counts(batch: EncodedBatch, names: Iterable[str]) -> dict[str, int]:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 
 from surgery.errors import RunError
-from surgery.rundir import is_full, new_folder, sweep
+from surgery.files.atomic import is_full, new_folder, sweep
 from surgery.train.sharded import is_sharded
 from surgery.train.whole import OPTIMIZER, SHARDS, STATE, WEIGHTS, ShardReader, fault_of
 

@@ -19,11 +19,11 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from surgery.errors import PlanError, RecipeError
 from surgery.families import family_of
 from surgery.families.donors import donor_mixers
-from surgery.heads import Graft, HeadId, MixerSpec
 from surgery.hybrid.packing import positions_of
 from surgery.probes.documents import EncodedBatch
 from surgery.train.packed import apart
 from surgery.training import Align
+from surgery.types import Graft, HeadId, MixerSpec
 
 _FIELD = "train.teacher.model"
 _SAMPLE = "The value of 'key12' is 3.5%.\n\n\tNaïve: {'a': [1, 20, 300]}"  # texts are to be cut the same way

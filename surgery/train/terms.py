@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgery.heads import Graft
 from surgery.probes.documents import EncodedBatch
 from surgery.train.divergence import TopK
 from surgery.train.logits_cache import LogitsCache
@@ -32,6 +31,7 @@ from surgery.train.packed import apart
 from surgery.train.prefix import SharedPrefix
 from surgery.train.teacher import Teacher
 from surgery.training import FROM_TEACHER, Distil, Source
+from surgery.types import Graft
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,8 @@ def write(root: Path) -> None:
 
 def _write_models(root: Path) -> None:
     from surgery.families import family_of, geometry_of
-    from surgery.heads import Graft, Plan
     from surgery.splice import splice
+    from surgery.types import Graft, Plan
     from tests import mamba_ssm_files
     from tests.pico import SPLICED_FAMILIES, pico_base, pico_family, pico_tokenizer
 

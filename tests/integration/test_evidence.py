@@ -32,11 +32,11 @@ from bench.evidence_statistics import Results, correlation, gap_closed, paired, 
 from bench.evidence_train import prepared, run_arm
 from surgery.checkpoint import load_model
 from surgery.errors import RunError
-from surgery.heads import HeadId
+from surgery.files.atomic import read_json, write_json
 from surgery.hybrid.attention import SplicedAttention
 from surgery.recipe import Base
-from surgery.rundir import read_json, write_json
 from surgery.train.optim import spliced_parameters, trainable
+from surgery.types import HeadId
 from tests.integration.conftest import BASE
 from tests.pico import pico_base, pico_hybrid, pico_site, prompts, tokens
 

@@ -22,12 +22,12 @@ from surgery.errors import ModelError, PlanError
 from surgery.evaluate.scoring import ChoiceScores, choice_scores
 from surgery.families import block_of, family_of, geometry_of, mixer_of, structure_of
 from surgery.families.runtime import check_release
-from surgery.heads import Graft, HeadId, HeadSet, Interval, MixerSpec, Plan, ScoredHead
 from surgery.locate.sweep import READS, Sweep, Variant
 from surgery.plan import check_in_range, make_plan
 from surgery.recipe import Base
 from surgery.removal import Removal
 from surgery.splice import splice
+from surgery.types import Graft, HeadId, HeadSet, Interval, MixerSpec, Plan, ScoredHead
 from tests.battery import (
     assert_cache_is_as_large_as_said,
     base,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from surgery.rundir import MARK, mark
+from surgery.files.ownership import MARK, mark
 from tests.integration.conftest import BASE, RECIPE, ROOT, SMALL, run_small, surgery
 from tests.integration.test_errors import assert_refused
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from surgery.heads import HeadSet, ScoredGroup
 from surgery.report.page import PromptAttention, write_page
+from surgery.types import HeadSet, ScoredGroup
 from tests.unit.report.test_figures import head_set
 from tests.unit.report.test_page import HOSTILE, prompt
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from surgery.heads import head_set_from_json, plan_from_json
+from surgery.types import head_set_from_json, plan_from_json
 from tests.integration.conftest import RECIPE, SMALL, run_small, surgery
 
 

@@ -10,8 +10,8 @@ import pytest
 from bench.evidence_arms import Budget
 from bench.transfer_arms import TRAINED, Experiment, arm_of, asked, collected, located, pooled, run, table
 from surgery.checkpoint import load_model
+from surgery.files.atomic import read_json
 from surgery.recipe import Base, PretrainRecipe, load_recipe
-from surgery.rundir import read_json
 from tests.integration.conftest import BASE
 from tests.pico import pico_tokenizer
 

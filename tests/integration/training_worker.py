@@ -23,11 +23,11 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file, save_file
 
 from surgery.families import family_of
-from surgery.heads import Graft
 from surgery.recipe import Train
 from surgery.train import make_accelerator
 from surgery.train.loop import Trainer
 from surgery.train.sharded import full
+from surgery.types import Graft
 from tests.kernels import with_kernels
 from tests.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 

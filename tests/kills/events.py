@@ -45,7 +45,7 @@ class Events:
         """From now on; cannot be undone."""
         import safetensors.torch as tensors
 
-        from surgery.printing import Bars
+        from surgery.console import Bars
 
         start, tick = Bars.start, Bars.progress
 

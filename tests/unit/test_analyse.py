@@ -15,8 +15,8 @@ from surgery.changes import Change, Swap
 from surgery.errors import RecipeError
 from surgery.evaluate import Arm
 from surgery.families import family_of, geometry_of
-from surgery.heads import HeadId, HeadSet, ScoredHead, to_json
 from surgery.recipe import AnalysisRecipe, Teacher, check_recipe
+from surgery.types import HeadId, HeadSet, ScoredHead, to_json
 from tests.pico import pico_config, pico_family_config
 
 TEACHER = Teacher(model="teacher")

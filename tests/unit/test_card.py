@@ -11,8 +11,8 @@ from huggingface_hub import ModelCard
 
 from surgery.card import card_of, model_card, public_name, public_recipe
 from surgery.families import family_of, geometry_of
-from surgery.heads import Graft, Plan
 from surgery.recipe import Recipe, check_recipe, to_yaml
+from surgery.types import Graft, Plan
 from tests.pico import pico_config
 
 SHARE = {"accuracy": 0.5, "low": 0.4, "high": 0.6, "n": 100}

@@ -26,8 +26,8 @@ from surgery.checkpoint import (
 )
 from surgery.errors import ModelError
 from surgery.families import family_of
+from surgery.files.atomic import digest
 from surgery.recipe import Base
-from surgery.rundir import digest
 from surgery.sizes import meta_model
 from tests.integration.conftest import BASE
 from tests.mamba_ssm_files import KINDS, PADDED, Kind, config_of, state_of, tiny, write

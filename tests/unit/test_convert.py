@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from surgery.checkpoint import load_model
 from surgery.convert import convert
 from surgery.errors import ModelError, RunError
+from surgery.files.ownership import MARK
 from surgery.recipe import Base
-from surgery.rundir import MARK
 from tests.mamba_ssm_files import KINDS, PADDED, Kind, state_of, tiny, write
 from tests.pico import pico_hybrid, pico_site
 from tests.unit.hybrid.test_modeling_mamba2attn import attn_model

@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 
 from surgery.estimate import MicroBatch, StepCost, cache_bytes, cache_tensors, micro_batches, step_cost
 from surgery.families import family_of, geometry_of
-from surgery.heads import HeadSet, Plan, ScoredHead
 from surgery.meters import belongings, measure, saved_bytes
 from surgery.plan import make_plan
 from surgery.recipe import Source, Splice, Train, Weights
 from surgery.splice import splice
 from surgery.train import train
 from surgery.train.optim import spliced_parameters
+from surgery.types import HeadSet, Plan, ScoredHead
 from tests.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, pico_tokenizer
 
 CLOSE = 0.1

@@ -9,7 +9,6 @@ import pytest
 
 from surgery.errors import PlanError
 from surgery.families import family_of, geometry_of
-from surgery.heads import Graft, HeadId, HeadSet, Plan, ScoredHead
 from surgery.plan import (
     check_in_range,
     check_not_spliced,
@@ -21,6 +20,7 @@ from surgery.plan import (
 )
 from surgery.recipe import Splice
 from surgery.splice import splice
+from surgery.types import Graft, HeadId, HeadSet, Plan, ScoredHead
 from tests.battery import plan_of, spliced
 from tests.pico import (
     HEAD_DIM,

@@ -8,8 +8,8 @@ import pytest
 
 from surgery import stages
 from surgery.errors import RunError
+from surgery.files.atomic import write_json
 from surgery.recipe import load_recipe
-from surgery.rundir import write_json
 from tests.integration.conftest import RECIPE
 
 

@@ -21,8 +21,8 @@ import surgery.verify as verifying
 from surgery.errors import ModelError
 from surgery.exported_files import RECORD, REFERENCE, fingerprints
 from surgery.families import family_of
-from surgery.heads import Graft, HeadId, HeadSet, Plan, ScoredHead
 from surgery.reload import TOLERANCE, compare, make_reference, prompt_ids
+from surgery.types import Graft, HeadId, HeadSet, Plan, ScoredHead
 from surgery.verify import card_table, verify_folder
 from tests.battery import base, logits, plan_of, trained
 from tests.pico import pico_tokenizer

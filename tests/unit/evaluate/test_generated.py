@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from surgery.evaluate import Prompts, compare, evaluate
 from surgery.evaluate.generated import exact_matches, greedy
 from surgery.evaluate.scoring import perplexity
-from surgery.locate.statistics import wilson
 from surgery.probes.documents import Document, Question
 from surgery.recipe import Evaluate
+from surgery.stats import wilson
 from tests.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts, randomise
 
 END = "<|endoftext|>"

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from surgery.evaluate.paired import contrast, contrasts, gap_closed
-from surgery.locate.statistics import mcnemar
+from surgery.stats import mcnemar
 
 Flags = NDArray[np.bool_]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from surgery.capture import mixed_at_query, record, values_at
 from surgery.errors import ModelError
 from surgery.families import family_of, mixer_of, structure_of
-from surgery.heads import MixerSpec
+from surgery.types import MixerSpec
 from tests.pico import pico_family, tokens
 
 WITH_ATTENTION = ("llama", "qwen2", "gpt_neox", "zamba2", "bamba", "granite", "nemotron_h", "falcon_h1")

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from surgery.capture import Trace, record
 from surgery.families import Structure, family_of, mixer_of, structure_of
-from surgery.heads import MixerSpec
 from surgery.splice import splice
+from surgery.types import MixerSpec
 from tests.battery import plan_of
 from tests.pico import pico_family, tokens
 

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from surgery.capture import Trace, record
 from surgery.families import Structure, block_of, family_of, geometry_of, mixer_of, structure_of
-from surgery.heads import MixerSpec
+from surgery.types import MixerSpec
 from tests.pico import HEAD_DIM, HEADS, pico_base, pico_hybrid, pico_site, random_site, tokens
 
 every_grouping = pytest.mark.parametrize("n_groups", [1, 2, 4])

@@ -9,10 +9,10 @@ from torch import Tensor
 from surgery.errors import PlanError
 from surgery.families import block_of, family_of, geometry_of, mixer_of
 from surgery.families.donors import donor_mixers
-from surgery.heads import HeadId, HeadSet, Plan, ScoredHead, plan_from_json, to_json
 from surgery.plan import make_plan
 from surgery.recipe import Splice, Teacher
 from surgery.splice import splice, step_zero_gap
+from surgery.types import HeadId, HeadSet, Plan, ScoredHead, plan_from_json, to_json
 from tests.pico import HIDDEN, pico_family, prompts, tokens
 
 TEACHERS = ("llama", "qwen2", "gpt_neox")

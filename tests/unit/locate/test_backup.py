@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from surgery.heads import HeadId, Interval, ScoredHead, head_set_from_json, to_json
 from surgery.locate import locate
 from surgery.locate.backup import backups, pairs, together
 from surgery.recipe import Locate, Splice
+from surgery.types import HeadId, Interval, ScoredHead, head_set_from_json, to_json
 from tests.pico import pico_base, pico_tokenizer
 
 A, B, C, D = (HeadId(layer, head) for layer in range(2) for head in range(2))

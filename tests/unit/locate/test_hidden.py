@@ -15,7 +15,6 @@ from surgery.capture import record
 from surgery.errors import PlanError, ProbeError
 from surgery.families import family_of, mixer_of, structure_of
 from surgery.families.base import Streams
-from surgery.heads import HeadId, MixerSpec
 from surgery.locate.hidden import (
     STRUCTURAL,
     head_matrices,
@@ -27,6 +26,7 @@ from surgery.locate.rows import aggregate_score, entropy, gather_score, sharpnes
 from surgery.probes.documents import Document, EncodedBatch, encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.splice import splice
+from surgery.types import HeadId, MixerSpec
 from tests.pico import FAMILY_NAMES, pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts
 from tests.unit.hybrid.test_donor import plan_for, section, teacher_of
 from tests.unit.probes.samples import sample

@@ -12,10 +12,10 @@ import torch
 
 from surgery.errors import ModelError, PlanError, ProbeError, RecipeError, RunError
 from surgery.families import family_of, geometry_of
-from surgery.heads import HeadId, HeadSet, Interval, MixerSpec, ScoredHead, head_set_from_json, to_json
 from surgery.locate import COLUMNS, locate, rank
 from surgery.locate.table import Record, Table
 from surgery.recipe import Locate, Splice
+from surgery.types import HeadId, HeadSet, Interval, MixerSpec, ScoredHead, head_set_from_json, to_json
 from tests.pico import pico_base, pico_family, pico_tokenizer
 from tests.unit.evaluate.test_evaluate import NO_MEMORY, failing
 

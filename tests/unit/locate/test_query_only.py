@@ -6,9 +6,9 @@ from dataclasses import asdict
 
 import pytest
 
-from surgery.heads import Interval
 from surgery.locate import COLUMNS, locate
 from surgery.recipe import Locate, Splice
+from surgery.types import Interval
 from tests.pico import pico_family, pico_tokenizer
 
 CONTEXT = {"ablation", "context"}

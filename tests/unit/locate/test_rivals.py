@@ -20,13 +20,13 @@ from surgery.capture import record
 from surgery.errors import ModelError, ProbeError, RecipeError
 from surgery.evaluate.choices import arguments
 from surgery.families import block_of, family_of, mixer_of, structure_of
-from surgery.heads import MixerSpec
 from surgery.locate import rivals
 from surgery.locate.rivals import attribution, integrated_gradients, layer_divergence, retrieval_score
 from surgery.locate.sweep import Sweep
 from surgery.probes.documents import Document, EncodedBatch, Question, Writer, encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.sentences import sentence
+from surgery.types import MixerSpec
 from tests.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts, tokens
 
 MODELS: dict[str, Callable[[], Any]] = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from surgery.locate.statistics import bootstrap_mean
 from surgery.locate.table import Record, Table, intervals, scores_of, spread
+from surgery.stats import bootstrap_mean
 
 
 def record(index: int, margins: list[float]) -> Record:

@@ -15,10 +15,10 @@ import pytest
 from matplotlib.image import imread
 
 import surgery
-from surgery.heads import HeadId, HeadSet, Interval, Role, ScoredHead
 from surgery.report import canvas
 from surgery.report.figures import accuracy_by_pairs, attention_map, head_maps, training_curve
 from surgery.report.heatmaps import PANELS
+from surgery.types import HeadId, HeadSet, Interval, Role, ScoredHead
 
 ROLES: tuple[Role, ...] = ("neither", "gather", "aggregate", "both")
 

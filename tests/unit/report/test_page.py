@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from surgery.heads import HeadId, HeadSet, ScoredGroup, ScoredHead
 from surgery.report.page import LEVELS, Prompt, PromptAttention, write_csv, write_page
+from surgery.types import HeadId, HeadSet, ScoredGroup, ScoredHead
 from tests.unit.report.test_figures import head_set
 
 HOSTILE = ("</script>", "<script>alert(1)</script>", "<!--", "]]>", "&lt;", "\u2028", "\\u003c", "{{JS}}", '"', "\n")

@@ -17,12 +17,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgery.errors import RunError, TrainingDiverged
-from surgery.heads import Graft, MixerSpec
 from surgery.recipe import Optimizer, Train
 from surgery.train import loop, terms
 from surgery.train.loop import Trainer
 from surgery.train.optim import adamw, learning_rate_factor, spliced_parameters, trainable
 from surgery.train.steps import checkpoints
+from surgery.types import Graft, MixerSpec
 from tests.pico import HEAD_DIM, HEADS, STATE, pico_base, pico_hybrid, pico_site, pico_tokenizer
 
 KV = {"task": "kv_retrieval", "rows": 1, "pairs": (2, 2), "weights": {"answer": 1.0, "attention": 1.0}}

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.heads import Reads
 from surgery.meters import saved_bytes
 from surgery.probes.documents import EncodedBatch, encode
 from surgery.train.divergence import TopK, naive_divergence
@@ -27,6 +26,7 @@ from surgery.train.objectives import (
     text_loss,
 )
 from surgery.training import Distil
+from surgery.types import Reads
 from tests.pico import pico_tokenizer
 from tests.unit.probes.samples import sample, several_questions
 

@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from surgery.families import family_of
-from surgery.heads import Graft
 from surgery.probes.documents import EncodedBatch, encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.packing import pack
@@ -28,6 +27,7 @@ from surgery.train.loop import Trainer
 from surgery.train.objectives import counts
 from surgery.train.packed import apart, why_not
 from surgery.train.teacher import Teacher, _moved
+from surgery.types import Graft
 from tests.battery import base as base_of
 from tests.battery import trained
 from tests.kernels import with_kernels

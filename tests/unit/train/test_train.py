@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 
 from surgery.errors import RecipeError, RunError, TrainingDiverged
 from surgery.families import family_of, geometry_of
-from surgery.heads import Graft, Plan
 from surgery.recipe import Optimizer, Train
 from surgery.train import steps as steps_module
 from surgery.train import terms, track, train
 from surgery.train.optim import adamw, learning_rate_factor, spliced_parameters, trainable
 from surgery.train.steps import checkpoints
 from surgery.train.whole import fault_of
+from surgery.types import Graft, Plan
 from tests.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
 
 SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}

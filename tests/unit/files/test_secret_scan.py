@@ -20,8 +20,7 @@ import yaml
 from safetensors.torch import save_file
 
 from surgery.errors import RecipeError
-from surgery.recipe import check_recipe
-from surgery.secret_scan import (
+from surgery.files.secret_scan import (
     _LONGEST,
     _OVERLAP,
     _PIECE,
@@ -30,8 +29,9 @@ from surgery.secret_scan import (
     search,
     secrets_of_environment,
 )
+from surgery.recipe import check_recipe
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LETTERS = string.ascii_letters + string.digits
 
 

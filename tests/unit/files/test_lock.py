@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from surgery import lock
 from surgery.errors import RunError
-from surgery.lock import hold
+from surgery.files import lock
+from surgery.files.lock import hold
 
 FORK = multiprocessing.get_context("fork")
 

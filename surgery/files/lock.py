@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from surgery.errors import RunError
-from surgery.rundir import is_full, read_mapping, sweep
+from surgery.files.atomic import is_full, read_mapping, sweep
 
 
 @contextmanager

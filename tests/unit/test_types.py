@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from surgery.errors import PlanError, SurgeryError
-from surgery.heads import (
+from surgery.types import (
     Graft,
     HeadId,
     HeadSet,

@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from surgery.heads import Interval
+from surgery.types import Interval
 
 Z95 = 1.959963984540054
 

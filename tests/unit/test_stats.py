@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from surgery.locate.statistics import bootstrap_mean, holm, mcnemar, wilson
+from surgery.stats import bootstrap_mean, holm, mcnemar, wilson
 
 
 class TestWilson:

@@ -1,0 +1,1 @@
+"""Write files and folders whole or not at all, and decide which may be replaced."""

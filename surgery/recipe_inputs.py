@@ -1,0 +1,25 @@
+"""Find the local files and folders that a recipe names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from surgery.sections import Section
+
+_READ = ("model", "tokenizer", "path", "heads")  # keys of a recipe that may name a file or folder
+
+
+def inputs_of(recipe: Section, file: Path | None = None) -> dict[str, str]:
+    """Where a recipe's models, tokenizers, heads and data are, by key; with `file`, the recipe's own."""
+    found = {} if file is None else {"recipe": str(file)}
+
+    def walk(prefix: str, data: Any) -> None:
+        for key, value in data.items() if isinstance(data, dict) else enumerate(data):
+            if key in _READ and isinstance(value, str):
+                found[f"{prefix}{key}"] = value
+            elif isinstance(value, dict | list):
+                walk(f"{prefix}{key}.", value)
+
+    walk("", recipe.model_dump(mode="json"))
+    return found

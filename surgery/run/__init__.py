@@ -1,0 +1,1 @@
+"""Run a recipe in a folder: stages, order, resume."""

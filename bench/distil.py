@@ -21,27 +21,32 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from transformers import PreTrainedModel, PreTrainedTokenizerBase  # noqa: E402
-from transformers.utils import logging  # noqa: E402
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
-from bench.evidence import in_short_chunks  # noqa: E402
-from bench.evidence_arms import Budget  # noqa: E402
-from surgery.checkpoint import load_model, load_tokenizer  # noqa: E402
-from surgery.evaluate.scoring import answer_choices  # noqa: E402
-from surgery.families import geometry_of  # noqa: E402
-from surgery.files.atomic import read_json, write_json  # noqa: E402
-from surgery.plan import make_plan  # noqa: E402
-from surgery.probes.documents import encode, rng_of  # noqa: E402
-from surgery.probes.kv_retrieval import kv_document  # noqa: E402
-from surgery.recipe import Base, Splice, Train, Weights  # noqa: E402
-from surgery.splice import splice  # noqa: E402
-from surgery.stages import versions  # noqa: E402
-from surgery.stats import mcnemar, wilson  # noqa: E402
-from surgery.train import train  # noqa: E402
-from surgery.training import FROM_TEACHER  # noqa: E402
-from surgery.types import HeadId, HeadSet, ScoredHead  # noqa: E402
+from bench.evidence import in_short_chunks
+from bench.evidence_arms import Budget
+from surgery.checkpoint import load_model, load_tokenizer
+from surgery.evaluate.scoring import answer_choices
+from surgery.families import geometry_of
+from surgery.files.atomic import read_json, write_json
+from surgery.plan import make_plan
+from surgery.probes.documents import encode, rng_of
+from surgery.probes.kv_retrieval import kv_document
+from surgery.recipe import (
+    Base,
+    Splice,
+    Train,
+    Weights,
+)
+from surgery.recipe.train import FROM_TEACHER
+from surgery.splice import splice
+from surgery.stages import versions
+from surgery.stats import mcnemar, wilson
+from surgery.train import train
+from surgery.types import HeadId, HeadSet, ScoredHead
 
 # The site reads the value itself, the teacher's reading head the end of its line, one token behind.
 SITE, READS, OFFSET = "L0H1", "answer_token", -1

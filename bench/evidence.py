@@ -26,12 +26,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
-from transformers import PreTrainedModel, PreTrainedTokenizerBase  # noqa: E402
-from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer  # noqa: E402
-from transformers.utils import logging  # noqa: E402
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
+from transformers.utils import logging
 
-from bench.evidence_arms import (  # noqa: E402
+from bench.evidence_arms import (
     AGAIN,
     PROMPTS_SEED,
     SECOND,
@@ -44,16 +44,20 @@ from bench.evidence_arms import (  # noqa: E402
     main_arms,
     variant_arms,
 )
-from bench.evidence_report import Progress, write_report  # noqa: E402
-from bench.evidence_sites import choose  # noqa: E402
-from bench.evidence_statistics import Results  # noqa: E402
-from bench.evidence_train import run_arm  # noqa: E402
-from surgery.checkpoint import load_model, load_tokenizer, revision_of  # noqa: E402
-from surgery.errors import RunError  # noqa: E402
-from surgery.evaluate import Prompts, make_prompts  # noqa: E402
-from surgery.files.atomic import fingerprint, new_folder, read_json, write_json  # noqa: E402
-from surgery.recipe import Base, PretrainRecipe, load_recipe  # noqa: E402
-from surgery.train.pretrain import pretrain  # noqa: E402
+from bench.evidence_report import Progress, write_report
+from bench.evidence_sites import choose
+from bench.evidence_statistics import Results
+from bench.evidence_train import run_arm
+from surgery.checkpoint import load_model, load_tokenizer, revision_of
+from surgery.errors import RunError
+from surgery.evaluate.asked import Prompts, make_prompts
+from surgery.files.atomic import fingerprint, new_folder, read_json, write_json
+from surgery.recipe import (
+    Base,
+    PretrainRecipe,
+    load_recipe,
+)
+from surgery.train.pretrain import pretrain
 
 SEEDS = (0, 1, 2)
 FACTS, TEXTS = "closed_book", "perplexity"  # the halves that no training showed

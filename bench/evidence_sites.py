@@ -12,7 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.evidence_arms import Budget
 from surgery.families import family_of
-from surgery.locate import locate, rank
+from surgery.locate import locate
+from surgery.locate.choose import rank
 from surgery.locate.rivals import attribution, layer_divergence
 from surgery.locate.sweep import READS, Sweep
 from surgery.probes.documents import encode, rng_of

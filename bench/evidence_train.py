@@ -15,7 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.evidence_arms import Arm, Budget
 from bench.evidence_models import Rows, add_lora, hidden_rows, linear_rows, make_linear
-from surgery.evaluate import Prompts, evaluate
+from surgery.evaluate import evaluate
+from surgery.evaluate.asked import Prompts
 from surgery.families import geometry_of
 from surgery.plan import make_plan
 from surgery.probes.documents import EncodedBatch

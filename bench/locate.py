@@ -34,9 +34,8 @@ from surgery.checkpoint import load_model, load_tokenizer
 from surgery.families import family_of, mixer_of, structure_of
 from surgery.locate import locate, peak_bytes
 from surgery.locate.prompts import Prompts
-from surgery.measures import Search
 from surgery.probes.documents import EncodedBatch
-from surgery.recipe import Base, Locate, Splice
+from surgery.recipe import Base, Locate, Search, Splice
 from surgery.types import HeadId, MixerSpec
 
 ROOT = Path(__file__).parents[1]

@@ -26,15 +26,19 @@ from transformers.utils import logging
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from surgery.checkpoint import load_model, load_tokenizer  # noqa: E402
-from surgery.families import geometry_of  # noqa: E402
-from surgery.meters import Meter  # noqa: E402
-from surgery.plan import make_plan  # noqa: E402
-from surgery.recipe import Base, Splice, Train  # noqa: E402
-from surgery.splice import splice  # noqa: E402
-from surgery.train import make_accelerator  # noqa: E402
-from surgery.train.loop import Trainer  # noqa: E402
-from surgery.types import HeadId, HeadSet, Plan, ScoredHead  # noqa: E402
+from surgery.checkpoint import load_model, load_tokenizer
+from surgery.families import geometry_of
+from surgery.meters import Meter
+from surgery.plan import make_plan
+from surgery.recipe import (
+    Base,
+    Splice,
+    Train,
+)
+from surgery.splice import splice
+from surgery.train import make_accelerator
+from surgery.train.loop import Trainer
+from surgery.types import HeadId, HeadSet, Plan, ScoredHead
 
 GOAL = 1.15
 KV = {"task": "kv_retrieval", "pairs": (8, 32), "questions": 4, "rows": 32, "weights": {"answer": 1.0}}

@@ -23,26 +23,33 @@ from typing import Any, Literal
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from transformers import PreTrainedModel, PreTrainedTokenizerBase  # noqa: E402
-from transformers.utils import logging  # noqa: E402
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
-from bench.evidence import in_short_chunks  # noqa: E402
-from bench.evidence_arms import Arm, Budget  # noqa: E402
-from bench.evidence_train import prepared  # noqa: E402
-from bench.transfer import Task, line, measured, tasks  # noqa: E402
-from surgery.checkpoint import load_model, load_tokenizer, revision_of  # noqa: E402
-from surgery.evaluate.scoring import answer_choices  # noqa: E402
-from surgery.files.atomic import fingerprint, read_json, write_json  # noqa: E402
-from surgery.locate import locate  # noqa: E402
-from surgery.probes.documents import encode, rng_of  # noqa: E402
-from surgery.recipe import Base, Locate, Source, Splice, Train, Weights  # noqa: E402
-from surgery.stages import versions  # noqa: E402
-from surgery.stats import holm, mcnemar, wilson  # noqa: E402
-from surgery.train import make_accelerator  # noqa: E402
-from surgery.train.loop import Trainer  # noqa: E402
-from surgery.types import HeadSet, Reads, ScoredHead, head_set_from_json, to_json  # noqa: E402
+from bench.evidence import in_short_chunks
+from bench.evidence_arms import Arm, Budget
+from bench.evidence_train import prepared
+from bench.transfer import Task, line, measured, tasks
+from surgery.checkpoint import load_model, load_tokenizer, revision_of
+from surgery.evaluate.scoring import answer_choices
+from surgery.files.atomic import fingerprint, read_json, write_json
+from surgery.locate import locate
+from surgery.probes.documents import encode, rng_of
+from surgery.recipe import (
+    Base,
+    Locate,
+    Source,
+    Splice,
+    Train,
+    Weights,
+)
+from surgery.stages import versions
+from surgery.stats import holm, mcnemar, wilson
+from surgery.train import make_accelerator
+from surgery.train.loop import Trainer
+from surgery.types import HeadSet, Reads, ScoredHead, head_set_from_json, to_json
 
 Trained = Literal["kv", "formats", "phonebook"]
 Site = Literal["none", "chosen", "other"]

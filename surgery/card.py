@@ -19,8 +19,8 @@ from surgery import __version__
 from surgery.checkpoint import source_of
 from surgery.errors import SurgeryError, reading
 from surgery.recipe import Base, Checkpoint, Recipe, Source, Teacher, to_yaml
+from surgery.recipe.yaml import load_yaml
 from surgery.types import HeadId, HeadSet, Plan
-from surgery.yamlfile import load_yaml
 
 _ARMS = {
     "base": "base",

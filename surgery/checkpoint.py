@@ -29,7 +29,8 @@ from transformers.quantizers import AutoHfQuantizer
 import surgery.hybrid  # noqa: F401  (registers the hybrid classes)
 from surgery import formats, weights
 from surgery.errors import ModelError, reading
-from surgery.families import FAMILIES, family_of, unknown_type
+from surgery.families import family_of, unknown_type
+from surgery.families.models import FAMILIES
 from surgery.families.runtime import check_release, shorten_chunks
 from surgery.files.atomic import digest
 from surgery.recipe import Base

@@ -16,16 +16,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.card import public_name
 from surgery.checkpoint import check_finite, check_vocabulary, load_config, load_model, load_tokenizer, revision_of
-from surgery.evaluate import Arm, evaluate, make_prompts
+from surgery.evaluate import Arm, evaluate
+from surgery.evaluate.asked import make_prompts
 from surgery.evaluate.efficiency import efficiency
 from surgery.evaluate.paired import contrasts
 from surgery.files.atomic import new_folder, write_json
 from surgery.files.lock import hold
 from surgery.files.ownership import check_replaceable, mark
-from surgery.recipe import Base, Evaluate, Seed, check_recipe
-from surgery.report.figures import accuracy_by_pairs, costs_by_length
-from surgery.sections import Section
-from surgery.yamlfile import apply
+from surgery.recipe import Base, Evaluate, check_recipe
+from surgery.recipe.section import Section, Seed
+from surgery.recipe.yaml import apply
+from surgery.report.costs import costs_by_length
+from surgery.report.curves import accuracy_by_pairs
 
 Tick = Callable[[int, int, str], None]
 

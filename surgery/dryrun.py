@@ -22,13 +22,12 @@ from surgery.families import family_of, geometry_of
 from surgery.families.runtime import shorten_chunks
 from surgery.files.atomic import read_json
 from surgery.plan import make_plan, plan_of_hybrid, splice_field
-from surgery.recipe import Base, Hardware, Recipe, Splice, as_base
+from surgery.recipe import Base, Hardware, Recipe, Splice, TrainStage, as_base
 from surgery.run.folder import RunDir
 from surgery.sizes import meta_model, sizes_of
 from surgery.stages import STAGES
 from surgery.train import make_accelerator
 from surgery.train.tokenizer import build_tokenizer
-from surgery.training import TrainStage
 from surgery.types import HeadId, HeadSet, Plan, ScoredHead, head_set_from_json
 from surgery.workspace import Run
 

@@ -20,12 +20,11 @@ from transformers.utils import ModelOutput
 from surgery.families import family_of
 from surgery.meters import FusedAttention, Meter, PassCost, extrapolate, measure
 from surgery.probes.documents import EncodedBatch, encode
-from surgery.recipe import Source, Train
+from surgery.recipe import Source, Train, TrainStage
 from surgery.train import make_accelerator
 from surgery.train.loop import Trainer
 from surgery.train.optim import trainable
 from surgery.train.userdata import open_source
-from surgery.training import TrainStage
 from surgery.types import Graft
 
 SAMPLED_STEPS = 4  # whose documents give the mean length

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgery.errors import PlanError
-from surgery.families import HeadSlices, block_of, family_of, geometry_of, mixer_of, structure_of
+from surgery.families import block_of, family_of, geometry_of, mixer_of, structure_of
+from surgery.families.base import HeadSlices
 from surgery.families.donors import donor_weights
 from surgery.hybrid.attention import SplicedAttention, is_whole
 from surgery.hybrid.donor import DonorAttention

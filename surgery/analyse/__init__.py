@@ -18,18 +18,19 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from surgery.analyse.expand import check_change, expand, off_heads, swap_plan
-from surgery.changes import Change
 from surgery.checkpoint import check_vocabulary, load_config, load_model, load_tokenizer, revision_of
 from surgery.errors import RecipeError
-from surgery.evaluate import Arm, Prompts, compare, evaluate, make_prompts
+from surgery.evaluate import Arm, compare, evaluate
+from surgery.evaluate.asked import Prompts, make_prompts
 from surgery.families import family_of
 from surgery.files.atomic import fingerprint, new_folder, read_json, write_json, write_text
 from surgery.files.lock import hold
 from surgery.files.ownership import check_apart, check_replaceable, kind_of, mark, remove
 from surgery.procedures import altered
-from surgery.recipe import AnalysisRecipe, as_base, to_yaml
-from surgery.recipe_inputs import inputs_of
-from surgery.report.figures import accuracy_by_pairs, tasks_by_arm, tasks_by_site
+from surgery.recipe import AnalysisRecipe, Change, as_base, to_yaml
+from surgery.recipe.inputs import inputs_of
+from surgery.report.curves import accuracy_by_pairs
+from surgery.report.tasks import tasks_by_arm, tasks_by_site
 from surgery.splice import splice
 from surgery.stats import holm, mcnemar, wilson
 

@@ -23,10 +23,9 @@ from surgery.evaluate.paired import contrasts, gap_closed
 from surgery.evaluate.said import say
 from surgery.evaluate.scoring import LARGEST, perplexity, ranked
 from surgery.probes.documents import Document
-from surgery.recipe import Evaluate, Train
+from surgery.recipe import Data, Evaluate, Train
 from surgery.stats import bootstrap_mean, mcnemar, wilson
 from surgery.train.userdata import read_documents
-from surgery.training import Data
 
 Progress = Callable[[int, int], None]
 

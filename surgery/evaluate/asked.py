@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 from surgery.errors import ProbeError
 from surgery.evaluate.said import until_end
 from surgery.evaluate.scoring import until_query
-from surgery.measures import OF_PAIRS, TEXTS, Probe
 from surgery.probes.copying import copying_document
 from surgery.probes.documents import Document, EncodedBatch, rng_of
 from surgery.probes.hops import hop_document
@@ -27,7 +26,8 @@ from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.mqar import mqar_document, mqar_words
 from surgery.probes.needle import Kind, needle_document, token_count
 from surgery.probes.phonebook import phonebook_document, space_of
-from surgery.recipe import Evaluate
+from surgery.recipe import Evaluate, Probe
+from surgery.recipe.evaluate import OF_PAIRS, TEXTS
 from surgery.train.data import fact_half, sentence_half
 
 SEEN, HELD_OUT = 0, 1

@@ -24,9 +24,9 @@ from surgery.locate.prompts import ROUNDING, Prompts
 from surgery.locate.search import rounds, survivors
 from surgery.locate.sweep import READS, Sweep, Variant
 from surgery.locate.table import Array, Record, Table, plain, scores_of
-from surgery.measures import NEEDS
 from surgery.probes.documents import EncodedBatch
 from surgery.recipe import Locate, Splice
+from surgery.recipe.locate import NEEDS
 from surgery.removal import Removal
 from surgery.stats import bootstrap_mean, holm, mcnemar, wilson
 from surgery.types import HeadId, HeadSet, Interval, Role, ScoredGroup, ScoredHead

@@ -30,7 +30,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from surgery.capture import Trace, record
 from surgery.errors import ModelError, PlanError, ProbeError
-from surgery.families import Streams, family_of, mixer_of, structure_of
+from surgery.families import family_of, mixer_of, structure_of
+from surgery.families.base import Streams
 from surgery.families.mamba1 import Mamba1Structure
 from surgery.hybrid.attention import is_whole, splice_sites
 from surgery.locate.rows import (

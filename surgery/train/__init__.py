@@ -15,13 +15,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.checkpoint import check_vocabulary, load_model, load_tokenizer, revision_of
 from surgery.errors import RunError
 from surgery.files.atomic import fingerprint
-from surgery.recipe import Train, as_base
+from surgery.recipe import Train, TrainStage, as_base
+from surgery.recipe.train import FROM_TEACHER
 from surgery.train.logits_cache import LogitsCache
 from surgery.train.loop import OnStep, Trainer
 from surgery.train.steps import checkpoints, set_aside_broken
 from surgery.train.teacher import Teacher, check_tokenizers
 from surgery.train.track import log, tracked
-from surgery.training import FROM_TEACHER, TrainStage
 from surgery.types import Graft, Plan
 
 

@@ -31,8 +31,8 @@ from surgery.errors import RecipeError
 from surgery.families import family_of, mixer_of
 from surgery.files.atomic import new_folder
 from surgery.hybrid.attention import SplicedAttention
+from surgery.recipe import Lora
 from surgery.splice import silence
-from surgery.training import Lora
 from surgery.types import Graft
 
 

@@ -26,9 +26,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import RunError, TrainingDiverged
 from surgery.files.atomic import fingerprint
 from surgery.probes.documents import EncodedBatch
-from surgery.recipe import Train
+from surgery.recipe import Source, Train, TrainStage
+from surgery.recipe.train import FROM_TEACHER
 from surgery.train.adapters import Adapters
 from surgery.train.compiling import compiling
+from surgery.train.data import Stream
 from surgery.train.growth import grown
 from surgery.train.logits_cache import LogitsCache
 from surgery.train.micro import MicroBatch, counted, cut
@@ -39,8 +41,7 @@ from surgery.train.sharded import gather, trains, twin
 from surgery.train.steps import checkpoints, load_step, save_step
 from surgery.train.teacher import Teacher
 from surgery.train.terms import Terms
-from surgery.train.userdata import Stream, open_source
-from surgery.training import FROM_TEACHER, Source, TrainStage
+from surgery.train.userdata import open_source
 from surgery.types import Graft
 
 OnStep = Callable[[int, dict[str, float]], None]

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from surgery.probes.documents import EncodedBatch
+from surgery.recipe import Distil
 from surgery.train.divergence import TopK, divergence, grouped
-from surgery.training import Distil
 from surgery.types import Reads
 
 

@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 from surgery.errors import RunError
 from surgery.families import block_of, family_of
 from surgery.hybrid.attention import SplicedAttention
-from surgery.recipe import Optimizer
+from surgery.recipe import Optimizer, TrainStage
 from surgery.train.adapters import adapter_parameters
-from surgery.training import TrainStage
 
 
 def spliced_parameters(model: nn.Module) -> list[nn.Parameter]:

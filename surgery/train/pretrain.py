@@ -28,13 +28,14 @@ from transformers import (
 from transformers import __version__ as transformers_version
 
 from surgery.errors import RunError
-from surgery.evaluate import evaluate, make_prompts
+from surgery.evaluate import evaluate
+from surgery.evaluate.asked import make_prompts
 from surgery.files.atomic import new_folder, read_json, write_json, write_text
 from surgery.files.lock import hold
 from surgery.files.ownership import check_replaceable, mark
 from surgery.recipe import PretrainRecipe, TinyMamba2, TinyTransformer, to_yaml
-from surgery.recipe_inputs import inputs_of
-from surgery.report.figures import training_curve
+from surgery.recipe.inputs import inputs_of
+from surgery.report.curves import training_curve
 from surgery.train import make_accelerator, train
 from surgery.train.tokenizer import build_tokenizer
 

@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import DataError
 from surgery.probes.documents import Document, Question, Span
+from surgery.recipe import Data
 from surgery.train.rows import Row
-from surgery.training import Data
 
 _TOGETHER = 64  # rows tokenized at a time
 _TRIES = 32  # token boundaries that are tried for a cut whose pieces keep their tokens

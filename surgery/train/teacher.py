@@ -21,8 +21,8 @@ from surgery.families import family_of
 from surgery.families.donors import donor_mixers
 from surgery.hybrid.packing import positions_of
 from surgery.probes.documents import EncodedBatch
+from surgery.recipe import Align
 from surgery.train.packed import apart
-from surgery.training import Align
 from surgery.types import Graft, HeadId, MixerSpec
 
 _FIELD = "train.teacher.model"

@@ -18,9 +18,8 @@ from surgery.evaluate.harness import run_lm_eval
 from surgery.evaluate.lm_tasks import RETRIEVAL
 from surgery.evaluate.said import say, until_end
 from surgery.lm_eval_tasks import FOLDER
-from surgery.measures import LmEval
 from surgery.probes.documents import rng_of
-from surgery.recipe import Base
+from surgery.recipe import Base, LmEval
 
 pytest.importorskip("lm_eval")
 EXPORT = Path(__file__).parents[2] / "checkpoints" / "quickstart" / "export"

@@ -11,7 +11,8 @@ import torch
 from surgery.capture import record
 from surgery.evaluate.scoring import ChoiceScores
 from surgery.families import family_of, mixer_of, structure_of
-from surgery.locate import locate, rank
+from surgery.locate import locate
+from surgery.locate.choose import rank
 from surgery.probes.documents import EncodedBatch, rng_of
 from surgery.recipe import Locate, Splice
 from surgery.types import HeadId, ScoredHead

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from surgery.analyse import check_change, expand
+from surgery.analyse.expand import check_change, expand
 from surgery.checkpoint import load_config
 from surgery.dryrun import LENGTHS, dry_run
 from surgery.errors import ModelError

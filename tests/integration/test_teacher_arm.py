@@ -9,9 +9,9 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from surgery.recipe import check_recipe
+from surgery.recipe.yaml import read_mapping
 from surgery.stages import _teacher_arm
 from surgery.workspace import Run
-from surgery.yamlfile import read_mapping
 from tests.integration.conftest import BASE, RECIPE, SMALL, run_small
 from tests.pico import pico_family
 

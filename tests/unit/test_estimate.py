@@ -114,8 +114,8 @@ def test_the_peak_covers_a_real_one() -> None:
     batch = micro.batch
 
     def run() -> list[torch.Tensor]:
+        from surgery.recipe import Distil
         from surgery.train.objectives import divergence_loss
-        from surgery.training import Distil
 
         student = hybrid(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
         with torch.no_grad():

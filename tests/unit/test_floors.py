@@ -23,8 +23,8 @@ PACKAGE = Path(surgery.__file__).parent
 # The first part of a module's name below `surgery`. A new module must be given a floor here.
 FLOORS = {
     **dict.fromkeys(("hybrid", "lm_eval_tasks", "types", "errors", "stats", "__version__"), 0),
-    **dict.fromkeys(("recipe", "sections", "changes", "measures", "training", "files", "yamlfile"), 1),
-    **dict.fromkeys(("recipe_inputs", "run"), 1),
+    **dict.fromkeys(("recipe", "files"), 1),
+    "run": 1,
     **dict.fromkeys(("families", "probes", "capture", "checkpoint", "formats", "weights"), 2),
     **dict.fromkeys(("gradients", "procedures", "removal"), 2),
     **dict.fromkeys(("locate", "plan", "splice", "train", "evaluate", "report", "sizes"), 3),
@@ -33,18 +33,7 @@ FLOORS = {
     **dict.fromkeys(("pipeline", "stages", "workspace", "dryrun"), 4),
     **dict.fromkeys(("cli", "console", "__init__", "__main__"), 5),
 }
-WITHOUT_TORCH = (
-    "types",
-    "errors",
-    "recipe",
-    "sections",
-    "changes",
-    "measures",
-    "training",
-    "files",
-    "recipe_inputs",
-    "yamlfile",
-)
+WITHOUT_TORCH = ("types", "errors", "recipe", "files")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "safetensors", "peft", "tokenizers", "matplotlib"}
 MODULES = sorted(p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*.py") if "__pycache__" not in p.parts)
 

@@ -10,7 +10,8 @@ import torch
 
 from surgery.card import cell_of, entries
 from surgery.errors import ModelError, RunError
-from surgery.evaluate import evaluate, make_prompts
+from surgery.evaluate import evaluate
+from surgery.evaluate.asked import make_prompts
 from surgery.evaluate.scoring import LARGEST
 from surgery.recipe import Evaluate
 from tests.pico import pico_base, pico_tokenizer

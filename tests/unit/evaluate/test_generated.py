@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from surgery.evaluate import Prompts, compare, evaluate
+from surgery.evaluate import compare, evaluate
+from surgery.evaluate.asked import Prompts
 from surgery.evaluate.generated import exact_matches, greedy
 from surgery.evaluate.scoring import perplexity
 from surgery.probes.documents import Document, Question

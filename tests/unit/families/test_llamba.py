@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from surgery.capture import Trace, record
-from surgery.families import Structure, family_of, mixer_of, structure_of
+from surgery.families import family_of, mixer_of, structure_of
+from surgery.families.base import Structure
 from surgery.types import MixerSpec
 from tests.pico import HEADS, tokens
 from tests.unit.hybrid.llamba_loop import HEAD_DIM, llamba, llamba_site

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from surgery.capture import Trace, record
-from surgery.families import Structure, family_of, mixer_of, structure_of
+from surgery.families import family_of, mixer_of, structure_of
+from surgery.families.base import Structure
 from surgery.splice import splice
 from surgery.types import MixerSpec
 from tests.battery import plan_of

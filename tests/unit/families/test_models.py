@@ -8,7 +8,8 @@ import pytest
 from transformers import FalconMambaConfig, Mamba2Config, MambaConfig, PreTrainedConfig, Zamba2Config
 
 from surgery.errors import ModelError, PlanError
-from surgery.families import FAMILIES, STRUCTURES, family_of
+from surgery.families import STRUCTURES, family_of
+from surgery.families.models import FAMILIES
 from surgery.hybrid import CLASSES
 from surgery.plan import splice_field
 from tests.battery import plan_of

@@ -17,9 +17,9 @@ from surgery.files import atomic as rundir
 from surgery.files.atomic import digest, fingerprint, is_full, new_folder, read_json, sweep, write_json, write_text
 from surgery.files.lock import hold
 from surgery.files.ownership import MARK, check_apart, check_replaceable, kind_of, mark, remove
-from surgery.recipe_inputs import inputs_of
+from surgery.recipe.inputs import inputs_of
+from surgery.recipe.section import Section
 from surgery.run.folder import WRITTEN, RunDir
-from surgery.sections import Section
 
 RECIPE = "name: a\nseed: 0\nbase:\n  model: m\nlocate:\n  pairs: 8\n"
 

@@ -12,7 +12,9 @@ import torch
 
 from surgery.errors import ModelError, PlanError, ProbeError, RecipeError, RunError
 from surgery.families import family_of, geometry_of
-from surgery.locate import COLUMNS, locate, rank
+from surgery.locate import locate
+from surgery.locate.choose import rank
+from surgery.locate.measure import COLUMNS
 from surgery.locate.table import Record, Table
 from surgery.recipe import Locate, Splice
 from surgery.types import HeadId, HeadSet, Interval, MixerSpec, ScoredHead, head_set_from_json, to_json

@@ -6,7 +6,8 @@ from dataclasses import asdict
 
 import pytest
 
-from surgery.locate import COLUMNS, locate
+from surgery.locate import locate
+from surgery.locate.measure import COLUMNS
 from surgery.recipe import Locate, Splice
 from surgery.types import Interval
 from tests.pico import pico_family, pico_tokenizer

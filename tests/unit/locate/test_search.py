@@ -10,8 +10,7 @@ import pytest
 from surgery.families import family_of
 from surgery.locate import locate
 from surgery.locate.search import rounds, survivors
-from surgery.measures import Search
-from surgery.recipe import Locate, Splice
+from surgery.recipe import Locate, Search, Splice
 from tests.pico import pico_base, pico_family, pico_tokenizer
 
 locating = import_module("surgery.locate")

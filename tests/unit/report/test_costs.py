@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from surgery.errors import SurgeryError
-from surgery.report.figures import costs_by_length
+from surgery.report.costs import costs_by_length
 
 
 def cost(rows: int, tokens: int, speed: float) -> dict[str, float]:

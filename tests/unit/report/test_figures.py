@@ -16,8 +16,9 @@ from matplotlib.image import imread
 
 import surgery
 from surgery.report import canvas
-from surgery.report.figures import accuracy_by_pairs, attention_map, head_maps, training_curve
-from surgery.report.heatmaps import PANELS
+from surgery.report.attention import attention_map
+from surgery.report.curves import accuracy_by_pairs, training_curve
+from surgery.report.heatmaps import PANELS, head_maps
 from surgery.types import HeadId, HeadSet, Interval, Role, ScoredHead
 
 ROLES: tuple[Role, ...] = ("neither", "gather", "aggregate", "both")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from surgery.report.figures import accuracy_by_pairs
+from surgery.report.curves import accuracy_by_pairs
 from surgery.report.run_page import Facts, write_report
 from tests.unit.report.test_costs import ARMS as COSTS
 from tests.unit.report.test_figures import head_set

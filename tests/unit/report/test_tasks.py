@@ -10,7 +10,7 @@ import pytest
 
 from surgery.errors import SurgeryError
 from surgery.report import canvas
-from surgery.report.figures import tasks_by_arm, tasks_by_site
+from surgery.report.tasks import tasks_by_arm, tasks_by_site
 
 CHANCE = {"kv_retrieval": 0.1, "letter_choice": 0.25, "closed_book": 0.06}
 

@@ -13,10 +13,9 @@ from transformers import PreTrainedModel
 from surgery.errors import RecipeError
 from surgery.families import geometry_of, mixer_of, structure_of
 from surgery.plan import make_plan
-from surgery.recipe import Splice
+from surgery.recipe import Lora, Splice
 from surgery.splice import splice
 from surgery.train.adapters import Adapters, adapter_parameters
-from surgery.training import Lora
 from surgery.types import Graft, HeadId, HeadSet, ScoredHead
 from tests.pico import pico_base, pico_family, pico_hybrid, pico_site, prompts
 

@@ -14,9 +14,9 @@ from surgery.probes.knowledge import fact_question, fact_statement, facts
 from surgery.probes.mqar import mqar_words
 from surgery.probes.words import key_words
 from surgery.recipe import Source
+from surgery.recipe.train import ENDING, NEEDLES, OF_LINES, READING
 from surgery.train import data
 from surgery.train.data import GeneratedStream, fact_half, sentence_half
-from surgery.training import ENDING, NEEDLES, OF_LINES, READING
 from tests.pico import pico_tokenizer
 
 TASKS = (*READING, "copying", "option_text", "closed_book", "statement", "sentence")

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from surgery.recipe import load_recipe
+from surgery.recipe import TrainStage, load_recipe
 from surgery.train.growth import grown
-from surgery.training import TrainStage
 
 ROOT = Path(__file__).parents[3]
 VOCAB = 1024

@@ -12,10 +12,9 @@ import pytest
 from surgery.errors import DataError, RecipeError
 from surgery.evaluate import held_out_documents
 from surgery.probes.documents import Document
-from surgery.recipe import Source, Train, check_recipe
+from surgery.recipe import Data, Source, Train, check_recipe
 from surgery.train.reader import is_held_out
 from surgery.train.userdata import open_source, read_documents
-from surgery.training import Data
 from tests.pico import pico_tokenizer
 
 TOKENIZER = pico_tokenizer()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from surgery.meters import saved_bytes
 from surgery.probes.documents import EncodedBatch, encode
+from surgery.recipe import Distil
 from surgery.train.divergence import TopK, naive_divergence
 from surgery.train.objectives import (
     answer_loss,
@@ -25,7 +26,6 @@ from surgery.train.objectives import (
     reading_loss,
     text_loss,
 )
-from surgery.training import Distil
 from surgery.types import Reads
 from tests.pico import pico_tokenizer
 from tests.unit.probes.samples import sample, several_questions

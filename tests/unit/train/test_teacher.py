@@ -15,9 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from surgery.errors import RecipeError
 from surgery.families import block_of, family_of
 from surgery.probes.documents import EncodedBatch, encode
+from surgery.recipe import Align
 from surgery.train.objectives import hidden_loss, mixing_loss
 from surgery.train.teacher import Teacher, check_tokenizers, layer_outputs
-from surgery.training import Align
 from surgery.types import Graft
 from tests.pico import FAMILY_NAMES, HIDDEN, pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, tokens
 from tests.unit.probes.samples import several_questions

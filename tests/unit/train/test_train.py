@@ -195,8 +195,8 @@ class TestWhatTrains:
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
     def test_rates_of_adapters_are_their_own(self) -> None:
+        from surgery.recipe import Lora
         from surgery.train.adapters import Adapters, adapter_parameters
-        from surgery.training import Lora
 
         model, settings = hybrid(), Optimizer(lr=1e-4, new_heads_lr=1e-3, lora_lr=1e-2)
         Adapters(model, Lora(rank=2))

@@ -22,12 +22,11 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 from surgery.errors import DataError, ProbeError
 from surgery.probes.documents import Document, Question, encode, rng_of
-from surgery.recipe import Source
+from surgery.recipe import Data, Source
 from surgery.train.data import Stream
 from surgery.train.reader import Reader, check_documents, cut
 from surgery.train.rows import Row, open_rows, rows_in_order
 from surgery.train.userdata import open_source, read_documents
-from surgery.training import Data
 from tests.pico import pico_tokenizer
 
 TOKENIZER = pico_tokenizer()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from surgery.sections import Section
+from surgery.recipe.section import Section
 
 _READ = ("model", "tokenizer", "path", "heads")  # keys of a recipe that may name a file or folder
 

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from surgery.sections import Pairs, Positive, Section, Tokens
+from surgery.recipe.base import Checkpoint
+from surgery.recipe.section import Pairs, Positive, Section, Tokens
 from surgery.types import HeadId
 
 Weight = Annotated[float, Field(ge=0)]
@@ -29,14 +30,6 @@ ENDING = ("kv_retrieval", "phonebook", "multi_hop", "letter_choice", "option_tex
 SIZES = {"phonebook": (2, 90), "json_kv": (2, 90), "multi_hop": (4, 100), **dict.fromkeys(NEEDLES[1:], (2, 16))}
 FROM_TEACHER = frozenset({"distil", "reading", "mixing", "hidden"})  # objectives that compare with a teacher
 Trains = Literal["all", "new_heads", "spliced_layers", "lora"]
-
-
-class Checkpoint(Section):
-    """A model that is read and never changed."""
-
-    model: str = Field(description="Folder of a checkpoint, or its id on the Hub.")
-    revision: str | None = Field(None, description="Branch, tag or commit of a Hub id.")
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("float32", description="Of its weights in memory.")
 
 
 class Weights(Section):

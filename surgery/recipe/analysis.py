@@ -9,7 +9,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from surgery.sections import Positive, Section
+from surgery.recipe.base import Base, Teacher
+from surgery.recipe.evaluate import TODAY, Evaluate
+from surgery.recipe.export import Hardware
+from surgery.recipe.section import Positive, Section, Seed
 from surgery.types import HeadId
 
 Layer = Annotated[int, Field(ge=0, strict=True, description="Counted from 0.")]
@@ -80,4 +83,50 @@ class Sweep(Section):
         for name in ("layers", "heads", "top", "with_block"):
             if getattr(self, name) and name not in takes:
                 raise ValueError(f"{self.kind} takes no `{name}`")
+        return self
+
+
+class AnalysisRecipe(Section):
+    """What a model can do with parts of it gone: retrieval and knowledge side by side. Nothing is trained."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$", description="Names the run folder, runs/NAME.")
+    seed: Seed = 0
+    base: Base
+    changes: tuple[Change, ...] = ()
+    sweeps: tuple[Sweep, ...] = ()
+    teacher: Teacher | None = Field(None, description="Whose layers `swap` and `swap_one` put in.")
+    margin: float = Field(
+        0.05, ge=0, lt=1, description="KV-retrieval accuracy that the minimal model may lose, even significantly."
+    )
+    evaluate: Evaluate = Evaluate()
+    hardware: Hardware = Hardware()
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> AnalysisRecipe:
+        names, kinds = [change.name for change in self.changes], [sweep.kind for sweep in self.sweeps]
+        if not names + kinds:
+            raise ValueError("nothing is changed: give `changes`, `sweeps` or both")
+        if len({"base", *names}) <= len(names):
+            raise ValueError("every change needs a name of its own, other than `base`")
+        if len(set(kinds)) < len(kinds):
+            raise ValueError("the same sweep is listed twice")
+        return self
+
+    @model_validator(mode="after")
+    def _asks_what_is_compared(self) -> AnalysisRecipe:
+        if self.evaluate.tasks != TODAY or self.evaluate.generate or self.evaluate.lm_eval is not None:
+            raise ValueError("an analysis asks its own tasks: leave `evaluate.tasks`, `generate` and `lm_eval` out")
+        return self
+
+    @model_validator(mode="after")
+    def _parts_are_there(self) -> AnalysisRecipe:
+        kinds = [sweep.kind for sweep in self.sweeps]
+        counts = [change.layers for change in self.changes] + [sweep.layers for sweep in self.sweeps]
+        if "prune" not in kinds and "minimal" in counts:
+            raise ValueError("`layers: minimal` needs the sweep `prune`, which finds it")
+        swaps = "swap_one" in kinds or any(change.swap for change in self.changes)
+        if swaps != (self.teacher is not None):
+            raise ValueError("`teacher` goes with `swap` or `swap_one`, and only with them")
+        if self.teacher is not None and self.teacher.donors:
+            raise ValueError("`teacher.donors` are for splicing heads; name the layer in `swap.teacher_layer`")
         return self

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from surgery.errors import RecipeError
 from surgery.recipe import PretrainRecipe, Recipe, check_recipe, load_any, load_recipe, shipped, to_yaml
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
 MINIMAL = """
 name: tiny
 base:

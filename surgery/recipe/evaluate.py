@@ -1,83 +1,13 @@
-"""The part of a recipe that says what is measured, and what a choice of heads needs. Owns: its schema.
-
-Must never know: torch, models, how a measurement is made (locate). docs/LOCATE.md explains the methods.
-"""
+"""The tasks of an evaluation, and how they are run."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_serializer, model_validator
+from pydantic import Field, model_serializer, model_validator
 
-from surgery.sections import Pairs, Positive, Section
-from surgery.types import Fill, Where
-
-Method = Literal[
-    "ablation", "query", "context", "sharpen", "hidden_attention", "attribution", "integrated_gradients",
-    "layer_divergence", "retrieval_score",
-]  # fmt: skip
-Select = Literal[
-    "sharpen", "aggregate", "gather", "ablation", "attribution", "integrated_gradients", "layer_divergence",
-    "random", "uniform", "list",
-]  # fmt: skip
-# What has to be measured for a choice.
-NEEDS: dict[str, str] = {
-    "sharpen": "sharpen", "aggregate": "query", "gather": "context", "ablation": "ablation",
-    **{name: name for name in ("attribution", "integrated_gradients", "layer_divergence")},
-}  # fmt: skip
-
-
-class Search(Section):
-    """Heads that cannot be among the best are measured on few prompts."""
-
-    first: Positive = Field(
-        32, description="Prompts before the first heads are dropped; then twice as many, and so on."
-    )
-    risk: float = Field(0.05, gt=0, lt=1, description="Of dropping one of the best heads, over the whole search.")
-
-
-class Locate(Section):
-    """Where to operate: exact ablation of every head, roles by position, the sharpen test, and their rivals."""
-
-    methods: tuple[Method, ...] = Field(
-        ("ablation", "query", "context", "sharpen"),
-        min_length=1,
-        description="What is measured of every head: docs/LOCATE.md. [query, sharpen] is all that one decode step "
-        "shows, for large models on small machines.",
-    )
-    pairs: Pairs = Field(24, description="Key-value pairs a prompt. Choose it so that the base is at 0.6-0.95.")
-    examples: Positive = Field(128, description="Prompts.")
-    batch_size: Positive = Field(32, description="Prompts at once.")
-    where: Where = Field("everywhere", description="Tokens at which `ablation` removes a head.")
-    fill: Fill = Field(
-        "zero", description="What takes its place: nothing, its mean over the prompts, another prompt's."
-    )
-    layers: bool = Field(False, description="Measure each layer as a whole beside its heads.")
-    search: Search | None = Field(None, description="Stop measuring heads that cannot be among the best.")
-    top_k: Positive = Field(12, description="Heads that stay candidates for the second and further choices.")
-    backups: int = Field(
-        0, ge=0, le=10**9, strict=True, description="How many of the most necessary heads to take away one after the "
-        "other, each given those before, and to try in pairs of Gather and Aggregate."
-    )  # fmt: skip
-
-    @field_validator("methods")
-    @classmethod
-    def _once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if len(set(value)) < len(value):
-            raise ValueError("the same method is listed twice")
-        return value
-
-    @model_validator(mode="after")
-    def _parts_fit(self) -> Locate:
-        if self.fill != "zero" and (self.batch_size == 1 or self.examples % self.batch_size == 1):
-            raise ValueError("`fill: mean` and `resample` take from the other prompts of a batch: change `batch_size`")
-        if self.search is not None and not set(NEEDS.values()) & set(self.methods):
-            raise ValueError("`search` needs a method that ranks heads, such as ablation or sharpen")
-        if self.backups and "ablation" not in self.methods:
-            raise ValueError("`backups` needs `ablation` among the methods")
-        if self.backups > self.top_k:
-            raise ValueError("`backups` are taken from the best `top_k` heads; ask for no more than those")
-        return self
+from surgery.recipe.locate import Asked
+from surgery.recipe.section import Pairs, Positive, Section
 
 
 class Efficiency(Section):
@@ -92,12 +22,9 @@ class Efficiency(Section):
     )
 
 
-Asked = Literal[
-    "kv_retrieval", "mqar", "phonebook", "json_kv", "multi_hop", "copying", "needle_single", "needle_multi_key",
-    "needle_multi_value", "needle_multi_query", "letter_choice", "option_text", "closed_book", "closed_book_seen",
-    "perplexity", "perplexity_seen",
-]  # fmt: skip
 OF_PAIRS = ("kv_retrieval", "mqar", "phonebook", "json_kv", "multi_hop", "copying")
+
+
 TEXTS = ("perplexity", "perplexity_seen")
 
 
@@ -155,6 +82,8 @@ TODAY = tuple(
     Probe(task=task)
     for task in ("kv_retrieval", "letter_choice", "option_text", "closed_book", "closed_book_seen", *TEXTS)
 )
+
+
 # Of the papers that this toolkit starts from; what of them can be had where it runs is another matter.
 PAPER_TASKS = (
     "mmlu", "mmlu_continuation", "gsm8k", "bbh", "winogrande", "openbookqa", "piqa", "hellaswag", "arc_easy",
@@ -177,3 +106,33 @@ class LmEval(Section):
         None,
         description="The longest prompt in tokens; longer ones lose their beginning. The config's limit if not said.",
     )
+
+
+class Evaluate(Section):
+    """Every arm on the same prompts."""
+
+    pairs: tuple[Pairs, ...] = Field((4, 8, 16, 32, 48, 64), min_length=1)
+    examples: Positive = Field(400, description="Prompts for each number of pairs, and letter-choice questions.")
+    sentences: Positive = Field(400, description="Sentences for perplexity.")
+    batch_size: Positive = 64
+    tasks: tuple[Probe, ...] = Field(TODAY, min_length=1, description="What is asked: names, or names with sizes.")
+    generate: bool | tuple[str, ...] = Field(
+        False, description="Also whether the answer is said, not chosen: for all tasks, or for these."
+    )
+    lm_eval: LmEval | None = Field(None, description="Tasks of lm-eval too.")
+    efficiency: Efficiency | None = Field(None, description="Time and memory too; not measured if not said.")
+
+    @model_validator(mode="after")
+    def _tasks_are_known(self) -> Evaluate:
+        names = [probe.task for probe in self.tasks]
+        if len(set(names)) < len(names):
+            raise ValueError("the same task is listed twice; give it several sizes instead")
+        said = self.generate if isinstance(self.generate, tuple) else ()
+        unknown = sorted(set(said) - (set(names) - set(TEXTS)))
+        if unknown:
+            raise ValueError(f"`generate` names {unknown[0]}, which is not among the `tasks` that have answers")
+        return self
+
+    def says(self, task: str) -> bool:
+        """Whether this task's answers are generated too."""
+        return self.generate if isinstance(self.generate, bool) else task in self.generate

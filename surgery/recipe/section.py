@@ -15,3 +15,6 @@ class Section(BaseModel):
     """A part of a recipe: frozen, and closed to keys that it does not know."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]

@@ -9,7 +9,7 @@ import pytest
 
 from surgery.errors import RecipeError
 from surgery.recipe import AnalysisRecipe, PretrainRecipe, Recipe, check_recipe, load_any
-from surgery.yamlfile import apply, read_mapping
+from surgery.recipe.yaml import apply, read_mapping
 
 
 def laughs(levels: int, width: int = 10) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from surgery.training import Source, Train, TrainStage, Weights
+from surgery.recipe import Source, Train, TrainStage, Weights
 
-DOCS = Path(__file__).parents[2] / "docs" / "TRAINING.md"
+DOCS = Path(__file__).parents[3] / "docs" / "TRAINING.md"
 KV: dict[str, Any] = {"task": "kv_retrieval", "rows": 2, "weights": {"answer": 1.0}}
 OWN: dict[str, Any] = {"data": {"path": "x.jsonl"}, "tokens": 1000, "weights": {"answer": 1.0}}
 

@@ -1,0 +1,52 @@
+"""The schema of a recipe: what each section may contain, its defaults, and how a recipe is read. Imports no torch."""
+
+from surgery.recipe.analysis import AnalysisRecipe, Change, Swap, Sweep
+from surgery.recipe.base import Base, Checkpoint, Teacher, as_base
+from surgery.recipe.evaluate import Efficiency, Evaluate, LmEval, Probe
+from surgery.recipe.export import Export, Hardware
+from surgery.recipe.loading import check_recipe, load_any, load_recipe, shipped, to_yaml
+from surgery.recipe.locate import Locate, Search
+from surgery.recipe.pretrain import PretrainRecipe, TinyMamba2, TinyTransformer
+from surgery.recipe.run import Recipe
+from surgery.recipe.splice import Splice
+from surgery.recipe.train import Align, Columns, Data, Distil, Lora, Optimizer, Source, Task, Train, TrainStage, Weights
+
+__all__ = [
+    "Align",
+    "AnalysisRecipe",
+    "Base",
+    "Change",
+    "Checkpoint",
+    "Columns",
+    "Data",
+    "Distil",
+    "Efficiency",
+    "Evaluate",
+    "Export",
+    "Hardware",
+    "LmEval",
+    "Locate",
+    "Lora",
+    "Optimizer",
+    "PretrainRecipe",
+    "Probe",
+    "Recipe",
+    "Search",
+    "Source",
+    "Splice",
+    "Swap",
+    "Sweep",
+    "Task",
+    "Teacher",
+    "TinyMamba2",
+    "TinyTransformer",
+    "Train",
+    "TrainStage",
+    "Weights",
+    "as_base",
+    "check_recipe",
+    "load_any",
+    "load_recipe",
+    "shipped",
+    "to_yaml",
+]

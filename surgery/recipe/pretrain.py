@@ -1,0 +1,93 @@
+"""The recipe that pretrains a small base."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+
+from surgery.recipe.evaluate import Evaluate
+from surgery.recipe.section import Positive, Section, Seed
+from surgery.recipe.train import Train
+
+
+class TinyMamba2(Section):
+    """Shape of a small Mamba-2 that is pretrained here."""
+
+    kind: Literal["mamba2"] = "mamba2"
+    hidden_size: Positive = 128
+    num_hidden_layers: Positive = 4
+    head_dim: Positive = 32
+    state_size: Positive = 16
+    n_groups: Positive = 1
+    chunk_size: Positive = 32
+    time_step: tuple[float, float] = Field((0.05, 0.5), description="Initial dt, log-uniform between these.")
+    decay: tuple[float, float] = Field((0.02, 1.0), description="Initial -A of the first and last head, log-spaced.")
+    vocab_size: int = Field(1024, ge=300, le=2000, description="Entries of the tokenizer, at most.")
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> TinyMamba2:
+        if 2 * self.hidden_size % self.head_dim or (2 * self.hidden_size // self.head_dim) % self.n_groups:
+            raise ValueError("head_dim must divide 2 * hidden_size, and n_groups the number of heads that gives")
+        return self
+
+    @field_validator("time_step", "decay")
+    @classmethod
+    def _positive_range(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not 0 < value[0] <= value[1]:
+            raise ValueError("the range must satisfy 0 < low <= high")
+        return value
+
+
+class TinyTransformer(Section):
+    """Shape of a small Transformer (Llama's class) that is pretrained here, to be a teacher."""
+
+    kind: Literal["llama"]
+    hidden_size: Positive = 128
+    num_hidden_layers: Positive = 4
+    num_attention_heads: Positive = 4
+    num_key_value_heads: Positive = 4
+    intermediate_size: Positive = 256
+    initializer_range: float = Field(0.02, gt=0)
+    looks_back: tuple[Positive, ...] = Field(
+        (),
+        description="Heads of the first layer that begin by reading the token this many places back, the first head by "
+        "the first number: what a Mamba's short convolution gives it for nothing. With biases on the projections.",
+    )
+    vocab_size: int = Field(1024, ge=300, le=2000, description="Entries of the tokenizer, at most.")
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> TinyTransformer:
+        if self.hidden_size % self.num_attention_heads or self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError("num_attention_heads must divide hidden_size, and num_key_value_heads the heads")
+        if self.looks_back and (
+            self.num_key_value_heads < self.num_attention_heads or len(self.looks_back) > self.num_attention_heads
+        ):
+            raise ValueError("`looks_back` names a number a head, of heads with keys of their own")
+        return self
+
+
+def _kind(value: Any) -> str:
+    """A model is a Mamba-2 if nothing is said."""
+    return str(value.get("kind", "mamba2") if isinstance(value, dict) else getattr(value, "kind", "mamba2"))
+
+
+TinyModel = Annotated[
+    Annotated[TinyMamba2, Tag("mamba2")] | Annotated[TinyTransformer, Tag("llama")], Discriminator(_kind)
+]
+
+
+class PretrainRecipe(Section):
+    """How a small checkpoint of this repository was made."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")
+    seed: Seed = 0
+    model: TinyModel = TinyMamba2()
+    train: Train
+    evaluate: Evaluate = Evaluate()
+
+    @model_validator(mode="after")
+    def _nothing_to_keep(self) -> PretrainRecipe:
+        if self.train.uses("keep", "attention", "reading", "mixing"):
+            raise ValueError("a model that is made from nothing has no base to keep and no new head: weights 0")
+        return self

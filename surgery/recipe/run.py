@@ -1,0 +1,61 @@
+"""The recipe: one YAML file that says everything a run does. Owns: schema, defaults, loading.
+
+Must never know: torch, transformers, run folders. Unknown keys are forbidden, duplicate keys refused, and every
+default lives here. A stage depends on the sections that `stages.STAGES` names.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from surgery.recipe.base import Base, Checkpoint, Teacher
+from surgery.recipe.evaluate import Evaluate
+from surgery.recipe.export import Export, Hardware
+from surgery.recipe.locate import NEEDS, Locate
+from surgery.recipe.section import Section, Seed
+from surgery.recipe.splice import Splice
+from surgery.recipe.train import Train
+
+
+class Recipe(Section):
+    """One operation, from a pretrained model to an exported hybrid, or from a hybrid to one that is trained further."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$", description="Names the run folder, runs/NAME.")
+    seed: Seed = 0
+    base: Base
+    locate: Locate = Locate()
+    splice: Splice | None = Field(
+        Splice(), description="What is spliced where; null where the base is a hybrid already, to be trained further."
+    )
+    control: Checkpoint | None = Field(
+        None,
+        description="With `splice: null`: a model without a splice that is trained alike, such as the hybrid's own "
+        "base. No control is trained if not said.",
+    )
+    train: Train
+    evaluate: Evaluate = Evaluate()
+    export: Export = Export()
+    hardware: Hardware = Hardware()
+
+    @model_validator(mode="after")
+    def _choice_is_measured(self) -> Recipe:
+        needed = NEEDS.get(self.splice.select) if self.splice is not None else None
+        if self.splice is not None and needed is not None and needed not in self.locate.methods:
+            raise ValueError(f"splice.select: {self.splice.select} needs {needed} among locate.methods")
+        return self
+
+    @model_validator(mode="after")
+    def _control_is_the_base(self) -> Recipe:
+        if self.control is not None and self.splice is not None:
+            raise ValueError("`control` goes with `splice: null`; with a splice the base itself is the control")
+        return self
+
+    @property
+    def has_control(self) -> bool:
+        """Whether a control is trained: the base, or with `splice: null` the model that is named."""
+        return self.train.has_control and (self.splice is not None or self.control is not None)
+
+    @property
+    def teacher(self) -> Teacher | None:
+        """Whose attention is transplanted, if any."""
+        return self.splice.teacher if self.splice is not None else None

@@ -46,7 +46,7 @@ rounding: $(VENV)/.installed
 ## The classes, the locating and the battery over all families, on the oldest transformers that is supported.
 compat: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .compat "transformers==5.21.*"
-	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.compat $(BIN)/python -m pytest -n 2 tests/unit/hybrid tests/unit/families \
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.compat $(BIN)/python -m pytest -n 2 tests/unit/hybrid tests/unit/models \
 		tests/unit/locate tests/unit/test_capture.py tests/unit/test_procedures.py tests/unit/test_splice.py tests/integration/test_famil*.py
 
 ## The hybrids, what is read and written of them, and exports, on the newest torch that PyPI serves: 4 GB, in .newest.
@@ -54,7 +54,7 @@ newest: $(VENV)/.installed
 	test -x .newest/bin/python || $(BIN)/python -m venv .newest
 	.newest/bin/pip install --quiet --disable-pip-version-check --upgrade torch
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo .newest/lib/python3*/site-packages)/zz_rest.pth
-	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) .newest/bin/python -m pytest -n 2 tests/unit/hybrid tests/unit/families \
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) .newest/bin/python -m pytest -n 2 tests/unit/hybrid tests/unit/models \
 		tests/unit/test_*.py tests/unit/train tests/integration/test_export.py tests/integration/test_famil*.py
 
 ## Mutated inputs for every command, 2,000 cases in five minutes on one core; options in FUZZ='...', such as

@@ -28,20 +28,16 @@ from transformers.utils import logging
 
 from bench.evidence import in_short_chunks
 from bench.evidence_arms import Budget
-from surgery.checkpoint import load_model, load_tokenizer
 from surgery.evaluate.scoring import answer_choices
-from surgery.families import geometry_of
 from surgery.files.atomic import read_json, write_json
+from surgery.models.loading import load_model, load_tokenizer
+from surgery.models.lookup import geometry_of
 from surgery.plan import make_plan
 from surgery.probes.documents import encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
-from surgery.recipe import (
-    Base,
-    Splice,
-    Train,
-    Weights,
-)
-from surgery.recipe.train import FROM_TEACHER
+from surgery.recipe.base import Base
+from surgery.recipe.splice import Splice
+from surgery.recipe.train import FROM_TEACHER, Train, Weights
 from surgery.splice import splice
 from surgery.stages import versions
 from surgery.stats import mcnemar, wilson

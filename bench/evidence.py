@@ -48,15 +48,13 @@ from bench.evidence_report import Progress, write_report
 from bench.evidence_sites import choose
 from bench.evidence_statistics import Results
 from bench.evidence_train import run_arm
-from surgery.checkpoint import load_model, load_tokenizer, revision_of
 from surgery.errors import RunError
 from surgery.evaluate.asked import Prompts, make_prompts
 from surgery.files.atomic import fingerprint, new_folder, read_json, write_json
-from surgery.recipe import (
-    Base,
-    PretrainRecipe,
-    load_recipe,
-)
+from surgery.models.loading import load_model, load_tokenizer, revision_of
+from surgery.recipe.base import Base
+from surgery.recipe.loading import load_recipe
+from surgery.recipe.pretrain import PretrainRecipe
 from surgery.train.pretrain import pretrain
 
 SEEDS = (0, 1, 2)

@@ -15,8 +15,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgery.families import family_of, mixer_of, structure_of
 from surgery.hybrid.attention import SplicedAttention
+from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import EncodedBatch
 from surgery.types import HeadId
 

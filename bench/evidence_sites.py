@@ -11,14 +11,15 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.evidence_arms import Budget
-from surgery.families import family_of
 from surgery.locate import locate
 from surgery.locate.choose import rank
 from surgery.locate.rivals import attribution, layer_divergence
 from surgery.locate.sweep import READS, Sweep
+from surgery.models.lookup import family_of
 from surgery.probes.documents import encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
-from surgery.recipe import Locate, Splice
+from surgery.recipe.locate import Locate
+from surgery.recipe.splice import Splice
 from surgery.types import HeadSet
 
 BATCH = 32

@@ -17,10 +17,11 @@ from bench.evidence_arms import Arm, Budget
 from bench.evidence_models import Rows, add_lora, hidden_rows, linear_rows, make_linear
 from surgery.evaluate import evaluate
 from surgery.evaluate.asked import Prompts
-from surgery.families import geometry_of
+from surgery.models.lookup import geometry_of
 from surgery.plan import make_plan
 from surgery.probes.documents import EncodedBatch
-from surgery.recipe import Source, Splice
+from surgery.recipe.splice import Splice
+from surgery.recipe.train import Source
 from surgery.splice import splice
 from surgery.stages import versions
 from surgery.train import make_accelerator

@@ -33,7 +33,7 @@ from bench.gpu_models import (
 from bench.gpu_runner import Options
 from surgery.capture import record
 from surgery.errors import ModelError
-from surgery.families import family_of, mixer_of, structure_of
+from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.train.packed import why_not
 from surgery.types import Mode
 from tests.pico import SPLICED_FAMILIES

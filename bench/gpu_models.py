@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgery.families import family_of, geometry_of, mixer_of, structure_of
+from surgery.models.lookup import family_of, geometry_of, mixer_of, structure_of
 from surgery.splice import splice
 from surgery.types import Graft, Init, MixerSpec, Mode, Plan
 from tests.pico import pico_family

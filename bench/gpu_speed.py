@@ -24,8 +24,8 @@ from bench.gpu_models import in_words, prompts, watch
 from bench.gpu_runner import Options
 from surgery.capture import expand_cache
 from surgery.evaluate.efficiency import spread_of
-from surgery.families import family_of, geometry_of
 from surgery.hybrid.attention import SplicedAttention
+from surgery.models.lookup import family_of, geometry_of
 from surgery.splice import splice
 from surgery.types import Graft, Plan
 

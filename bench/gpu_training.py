@@ -38,11 +38,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bench.gpu_env import Row, installed
 from bench.gpu_models import in_words, watch
 from bench.gpu_runner import Options, note
-from surgery.checkpoint import load_config
-from surgery.families import family_of, geometry_of
+from surgery.models.loading import load_config
+from surgery.models.lookup import family_of, geometry_of
 from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
-from surgery.recipe import Base, Train
+from surgery.recipe.base import Base
+from surgery.recipe.train import Train
 from surgery.splice import splice
 from surgery.train import make_accelerator
 from surgery.train.loop import Trainer

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from surgery.checkpoint import load_model
-from surgery.recipe import Base
+from surgery.models.loading import load_model
+from surgery.recipe.base import Base
 
 ROOT = Path(__file__).parents[1]
 PICO = ROOT / "checkpoints" / "pico-mamba2"

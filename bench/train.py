@@ -26,15 +26,13 @@ from transformers.utils import logging
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from surgery.checkpoint import load_model, load_tokenizer
-from surgery.families import geometry_of
-from surgery.meters import Meter
+from surgery.models.loading import load_model, load_tokenizer
+from surgery.models.lookup import geometry_of
+from surgery.models.meters import Meter
 from surgery.plan import make_plan
-from surgery.recipe import (
-    Base,
-    Splice,
-    Train,
-)
+from surgery.recipe.base import Base
+from surgery.recipe.splice import Splice
+from surgery.recipe.train import Train
 from surgery.splice import splice
 from surgery.train import make_accelerator
 from surgery.train.loop import Trainer

@@ -24,18 +24,18 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, __version__
 
-from surgery.checkpoint import load_model, load_tokenizer
 from surgery.errors import PlanError
 from surgery.evaluate.scoring import ChoiceScores, answer_choices
-from surgery.families import family_of, geometry_of
 from surgery.locate.sweep import READS, Sweep, Variant
+from surgery.models.loading import load_model, load_tokenizer
+from surgery.models.lookup import family_of, geometry_of
 from surgery.probes.documents import Document, encode, rng_of
 from surgery.probes.json_kv import UUID, json_kv_document
 from surgery.probes.knowledge import LETTERS, letter_choice
 from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.mqar import mqar_document, mqar_words
 from surgery.probes.phonebook import phonebook_document, space_of
-from surgery.recipe import Base
+from surgery.recipe.base import Base
 from surgery.stats import bootstrap_mean, mcnemar, wilson
 from surgery.types import HeadSet, Interval, Reads, head_set_from_json
 

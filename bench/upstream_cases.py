@@ -24,8 +24,8 @@ from upstream_tests.test_configuration_common import ConfigTester
 from upstream_tests.test_modeling_common import ModelTesterMixin
 from upstream_tests.test_training_mixin import TrainingTesterMixin
 
-from surgery.families import family_of, geometry_of
 from surgery.hybrid import CLASSES
+from surgery.models.lookup import family_of, geometry_of
 from surgery.splice import splice
 from surgery.types import Graft, Plan
 from tests.pico import HEADS, HIDDEN, PAD, SPLICED_FAMILIES, VOCAB, pico_family, pico_family_config, tokens

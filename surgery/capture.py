@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from surgery.errors import ModelError
-from surgery.families import block_of, mixer_of, structure_of
+from surgery.models.lookup import block_of, mixer_of, structure_of
 from surgery.types import MixerSpec
 
 

@@ -24,7 +24,11 @@ from surgery import __version__
 from surgery.console import Bars, out, print_analysis, print_comparison, print_heads, print_plan, print_results
 from surgery.errors import SurgeryError, is_out_of_memory, reading, summary
 from surgery.files.atomic import is_full
-from surgery.recipe import AnalysisRecipe, Base, PretrainRecipe, Recipe, load_any, load_recipe, shipped, to_yaml
+from surgery.recipe.analysis import AnalysisRecipe
+from surgery.recipe.base import Base
+from surgery.recipe.loading import load_any, load_recipe, shipped, to_yaml
+from surgery.recipe.pretrain import PretrainRecipe
+from surgery.recipe.run import Recipe
 
 app = typer.Typer(
     help="Give a Mamba a memory: locate its retrieval heads, splice attention in there, train briefly, export.",
@@ -172,9 +176,9 @@ def inspect(
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code it brings.")] = False,
 ) -> None:
     """Family, mixers, heads, parameters, state and KV bytes of a model."""
-    from surgery.checkpoint import load_config
-    from surgery.families import family_of, geometry_of
-    from surgery.sizes import meta_model, sizes_of
+    from surgery.models.loading import load_config
+    from surgery.models.lookup import family_of, geometry_of
+    from surgery.models.sizes import meta_model, sizes_of
 
     config = load_config(Base(model=model, revision=revision, trust_remote_code=trust_remote_code))
     family = family_of(config)
@@ -209,7 +213,7 @@ def generate(
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code it brings.")] = False,
 ) -> None:
     """Let a checkpoint go on with a text."""
-    from surgery.checkpoint import check_vocabulary, load_model, load_tokenizer
+    from surgery.models.loading import check_vocabulary, load_model, load_tokenizer
 
     base = Base(model=checkpoint, dtype="auto", trust_remote_code=trust_remote_code)
     model, tokenizer = load_model(base), load_tokenizer(base)
@@ -254,7 +258,7 @@ def convert(
     ] = False,
 ) -> None:
     """Rewrite a checkpoint, mamba_ssm's format too, as safetensors for transformers."""
-    from surgery.convert import convert as work
+    from surgery.models.convert import convert as work
 
     done = work(Base(model=model), folder, dtype, overwrite)
     out.print(f"wrote {folder}: {done.tensors} tensors in {done.shards} file(s)", highlight=False)

@@ -15,7 +15,6 @@ from pydantic import Field, model_validator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.card import public_name
-from surgery.checkpoint import check_finite, check_vocabulary, load_config, load_model, load_tokenizer, revision_of
 from surgery.evaluate import Arm, evaluate
 from surgery.evaluate.asked import make_prompts
 from surgery.evaluate.efficiency import efficiency
@@ -23,7 +22,17 @@ from surgery.evaluate.paired import contrasts
 from surgery.files.atomic import new_folder, write_json
 from surgery.files.lock import hold
 from surgery.files.ownership import check_replaceable, mark
-from surgery.recipe import Base, Evaluate, check_recipe
+from surgery.models.loading import (
+    check_finite,
+    check_vocabulary,
+    load_config,
+    load_model,
+    load_tokenizer,
+    revision_of,
+)
+from surgery.recipe.base import Base
+from surgery.recipe.evaluate import Evaluate
+from surgery.recipe.loading import check_recipe
 from surgery.recipe.section import Section, Seed
 from surgery.recipe.yaml import apply
 from surgery.report.costs import costs_by_length

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ModelOutput
 
-from surgery.families import family_of
-from surgery.meters import FusedAttention, Meter, PassCost, extrapolate, measure
+from surgery.models.lookup import family_of
+from surgery.models.meters import FusedAttention, Meter, PassCost, extrapolate, measure
 from surgery.probes.documents import EncodedBatch, encode
-from surgery.recipe import Source, Train, TrainStage
+from surgery.recipe.train import Source, Train, TrainStage
 from surgery.train import make_accelerator
 from surgery.train.loop import Trainer
 from surgery.train.optim import trainable

@@ -22,11 +22,11 @@ from transformers import __version__ as transformers_version
 from surgery import __version__
 from surgery.errors import ModelError
 from surgery.exported_files import RECORD, REFERENCE, fingerprints
-from surgery.families.runtime import restore_chunks
 from surgery.files.atomic import new_folder, write_json, write_text
 from surgery.files.lock import hold
 from surgery.files.ownership import check_replaceable
-from surgery.recipe import Export
+from surgery.models.runtime import restore_chunks
+from surgery.recipe.export import Export
 from surgery.reload import make_reference, prompt_ids, reload
 from surgery.types import HeadSet, Plan, to_json
 from surgery.verify import check_agreement, check_tensors

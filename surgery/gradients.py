@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgery.capture import Trace, hooked
-from surgery.families import mixer_of, structure_of
+from surgery.models.lookup import mixer_of, structure_of
 from surgery.types import MixerSpec
 
 

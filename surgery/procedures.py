@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgery.capture import Hooks, hooked
-from surgery.families import block_of, mixer_of, structure_of
 from surgery.hybrid.attention import is_whole
+from surgery.models.lookup import block_of, mixer_of, structure_of
 from surgery.types import MixerSpec
 
 

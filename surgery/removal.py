@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgery.capture import hooked
-from surgery.families import mixer_of, structure_of
+from surgery.models.lookup import mixer_of, structure_of
 from surgery.probes.documents import EncodedBatch
 from surgery.types import Fill, MixerSpec, Where
 

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgery.errors import PlanError
-from surgery.families import block_of, family_of, geometry_of, mixer_of, structure_of
-from surgery.families.base import HeadSlices
-from surgery.families.donors import donor_weights
 from surgery.hybrid.attention import SplicedAttention, is_whole
 from surgery.hybrid.donor import DonorAttention
+from surgery.models.donors import donor_weights
+from surgery.models.layouts import HeadSlices
+from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of, structure_of
 from surgery.plan import donor_of, reads_streams, splice_field
-from surgery.recipe import Splice
+from surgery.recipe.splice import Splice
 from surgery.types import Graft, Plan
 
 

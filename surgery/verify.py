@@ -13,7 +13,6 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig
 
-from surgery.checkpoint import load_config
 from surgery.errors import ModelError, PlanError, reading
 from surgery.exported_files import (
     AGAIN,
@@ -23,13 +22,14 @@ from surgery.exported_files import (
     check_files,
     read_object,
 )
-from surgery.families import family_of, structure_of
+from surgery.models.loading import load_config
+from surgery.models.lookup import family_of, structure_of
+from surgery.models.tensor_files import Stored, inventory, read_tensors, weight_files
 from surgery.plan import plan_of_hybrid
-from surgery.recipe import Base
+from surgery.recipe.base import Base
 from surgery.reload import compare, prompt_ids, read_reference, reload
 from surgery.shipped_code import check_code, private_copy
 from surgery.types import Plan, head_set_from_json, plan_from_json
-from surgery.weights import Stored, inventory, read_tensors, weight_files
 
 
 def verify_folder(folder: Path | str, trust_remote_code: bool = False) -> dict[str, Any]:

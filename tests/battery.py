@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgery.families import family_of, geometry_of, structure_of
-from surgery.sizes import kv_bytes_per_token, own_kv_bytes_per_token, sizes_of, state_bytes
+from surgery.models.lookup import family_of, geometry_of, structure_of
+from surgery.models.sizes import kv_bytes_per_token, own_kv_bytes_per_token, sizes_of, state_bytes
 from surgery.splice import splice
 from surgery.types import Graft, MixerSpec, Plan
 from tests.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, randomise, tokens

@@ -12,11 +12,13 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 
 from surgery.errors import PlanError, RecipeError
-from surgery.families import family_of, geometry_of
 from surgery.files.atomic import read_json
+from surgery.models.lookup import family_of, geometry_of
 from surgery.plan import make_plan
 from surgery.procedures import attends
-from surgery.recipe import AnalysisRecipe, Change, Splice, Swap, Sweep, Teacher
+from surgery.recipe.analysis import AnalysisRecipe, Change, Swap, Sweep
+from surgery.recipe.base import Teacher
+from surgery.recipe.splice import Splice
 from surgery.types import HeadId, HeadSet, MixerSpec, Plan, ScoredHead, head_set_from_json
 
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from surgery.capture import hooked
 from surgery.errors import ModelError
-from surgery.families import family_of, mixer_of, structure_of
 from surgery.hybrid.attention import is_whole
+from surgery.models.lookup import family_of, mixer_of, structure_of
 
 HEADS_OFF = "hybrid_heads_off"
 

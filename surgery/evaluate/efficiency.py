@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 from surgery.errors import fitting
 from surgery.estimate import cache_tensors
 from surgery.evaluate.choices import arguments
-from surgery.families import family_of
-from surgery.meters import Meter, belongings
-from surgery.recipe import Efficiency
+from surgery.models.lookup import family_of
+from surgery.models.meters import Meter, belongings
+from surgery.recipe.evaluate import Efficiency
 
 TRANSFORMER = "transformer"
 _HEAD_DIM = 64

@@ -30,9 +30,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from surgery.capture import Trace, record
 from surgery.errors import ModelError, PlanError, ProbeError
-from surgery.families import family_of, mixer_of, structure_of
-from surgery.families.base import Streams
-from surgery.families.mamba1 import Mamba1Structure
 from surgery.hybrid.attention import is_whole, splice_sites
 from surgery.locate.rows import (
     Shares,
@@ -43,6 +40,9 @@ from surgery.locate.rows import (
     gather_score,
     sharpness,
 )
+from surgery.models.layouts import Streams
+from surgery.models.lookup import family_of, mixer_of, structure_of
+from surgery.models.mixers.mamba1 import Mamba1Structure
 from surgery.probes.documents import Document, EncodedBatch, encode
 from surgery.probes.kv_retrieval import HEADER
 from surgery.report.page import Prompt, PromptAttention

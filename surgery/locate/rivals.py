@@ -28,9 +28,9 @@ from surgery.capture import Trace, from_mixer, hooked, record
 from surgery.errors import ModelError, ProbeError, RecipeError
 from surgery.evaluate.choices import arguments
 from surgery.evaluate.scoring import choice_scores
-from surgery.families import family_of, mixer_of, structure_of
 from surgery.gradients import factored, factored_output
 from surgery.locate.sweep import Sweep
+from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import Document, EncodedBatch, encode
 from surgery.types import MixerSpec
 

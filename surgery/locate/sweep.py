@@ -41,10 +41,10 @@ from surgery.capture import (
 )
 from surgery.evaluate.choices import Paths, arguments, branched, completed, likelihoods, paths_of, row_bytes, snapshot
 from surgery.evaluate.scoring import ChoiceScores, check_logits, choice_scores, compared
-from surgery.families import family_of, mixer_of, structure_of
+from surgery.models.lookup import family_of, mixer_of, structure_of
+from surgery.models.sizes import own_kv_bytes_per_token, state_bytes
 from surgery.probes.documents import EncodedBatch
 from surgery.removal import Removal, baseline, replaced, tokens_of
-from surgery.sizes import own_kv_bytes_per_token, state_bytes
 from surgery.types import Fill, HeadId, MixerSpec, Reads
 
 READS: tuple[Reads, ...] = ("segment_end", "answer_token")

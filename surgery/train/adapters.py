@@ -28,10 +28,10 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from surgery.errors import RecipeError
-from surgery.families import family_of, mixer_of
 from surgery.files.atomic import new_folder
 from surgery.hybrid.attention import SplicedAttention
-from surgery.recipe import Lora
+from surgery.models.lookup import family_of, mixer_of
+from surgery.recipe.train import Lora
 from surgery.splice import silence
 from surgery.types import Graft
 

@@ -14,9 +14,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from surgery.errors import RunError
-from surgery.families import block_of, family_of
 from surgery.hybrid.attention import SplicedAttention
-from surgery.recipe import Optimizer, TrainStage
+from surgery.models.lookup import block_of, family_of
+from surgery.recipe.train import Optimizer, TrainStage
 from surgery.train.adapters import adapter_parameters
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgery.families import family_of
 from surgery.hybrid.mixins import HybridModelMixin
 from surgery.hybrid.packing import packed_masks, positions_of
+from surgery.models.lookup import family_of
 
 _APART = 1e-5  # of logits that nothing but a leak can change, relative; equal shapes are computed alike
 

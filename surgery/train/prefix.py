@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgery.capture import Trace, from_block
-from surgery.families import block_of, family_of
+from surgery.models.lookup import block_of, family_of
 
 
 def share_weights(model: nn.Module, base: nn.Module) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from surgery.families import family_of
+from surgery.models.lookup import family_of
 
 
 def is_sharded(model: nn.Module) -> bool:

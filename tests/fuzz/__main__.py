@@ -79,9 +79,9 @@ def library() -> Any:
 
     import surgery.analyse
     import surgery.comparison
-    import surgery.convert
     import surgery.dryrun
     import surgery.hub
+    import surgery.models.convert
     import surgery.pipeline
     import surgery.train.pretrain
     import surgery.verify  # noqa: F401

@@ -64,7 +64,7 @@ def test_an_empty_model_folder(tmp_path: Path) -> None:
 def test_a_model_of_another_kind(tmp_path: Path, kind: str, nearest: str) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text(json.dumps({"model_type": kind, "hidden_size": 32}))
-    assert_refused(surgery("inspect", "./other", cwd=tmp_path), kind, nearest, "surgery/families/models.py")
+    assert_refused(surgery("inspect", "./other", cwd=tmp_path), kind, nearest, "surgery/models/registry.py")
 
 
 @pytest.fixture

@@ -30,11 +30,11 @@ from bench.evidence_findings import finding
 from bench.evidence_models import LinearAttention, add_lora, hidden_rows, linear_rows, make_linear
 from bench.evidence_statistics import Results, correlation, gap_closed, paired, ranks, sites, spread
 from bench.evidence_train import prepared, run_arm
-from surgery.checkpoint import load_model
 from surgery.errors import RunError
 from surgery.files.atomic import read_json, write_json
 from surgery.hybrid.attention import SplicedAttention
-from surgery.recipe import Base
+from surgery.models.loading import load_model
+from surgery.recipe.base import Base
 from surgery.train.optim import spliced_parameters, trainable
 from surgery.types import HeadId
 from tests.integration.conftest import BASE

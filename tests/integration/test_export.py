@@ -18,10 +18,11 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipelin
 import surgery.hybrid
 import surgery.verify as verifying
 from surgery import export
-from surgery.checkpoint import load_model
 from surgery.errors import RunError
 from surgery.exported_files import RECORD, REFERENCE, fingerprints
-from surgery.recipe import Base, Export
+from surgery.models.loading import load_model
+from surgery.recipe.base import Base
+from surgery.recipe.export import Export
 from surgery.reload import TOLERANCE, make_reference, read_reference, reload
 from surgery.verify import verify_folder
 from tests.battery import every_spliced, logits, trained

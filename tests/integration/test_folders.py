@@ -193,7 +193,7 @@ def test_a_stopped_command_leaves_nothing_half_written_and_no_traceback(tmp_path
     """The signal comes while a model is written; `make kills` tries every stage."""
     code = f"""if True:
         import os, sys
-        import surgery.convert as convert
+        import surgery.models.convert as convert
         from surgery import cli
         def stop(folder, *_):
             (folder / "half").write_text("x")

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from surgery import formats
 from surgery.cli import main
+from surgery.models import mamba_ssm_format as formats
 from tests.integration.conftest import BASE, surgery
 from tests.mamba_ssm_files import PADDED, tiny, write
 from tests.unit.hybrid.test_modeling_mamba2attn import attn_model
@@ -140,7 +140,7 @@ def cache(folder: Path, name: str, commits: dict[str, Path]) -> None:
 
 _ON_THE_HUB = """
 import json, sys, torch
-from surgery.checkpoint import load_config, load_model, revision_of
+from surgery.models.loading import load_config, load_model, revision_of
 from surgery.errors import ModelError
 from surgery.recipe import Base
 found = {}

@@ -12,12 +12,16 @@ import pytest
 from transformers import AutoConfig
 
 from surgery.analyse.expand import check_change, expand
-from surgery.checkpoint import load_config
 from surgery.dryrun import LENGTHS, dry_run
 from surgery.errors import ModelError
-from surgery.families import family_of
-from surgery.recipe import AnalysisRecipe, Base, PretrainRecipe, Recipe, load_any, load_recipe
-from surgery.sizes import meta_model
+from surgery.models.loading import load_config
+from surgery.models.lookup import family_of
+from surgery.models.sizes import meta_model
+from surgery.recipe.analysis import AnalysisRecipe
+from surgery.recipe.base import Base
+from surgery.recipe.loading import load_any, load_recipe
+from surgery.recipe.pretrain import PretrainRecipe
+from surgery.recipe.run import Recipe
 from tests.integration.conftest import BASE, ROOT
 
 RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}

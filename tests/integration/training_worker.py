@@ -22,8 +22,8 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file, save_file
 
-from surgery.families import family_of
-from surgery.recipe import Train
+from surgery.models.lookup import family_of
+from surgery.recipe.train import Train
 from surgery.train import make_accelerator
 from surgery.train.loop import Trainer
 from surgery.train.sharded import full

@@ -50,8 +50,8 @@ def serve() -> None:
 
     cli.quiet()
     import surgery.analyse
-    import surgery.convert
     import surgery.dryrun
+    import surgery.models.convert
     import surgery.pipeline
     import surgery.train.pretrain  # noqa: F401
 

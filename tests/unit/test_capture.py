@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from surgery.capture import PerfectRead, Trace, expand_cache, from_mixer, intervene, record
 from surgery.errors import ModelError
-from surgery.families import family_of, mixer_of, structure_of
+from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.types import MixerSpec
 from tests.pico import (
     HEAD_DIM,

@@ -24,7 +24,9 @@ PACKAGE = Path(surgery.__file__).parent
 FLOORS = {
     **dict.fromkeys(("hybrid", "lm_eval_tasks", "types", "errors", "stats", "__version__"), 0),
     **dict.fromkeys(("recipe", "files"), 1),
-    "run": 1,
+    "run": 4,
+    **dict.fromkeys(("models", "interventions", "scoring", "data"), 2),
+    "reproduce": 4,
     **dict.fromkeys(("families", "probes", "capture", "checkpoint", "formats", "weights"), 2),
     **dict.fromkeys(("gradients", "procedures", "removal"), 2),
     **dict.fromkeys(("locate", "plan", "splice", "train", "evaluate", "report", "sizes"), 3),

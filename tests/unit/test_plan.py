@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from surgery.errors import PlanError
-from surgery.families import family_of, geometry_of
+from surgery.models.lookup import family_of, geometry_of
 from surgery.plan import (
     check_in_range,
     check_not_spliced,
@@ -18,7 +18,7 @@ from surgery.plan import (
     reads_streams,
     splice_field,
 )
-from surgery.recipe import Splice
+from surgery.recipe.splice import Splice
 from surgery.splice import splice
 from surgery.types import Graft, HeadId, HeadSet, Plan, ScoredHead
 from tests.battery import plan_of, spliced

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import surgery.verify as verifying
 from surgery.errors import ModelError
 from surgery.exported_files import RECORD, REFERENCE, fingerprints
-from surgery.families import family_of
+from surgery.models.lookup import family_of
 from surgery.reload import TOLERANCE, compare, make_reference, prompt_ids
 from surgery.types import Graft, HeadId, HeadSet, Plan, ScoredHead
 from surgery.verify import card_table, verify_folder

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from surgery.errors import ModelError
 from surgery.evaluate.arms import heads_off
-from surgery.families import family_of
+from surgery.models.lookup import family_of
 from surgery.procedures import altered
 from surgery.splice import splice
 from tests.pico import pico_base, pico_family, pico_hybrid, pico_site, tokens

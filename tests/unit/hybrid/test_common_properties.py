@@ -17,8 +17,8 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from surgery.families import family_of
 from surgery.hybrid import CLASSES
+from surgery.models.lookup import family_of
 from tests.battery import as_loaded, base, every_spliced, logits, shared, trained
 from tests.pico import HIDDEN, VOCAB, pad, tokens
 

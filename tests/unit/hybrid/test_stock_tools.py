@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
 
 import surgery.hybrid
-from surgery.families import family_of, mixer_of
 from surgery.hybrid.attention import StreamAttention
+from surgery.models.lookup import family_of, mixer_of
 from tests.battery import base, cache_of, every_mode, every_spliced, logits, trained
 from tests.pico import tokens
 

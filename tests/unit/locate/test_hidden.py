@@ -13,8 +13,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from surgery.capture import record
 from surgery.errors import PlanError, ProbeError
-from surgery.families import family_of, mixer_of, structure_of
-from surgery.families.base import Streams
 from surgery.locate.hidden import (
     STRUCTURAL,
     head_matrices,
@@ -23,6 +21,8 @@ from surgery.locate.hidden import (
     structural_scores,
 )
 from surgery.locate.rows import aggregate_score, entropy, gather_score, sharpness
+from surgery.models.layouts import Streams
+from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import Document, EncodedBatch, encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.splice import splice

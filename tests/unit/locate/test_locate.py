@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from surgery.errors import ModelError, PlanError, ProbeError, RecipeError, RunError
-from surgery.families import family_of, geometry_of
 from surgery.locate import locate
 from surgery.locate.choose import rank
 from surgery.locate.measure import COLUMNS
 from surgery.locate.table import Record, Table
-from surgery.recipe import Locate, Splice
+from surgery.models.lookup import family_of, geometry_of
+from surgery.recipe.locate import Locate
+from surgery.recipe.splice import Splice
 from surgery.types import HeadId, HeadSet, Interval, MixerSpec, ScoredHead, head_set_from_json, to_json
 from tests.pico import pico_base, pico_family, pico_tokenizer
 from tests.unit.evaluate.test_evaluate import NO_MEMORY, failing

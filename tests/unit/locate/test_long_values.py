@@ -14,12 +14,13 @@ from torch import Tensor
 
 from surgery.capture import PerfectRead, hooked, intervene, record
 from surgery.evaluate.scoring import answer_choices
-from surgery.families import mixer_of, structure_of
 from surgery.locate import locate
 from surgery.locate.sweep import Sweep, Variant
+from surgery.models.lookup import mixer_of, structure_of
 from surgery.probes.documents import encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
-from surgery.recipe import Locate, Splice
+from surgery.recipe.locate import Locate
+from surgery.recipe.splice import Splice
 from surgery.removal import Removal
 from surgery.types import HeadId
 from tests.pico import FAMILY_NAMES, pico_base, pico_family, pico_hybrid, pico_site, random_site

@@ -19,10 +19,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from surgery.capture import record
 from surgery.errors import ModelError, ProbeError, RecipeError
 from surgery.evaluate.choices import arguments
-from surgery.families import block_of, family_of, mixer_of, structure_of
 from surgery.locate import rivals
 from surgery.locate.rivals import attribution, integrated_gradients, layer_divergence, retrieval_score
 from surgery.locate.sweep import Sweep
+from surgery.models.lookup import block_of, family_of, mixer_of, structure_of
 from surgery.probes.documents import Document, EncodedBatch, Question, Writer, encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.sentences import sentence

@@ -7,10 +7,11 @@ from importlib import import_module
 import numpy as np
 import pytest
 
-from surgery.families import family_of
 from surgery.locate import locate
 from surgery.locate.search import rounds, survivors
-from surgery.recipe import Locate, Search, Splice
+from surgery.models.lookup import family_of
+from surgery.recipe.locate import Locate, Search
+from surgery.recipe.splice import Splice
 from tests.pico import pico_base, pico_family, pico_tokenizer
 
 locating = import_module("surgery.locate")

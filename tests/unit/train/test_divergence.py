@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.errors import RecipeError
-from surgery.meters import Meter
+from surgery.models.meters import Meter
 from surgery.train import divergence as module
 from surgery.train.divergence import Kind, TopK, divergence, grouped, naive_divergence
 

@@ -15,7 +15,7 @@ from accelerate.utils.dataclasses import get_module_class_from_name
 from transformers import PreTrainedModel
 
 from surgery.errors import RunError
-from surgery.families import family_of
+from surgery.models.lookup import family_of
 from surgery.train.loop import Trainer
 from surgery.train.sharded import block_classes, gather, trains, twin
 from tests.battery import logits, trained

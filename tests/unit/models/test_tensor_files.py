@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from surgery.errors import ModelError
-from surgery.weights import Stored, check_file, inventory, read_tensors, weight_files, write_shards
+from surgery.models.tensor_files import Stored, check_file, inventory, read_tensors, weight_files, write_shards
 
 
 def sample() -> dict[str, Tensor]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from surgery.capture import Trace, record
-from surgery.families import family_of, mixer_of, structure_of
-from surgery.families.base import Structure
+from surgery.models.layouts import Structure
+from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.splice import splice
 from surgery.types import MixerSpec
 from tests.battery import plan_of

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from surgery.families.base import HeadSlices, Streams
+from surgery.models.layouts import HeadSlices, Streams
 from surgery.types import MixerSpec
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from surgery.families.base import HeadSlices, Streams
-from surgery.families.mamba2 import Mamba2Structure, decayed_scores, shift, short_conv, span
+from surgery.models.layouts import HeadSlices, Streams
+from surgery.models.mixers.mamba2 import Mamba2Structure, decayed_scores, shift, short_conv, span
 from surgery.types import MixerSpec
 
 

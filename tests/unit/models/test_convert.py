@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from surgery.checkpoint import load_model
-from surgery.convert import convert
 from surgery.errors import ModelError, RunError
 from surgery.files.ownership import MARK
-from surgery.recipe import Base
+from surgery.models.convert import convert
+from surgery.models.loading import load_model
+from surgery.recipe.base import Base
 from tests.mamba_ssm_files import KINDS, PADDED, Kind, state_of, tiny, write
 from tests.pico import pico_hybrid, pico_site
 from tests.unit.hybrid.test_modeling_mamba2attn import attn_model
-from tests.unit.test_checkpoint import assert_same_logits
+from tests.unit.models.test_loading import assert_same_logits
 
 
 def base_of(folder: Path) -> Base:

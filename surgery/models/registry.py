@@ -12,8 +12,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from surgery import hybrid as h
-from surgery.families.base import Family
 from surgery.hybrid.attention import is_whole
+from surgery.models.layouts import Family
 from surgery.types import Letter, MixerSpec
 
 CHANNELS_PER_HEAD = 64  # Mamba-1 has channels only; `base.channels_per_head` says how many make a head

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from surgery.capture import Trace, record
-from surgery.families import block_of, family_of, geometry_of, mixer_of, structure_of
-from surgery.families.base import Structure
+from surgery.models.layouts import Structure
+from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of, structure_of
 from surgery.types import MixerSpec
 from tests.pico import HEAD_DIM, HEADS, pico_base, pico_hybrid, pico_site, random_site, tokens
 

@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from surgery import formats
-from surgery.checkpoint import Checkpoint, open_checkpoint, refuse_faults
 from surgery.errors import ModelError, RunError, reading
 from surgery.files.atomic import new_folder, write_json
 from surgery.files.lock import hold
 from surgery.files.ownership import check_replaceable, mark
-from surgery.recipe import Base
-from surgery.weights import Stored, write_shards
+from surgery.models import mamba_ssm_format as formats
+from surgery.models.loading import Checkpoint, open_checkpoint, refuse_faults
+from surgery.models.tensor_files import Stored, write_shards
+from surgery.recipe.base import Base
 
 DTYPES = ("float32", "bfloat16", "float16")
 _KEPT_IN_FP32 = ("A_log", "dt_bias", "D")  # as the exported classes load them

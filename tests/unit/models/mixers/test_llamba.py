@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from surgery.capture import Trace, record
-from surgery.families import family_of, mixer_of, structure_of
-from surgery.families.base import Structure
+from surgery.models.layouts import Structure
+from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.types import MixerSpec
 from tests.pico import HEADS, tokens
 from tests.unit.hybrid.llamba_loop import HEAD_DIM, llamba, llamba_site

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import Mamba2Config, MambaConfig
 
-from surgery import formats
 from surgery.errors import ModelError
 from surgery.hybrid.modeling_mamba2attn import Mamba2AttnConfig
+from surgery.models import mamba_ssm_format as formats
 
 # As published with the models of these names.
 MAMBA_130M = {

@@ -8,17 +8,17 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import ModelError
-from surgery.families.attention import (
+from surgery.models.layouts import Family, HeadSlices, Streams, Structure
+from surgery.models.mixers.attention import (
     AttentionStructure,
     DonorAttentionStructure,
     MambaSsmAttentionStructure,
     NeoXAttentionStructure,
 )
-from surgery.families.base import Family, HeadSlices, Streams, Structure
-from surgery.families.llamba import LlambaStructure
-from surgery.families.mamba1 import FalconMambaStructure, Mamba1Structure
-from surgery.families.mamba2 import FalconH1Structure, Mamba2Structure
-from surgery.families.models import FAMILIES
+from surgery.models.mixers.llamba import LlambaStructure
+from surgery.models.mixers.mamba1 import FalconMambaStructure, Mamba1Structure
+from surgery.models.mixers.mamba2 import FalconH1Structure, Mamba2Structure
+from surgery.models.registry import FAMILIES
 from surgery.types import MixerSpec, geometry_hash
 
 STRUCTURES: dict[str, Structure] = {
@@ -52,7 +52,7 @@ def unknown_type(model_type: str) -> ModelError:
     nearest = f"The nearest is {near[0]}. " if near else ""
     hint = (
         f"No family describes it. {nearest}Supported model types: {', '.join(known)}. "
-        "To add one, give surgery/families/models.py its layout and write surgery/hybrid/modeling_<name>_hybrid.py."
+        "To add one, give surgery/models/registry.py its layout and write surgery/hybrid/modeling_<name>_hybrid.py."
     )
     return ModelError("model_type", model_type, hint)
 

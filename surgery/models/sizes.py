@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import reading
-from surgery.families import family_of, structure_of
 from surgery.hybrid.attention import SplicedAttention, is_whole
+from surgery.models.lookup import family_of, structure_of
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import pytest
 from transformers import FalconMambaConfig, Mamba2Config, MambaConfig, PreTrainedConfig, Zamba2Config
 
 from surgery.errors import ModelError, PlanError
-from surgery.families import STRUCTURES, family_of
-from surgery.families.models import FAMILIES
 from surgery.hybrid import CLASSES
+from surgery.models.lookup import STRUCTURES, family_of
+from surgery.models.registry import FAMILIES
 from surgery.plan import splice_field
 from tests.battery import plan_of
 from tests.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, pico_family_config
@@ -31,7 +31,7 @@ def test_unknown_type_names_the_nearest_and_where_to_write(name: str, nearest: s
         family_of(typed(name))
     message = str(caught.value)
     assert f"nearest is {nearest}" in message
-    assert "surgery/families/models.py" in message and "\n" not in message
+    assert "surgery/models/registry.py" in message and "\n" not in message
     assert all(t in message for f in FAMILIES for t in f.model_types if not t.endswith("_hybrid"))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from surgery.capture import mixed_at_query, record, values_at
 from surgery.errors import ModelError
-from surgery.families import family_of, mixer_of, structure_of
+from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.types import MixerSpec
 from tests.pico import pico_family, tokens
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.versions import require_version
 
 from surgery.errors import ModelError
-from surgery.families.models import FAMILIES
+from surgery.models.registry import FAMILIES
 
 CHUNK_WITHOUT_KERNELS = 32
 # The gated norm of these types is that of mamba_ssm from here on; before, it took one mean square over all groups.

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from surgery.meters import FusedAttention, Meter, PassCost, extrapolate, measure, saved_bytes
+from surgery.models.meters import FusedAttention, Meter, PassCost, extrapolate, measure, saved_bytes
 
 
 def net(device: str) -> nn.Sequential:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from surgery.errors import ModelError
-from surgery.families.base import HeadSlices, Streams
-from surgery.families.mamba2 import span
+from surgery.models.layouts import HeadSlices, Streams
+from surgery.models.mixers.mamba2 import span
 from surgery.types import MixerSpec
 
 

@@ -27,13 +27,14 @@ from transformers import (
 from transformers.quantizers import AutoHfQuantizer
 
 import surgery.hybrid  # noqa: F401  (registers the hybrid classes)
-from surgery import formats, weights
 from surgery.errors import ModelError, reading
-from surgery.families import family_of, unknown_type
-from surgery.families.models import FAMILIES
-from surgery.families.runtime import check_release, shorten_chunks
 from surgery.files.atomic import digest
-from surgery.recipe import Base
+from surgery.models import mamba_ssm_format as formats
+from surgery.models import tensor_files as weights
+from surgery.models.lookup import family_of, unknown_type
+from surgery.models.registry import FAMILIES
+from surgery.models.runtime import check_release, shorten_chunks
+from surgery.recipe.base import Base
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _CONFIG_HINT = "Correct config.json, or download it again."

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import PlanError
-from surgery.families.models import FAMILIES
+from surgery.models.registry import FAMILIES
 from surgery.types import MixerSpec
 
 DONORS = ("transformer", "gpt_neox")

@@ -14,8 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgery import checkpoint
-from surgery.checkpoint import (
+from surgery.errors import ModelError
+from surgery.files.atomic import digest
+from surgery.models import loading as checkpoint
+from surgery.models.loading import (
     check_finite,
     check_vocabulary,
     load_config,
@@ -24,11 +26,9 @@ from surgery.checkpoint import (
     revision_of,
     source_of,
 )
-from surgery.errors import ModelError
-from surgery.families import family_of
-from surgery.files.atomic import digest
-from surgery.recipe import Base
-from surgery.sizes import meta_model
+from surgery.models.lookup import family_of
+from surgery.models.sizes import meta_model
+from surgery.recipe.base import Base
 from tests.integration.conftest import BASE
 from tests.mamba_ssm_files import KINDS, PADDED, Kind, config_of, state_of, tiny, write
 from tests.pico import FAMILY_NAMES, pico_family

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import Mamba2Config, MambaConfig
 
-from surgery.families import family_of
+from surgery.models.lookup import family_of
+from surgery.models.sizes import kv_bytes_per_token, meta_model, sizes_of, state_bytes
 from surgery.plan import splice_field
-from surgery.sizes import kv_bytes_per_token, meta_model, sizes_of, state_bytes
 from surgery.train.optim import spliced_parameters
 from tests.battery import base, every_family, every_init, every_spliced, plan_of, spliced
 from tests.pico import pico_site, random_site

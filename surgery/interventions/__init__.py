@@ -1,0 +1,1 @@
+"""Change a running model: hooks, ablation, oracle reads, scaled heads."""

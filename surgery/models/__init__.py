@@ -1,0 +1,1 @@
+"""Load pretrained models: checkpoint formats, the registry of families, how heads lie in weights, sizes."""

@@ -1,0 +1,82 @@
+"""Copy and measure the caches of a forward pass."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from surgery.models.lookup import family_of
+from surgery.models.meters import FusedAttention, Meter
+
+
+def expand_cache(cache: Cache, variants: int, first: int = 0) -> Cache:
+    """A copy of the cache for W variants of every row: B rows become W*B, variant-major.
+
+    Args:
+        first: layers below it are not going to be run, and are left as they are.
+    """
+    expanded = copy.copy(cache)
+    expanded.layers = []
+    for index, layer in enumerate(cache.layers):
+        new = copy.copy(layer)
+        if index < first:
+            expanded.layers.append(new)
+            continue
+        for name, value in vars(layer).items():
+            if isinstance(value, Tensor) and value.ndim > 1:  # keys and values
+                setattr(new, name, _repeat(value, variants))
+            elif isinstance(value, dict):  # states by index
+                setattr(new, name, {k: _repeat(v, variants) if isinstance(v, Tensor) else v for k, v in value.items()})
+        expanded.layers.append(new)
+    return expanded
+
+
+def _repeat(x: Tensor, variants: int) -> Tensor:
+    return x.repeat(variants, *([1] * (x.ndim - 1)))
+
+
+@dataclass(frozen=True)
+class CacheBytes:
+    """What decoding keeps for one sequence, in the model's own dtypes.
+
+    Attributes:
+        state: convolution and recurrent states, whatever the length.
+        per_token: keys and values.
+    """
+
+    state: int
+    per_token: int
+
+    def at(self, tokens: int) -> int:
+        """Bytes after that many tokens."""
+        return self.state + self.per_token * tokens
+
+
+def cache_bytes(model: PreTrainedModel, tokens: int = 4) -> CacheBytes:
+    """Reads the tensors of the cache that the model fills on the meta device."""
+    model.eval()
+    with torch.no_grad(), FusedAttention(), Meter():
+        ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+        output = model(ids, use_cache=True)
+    cache = output[family_of(model.config).cache_argument]
+    kept, grown = cache_tensors(cache)
+    return CacheBytes(sum(t.nbytes for t in kept), sum(t.nbytes for t in grown) // tokens)
+
+
+def cache_tensors(cache: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """States, and keys with values, of a transformers cache."""
+    states: list[Tensor] = []
+    grown: list[Tensor] = []
+    for layer in cache.layers:
+        for name, value in vars(layer).items():
+            if name in ("keys", "values"):
+                grown += [value] if value is not None else []
+            elif name in ("conv_states", "recurrent_states"):
+                states += [t for t in value.values() if t is not None]
+    return states, grown

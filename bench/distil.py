@@ -35,9 +35,8 @@ from surgery.models.lookup import geometry_of
 from surgery.plan import make_plan
 from surgery.probes.documents import encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
-from surgery.recipe.base import Base
-from surgery.recipe.splice import Splice
-from surgery.recipe.train import FROM_TEACHER, Train, Weights
+from surgery.recipe import Base, Splice, Train, Weights
+from surgery.recipe.train import FROM_TEACHER
 from surgery.splice import splice
 from surgery.stages import versions
 from surgery.stats import mcnemar, wilson

@@ -52,9 +52,7 @@ from surgery.errors import RunError
 from surgery.evaluate.asked import Prompts, make_prompts
 from surgery.files.atomic import fingerprint, new_folder, read_json, write_json
 from surgery.models.loading import load_model, load_tokenizer, revision_of
-from surgery.recipe.base import Base
-from surgery.recipe.loading import load_recipe
-from surgery.recipe.pretrain import PretrainRecipe
+from surgery.recipe import Base, PretrainRecipe, load_recipe
 from surgery.train.pretrain import pretrain
 
 SEEDS = (0, 1, 2)

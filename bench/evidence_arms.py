@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from surgery.files.atomic import fingerprint
-from surgery.recipe.evaluate import Evaluate
-from surgery.recipe.train import Optimizer, Source, Train, Weights
+from surgery.recipe import Evaluate, Optimizer, Source, Train, Weights
 from surgery.types import Reads
 
 Kind = Literal["none", "softmax", "linear", "hidden"]

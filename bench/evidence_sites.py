@@ -18,8 +18,7 @@ from surgery.locate.sweep import READS, Sweep
 from surgery.models.lookup import family_of
 from surgery.probes.documents import encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
-from surgery.recipe.locate import Locate
-from surgery.recipe.splice import Splice
+from surgery.recipe import Locate, Splice
 from surgery.types import HeadSet
 
 BATCH = 32

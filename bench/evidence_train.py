@@ -20,8 +20,7 @@ from surgery.evaluate.asked import Prompts
 from surgery.models.lookup import geometry_of
 from surgery.plan import make_plan
 from surgery.probes.documents import EncodedBatch
-from surgery.recipe.splice import Splice
-from surgery.recipe.train import Source
+from surgery.recipe import Source, Splice
 from surgery.splice import splice
 from surgery.stages import versions
 from surgery.train import make_accelerator

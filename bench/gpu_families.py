@@ -31,8 +31,8 @@ from bench.gpu_models import (
     watch,
 )
 from bench.gpu_runner import Options
-from surgery.capture import record
 from surgery.errors import ModelError
+from surgery.interventions.hooks import record
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.train.packed import why_not
 from surgery.types import Mode

@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, Mamba2Config, PreTrainedModel
 from bench.gpu_env import Row
 from bench.gpu_models import in_words, prompts, watch
 from bench.gpu_runner import Options
-from surgery.capture import expand_cache
 from surgery.evaluate.efficiency import spread_of
 from surgery.hybrid.attention import SplicedAttention
+from surgery.models.cache import expand_cache
 from surgery.models.lookup import family_of, geometry_of
 from surgery.splice import splice
 from surgery.types import Graft, Plan

@@ -42,8 +42,7 @@ from surgery.models.loading import load_config
 from surgery.models.lookup import family_of, geometry_of
 from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
-from surgery.recipe.base import Base
-from surgery.recipe.train import Train
+from surgery.recipe import Base, Train
 from surgery.splice import splice
 from surgery.train import make_accelerator
 from surgery.train.loop import Trainer

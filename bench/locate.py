@@ -35,9 +35,7 @@ from surgery.locate.prompts import Prompts
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import EncodedBatch
-from surgery.recipe.base import Base
-from surgery.recipe.locate import Locate, Search
-from surgery.recipe.splice import Splice
+from surgery.recipe import Base, Locate, Search, Splice
 from surgery.types import HeadId, MixerSpec
 
 ROOT = Path(__file__).parents[1]

@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from surgery.models.loading import load_model
-from surgery.recipe.base import Base
+from surgery.recipe import Base
 
 ROOT = Path(__file__).parents[1]
 PICO = ROOT / "checkpoints" / "pico-mamba2"

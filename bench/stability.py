@@ -29,7 +29,7 @@ from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.lookup import family_of
 from surgery.probes.documents import encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
-from surgery.recipe.base import Base
+from surgery.recipe import Base
 from surgery.stats import bootstrap_mean
 
 ROOT = Path(__file__).parents[1]

@@ -30,9 +30,7 @@ from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.lookup import geometry_of
 from surgery.models.meters import Meter
 from surgery.plan import make_plan
-from surgery.recipe.base import Base
-from surgery.recipe.splice import Splice
-from surgery.recipe.train import Train
+from surgery.recipe import Base, Splice, Train
 from surgery.splice import splice
 from surgery.train import make_accelerator
 from surgery.train.loop import Trainer

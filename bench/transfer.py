@@ -35,7 +35,7 @@ from surgery.probes.knowledge import LETTERS, letter_choice
 from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.mqar import mqar_document, mqar_words
 from surgery.probes.phonebook import phonebook_document, space_of
-from surgery.recipe.base import Base
+from surgery.recipe import Base
 from surgery.stats import bootstrap_mean, mcnemar, wilson
 from surgery.types import HeadSet, Interval, Reads, head_set_from_json
 

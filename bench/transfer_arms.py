@@ -37,10 +37,7 @@ from surgery.files.atomic import fingerprint, read_json, write_json
 from surgery.locate import locate
 from surgery.models.loading import load_model, load_tokenizer, revision_of
 from surgery.probes.documents import encode, rng_of
-from surgery.recipe.base import Base
-from surgery.recipe.locate import Locate
-from surgery.recipe.splice import Splice
-from surgery.recipe.train import Source, Train, Weights
+from surgery.recipe import Base, Locate, Source, Splice, Train, Weights
 from surgery.stages import versions
 from surgery.stats import holm, mcnemar, wilson
 from surgery.train import make_accelerator

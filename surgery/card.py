@@ -18,10 +18,7 @@ from huggingface_hub.repocard_data import eval_results_to_model_index
 from surgery import __version__
 from surgery.errors import SurgeryError, reading
 from surgery.models.loading import source_of
-from surgery.recipe.base import Base, Checkpoint, Teacher
-from surgery.recipe.loading import to_yaml
-from surgery.recipe.run import Recipe
-from surgery.recipe.train import Source
+from surgery.recipe import Base, Checkpoint, Recipe, Source, Teacher, to_yaml
 from surgery.recipe.yaml import load_yaml
 from surgery.types import HeadId, HeadSet, Plan
 

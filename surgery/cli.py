@@ -24,11 +24,7 @@ from surgery import __version__
 from surgery.console import Bars, out, print_analysis, print_comparison, print_heads, print_plan, print_results
 from surgery.errors import SurgeryError, is_out_of_memory, reading, summary
 from surgery.files.atomic import is_full
-from surgery.recipe.analysis import AnalysisRecipe
-from surgery.recipe.base import Base
-from surgery.recipe.loading import load_any, load_recipe, shipped, to_yaml
-from surgery.recipe.pretrain import PretrainRecipe
-from surgery.recipe.run import Recipe
+from surgery.recipe import AnalysisRecipe, Base, PretrainRecipe, Recipe, load_any, load_recipe, shipped, to_yaml
 
 app = typer.Typer(
     help="Give a Mamba a memory: locate its retrieval heads, splice attention in there, train briefly, export.",

@@ -30,9 +30,7 @@ from surgery.models.loading import (
     load_tokenizer,
     revision_of,
 )
-from surgery.recipe.base import Base
-from surgery.recipe.evaluate import Evaluate
-from surgery.recipe.loading import check_recipe
+from surgery.recipe import Base, Evaluate, check_recipe
 from surgery.recipe.section import Section, Seed
 from surgery.recipe.yaml import apply
 from surgery.report.costs import costs_by_length

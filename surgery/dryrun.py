@@ -16,18 +16,15 @@ from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import ModelError
-from surgery.estimate import CacheBytes, MicroBatch, StepCost, cache_bytes, micro_batches, step_cost
+from surgery.estimate import MicroBatch, StepCost, micro_batches, step_cost
 from surgery.files.atomic import read_json
+from surgery.models.cache import CacheBytes, cache_bytes
 from surgery.models.loading import load_config, load_tokenizer
 from surgery.models.lookup import family_of, geometry_of
 from surgery.models.runtime import shorten_chunks
 from surgery.models.sizes import meta_model, sizes_of
 from surgery.plan import make_plan, plan_of_hybrid, splice_field
-from surgery.recipe.base import Base, as_base
-from surgery.recipe.export import Hardware
-from surgery.recipe.run import Recipe
-from surgery.recipe.splice import Splice
-from surgery.recipe.train import TrainStage
+from surgery.recipe import Base, Hardware, Recipe, Splice, TrainStage, as_base
 from surgery.run.folder import RunDir
 from surgery.stages import STAGES
 from surgery.train import make_accelerator

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ModelOutput
 
 from surgery.models.lookup import family_of
-from surgery.models.meters import FusedAttention, Meter, PassCost, extrapolate, measure
+from surgery.models.meters import PassCost, extrapolate, measure
 from surgery.probes.documents import EncodedBatch, encode
-from surgery.recipe.train import Source, Train, TrainStage
+from surgery.recipe import Source, Train, TrainStage
 from surgery.train import make_accelerator
 from surgery.train.loop import Trainer
 from surgery.train.optim import trainable
@@ -292,44 +292,3 @@ def _loss_cost(
         return [torch.stack(list(terms.values())).sum()]
 
     return measure(run)
-
-
-@dataclass(frozen=True)
-class CacheBytes:
-    """What decoding keeps for one sequence, in the model's own dtypes.
-
-    Attributes:
-        state: convolution and recurrent states, whatever the length.
-        per_token: keys and values.
-    """
-
-    state: int
-    per_token: int
-
-    def at(self, tokens: int) -> int:
-        """Bytes after that many tokens."""
-        return self.state + self.per_token * tokens
-
-
-def cache_bytes(model: PreTrainedModel, tokens: int = 4) -> CacheBytes:
-    """Reads the tensors of the cache that the model fills on the meta device."""
-    model.eval()
-    with torch.no_grad(), FusedAttention(), Meter():
-        ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-        output = model(ids, use_cache=True)
-    cache = output[family_of(model.config).cache_argument]
-    kept, grown = cache_tensors(cache)
-    return CacheBytes(sum(t.nbytes for t in kept), sum(t.nbytes for t in grown) // tokens)
-
-
-def cache_tensors(cache: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """States, and keys with values, of a transformers cache."""
-    states: list[Tensor] = []
-    grown: list[Tensor] = []
-    for layer in cache.layers:
-        for name, value in vars(layer).items():
-            if name in ("keys", "values"):
-                grown += [value] if value is not None else []
-            elif name in ("conv_states", "recurrent_states"):
-                states += [t for t in value.values() if t is not None]
-    return states, grown

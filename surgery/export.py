@@ -26,7 +26,7 @@ from surgery.files.atomic import new_folder, write_json, write_text
 from surgery.files.lock import hold
 from surgery.files.ownership import check_replaceable
 from surgery.models.runtime import restore_chunks
-from surgery.recipe.export import Export
+from surgery.recipe import Export
 from surgery.reload import make_reference, prompt_ids, reload
 from surgery.types import HeadSet, Plan, to_json
 from surgery.verify import check_agreement, check_tensors

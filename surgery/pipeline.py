@@ -21,11 +21,8 @@ from surgery.models.donors import donor_mixers
 from surgery.models.loading import check_finite, check_vocabulary, load_config, load_tokenizer
 from surgery.models.lookup import family_of
 from surgery.plan import check_in_range, check_not_spliced, check_splices, plan_of_hybrid
-from surgery.recipe.base import as_base
+from surgery.recipe import Recipe, Splice, as_base, to_yaml
 from surgery.recipe.inputs import inputs_of
-from surgery.recipe.loading import to_yaml
-from surgery.recipe.run import Recipe
-from surgery.recipe.splice import Splice
 from surgery.stages import Stage, stages_of
 from surgery.train import make_accelerator
 from surgery.train.compiling import check_compiler

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from surgery.errors import PlanError
 from surgery.models.donors import donor_fields, donor_mixers
 from surgery.models.lookup import family_of, geometry_of, structure_of
-from surgery.recipe.splice import Splice
+from surgery.recipe import Splice
 from surgery.types import Graft, HeadId, HeadSet, MixerSpec, Plan, Reads, ScoredHead
 
 CONV_KERNEL = 4  # of a randomly initialised branch; the short convolution of Mamba-2

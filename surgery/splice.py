@@ -24,7 +24,7 @@ from surgery.models.donors import donor_weights
 from surgery.models.layouts import HeadSlices
 from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of, structure_of
 from surgery.plan import donor_of, reads_streams, splice_field
-from surgery.recipe.splice import Splice
+from surgery.recipe import Splice
 from surgery.types import Graft, Plan
 
 

@@ -24,12 +24,12 @@ from surgery import __version__
 from surgery.card import card_of, model_card, public_name, public_recipe
 from surgery.errors import RunError, reading
 from surgery.evaluate import Arm, compare, evaluate, held_out_documents, side_by_side
-from surgery.evaluate.arms import HEADS_OFF, heads_off
 from surgery.evaluate.asked import make_prompts
 from surgery.evaluate.efficiency import efficiency
 from surgery.evaluate.scoring import answer_choices
 from surgery.export import export
 from surgery.files.atomic import digest, fingerprint, new_folder, read_json, write_json
+from surgery.interventions.heads_off import HEADS_OFF, heads_off
 from surgery.locate import locate
 from surgery.locate.hidden import prompt_attention
 from surgery.locate.measure import COLUMNS
@@ -38,9 +38,7 @@ from surgery.models.lookup import family_of
 from surgery.plan import make_plan
 from surgery.probes.documents import encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
-from surgery.recipe.base import as_base
-from surgery.recipe.loading import to_yaml
-from surgery.recipe.run import Recipe
+from surgery.recipe import Recipe, as_base, to_yaml
 from surgery.report.attention import attention_map
 from surgery.report.costs import costs_by_length
 from surgery.report.curves import accuracy_by_pairs, training_curve

@@ -26,7 +26,7 @@ from surgery.models.loading import load_config
 from surgery.models.lookup import family_of, structure_of
 from surgery.models.tensor_files import Stored, inventory, read_tensors, weight_files
 from surgery.plan import plan_of_hybrid
-from surgery.recipe.base import Base
+from surgery.recipe import Base
 from surgery.reload import compare, prompt_ids, read_reference, reload
 from surgery.shipped_code import check_code, private_copy
 from surgery.types import Plan, head_set_from_json, plan_from_json

@@ -46,8 +46,7 @@ from surgery.models.lookup import family_of
 from surgery.probes.documents import EncodedBatch, encode, rng_of
 from surgery.probes.kv_retrieval import HEADER, NUM_VALUES, kv_document
 from surgery.probes.words import key_words
-from surgery.recipe.locate import Locate
-from surgery.recipe.splice import Splice
+from surgery.recipe import Locate, Splice
 from surgery.types import HeadId, ScoredHead
 
 LAYERS, HEADS, WIDTH = 4, 4, 48

@@ -24,13 +24,11 @@ from surgery.evaluate.asked import Prompts, make_prompts
 from surgery.files.atomic import fingerprint, new_folder, read_json, write_json, write_text
 from surgery.files.lock import hold
 from surgery.files.ownership import check_apart, check_replaceable, kind_of, mark, remove
+from surgery.interventions.alterations import altered
 from surgery.models.loading import check_vocabulary, load_config, load_model, load_tokenizer, revision_of
 from surgery.models.lookup import family_of
-from surgery.procedures import altered
-from surgery.recipe.analysis import AnalysisRecipe, Change
-from surgery.recipe.base import as_base
+from surgery.recipe import AnalysisRecipe, Change, as_base, to_yaml
 from surgery.recipe.inputs import inputs_of
-from surgery.recipe.loading import to_yaml
 from surgery.report.curves import accuracy_by_pairs
 from surgery.report.tasks import tasks_by_arm, tasks_by_site
 from surgery.splice import splice

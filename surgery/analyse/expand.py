@@ -13,12 +13,10 @@ from transformers import PreTrainedConfig
 
 from surgery.errors import PlanError, RecipeError
 from surgery.files.atomic import read_json
+from surgery.interventions.alterations import attends
 from surgery.models.lookup import family_of, geometry_of
 from surgery.plan import make_plan
-from surgery.procedures import attends
-from surgery.recipe.analysis import AnalysisRecipe, Change, Swap, Sweep
-from surgery.recipe.base import Teacher
-from surgery.recipe.splice import Splice
+from surgery.recipe import AnalysisRecipe, Change, Splice, Swap, Sweep, Teacher
 from surgery.types import HeadId, HeadSet, MixerSpec, Plan, ScoredHead, head_set_from_json
 
 

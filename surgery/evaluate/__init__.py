@@ -14,17 +14,16 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import fitting
-from surgery.evaluate.arms import HEADS_OFF
 from surgery.evaluate.asked import Prompts, make_prompts
 from surgery.evaluate.generated import exact_matches
 from surgery.evaluate.harness import run_lm_eval
 from surgery.evaluate.paired import contrasts, gap_closed
 from surgery.evaluate.said import say
 from surgery.evaluate.scoring import LARGEST, perplexity, ranked
+from surgery.interventions.heads_off import HEADS_OFF
 from surgery.models.loading import check_vocabulary
 from surgery.probes.documents import Document
-from surgery.recipe.evaluate import Evaluate
-from surgery.recipe.train import Data, Train
+from surgery.recipe import Data, Evaluate, Train
 from surgery.stats import bootstrap_mean, mcnemar, wilson
 from surgery.train.userdata import read_documents
 

@@ -26,7 +26,8 @@ from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.mqar import mqar_document, mqar_words
 from surgery.probes.needle import Kind, needle_document, token_count
 from surgery.probes.phonebook import phonebook_document, space_of
-from surgery.recipe.evaluate import OF_PAIRS, TEXTS, Evaluate, Probe
+from surgery.recipe import Evaluate, Probe
+from surgery.recipe.evaluate import OF_PAIRS, TEXTS
 from surgery.train.data import fact_half, sentence_half
 
 SEEN, HELD_OUT = 0, 1

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.lm_eval_tasks import FOLDER
-from surgery.recipe.evaluate import LmEval
+from surgery.recipe import LmEval
 
 if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM

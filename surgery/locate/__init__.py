@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import ModelError, ProbeError, RecipeError
+from surgery.interventions.ablation import Removal
 from surgery.locate.backup import backups, pairs, together, without_over
 from surgery.locate.choose import RANKED_BY, Candidate, better_read, choose, rank
 from surgery.locate.measure import COLUMNS, ESTIMATES, REMOVALS, Item, columns_of, items_of, measure
@@ -25,9 +26,8 @@ from surgery.locate.sweep import READS, Sweep, Variant
 from surgery.locate.table import Array, Record, Table, plain, scores_of
 from surgery.models.lookup import family_of, geometry_of
 from surgery.probes.documents import EncodedBatch
-from surgery.recipe.locate import NEEDS, Locate
-from surgery.recipe.splice import Splice
-from surgery.removal import Removal
+from surgery.recipe import Locate, Splice
+from surgery.recipe.locate import NEEDS
 from surgery.stats import bootstrap_mean, holm, mcnemar, wilson
 from surgery.types import HeadId, HeadSet, Interval, Role, ScoredGroup, ScoredHead
 

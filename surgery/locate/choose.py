@@ -12,8 +12,7 @@ import numpy as np
 from surgery.errors import PlanError
 from surgery.locate.sweep import READS
 from surgery.probes.documents import rng_of
-from surgery.recipe.locate import Locate
-from surgery.recipe.splice import Splice
+from surgery.recipe import Locate, Splice
 from surgery.stats import bootstrap_mean
 from surgery.types import HeadId, Interval, MixerSpec, Reads, ScoredHead
 

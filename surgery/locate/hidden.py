@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from surgery.capture import Trace, record
 from surgery.errors import ModelError, PlanError, ProbeError
 from surgery.hybrid.attention import is_whole, splice_sites
+from surgery.interventions.hooks import Trace, record
 from surgery.locate.rows import (
     Shares,
     Span,

@@ -20,7 +20,7 @@ from surgery.locate.table import Record, plain
 from surgery.models.loading import check_vocabulary
 from surgery.probes.documents import Document, EncodedBatch, encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
-from surgery.recipe.locate import Locate
+from surgery.recipe import Locate
 
 R = TypeVar("R")
 ROUNDING = 1e-3  # logits; what two exact computations of one margin may differ by

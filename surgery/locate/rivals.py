@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from surgery.capture import Trace, from_mixer, hooked, record
 from surgery.errors import ModelError, ProbeError, RecipeError
 from surgery.evaluate.choices import arguments
 from surgery.evaluate.scoring import choice_scores
-from surgery.gradients import factored, factored_output
+from surgery.interventions.hooks import Trace, from_mixer, hooked, record
+from surgery.interventions.scaling import factored, factored_output
 from surgery.locate.sweep import Sweep
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import Document, EncodedBatch, encode

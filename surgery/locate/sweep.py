@@ -27,24 +27,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from surgery.capture import (
-    PerfectRead,
-    Trace,
-    expand_cache,
-    from_block,
-    from_mixer,
-    intervene,
-    mixed_at_query,
-    only_logits,
-    record,
-    values_at,
-)
 from surgery.evaluate.choices import Paths, arguments, branched, completed, likelihoods, paths_of, row_bytes, snapshot
 from surgery.evaluate.scoring import ChoiceScores, check_logits, choice_scores, compared
+from surgery.interventions.ablation import Removal, baseline, replaced, tokens_of
+from surgery.interventions.hooks import Trace, from_block, from_mixer, only_logits, record
+from surgery.interventions.oracle_read import PerfectRead, intervene, mixed_at_query, values_at
+from surgery.models.cache import expand_cache
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.models.sizes import own_kv_bytes_per_token, state_bytes
 from surgery.probes.documents import EncodedBatch
-from surgery.removal import Removal, baseline, replaced, tokens_of
 from surgery.types import Fill, HeadId, MixerSpec, Reads
 
 READS: tuple[Reads, ...] = ("segment_end", "answer_token")

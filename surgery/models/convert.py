@@ -20,7 +20,7 @@ from surgery.files.ownership import check_replaceable, mark
 from surgery.models import mamba_ssm_format as formats
 from surgery.models.loading import Checkpoint, open_checkpoint, refuse_faults
 from surgery.models.tensor_files import Stored, write_shards
-from surgery.recipe.base import Base
+from surgery.recipe import Base
 
 DTYPES = ("float32", "bfloat16", "float16")
 _KEPT_IN_FP32 = ("A_log", "dt_bias", "D")  # as the exported classes load them

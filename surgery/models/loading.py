@@ -34,7 +34,7 @@ from surgery.models import tensor_files as weights
 from surgery.models.lookup import family_of, unknown_type
 from surgery.models.registry import FAMILIES
 from surgery.models.runtime import check_release, shorten_chunks
-from surgery.recipe.base import Base
+from surgery.recipe import Base
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _CONFIG_HINT = "Correct config.json, or download it again."

@@ -26,8 +26,7 @@ from surgery.card import (
     public_recipe,
 )
 from surgery.files.atomic import write_text
-from surgery.recipe.loading import to_yaml
-from surgery.recipe.run import Recipe
+from surgery.recipe import Recipe, to_yaml
 from surgery.types import HeadSet, Plan
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import RunError
 from surgery.files.atomic import fingerprint
 from surgery.models.loading import check_vocabulary, load_model, load_tokenizer, revision_of
-from surgery.recipe.base import as_base
-from surgery.recipe.train import FROM_TEACHER, Train, TrainStage
+from surgery.recipe import Train, TrainStage, as_base
+from surgery.recipe.train import FROM_TEACHER
 from surgery.train.logits_cache import LogitsCache
 from surgery.train.loop import OnStep, Trainer
 from surgery.train.steps import checkpoints, set_aside_broken

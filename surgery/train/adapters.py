@@ -31,7 +31,7 @@ from surgery.errors import RecipeError
 from surgery.files.atomic import new_folder
 from surgery.hybrid.attention import SplicedAttention
 from surgery.models.lookup import family_of, mixer_of
-from surgery.recipe.train import Lora
+from surgery.recipe import Lora
 from surgery.splice import silence
 from surgery.types import Graft
 

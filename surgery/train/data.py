@@ -26,7 +26,7 @@ from surgery.probes.mqar import MqarWords, mqar_document, mqar_words
 from surgery.probes.needle import Kind, needle_document, token_count
 from surgery.probes.phonebook import phonebook_document, space_of
 from surgery.probes.sentences import sentence
-from surgery.recipe.train import Source
+from surgery.recipe import Source
 
 _SHOTS = 2  # a phonebook's examples, as evaluation has them; fewer where it has no more lines
 _DRAWN_TOGETHER = 16  # documents tokenized at a time where a step is a number of tokens

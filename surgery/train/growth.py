@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from surgery.recipe.train import TrainStage
+from surgery.recipe import TrainStage
 
 _WINDOW = 20  # steps that a loss has to stay high for
 _FEW = 3  # steps whose mean has to be out of the question

@@ -26,7 +26,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import RunError, TrainingDiverged
 from surgery.files.atomic import fingerprint
 from surgery.probes.documents import EncodedBatch
-from surgery.recipe.train import FROM_TEACHER, Source, Train, TrainStage
+from surgery.recipe import Source, Train, TrainStage
+from surgery.recipe.train import FROM_TEACHER
 from surgery.train.adapters import Adapters
 from surgery.train.compiling import compiling
 from surgery.train.data import Stream

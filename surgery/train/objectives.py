@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from surgery.probes.documents import EncodedBatch
-from surgery.recipe.train import Distil
+from surgery.recipe import Distil
 from surgery.train.divergence import TopK, divergence, grouped
 from surgery.types import Reads
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from surgery.errors import RunError
 from surgery.hybrid.attention import SplicedAttention
 from surgery.models.lookup import block_of, family_of
-from surgery.recipe.train import Optimizer, TrainStage
+from surgery.recipe import Optimizer, TrainStage
 from surgery.train.adapters import adapter_parameters
 
 

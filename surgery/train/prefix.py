@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgery.capture import Trace, from_block
+from surgery.interventions.hooks import Trace, from_block
 from surgery.models.lookup import block_of, family_of
 
 

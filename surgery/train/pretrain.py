@@ -33,9 +33,8 @@ from surgery.evaluate.asked import make_prompts
 from surgery.files.atomic import new_folder, read_json, write_json, write_text
 from surgery.files.lock import hold
 from surgery.files.ownership import check_replaceable, mark
+from surgery.recipe import PretrainRecipe, TinyMamba2, TinyTransformer, to_yaml
 from surgery.recipe.inputs import inputs_of
-from surgery.recipe.loading import to_yaml
-from surgery.recipe.pretrain import PretrainRecipe, TinyMamba2, TinyTransformer
 from surgery.report.curves import training_curve
 from surgery.train import make_accelerator, train
 from surgery.train.tokenizer import build_tokenizer

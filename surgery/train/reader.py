@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import DataError
 from surgery.probes.documents import Document, Question, Span
-from surgery.recipe.train import Data
+from surgery.recipe import Data
 from surgery.train.rows import Row
 
 _TOGETHER = 64  # rows tokenized at a time

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from surgery.errors import DataError, reading
-from surgery.recipe.train import Columns, Data
+from surgery.recipe import Columns, Data
 
 FORMATS = (".jsonl", ".json", ".parquet")
 _SPLITS = {"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"}

@@ -21,7 +21,7 @@ from surgery.hybrid.packing import positions_of
 from surgery.models.donors import donor_mixers
 from surgery.models.lookup import family_of
 from surgery.probes.documents import EncodedBatch
-from surgery.recipe.train import Align
+from surgery.recipe import Align
 from surgery.train.packed import apart
 from surgery.types import Graft, HeadId, MixerSpec
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgery.probes.documents import EncodedBatch
-from surgery.recipe.train import FROM_TEACHER, Distil, Source
+from surgery.recipe import Distil, Source
+from surgery.recipe.train import FROM_TEACHER
 from surgery.train.divergence import TopK
 from surgery.train.logits_cache import LogitsCache
 from surgery.train.objectives import (

@@ -15,7 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from surgery.probes.documents import Document, rng_of
-from surgery.recipe.train import Data, Source
+from surgery.recipe import Data, Source
 from surgery.train.data import GeneratedStream, Stream
 from surgery.train.reader import Piece, Reader, check_documents, part
 from surgery.train.rows import ShuffledPasses, open_rows, rows_in_order

@@ -38,7 +38,7 @@ class Corpus:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.recipes = {path.name: path.read_text() for path in sorted(RECIPES.glob("*.yaml"))}
-        from surgery.recipe.loading import load_recipe  # no torch
+        from surgery.recipe import load_recipe  # no torch
 
         recipe = load_recipe(RECIPES / "quickstart.yaml").model_dump(mode="json")
         self.keys = tuple(sorted(_dotted(recipe)))
@@ -124,7 +124,7 @@ def _write_data(folder: Path) -> None:
 def _write_run(root: Path) -> None:
     """A finished run."""
     from surgery.pipeline import run_pipeline
-    from surgery.recipe.loading import load_recipe
+    from surgery.recipe import load_recipe
 
     run_pipeline(load_recipe(RECIPES / "quickstart.yaml", TINY), root / "runs" / "quickstart")
 

@@ -11,8 +11,7 @@ import pytest
 from surgery import analyse as analysing
 from surgery.analyse import analyse
 from surgery.errors import RecipeError
-from surgery.recipe.analysis import AnalysisRecipe
-from surgery.recipe.loading import check_recipe, load_recipe
+from surgery.recipe import AnalysisRecipe, check_recipe, load_recipe
 from tests.integration.conftest import ROOT, surgery
 from tests.pico import pico_family, pico_tokenizer
 

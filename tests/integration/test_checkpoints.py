@@ -14,7 +14,7 @@ from surgery.models.loading import load_model, load_tokenizer
 from surgery.probes.documents import rng_of
 from surgery.probes.knowledge import fact_question, facts
 from surgery.probes.kv_retrieval import kv_document
-from surgery.recipe.base import Base
+from surgery.recipe import Base
 from tests.integration.conftest import BASE, ROOT
 
 EXAMPLE = ROOT / "checkpoints" / "quickstart"

@@ -34,7 +34,7 @@ from surgery.errors import RunError
 from surgery.files.atomic import read_json, write_json
 from surgery.hybrid.attention import SplicedAttention
 from surgery.models.loading import load_model
-from surgery.recipe.base import Base
+from surgery.recipe import Base
 from surgery.train.optim import spliced_parameters, trainable
 from surgery.types import HeadId
 from tests.integration.conftest import BASE

@@ -21,8 +21,7 @@ from surgery import export
 from surgery.errors import RunError
 from surgery.exported_files import RECORD, REFERENCE, fingerprints
 from surgery.models.loading import load_model
-from surgery.recipe.base import Base
-from surgery.recipe.export import Export
+from surgery.recipe import Base, Export
 from surgery.reload import TOLERANCE, make_reference, read_reference, reload
 from surgery.verify import verify_folder
 from tests.battery import every_spliced, logits, trained

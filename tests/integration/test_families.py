@@ -16,16 +16,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surgery.capture import Trace, record
 from surgery.errors import ModelError, PlanError
 from surgery.evaluate.scoring import ChoiceScores, choice_scores
+from surgery.interventions.ablation import Removal
+from surgery.interventions.hooks import Trace, record
 from surgery.locate.sweep import READS, Sweep, Variant
 from surgery.models.loading import load_model
 from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of, structure_of
 from surgery.models.runtime import check_release
 from surgery.plan import check_in_range, make_plan
-from surgery.recipe.base import Base
-from surgery.removal import Removal
+from surgery.recipe import Base
 from surgery.splice import splice
 from surgery.types import Graft, HeadId, HeadSet, Interval, MixerSpec, Plan, ScoredHead
 from tests.battery import (

@@ -22,12 +22,11 @@ from torch import Tensor, nn
 
 import surgery.hybrid
 import surgery.hybrid.attention as branch_module
-from surgery.capture import record
 from surgery.hybrid.attention import SplicedAttention
+from surgery.interventions.hooks import record
 from surgery.models.loading import load_model
 from surgery.models.lookup import family_of, geometry_of, mixer_of, structure_of
-from surgery.recipe.base import Base
-from surgery.recipe.train import Optimizer, Train
+from surgery.recipe import Base, Optimizer, Train
 from surgery.reload import RELOAD
 from surgery.train.loop import Trainer
 from surgery.train.optim import adamw, spliced_parameters, trainable

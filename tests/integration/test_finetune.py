@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from surgery.models.lookup import family_of, geometry_of
 from surgery.pipeline import run_pipeline
 from surgery.probes.documents import Document
-from surgery.recipe.loading import load_recipe, shipped
+from surgery.recipe import load_recipe, shipped
 from surgery.splice import splice
 from surgery.train.reader import is_held_out
 from surgery.train.userdata import IndexedDocuments

@@ -19,8 +19,7 @@ from surgery.evaluate.said import say, until_end
 from surgery.lm_eval_tasks import FOLDER
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.probes.documents import rng_of
-from surgery.recipe.base import Base
-from surgery.recipe.evaluate import LmEval
+from surgery.recipe import Base, LmEval
 
 pytest.importorskip("lm_eval")
 EXPORT = Path(__file__).parents[2] / "checkpoints" / "quickstart" / "export"

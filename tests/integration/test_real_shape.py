@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from surgery.models.loading import load_model, load_tokenizer
-from surgery.recipe.base import Base
+from surgery.recipe import Base
 from tests.integration.conftest import BASE, ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))

@@ -17,11 +17,7 @@ from surgery.errors import ModelError
 from surgery.models.loading import load_config
 from surgery.models.lookup import family_of
 from surgery.models.sizes import meta_model
-from surgery.recipe.analysis import AnalysisRecipe
-from surgery.recipe.base import Base
-from surgery.recipe.loading import load_any, load_recipe
-from surgery.recipe.pretrain import PretrainRecipe
-from surgery.recipe.run import Recipe
+from surgery.recipe import AnalysisRecipe, Base, PretrainRecipe, Recipe, load_any, load_recipe
 from tests.integration.conftest import BASE, ROOT
 
 RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from surgery.recipe.loading import check_recipe
+from surgery.recipe import check_recipe
 from surgery.recipe.yaml import read_mapping
 from surgery.stages import _teacher_arm
 from surgery.workspace import Run

@@ -11,9 +11,7 @@ from bench.evidence_arms import Budget
 from bench.transfer_arms import TRAINED, Experiment, arm_of, asked, collected, located, pooled, run, table
 from surgery.files.atomic import read_json
 from surgery.models.loading import load_model
-from surgery.recipe.base import Base
-from surgery.recipe.loading import load_recipe
-from surgery.recipe.pretrain import PretrainRecipe
+from surgery.recipe import Base, PretrainRecipe, load_recipe
 from tests.integration.conftest import BASE
 from tests.pico import pico_tokenizer
 

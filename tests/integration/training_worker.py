@@ -23,7 +23,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file, save_file
 
 from surgery.models.lookup import family_of
-from surgery.recipe.train import Train
+from surgery.recipe import Train
 from surgery.train import make_accelerator
 from surgery.train.loop import Trainer
 from surgery.train.sharded import full

@@ -14,9 +14,7 @@ from surgery.analyse.expand import check_change, expand, off_heads, swap_plan
 from surgery.errors import RecipeError
 from surgery.evaluate import Arm
 from surgery.models.lookup import family_of, geometry_of
-from surgery.recipe.analysis import AnalysisRecipe, Change, Swap
-from surgery.recipe.base import Teacher
-from surgery.recipe.loading import check_recipe
+from surgery.recipe import AnalysisRecipe, Change, Swap, Teacher, check_recipe
 from surgery.types import HeadId, HeadSet, ScoredHead, to_json
 from tests.pico import pico_config, pico_family_config
 

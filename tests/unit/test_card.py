@@ -11,8 +11,7 @@ from huggingface_hub import ModelCard
 
 from surgery.card import card_of, model_card, public_name, public_recipe
 from surgery.models.lookup import family_of, geometry_of
-from surgery.recipe.loading import check_recipe, to_yaml
-from surgery.recipe.run import Recipe
+from surgery.recipe import Recipe, check_recipe, to_yaml
 from surgery.types import Graft, Plan
 from tests.pico import pico_config
 

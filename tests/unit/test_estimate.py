@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from surgery.estimate import MicroBatch, StepCost, cache_bytes, cache_tensors, micro_batches, step_cost
+from surgery.estimate import MicroBatch, StepCost, micro_batches, step_cost
+from surgery.models.cache import cache_bytes, cache_tensors
 from surgery.models.lookup import family_of, geometry_of
 from surgery.models.meters import belongings, measure, saved_bytes
 from surgery.plan import make_plan
-from surgery.recipe.splice import Splice
-from surgery.recipe.train import Source, Train, Weights
+from surgery.recipe import Source, Splice, Train, Weights
 from surgery.splice import splice
 from surgery.train import train
 from surgery.train.optim import spliced_parameters
@@ -115,7 +115,7 @@ def test_the_peak_covers_a_real_one() -> None:
     batch = micro.batch
 
     def run() -> list[torch.Tensor]:
-        from surgery.recipe.train import Distil
+        from surgery.recipe import Distil
         from surgery.train.objectives import divergence_loss
 
         student = hybrid(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits

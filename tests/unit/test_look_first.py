@@ -11,7 +11,7 @@ import torch
 from surgery import stages
 from surgery.errors import ModelError
 from surgery.pipeline import run_pipeline
-from surgery.recipe.run import Recipe
+from surgery.recipe import Recipe
 from tests.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
 
 TOKENS = len(pico_tokenizer())

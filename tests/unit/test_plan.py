@@ -18,7 +18,7 @@ from surgery.plan import (
     reads_streams,
     splice_field,
 )
-from surgery.recipe.splice import Splice
+from surgery.recipe import Splice
 from surgery.splice import splice
 from surgery.types import Graft, HeadId, HeadSet, Plan, ScoredHead
 from tests.battery import plan_of, spliced

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import surgery.hybrid.attention as branch_module
-from surgery.capture import record
 from surgery.hybrid.attention import SplicedAttention
+from surgery.interventions.hooks import record
 from surgery.models.lookup import mixer_of, structure_of
-from surgery.recipe.splice import Splice
+from surgery.recipe import Splice
 from surgery.splice import silence, splice, step_zero_gap
 from surgery.types import Plan
 from tests.battery import base, columns, every_mode, every_spliced, logits, plan_of, spliced

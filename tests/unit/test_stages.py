@@ -9,7 +9,7 @@ import pytest
 from surgery import stages
 from surgery.errors import RunError
 from surgery.files.atomic import write_json
-from surgery.recipe.loading import load_recipe
+from surgery.recipe import load_recipe
 from tests.integration.conftest import RECIPE
 
 

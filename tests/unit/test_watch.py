@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from surgery.recipe.loading import check_recipe
-from surgery.recipe.run import Recipe
+from surgery.recipe import Recipe, check_recipe
 from surgery.stages import _Watch
 from tests.pico import pico_base, pico_tokenizer
 

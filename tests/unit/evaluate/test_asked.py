@@ -10,7 +10,8 @@ from surgery.errors import ProbeError
 from surgery.evaluate import evaluate, side_by_side
 from surgery.evaluate.asked import make_prompts
 from surgery.probes.documents import Document
-from surgery.recipe.evaluate import TODAY, Evaluate
+from surgery.recipe import Evaluate
+from surgery.recipe.evaluate import TODAY
 from tests.pico import pico_base, pico_tokenizer
 
 EVERY = [

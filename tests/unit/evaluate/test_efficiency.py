@@ -11,7 +11,7 @@ import torch
 from surgery.errors import RunError
 from surgery.evaluate.efficiency import TRANSFORMER, _Reader, costs, efficiency, transformer_like
 from surgery.models.sizes import sizes_of
-from surgery.recipe.evaluate import Efficiency
+from surgery.recipe import Efficiency
 from tests.pico import pico_base, pico_family, pico_hybrid, pico_site
 
 measuring = import_module("surgery.evaluate.efficiency")

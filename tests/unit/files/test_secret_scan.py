@@ -29,7 +29,7 @@ from surgery.files.secret_scan import (
     search,
     secrets_of_environment,
 )
-from surgery.recipe.loading import check_recipe
+from surgery.recipe import check_recipe
 
 ROOT = Path(__file__).parents[3]
 LETTERS = string.ascii_letters + string.digits

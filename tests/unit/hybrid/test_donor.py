@@ -10,8 +10,7 @@ from surgery.errors import PlanError
 from surgery.models.donors import donor_mixers
 from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of
 from surgery.plan import make_plan
-from surgery.recipe.base import Teacher
-from surgery.recipe.splice import Splice
+from surgery.recipe import Splice, Teacher
 from surgery.splice import splice, step_zero_gap
 from surgery.types import HeadId, HeadSet, Plan, ScoredHead, plan_from_json, to_json
 from tests.pico import HIDDEN, pico_family, prompts, tokens
@@ -139,7 +138,7 @@ def test_cached_decode_is_the_forward_padded_or_not(base: str, fields: dict) -> 
 @torch.no_grad()
 def test_a_transplant_survives_saving(tmp_path) -> None:
     from surgery.models.loading import load_model
-    from surgery.recipe.base import Base
+    from surgery.recipe import Base
 
     base, teacher, ids = pico_family("llamba"), teacher_of("llama", rope_parameters=SCALED), tokens(2, 40)
     chosen = section(mode="replace", unit="layer")

@@ -9,8 +9,7 @@ import pytest
 
 from surgery.locate import locate
 from surgery.locate.backup import backups, pairs, together
-from surgery.recipe.locate import Locate
-from surgery.recipe.splice import Splice
+from surgery.recipe import Locate, Splice
 from surgery.types import HeadId, Interval, ScoredHead, head_set_from_json, to_json
 from tests.pico import pico_base, pico_tokenizer
 

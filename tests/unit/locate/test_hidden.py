@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from surgery.capture import record
 from surgery.errors import PlanError, ProbeError
+from surgery.interventions.hooks import record
 from surgery.locate.hidden import (
     STRUCTURAL,
     head_matrices,

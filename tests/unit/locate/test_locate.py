@@ -16,8 +16,7 @@ from surgery.locate.choose import rank
 from surgery.locate.measure import COLUMNS
 from surgery.locate.table import Record, Table
 from surgery.models.lookup import family_of, geometry_of
-from surgery.recipe.locate import Locate
-from surgery.recipe.splice import Splice
+from surgery.recipe import Locate, Splice
 from surgery.types import HeadId, HeadSet, Interval, MixerSpec, ScoredHead, head_set_from_json, to_json
 from tests.pico import pico_base, pico_family, pico_tokenizer
 from tests.unit.evaluate.test_evaluate import NO_MEMORY, failing

@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgery.capture import PerfectRead, hooked, intervene, record
 from surgery.evaluate.scoring import answer_choices
+from surgery.interventions.ablation import Removal
+from surgery.interventions.hooks import hooked, record
+from surgery.interventions.oracle_read import PerfectRead, intervene
 from surgery.locate import locate
 from surgery.locate.sweep import Sweep, Variant
 from surgery.models.lookup import mixer_of, structure_of
 from surgery.probes.documents import encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
-from surgery.recipe.locate import Locate
-from surgery.recipe.splice import Splice
-from surgery.removal import Removal
+from surgery.recipe import Locate, Splice
 from surgery.types import HeadId
 from tests.pico import FAMILY_NAMES, pico_base, pico_family, pico_hybrid, pico_site, random_site
 from tests.unit.evaluate.long_choices import Change, digit_tokenizer, long_prompts, margins, unpadded, whole_passes

@@ -8,8 +8,7 @@ import pytest
 
 from surgery.locate import locate
 from surgery.locate.measure import COLUMNS
-from surgery.recipe.locate import Locate
-from surgery.recipe.splice import Splice
+from surgery.recipe import Locate, Splice
 from surgery.types import Interval
 from tests.pico import pico_family, pico_tokenizer
 

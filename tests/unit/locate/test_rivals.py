@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from surgery.capture import record
 from surgery.errors import ModelError, ProbeError, RecipeError
 from surgery.evaluate.choices import arguments
+from surgery.interventions.hooks import record
 from surgery.locate import rivals
 from surgery.locate.rivals import attribution, integrated_gradients, layer_divergence, retrieval_score
 from surgery.locate.sweep import Sweep

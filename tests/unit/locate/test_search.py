@@ -10,8 +10,7 @@ import pytest
 from surgery.locate import locate
 from surgery.locate.search import rounds, survivors
 from surgery.models.lookup import family_of
-from surgery.recipe.locate import Locate, Search
-from surgery.recipe.splice import Splice
+from surgery.recipe import Locate, Search, Splice
 from tests.pico import pico_base, pico_family, pico_tokenizer
 
 locating = import_module("surgery.locate")

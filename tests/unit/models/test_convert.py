@@ -16,7 +16,7 @@ from surgery.errors import ModelError, RunError
 from surgery.files.ownership import MARK
 from surgery.models.convert import convert
 from surgery.models.loading import load_model
-from surgery.recipe.base import Base
+from surgery.recipe import Base
 from tests.mamba_ssm_files import KINDS, PADDED, Kind, state_of, tiny, write
 from tests.pico import pico_hybrid, pico_site
 from tests.unit.hybrid.test_modeling_mamba2attn import attn_model

@@ -28,7 +28,7 @@ from surgery.models.loading import (
 )
 from surgery.models.lookup import family_of
 from surgery.models.sizes import meta_model
-from surgery.recipe.base import Base
+from surgery.recipe import Base
 from tests.integration.conftest import BASE
 from tests.mamba_ssm_files import KINDS, PADDED, Kind, config_of, state_of, tiny, write
 from tests.pico import FAMILY_NAMES, pico_family

@@ -12,9 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from surgery.errors import RecipeError
-from surgery.recipe.loading import check_recipe, load_any, load_recipe, shipped, to_yaml
-from surgery.recipe.pretrain import PretrainRecipe
-from surgery.recipe.run import Recipe
+from surgery.recipe import PretrainRecipe, Recipe, check_recipe, load_any, load_recipe, shipped, to_yaml
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
 MINIMAL = """

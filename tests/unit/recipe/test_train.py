@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from surgery.recipe.train import Source, Train, TrainStage, Weights
+from surgery.recipe import Source, Train, TrainStage, Weights
 
 DOCS = Path(__file__).parents[3] / "docs" / "TRAINING.md"
 KV: dict[str, Any] = {"task": "kv_retrieval", "rows": 2, "weights": {"answer": 1.0}}

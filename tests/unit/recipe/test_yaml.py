@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 
 from surgery.errors import RecipeError
-from surgery.recipe.analysis import AnalysisRecipe
-from surgery.recipe.loading import check_recipe, load_any
-from surgery.recipe.pretrain import PretrainRecipe
-from surgery.recipe.run import Recipe
+from surgery.recipe import AnalysisRecipe, PretrainRecipe, Recipe, check_recipe, load_any
 from surgery.recipe.yaml import apply, read_mapping
 
 

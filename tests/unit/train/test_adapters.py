@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from surgery.errors import RecipeError
 from surgery.models.lookup import geometry_of, mixer_of, structure_of
 from surgery.plan import make_plan
-from surgery.recipe.splice import Splice
-from surgery.recipe.train import Lora
+from surgery.recipe import Lora, Splice
 from surgery.splice import splice
 from surgery.train.adapters import Adapters, adapter_parameters
 from surgery.types import Graft, HeadId, HeadSet, ScoredHead

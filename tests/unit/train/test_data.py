@@ -13,7 +13,8 @@ from surgery.probes.documents import Document, encode, rng_of, split_of
 from surgery.probes.knowledge import fact_question, fact_statement, facts
 from surgery.probes.mqar import mqar_words
 from surgery.probes.words import key_words
-from surgery.recipe.train import ENDING, NEEDLES, OF_LINES, READING, Source
+from surgery.recipe import Source
+from surgery.recipe.train import ENDING, NEEDLES, OF_LINES, READING
 from surgery.train import data
 from surgery.train.data import GeneratedStream, fact_half, sentence_half
 from tests.pico import pico_tokenizer

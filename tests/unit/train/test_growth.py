@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from surgery.recipe.loading import load_recipe
-from surgery.recipe.train import TrainStage
+from surgery.recipe import TrainStage, load_recipe
 from surgery.train.growth import grown
 
 ROOT = Path(__file__).parents[3]

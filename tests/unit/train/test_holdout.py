@@ -12,8 +12,7 @@ import pytest
 from surgery.errors import DataError, RecipeError
 from surgery.evaluate import held_out_documents
 from surgery.probes.documents import Document
-from surgery.recipe.loading import check_recipe
-from surgery.recipe.train import Data, Source, Train
+from surgery.recipe import Data, Source, Train, check_recipe
 from surgery.train.reader import is_held_out
 from surgery.train.userdata import open_source, read_documents
 from tests.pico import pico_tokenizer

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgery.errors import RunError, TrainingDiverged
-from surgery.recipe.train import Optimizer, Train
+from surgery.recipe import Optimizer, Train
 from surgery.train import loop, terms
 from surgery.train.loop import Trainer
 from surgery.train.optim import adamw, learning_rate_factor, spliced_parameters, trainable

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from surgery.errors import RunError
 from surgery.probes.documents import EncodedBatch, encode
-from surgery.recipe.train import Source
+from surgery.recipe import Source
 from surgery.train.data import step_documents
 from surgery.train.micro import cut
 from tests.integration import training_worker as worker

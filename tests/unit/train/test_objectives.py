@@ -14,7 +14,7 @@ from torch import Tensor
 
 from surgery.models.meters import saved_bytes
 from surgery.probes.documents import EncodedBatch, encode
-from surgery.recipe.train import Distil
+from surgery.recipe import Distil
 from surgery.train.divergence import TopK, naive_divergence
 from surgery.train.objectives import (
     answer_loss,

@@ -19,7 +19,7 @@ from surgery.models.lookup import family_of
 from surgery.probes.documents import EncodedBatch, encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.packing import pack
-from surgery.recipe.train import Train
+from surgery.recipe import Train
 from surgery.train import packed
 from surgery.train.divergence import TopK
 from surgery.train.logits_cache import LogitsCache

@@ -8,8 +8,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from surgery.errors import RecipeError
-from surgery.recipe.loading import check_recipe
-from surgery.recipe.pretrain import PretrainRecipe, TinyTransformer
+from surgery.recipe import PretrainRecipe, TinyTransformer, check_recipe
 from surgery.train.pretrain import build_model
 from tests.pico import pico_tokenizer
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from surgery.errors import RecipeError
 from surgery.models.lookup import block_of, family_of
 from surgery.probes.documents import EncodedBatch, encode
-from surgery.recipe.train import Align
+from surgery.recipe import Align
 from surgery.train.objectives import hidden_loss, mixing_loss
 from surgery.train.teacher import Teacher, check_tokenizers, layer_outputs
 from surgery.types import Graft

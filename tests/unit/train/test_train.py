@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from surgery.errors import RecipeError, RunError, TrainingDiverged
 from surgery.models.lookup import family_of, geometry_of
-from surgery.recipe.train import Optimizer, Train
+from surgery.recipe import Optimizer, Train
 from surgery.train import steps as steps_module
 from surgery.train import terms, track, train
 from surgery.train.optim import adamw, learning_rate_factor, spliced_parameters, trainable
@@ -195,7 +195,7 @@ class TestWhatTrains:
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
     def test_rates_of_adapters_are_their_own(self) -> None:
-        from surgery.recipe.train import Lora
+        from surgery.recipe import Lora
         from surgery.train.adapters import Adapters, adapter_parameters
 
         model, settings = hybrid(), Optimizer(lr=1e-4, new_heads_lr=1e-3, lora_lr=1e-2)

@@ -22,7 +22,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 from surgery.errors import DataError, ProbeError
 from surgery.probes.documents import Document, Question, encode, rng_of
-from surgery.recipe.train import Data, Source
+from surgery.recipe import Data, Source
 from surgery.train.data import Stream
 from surgery.train.reader import Reader, check_documents, cut
 from surgery.train.rows import Row, open_rows, rows_in_order

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgery.capture import mixed_at_query, record, values_at
 from surgery.errors import ModelError
+from surgery.interventions.hooks import record
+from surgery.interventions.oracle_read import mixed_at_query, values_at
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.types import MixerSpec
 from tests.pico import pico_family, tokens

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgery.capture import Trace, record
+from surgery.interventions.hooks import Trace, record
 from surgery.models.layouts import Structure
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.splice import splice

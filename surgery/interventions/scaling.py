@@ -14,7 +14,7 @@ from functools import partial
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgery.capture import Trace, hooked
+from surgery.interventions.hooks import Trace, hooked
 from surgery.models.lookup import mixer_of, structure_of
 from surgery.types import MixerSpec
 

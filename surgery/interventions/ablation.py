@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgery.capture import hooked
+from surgery.interventions.hooks import hooked
 from surgery.models.lookup import mixer_of, structure_of
 from surgery.probes.documents import EncodedBatch
 from surgery.types import Fill, MixerSpec, Where

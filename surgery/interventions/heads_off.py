@@ -11,9 +11,9 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
-from surgery.capture import hooked
 from surgery.errors import ModelError
 from surgery.hybrid.attention import is_whole
+from surgery.interventions.hooks import hooked
 from surgery.models.lookup import family_of, mixer_of, structure_of
 
 HEADS_OFF = "hybrid_heads_off"

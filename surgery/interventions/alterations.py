@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgery.capture import Hooks, hooked
 from surgery.hybrid.attention import is_whole
+from surgery.interventions.hooks import Hooks, hooked
 from surgery.models.lookup import block_of, mixer_of, structure_of
 from surgery.types import MixerSpec
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgery.errors import ModelError
-from surgery.evaluate.arms import heads_off
+from surgery.interventions.alterations import altered
+from surgery.interventions.heads_off import heads_off
 from surgery.models.lookup import family_of
-from surgery.procedures import altered
 from surgery.splice import splice
 from tests.pico import pico_base, pico_family, pico_hybrid, pico_site, tokens
 from tests.unit.hybrid.test_donor import plan_for, section, teacher_of

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surgery.capture import PerfectRead, Trace, expand_cache, from_mixer, intervene, record
 from surgery.errors import ModelError
+from surgery.interventions.hooks import Trace, from_mixer, record
+from surgery.interventions.oracle_read import PerfectRead, intervene
+from surgery.models.cache import expand_cache
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.types import MixerSpec
 from tests.pico import (

@@ -28,7 +28,6 @@ from transformers.utils import logging
 
 from bench.evidence import in_short_chunks
 from bench.evidence_arms import Budget
-from surgery.evaluate.scoring import answer_choices
 from surgery.files.atomic import read_json, write_json
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.lookup import geometry_of
@@ -37,6 +36,7 @@ from surgery.probes.documents import encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Base, Splice, Train, Weights
 from surgery.recipe.train import FROM_TEACHER
+from surgery.scoring.ranking import answer_choices
 from surgery.splice import splice
 from surgery.stages import versions
 from surgery.stats import mcnemar, wilson

@@ -23,13 +23,13 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.evaluate.scoring import ChoiceScores
 from surgery.locate.sweep import READS, Sweep, Variant
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.lookup import family_of
 from surgery.probes.documents import encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Base
+from surgery.scoring.ranking import ChoiceScores
 from surgery.stats import bootstrap_mean
 
 ROOT = Path(__file__).parents[1]

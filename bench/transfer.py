@@ -25,7 +25,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, __version__
 
 from surgery.errors import PlanError
-from surgery.evaluate.scoring import ChoiceScores, answer_choices
 from surgery.locate.sweep import READS, Sweep, Variant
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.lookup import family_of, geometry_of
@@ -36,6 +35,7 @@ from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.mqar import mqar_document, mqar_words
 from surgery.probes.phonebook import phonebook_document, space_of
 from surgery.recipe import Base
+from surgery.scoring.ranking import ChoiceScores, answer_choices
 from surgery.stats import bootstrap_mean, mcnemar, wilson
 from surgery.types import HeadSet, Interval, Reads, head_set_from_json
 

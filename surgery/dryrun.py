@@ -15,6 +15,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.data.tokenizer import build_tokenizer
 from surgery.errors import ModelError
 from surgery.estimate import MicroBatch, StepCost, micro_batches, step_cost
 from surgery.files.atomic import read_json
@@ -28,7 +29,6 @@ from surgery.recipe import Base, Hardware, Recipe, Splice, TrainStage, as_base
 from surgery.run.folder import RunDir
 from surgery.stages import STAGES
 from surgery.train import make_accelerator
-from surgery.train.tokenizer import build_tokenizer
 from surgery.types import HeadId, HeadSet, Plan, ScoredHead, head_set_from_json
 from surgery.workspace import Run
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ModelOutput
 
+from surgery.data.user import open_source
 from surgery.models.lookup import family_of
 from surgery.models.meters import PassCost, extrapolate, measure
 from surgery.probes.documents import EncodedBatch, encode
@@ -24,7 +25,6 @@ from surgery.recipe import Source, Train, TrainStage
 from surgery.train import make_accelerator
 from surgery.train.loop import Trainer
 from surgery.train.optim import trainable
-from surgery.train.userdata import open_source
 from surgery.types import Graft
 
 SAMPLED_STEPS = 4  # whose documents give the mean length

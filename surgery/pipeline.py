@@ -13,6 +13,7 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
+from surgery.data.user import open_source
 from surgery.errors import PlanError, RecipeError, RunError
 from surgery.evaluate import held_out_documents
 from surgery.evaluate.asked import make_prompts
@@ -26,7 +27,6 @@ from surgery.recipe.inputs import inputs_of
 from surgery.stages import Stage, stages_of
 from surgery.train import make_accelerator
 from surgery.train.compiling import check_compiler
-from surgery.train.userdata import open_source
 from surgery.types import HeadId
 from surgery.workspace import Reporter, Run, Silent
 

@@ -26,7 +26,6 @@ from surgery.errors import RunError, reading
 from surgery.evaluate import Arm, compare, evaluate, held_out_documents, side_by_side
 from surgery.evaluate.asked import make_prompts
 from surgery.evaluate.efficiency import efficiency
-from surgery.evaluate.scoring import answer_choices
 from surgery.export import export
 from surgery.files.atomic import digest, fingerprint, new_folder, read_json, write_json
 from surgery.interventions.heads_off import HEADS_OFF, heads_off
@@ -45,6 +44,7 @@ from surgery.report.curves import accuracy_by_pairs, training_curve
 from surgery.report.heatmaps import head_maps
 from surgery.report.page import PromptAttention, write_csv, write_page
 from surgery.report.run_page import Facts, write_report
+from surgery.scoring.ranking import answer_choices
 from surgery.splice import splice, step_zero_gap
 from surgery.train import train
 from surgery.types import HeadSet, to_json

@@ -13,19 +13,19 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.data.user import read_documents
 from surgery.errors import fitting
 from surgery.evaluate.asked import Prompts, make_prompts
-from surgery.evaluate.generated import exact_matches
 from surgery.evaluate.harness import run_lm_eval
 from surgery.evaluate.paired import contrasts, gap_closed
-from surgery.evaluate.said import say
-from surgery.evaluate.scoring import LARGEST, perplexity, ranked
 from surgery.interventions.heads_off import HEADS_OFF
 from surgery.models.loading import check_vocabulary
 from surgery.probes.documents import Document
 from surgery.recipe import Data, Evaluate, Train
+from surgery.scoring.answers import say
+from surgery.scoring.generation import exact_matches
+from surgery.scoring.ranking import LARGEST, perplexity, ranked
 from surgery.stats import bootstrap_mean, mcnemar, wilson
-from surgery.train.userdata import read_documents
 
 Progress = Callable[[int, int], None]
 

@@ -14,9 +14,8 @@ from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
+from surgery.data.generated import fact_half, sentence_half
 from surgery.errors import ProbeError
-from surgery.evaluate.said import until_end
-from surgery.evaluate.scoring import until_query
 from surgery.probes.copying import copying_document
 from surgery.probes.documents import Document, EncodedBatch, rng_of
 from surgery.probes.hops import hop_document
@@ -28,7 +27,8 @@ from surgery.probes.needle import Kind, needle_document, token_count
 from surgery.probes.phonebook import phonebook_document, space_of
 from surgery.recipe import Evaluate, Probe
 from surgery.recipe.evaluate import OF_PAIRS, TEXTS
-from surgery.train.data import fact_half, sentence_half
+from surgery.scoring.answers import until_end
+from surgery.scoring.ranking import until_query
 
 SEEN, HELD_OUT = 0, 1
 Maker = Callable[[Random], Document]

@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import fitting
-from surgery.evaluate.choices import arguments
 from surgery.models.cache import cache_tensors
 from surgery.models.lookup import family_of
 from surgery.models.meters import Meter, belongings
 from surgery.recipe import Efficiency
+from surgery.scoring.choices import arguments
 
 TRANSFORMER = "transformer"
 _HEAD_DIM = 64

@@ -16,7 +16,6 @@ from typing import Any
 
 import yaml
 
-from surgery.evaluate.said import answers_of, listed, most_tokens
 from surgery.lm_eval_tasks import FOLDER
 from surgery.probes.copying import copying_document
 from surgery.probes.documents import Document, rng_of
@@ -26,6 +25,7 @@ from surgery.probes.knowledge import fact_question, facts, letter_choice, option
 from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.needle import Kind, needle_document
 from surgery.probes.phonebook import phonebook_document
+from surgery.scoring.answers import answers_of, listed, most_tokens
 
 CALLED_BY_TASKS = ("data.py", "_ranked_yaml", "_generated_yaml")
 Maker = Callable[[Random], Document]

@@ -14,7 +14,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import ProbeError
-from surgery.evaluate.scoring import ChoiceScores
 from surgery.interventions.ablation import Removal
 from surgery.locate.hidden import STRUCTURAL, structural_scores
 from surgery.locate.rivals import attribution, integrated_gradients, layer_divergence, retrieval_score
@@ -23,6 +22,7 @@ from surgery.locate.table import Array, Record, plain, spread
 from surgery.models.lookup import family_of
 from surgery.probes.documents import Document
 from surgery.recipe import Locate
+from surgery.scoring.ranking import ChoiceScores
 from surgery.types import HeadId, MixerSpec
 
 # Margin in logits that the model loses, or gains, when ...

@@ -14,13 +14,13 @@ from torch import distributed
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import ModelError, SurgeryError, fitting
-from surgery.evaluate.scoring import ranked
 from surgery.locate.sweep import Sweep, Variant
 from surgery.locate.table import Record, plain
 from surgery.models.loading import check_vocabulary
 from surgery.probes.documents import Document, EncodedBatch, encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Locate
+from surgery.scoring.ranking import ranked
 
 R = TypeVar("R")
 ROUNDING = 1e-3  # logits; what two exact computations of one margin may differ by

@@ -7,7 +7,7 @@ Owns: what is run and how it is reused. Must never know: files, selection, stati
 - At the query alone, ablation and the perfect read need one decode step from cached states, all heads in one batch.
 
 Where it takes several tokens to tell a prompt's choices apart, the changed model goes on from its own states to decode
-them (`evaluate/choices.py`). A head that is removed everywhere is removed there too. Removal at the query, in the
+them (`scoring/choices.py`). A head that is removed everywhere is removed there too. Removal at the query, in the
 context or at a chosen token, and perfect reads, are of the prompt: at the choices' tokens no head is changed, but all
 read the states that the change has left.
 
@@ -27,8 +27,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from surgery.evaluate.choices import Paths, arguments, branched, completed, likelihoods, paths_of, row_bytes, snapshot
-from surgery.evaluate.scoring import ChoiceScores, check_logits, choice_scores, compared
 from surgery.interventions.ablation import Removal, baseline, replaced, tokens_of
 from surgery.interventions.hooks import Trace, from_block, from_mixer, only_logits, record
 from surgery.interventions.oracle_read import PerfectRead, intervene, mixed_at_query, values_at
@@ -36,6 +34,8 @@ from surgery.models.cache import expand_cache
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.models.sizes import own_kv_bytes_per_token, state_bytes
 from surgery.probes.documents import EncodedBatch
+from surgery.scoring.choices import Paths, arguments, branched, completed, likelihoods, paths_of, row_bytes, snapshot
+from surgery.scoring.ranking import ChoiceScores, check_logits, choice_scores, compared
 from surgery.types import Fill, HeadId, MixerSpec, Reads
 
 READS: tuple[Reads, ...] = ("segment_end", "answer_token")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from surgery.evaluate.scoring import ChoiceScores
+from surgery.scoring.ranking import ChoiceScores
 from surgery.stats import bootstrap_mean
 from surgery.types import Interval
 

@@ -23,6 +23,8 @@ from accelerate.utils.memory import release_memory, should_reduce_batch_size
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.data.generated import Stream
+from surgery.data.user import open_source
 from surgery.errors import RunError, TrainingDiverged
 from surgery.files.atomic import fingerprint
 from surgery.probes.documents import EncodedBatch
@@ -30,7 +32,6 @@ from surgery.recipe import Source, Train, TrainStage
 from surgery.recipe.train import FROM_TEACHER
 from surgery.train.adapters import Adapters
 from surgery.train.compiling import compiling
-from surgery.train.data import Stream
 from surgery.train.growth import grown
 from surgery.train.logits_cache import LogitsCache
 from surgery.train.micro import MicroBatch, counted, cut
@@ -41,7 +42,6 @@ from surgery.train.sharded import gather, trains, twin
 from surgery.train.steps import checkpoints, load_step, save_step
 from surgery.train.teacher import Teacher
 from surgery.train.terms import Terms
-from surgery.train.userdata import open_source
 from surgery.types import Graft
 
 OnStep = Callable[[int, dict[str, float]], None]

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import RunError
 from surgery.probes.documents import Document, EncodedBatch, encode
-from surgery.probes.packing import pack
 from surgery.recipe import Source
 from surgery.train.objectives import counts
+from surgery.train.row_packing import pack
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Several documents a row, in a forward pass. Owns: how a model is told, and whether it keeps them apart.
 
-Must never know: losses, optimizers, how documents are put together (`probes/packing.py`). Scans take `seq_idx` where
+Must never know: losses, optimizers, how documents are put together (`train/row_packing.py`). Scans take `seq_idx` where
 there are the kernels of mamba_ssm and causal_conv1d; attention sees where documents begin by its positions.
 
 Shape legend: B rows, T tokens.

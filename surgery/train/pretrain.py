@@ -27,6 +27,7 @@ from transformers import (
 )
 from transformers import __version__ as transformers_version
 
+from surgery.data.tokenizer import build_tokenizer
 from surgery.errors import RunError
 from surgery.evaluate import evaluate
 from surgery.evaluate.asked import make_prompts
@@ -37,7 +38,6 @@ from surgery.recipe import PretrainRecipe, TinyMamba2, TinyTransformer, to_yaml
 from surgery.recipe.inputs import inputs_of
 from surgery.report.curves import training_curve
 from surgery.train import make_accelerator, train
-from surgery.train.tokenizer import build_tokenizer
 
 Progress = Callable[[int, int, str], None]
 

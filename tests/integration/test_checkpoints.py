@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import surgery.hybrid
-from surgery.evaluate.scoring import answer_choices
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.probes.documents import rng_of
 from surgery.probes.knowledge import fact_question, facts
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Base
+from surgery.scoring.ranking import answer_choices
 from tests.integration.conftest import BASE, ROOT
 
 EXAMPLE = ROOT / "checkpoints" / "quickstart"

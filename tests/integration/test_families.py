@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from surgery.errors import ModelError, PlanError
-from surgery.evaluate.scoring import ChoiceScores, choice_scores
 from surgery.interventions.ablation import Removal
 from surgery.interventions.hooks import Trace, record
 from surgery.locate.sweep import READS, Sweep, Variant
@@ -26,6 +25,7 @@ from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of, st
 from surgery.models.runtime import check_release
 from surgery.plan import check_in_range, make_plan
 from surgery.recipe import Base
+from surgery.scoring.ranking import ChoiceScores, choice_scores
 from surgery.splice import splice
 from surgery.types import Graft, HeadId, HeadSet, Interval, MixerSpec, Plan, ScoredHead
 from tests.battery import (

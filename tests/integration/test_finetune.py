@@ -14,13 +14,13 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from surgery.data.documents import is_held_out
+from surgery.data.user import IndexedDocuments
 from surgery.models.lookup import family_of, geometry_of
 from surgery.pipeline import run_pipeline
 from surgery.probes.documents import Document
 from surgery.recipe import load_recipe, shipped
 from surgery.splice import splice
-from surgery.train.reader import is_held_out
-from surgery.train.userdata import IndexedDocuments
 from surgery.types import Graft, Plan, plan_from_json
 from tests.integration.conftest import ROOT, surgery
 from tests.integration.test_errors import assert_refused

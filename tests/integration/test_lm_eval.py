@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from surgery.evaluate import harness
 from surgery.evaluate.harness import run_lm_eval
 from surgery.evaluate.lm_tasks import RETRIEVAL
-from surgery.evaluate.said import say, until_end
 from surgery.lm_eval_tasks import FOLDER
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.probes.documents import rng_of
 from surgery.recipe import Base, LmEval
+from surgery.scoring.answers import say, until_end
 
 pytest.importorskip("lm_eval")
 EXPORT = Path(__file__).parents[2] / "checkpoints" / "quickstart" / "export"

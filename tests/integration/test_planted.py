@@ -8,13 +8,13 @@ from functools import cache
 import pytest
 import torch
 
-from surgery.evaluate.scoring import ChoiceScores
 from surgery.interventions.hooks import record
 from surgery.locate import locate
 from surgery.locate.choose import rank
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import EncodedBatch, rng_of
 from surgery.recipe import Locate, Splice
+from surgery.scoring.ranking import ChoiceScores
 from surgery.types import HeadId, ScoredHead
 from tests.planted import (
     Planted,

@@ -12,8 +12,8 @@ from surgery.card import cell_of, entries
 from surgery.errors import ModelError, RunError
 from surgery.evaluate import evaluate
 from surgery.evaluate.asked import make_prompts
-from surgery.evaluate.scoring import LARGEST
 from surgery.recipe import Evaluate
+from surgery.scoring.ranking import LARGEST
 from tests.pico import pico_base, pico_tokenizer
 
 FEW = Evaluate.model_validate({"pairs": [2], "examples": 4, "sentences": 3, "tasks": ["kv_retrieval", "perplexity"]})

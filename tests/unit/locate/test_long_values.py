@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgery.evaluate.scoring import answer_choices
 from surgery.interventions.ablation import Removal
 from surgery.interventions.hooks import hooked, record
 from surgery.interventions.oracle_read import PerfectRead, intervene
@@ -22,9 +21,10 @@ from surgery.models.lookup import mixer_of, structure_of
 from surgery.probes.documents import encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Locate, Splice
+from surgery.scoring.ranking import answer_choices
 from surgery.types import HeadId
 from tests.pico import FAMILY_NAMES, pico_base, pico_family, pico_hybrid, pico_site, random_site
-from tests.unit.evaluate.long_choices import Change, digit_tokenizer, long_prompts, margins, unpadded, whole_passes
+from tests.unit.scoring.long_choices import Change, digit_tokenizer, long_prompts, margins, unpadded, whole_passes
 
 MODELS = {name: partial(pico_family, name) for name in FAMILY_NAMES}
 MODELS["hybrid"] = lambda: pico_hybrid([pico_site(0, [1, 3]), random_site(2, [0], "replace")])

@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from surgery.errors import ModelError, ProbeError, RecipeError
-from surgery.evaluate.choices import arguments
 from surgery.interventions.hooks import record
 from surgery.locate import rivals
 from surgery.locate.rivals import attribution, integrated_gradients, layer_divergence, retrieval_score
@@ -26,6 +25,7 @@ from surgery.models.lookup import block_of, family_of, mixer_of, structure_of
 from surgery.probes.documents import Document, EncodedBatch, Question, Writer, encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.sentences import sentence
+from surgery.scoring.choices import arguments
 from surgery.types import MixerSpec
 from tests.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts, tokens
 

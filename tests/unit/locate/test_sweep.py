@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgery.evaluate.scoring import ChoiceScores, choice_scores
 from surgery.interventions.ablation import Removal, baseline, tokens_of
 from surgery.interventions.hooks import record
 from surgery.locate.sweep import READS, Sweep, Variant
 from surgery.models.lookup import mixer_of, structure_of
+from surgery.scoring.ranking import ChoiceScores, choice_scores
 from surgery.types import HeadId, MixerSpec
 from tests.pico import HEAD_DIM, HEADS, pico_base, pico_hybrid, pico_site, prompts, random_site
 

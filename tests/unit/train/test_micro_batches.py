@@ -9,10 +9,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from surgery.data.generated import step_documents
 from surgery.errors import RunError
 from surgery.probes.documents import EncodedBatch, encode
 from surgery.recipe import Source
-from surgery.train.data import step_documents
 from surgery.train.micro import cut
 from tests.integration import training_worker as worker
 from tests.pico import pico_tokenizer

@@ -18,7 +18,6 @@ from torch import Tensor
 from surgery.models.lookup import family_of
 from surgery.probes.documents import EncodedBatch, encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
-from surgery.probes.packing import pack
 from surgery.recipe import Train
 from surgery.train import packed
 from surgery.train.divergence import TopK
@@ -26,6 +25,7 @@ from surgery.train.logits_cache import LogitsCache
 from surgery.train.loop import Trainer
 from surgery.train.objectives import counts
 from surgery.train.packed import apart, why_not
+from surgery.train.row_packing import pack
 from surgery.train.teacher import Teacher, _moved
 from surgery.types import Graft
 from tests.battery import base as base_of

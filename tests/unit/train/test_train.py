@@ -242,7 +242,7 @@ class TestTeacher:
         assert moved(weights(first), second) == set() and not any(asked)
 
     def test_a_teacher_of_other_tokens_is_refused(self, tmp_path: Path) -> None:
-        from surgery.train.tokenizer import build_tokenizer
+        from surgery.data.tokenizer import build_tokenizer
 
         pico_family("llama", vocab_size=1024).save_pretrained(tmp_path)
         build_tokenizer(600).save_pretrained(tmp_path)

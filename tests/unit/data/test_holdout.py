@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from surgery.data.documents import is_held_out
+from surgery.data.user import open_source, read_documents
 from surgery.errors import DataError, RecipeError
 from surgery.evaluate import held_out_documents
 from surgery.probes.documents import Document
 from surgery.recipe import Data, Source, Train, check_recipe
-from surgery.train.reader import is_held_out
-from surgery.train.userdata import open_source, read_documents
 from tests.pico import pico_tokenizer
 
 TOKENIZER = pico_tokenizer()

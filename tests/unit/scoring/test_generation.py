@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 from surgery.evaluate import compare, evaluate
 from surgery.evaluate.asked import Prompts
-from surgery.evaluate.generated import exact_matches, greedy
-from surgery.evaluate.scoring import perplexity
 from surgery.probes.documents import Document, Question
 from surgery.recipe import Evaluate
+from surgery.scoring.generation import exact_matches, greedy
+from surgery.scoring.ranking import perplexity
 from surgery.stats import wilson
 from tests.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts, randomise
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from surgery.probes.documents import EncodedBatch, encode
-from surgery.probes.packing import first_fit, pack
+from surgery.train.row_packing import first_fit, pack
 from tests.pico import pico_tokenizer
 from tests.unit.probes.samples import MAKERS, sample, several_questions
 

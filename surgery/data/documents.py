@@ -21,10 +21,10 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from surgery.data.files import Row
 from surgery.errors import DataError
 from surgery.probes.documents import Document, Question, Span
 from surgery.recipe import Data
-from surgery.train.rows import Row
 
 _TOGETHER = 64  # rows tokenized at a time
 _TRIES = 32  # token boundaries that are tried for a cut whose pieces keep their tokens

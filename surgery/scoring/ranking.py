@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import ModelError, ProbeError
-from surgery.evaluate.choices import paths_of, scored_choices
 from surgery.probes.documents import Document, EncodedBatch, encode
+from surgery.scoring.choices import paths_of, scored_choices
 
 LARGEST = 1e100  # perplexities above it are no numbers that a file, a table or a figure has use for
 

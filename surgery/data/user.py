@@ -14,11 +14,11 @@ from itertools import count, islice
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from surgery.data.documents import Piece, Reader, check_documents, part
+from surgery.data.files import ShuffledPasses, open_rows, rows_in_order
+from surgery.data.generated import GeneratedStream, Stream
 from surgery.probes.documents import Document, rng_of
 from surgery.recipe import Data, Source
-from surgery.train.data import GeneratedStream, Stream
-from surgery.train.reader import Piece, Reader, check_documents, part
-from surgery.train.rows import ShuffledPasses, open_rows, rows_in_order
 
 
 def open_source(

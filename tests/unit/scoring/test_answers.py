@@ -8,16 +8,16 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from surgery.evaluate.said import answers_of, is_said, listed, most_tokens, say, until_end
-from surgery.evaluate.scoring import answer_choices
 from surgery.lm_eval_tasks.data import said as said_in_lm_eval
 from surgery.probes.copying import copying_document
 from surgery.probes.documents import Document, Question, encode, rng_of
 from surgery.probes.json_kv import json_kv_document
 from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.needle import needle_document
+from surgery.scoring.answers import answers_of, is_said, listed, most_tokens, say, until_end
+from surgery.scoring.ranking import answer_choices
 from tests.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
-from tests.unit.evaluate.test_generated import ASKED
+from tests.unit.scoring.test_generation import ASKED
 from tests.unit.probes.samples import sample
 
 V = 1024

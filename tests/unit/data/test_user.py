@@ -20,13 +20,13 @@ from tokenizers.models import BPE, WordPiece
 from tokenizers.pre_tokenizers import ByteLevel, Whitespace
 from transformers import AddedToken, PreTrainedTokenizerFast
 
+from surgery.data.documents import Reader, check_documents, cut
+from surgery.data.files import Row, open_rows, rows_in_order
+from surgery.data.generated import Stream
+from surgery.data.user import open_source, read_documents
 from surgery.errors import DataError, ProbeError
 from surgery.probes.documents import Document, Question, encode, rng_of
 from surgery.recipe import Data, Source
-from surgery.train.data import Stream
-from surgery.train.reader import Reader, check_documents, cut
-from surgery.train.rows import Row, open_rows, rows_in_order
-from surgery.train.userdata import open_source, read_documents
 from tests.pico import pico_tokenizer
 
 TOKENIZER = pico_tokenizer()

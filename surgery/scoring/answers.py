@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.evaluate.generated import greedy
-from surgery.evaluate.scoring import ChoiceScores, check_logits, choice_scores, ranked, until_query
 from surgery.probes.documents import Document, EncodedBatch, Question, encode
+from surgery.scoring.generation import greedy
+from surgery.scoring.ranking import ChoiceScores, check_logits, choice_scores, ranked, until_query
 
 _BETWEEN = " ,"  # nothing else stands between answers that are asked for together
 

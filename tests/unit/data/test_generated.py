@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from surgery.data import generated as data
+from surgery.data.generated import GeneratedStream, fact_half, sentence_half
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document, encode, rng_of, split_of
 from surgery.probes.knowledge import fact_question, fact_statement, facts
@@ -15,8 +17,6 @@ from surgery.probes.mqar import mqar_words
 from surgery.probes.words import key_words
 from surgery.recipe import Source
 from surgery.recipe.train import ENDING, NEEDLES, OF_LINES, READING
-from surgery.train import data
-from surgery.train.data import GeneratedStream, fact_half, sentence_half
 from tests.pico import pico_tokenizer
 
 TASKS = (*READING, "copying", "option_text", "closed_book", "statement", "sentence")

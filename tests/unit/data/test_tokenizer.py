@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
+from surgery.data.tokenizer import END, PAD, build_tokenizer
 from surgery.probes.words import entity_names, key_words
-from surgery.train.tokenizer import END, PAD, build_tokenizer
 from tests.pico import pico_tokenizer
 
 TEXTS = {

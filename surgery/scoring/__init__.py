@@ -1,0 +1,1 @@
+"""Score answers: by rank among choices, and by generation."""

@@ -11,10 +11,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.evidence_arms import Budget
-from surgery.locate import locate
-from surgery.locate.choose import rank
-from surgery.locate.rivals import attribution, layer_divergence
-from surgery.locate.sweep import READS, Sweep
+from surgery.locate.ablation_sweep import READS, Sweep
+from surgery.locate.baselines import attribution, layer_divergence
+from surgery.locate.locating import locate_heads
+from surgery.locate.selection import rank
 from surgery.models.lookup import family_of
 from surgery.probes.documents import encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
@@ -33,7 +33,7 @@ def choose(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, budget: B
         `divergence`: KL by layer, in nats; `clean`: accuracy on the prompts.
     """
     locating = Locate(pairs=budget.locate_pairs, examples=budget.locate_examples, batch_size=BATCH)
-    found = locate(model, tokenizer, locating, Splice(select="sharpen", num_heads=4), seed)
+    found = locate_heads(model, tokenizer, locating, Splice(select="sharpen", num_heads=4), seed)
     attributed, divergence = _rivals(model, tokenizer, budget, seed)
     names = sorted(s.head for s in found.heads)
     ablated = rank(found.heads, "ablation")

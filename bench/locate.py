@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.locate import locate, peak_bytes
-from surgery.locate.prompts import Prompts
+from surgery.locate.batches import Prompts
+from surgery.locate.locating import locate_heads, peak_bytes
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import EncodedBatch
@@ -115,13 +115,13 @@ def compare(
     }
     for way, (own, splice) in ways(section).items():
         began = time.process_time()
-        result = locate(model, tokenizer, own, splice, SEED, any_accuracy=True)
+        result = locate_heads(model, tokenizer, own, splice, SEED, any_accuracy=True)
         took = time.process_time() - began
         found[way] = {"seconds": took, "ratio": seconds / took, "passes": result.cost["passes"]}
         found[way]["best"] = str(result.heads[0].head)
         found[way]["left"] = sum(s.n == section.examples for s in result.heads)
     own, splice = ways(first)["exact"]
-    exact = locate(model, tokenizer, own, splice, SEED, any_accuracy=True)
+    exact = locate_heads(model, tokenizer, own, splice, SEED, any_accuracy=True)
     found["same_ranking"] = _same(slow, {s.head: s.scores["ablation"].value for s in exact.heads})
     found["peak_gib"] = peak_bytes() / 2**30
     return found

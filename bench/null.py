@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from surgery.locate import roles_of
-from surgery.locate.table import Record, Table
+from surgery.locate.locating import roles_of
+from surgery.locate.scores import Record, Table
 from surgery.probes.documents import EncodedBatch
 from surgery.types import Role
 from tests.pico import pico_base

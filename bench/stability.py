@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.locate.sweep import READS, Sweep, Variant
+from surgery.locate.ablation_sweep import READS, Sweep, Variant
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.lookup import family_of
 from surgery.probes.documents import encode, rng_of

@@ -25,7 +25,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, __version__
 
 from surgery.errors import PlanError
-from surgery.locate.sweep import READS, Sweep, Variant
+from surgery.locate.ablation_sweep import READS, Sweep, Variant
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.lookup import family_of, geometry_of
 from surgery.probes.documents import Document, encode, rng_of

@@ -33,7 +33,7 @@ from bench.evidence_arms import Arm, Budget
 from bench.evidence_train import prepared
 from bench.transfer import Task, line, measured, tasks
 from surgery.files.atomic import fingerprint, read_json, write_json
-from surgery.locate import locate
+from surgery.locate.locating import locate_heads
 from surgery.models.loading import load_model, load_tokenizer, revision_of
 from surgery.probes.documents import encode, rng_of
 from surgery.recipe import Base, Locate, Source, Splice, Train, Weights
@@ -113,7 +113,7 @@ def located(experiment: Experiment, model: PreTrainedModel, tokenizer: PreTraine
     path, budget = experiment.folder / f"heads_seed{seed}.json", experiment.budget
     if not path.is_file():
         section = Locate(methods=("query", "sharpen"), pairs=budget.locate_pairs, examples=budget.locate_examples)
-        found = locate(
+        found = locate_heads(
             model, tokenizer, section, Splice(select="sharpen"), seed, "base", revision_of(_given(experiment))
         )
         write_json(path, to_json(found))

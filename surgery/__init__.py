@@ -25,7 +25,7 @@ _HOMES = {
     "load_model": "models.loading",
     "load_recipe": "recipe",
     "load_tokenizer": "models.loading",
-    "locate": "locate",
+    "locate": "locate.locating",
     "make_plan": "plan",
     "publish": "hub",
     "run_pipeline": "pipeline",

@@ -29,9 +29,9 @@ from surgery.evaluate.efficiency import efficiency
 from surgery.export import export
 from surgery.files.atomic import digest, fingerprint, new_folder, read_json, write_json
 from surgery.interventions.heads_off import HEADS_OFF, heads_off
-from surgery.locate import locate
-from surgery.locate.hidden import prompt_attention
-from surgery.locate.measure import COLUMNS
+from surgery.locate.hidden_attention import prompt_attention
+from surgery.locate.locating import locate_heads
+from surgery.locate.methods import COLUMNS
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.lookup import family_of
 from surgery.plan import make_plan
@@ -102,7 +102,7 @@ _CONTROL = ("no_splice", "no_splice_training.json", "figures/no_splice_training"
 def _locate(run: Run, key: str) -> None:
     recipe = run.recipe
     assert recipe.splice is not None
-    heads = locate(
+    heads = locate_heads(
         run.base(),
         run.tokenizer(),
         recipe.locate,

@@ -40,7 +40,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from surgery.locate import locate
+from surgery.locate.locating import locate_heads
 from surgery.models.lookup import family_of
 from surgery.probes.documents import EncodedBatch, encode, rng_of
 from surgery.probes.kv_retrieval import HEADER, NUM_VALUES, kv_document
@@ -324,4 +324,4 @@ def scored_heads(
 ) -> tuple[ScoredHead, ...]:
     """What `locate` says of every head, at any accuracy of the model."""
     section, splice = Locate(methods=tuple(methods)), Splice(select="aggregate")
-    return locate(model, planted_tokenizer(), section, splice, seed, batches=batches, any_accuracy=True).heads
+    return locate_heads(model, planted_tokenizer(), section, splice, seed, batches=batches, any_accuracy=True).heads

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from surgery.errors import ModelError, PlanError
 from surgery.interventions.ablation import Removal
 from surgery.interventions.hooks import Trace, record
-from surgery.locate.sweep import READS, Sweep, Variant
+from surgery.locate.ablation_sweep import READS, Sweep, Variant
 from surgery.models.loading import load_model
 from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of, structure_of
 from surgery.models.runtime import check_release

@@ -10,11 +10,11 @@ import torch
 
 from bench.null import allowed, calls, shuffled_labels
 from bench.stability import Effects, agreement, halves, measure, probe_seeds, table
-from surgery.locate.sweep import Sweep, Variant
+from surgery.locate.ablation_sweep import Sweep, Variant
 from surgery.types import HeadId
 from tests.planted import answers, plant, planted_prompts, planted_tokenizer, scored_heads
 
-locating = import_module("surgery.locate")  # `surgery.locate` itself is the function
+locating = import_module("surgery.locate.locating")
 SEEDS = 10
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from surgery.interventions.hooks import record
-from surgery.locate import locate
-from surgery.locate.choose import rank
+from surgery.locate.locating import locate_heads
+from surgery.locate.selection import rank
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import EncodedBatch, rng_of
 from surgery.recipe import Locate, Splice
@@ -95,7 +95,7 @@ class TestMamba2:
 
     def test_located_from_text(self) -> None:
         planted, section = plant(0), Locate(pairs=8, examples=32, batch_size=16)
-        heads = locate(planted.model, planted_tokenizer(), section, Splice(select="ablation", num_heads=2))
+        heads = locate_heads(planted.model, planted_tokenizer(), section, Splice(select="ablation", num_heads=2))
         assert {s.head for s in heads.chosen} == set(planted.heads)
         assert roles(heads.heads) == {planted.gather: "gather", planted.aggregate: "aggregate"}
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from surgery.interventions.ablation import Removal
 from surgery.interventions.hooks import hooked, record
 from surgery.interventions.oracle_read import PerfectRead, intervene
-from surgery.locate import locate
-from surgery.locate.sweep import Sweep, Variant
+from surgery.locate.ablation_sweep import Sweep, Variant
+from surgery.locate.locating import locate_heads
 from surgery.models.lookup import mixer_of, structure_of
 from surgery.probes.documents import encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
@@ -191,7 +191,7 @@ def test_locate_with_a_tokenizer_that_cuts_numbers_into_digits() -> None:
     """The clean model as `evaluate` scores it, and every head's loss as whole passes without it say."""
     model, n = pico_base(vocab_size=1024, layers=2), 3
     section = Locate(pairs=8, examples=n, batch_size=2, methods=("ablation", "sharpen"))
-    found = locate(model, digit_tokenizer(), section, Splice(select="ablation"), any_accuracy=True)
+    found = locate_heads(model, digit_tokenizer(), section, Splice(select="ablation"), any_accuracy=True)
     documents = [kv_document(rng_of("locate", 0, i), 8, split="eval") for i in range(n)]
     clean = answer_choices(model, digit_tokenizer(), documents, 3)
     assert found.clean["accuracy"].value == float(clean.correct.float().mean())

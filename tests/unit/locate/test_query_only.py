@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import pytest
 
-from surgery.locate import locate
-from surgery.locate.measure import COLUMNS
+from surgery.locate.locating import locate_heads
+from surgery.locate.methods import COLUMNS
 from surgery.recipe import Locate, Splice
 from surgery.types import Interval
 from tests.pico import pico_family, pico_tokenizer
@@ -24,8 +24,8 @@ def agree(one: Interval, other: Interval) -> bool:
 def test_columns_at_the_query_are_the_same(name: str) -> None:
     model, tokenizer = pico_family(name, vocab_size=976), pico_tokenizer()
     section, splice = Locate(pairs=4, examples=4, batch_size=4), Splice(select="random")
-    whole = locate(model, tokenizer, section, splice)
-    query = locate(model, tokenizer, section.model_copy(update={"methods": ("query", "sharpen")}), splice)
+    whole = locate_heads(model, tokenizer, section, splice)
+    query = locate_heads(model, tokenizer, section.model_copy(update={"methods": ("query", "sharpen")}), splice)
     for full, part in zip(whole.heads, query.heads, strict=True):
         assert full.head == part.head
         assert {c for c in full.scores if c in COLUMNS} - {c for c in part.scores if c in COLUMNS} == CONTEXT
@@ -37,6 +37,6 @@ def test_columns_at_the_query_are_the_same(name: str) -> None:
 def test_only_heads_that_can_be_spliced_are_chosen() -> None:
     tokenizer, section = pico_tokenizer(), Locate(pairs=4, examples=4, batch_size=4)
     for seed in range(5):
-        found = locate(pico_family("bamba", vocab_size=976), tokenizer, section, Splice(select="random"), seed)
+        found = locate_heads(pico_family("bamba", vocab_size=976), tokenizer, section, Splice(select="random"), seed)
         assert {head.head.letter for head in found.chosen} == {"H"}
-    assert locate(pico_family("llama", vocab_size=976), tokenizer, section, Splice(select="random")).chosen == ()
+    assert locate_heads(pico_family("llama", vocab_size=976), tokenizer, section, Splice(select="random")).chosen == ()

@@ -7,13 +7,13 @@ from importlib import import_module
 import numpy as np
 import pytest
 
-from surgery.locate import locate
+from surgery.locate.locating import locate_heads
 from surgery.locate.search import rounds, survivors
 from surgery.models.lookup import family_of
 from surgery.recipe import Locate, Search, Splice
 from tests.pico import pico_base, pico_family, pico_tokenizer
 
-locating = import_module("surgery.locate")
+locating = import_module("surgery.locate.locating")
 
 
 def drawn(means: list[float], n: int, seed: int, spread: float = 1.0) -> np.ndarray:
@@ -93,7 +93,7 @@ class TestLocateWithASearch:
         sites = {spec.name for spec in family_of(model.config).sites(model.config)}
         heads = [head for spec in family_of(model.config).mixers(model.config) for head in spec.heads]
         section = Locate(pairs=4, examples=4, batch_size=2, search=Search(first=2))
-        locate(model, pico_tokenizer(), section, Splice(select="ablation"), any_accuracy=True)
+        locate_heads(model, pico_tokenizer(), section, Splice(select="ablation"), any_accuracy=True)
         kinds = [{heads[i].mixer in sites for i in places} for places in asked]
         assert kinds == [{True}, {False}] and sum(map(len, asked)) == len(heads)
 
@@ -103,7 +103,7 @@ class TestLocateWithASearch:
         """Heads are dropped by a rule of this test's: the survivors' numbers do not depend on it."""
         model, tokenizer = pico_base(vocab_size=1024, layers=2), pico_tokenizer()
         splice = Splice(select="ablation")
-        whole = locate(model, tokenizer, self.SECTION, splice, any_accuracy=True)
+        whole = locate_heads(model, tokenizer, self.SECTION, splice, any_accuracy=True)
         kept: list[list[int]] = []
 
         def half(arms: list[np.ndarray], alive: list[int], keep: int, risk: float, num_rounds: int) -> list[int]:
@@ -115,7 +115,7 @@ class TestLocateWithASearch:
 
         monkeypatch.setattr(locating, "survivors", half)
         section = self.SECTION.model_copy(update={"search": Search(first=8)})
-        found = locate(model, tokenizer, section, splice, any_accuracy=True)
+        found = locate_heads(model, tokenizer, section, splice, any_accuracy=True)
         full, counts = {s.head: s for s in whole.heads}, sorted(s.n for s in found.heads)
         assert [len(k) for k in kept] == [4, 2] and counts == [8] * 4 + [16] * 2 + [24] * 2
         assert [s.n for s in found.heads] == sorted(counts, reverse=True), "those that were dropped come last"
@@ -130,5 +130,5 @@ class TestLocateWithASearch:
     def test_nothing_is_dropped_where_nothing_differs(self) -> None:
         section = self.SECTION.model_copy(update={"search": Search(first=8), "methods": ("query", "sharpen")})
         model = pico_base(vocab_size=1024, layers=1)
-        found = locate(model, pico_tokenizer(), section, any_accuracy=True)
+        found = locate_heads(model, pico_tokenizer(), section, any_accuracy=True)
         assert found.chosen[0].n == 24

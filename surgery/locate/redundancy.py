@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from surgery.interventions.ablation import Removal
-from surgery.locate.sweep import Sweep
-from surgery.locate.table import Array, plain
+from surgery.locate.ablation_sweep import Sweep
+from surgery.locate.scores import Array, plain
 from surgery.scoring.ranking import ChoiceScores
 from surgery.stats import bootstrap_mean
 from surgery.types import HeadId, Interval, ScoredGroup, ScoredHead

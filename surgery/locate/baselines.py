@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from surgery.errors import ModelError, ProbeError, RecipeError
 from surgery.interventions.hooks import Trace, from_mixer, hooked, record
 from surgery.interventions.scaling import factored, factored_output
-from surgery.locate.sweep import Sweep
+from surgery.locate.ablation_sweep import Sweep
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import Document, EncodedBatch, encode
 from surgery.scoring.choices import arguments

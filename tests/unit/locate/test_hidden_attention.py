@@ -13,14 +13,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from surgery.errors import PlanError, ProbeError
 from surgery.interventions.hooks import record
-from surgery.locate.hidden import (
+from surgery.locate.attention_shape import aggregate_score, entropy, gather_score, sharpness
+from surgery.locate.hidden_attention import (
     STRUCTURAL,
     head_matrices,
     prompt_attention,
     segment_spans,
     structural_scores,
 )
-from surgery.locate.rows import aggregate_score, entropy, gather_score, sharpness
 from surgery.models.layouts import Streams
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import Document, EncodedBatch, encode, rng_of

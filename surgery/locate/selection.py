@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from surgery.errors import PlanError
-from surgery.locate.sweep import READS
+from surgery.locate.ablation_sweep import READS
 from surgery.probes.documents import rng_of
 from surgery.recipe import Locate, Splice
 from surgery.stats import bootstrap_mean

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from surgery.locate.table import Record, Table, intervals, scores_of, spread
+from surgery.locate.scores import Record, Table, intervals, scores_of, spread
 from surgery.stats import bootstrap_mean
 
 

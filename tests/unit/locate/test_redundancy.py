@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from surgery.locate import locate
-from surgery.locate.backup import backups, pairs, together
+from surgery.locate.locating import locate_heads
+from surgery.locate.redundancy import backups, pairs, together
 from surgery.recipe import Locate, Splice
 from surgery.types import HeadId, Interval, ScoredHead, head_set_from_json, to_json
 from tests.pico import pico_base, pico_tokenizer
@@ -80,7 +80,7 @@ def test_on_a_model_the_groups_are_what_removing_them_costs() -> None:
     """Layers, backups and pairs of a run: the first backup is the best single head, and JSON holds all of it."""
     section = Locate(pairs=4, examples=6, batch_size=4, backups=2, layers=True)
     model, steps = pico_base(vocab_size=1024, layers=2), []
-    found = locate(
+    found = locate_heads(
         model, pico_tokenizer(), section, Splice(num_heads=2), any_accuracy=True, progress=lambda *at: steps.append(at)
     )
     kinds = [group.kind for group in found.groups]

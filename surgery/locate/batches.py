@@ -14,8 +14,8 @@ from torch import distributed
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import ModelError, SurgeryError, fitting
-from surgery.locate.sweep import Sweep, Variant
-from surgery.locate.table import Record, plain
+from surgery.locate.ablation_sweep import Sweep, Variant
+from surgery.locate.scores import Record, plain
 from surgery.models.loading import check_vocabulary
 from surgery.probes.documents import Document, EncodedBatch, encode, rng_of
 from surgery.probes.kv_retrieval import kv_document

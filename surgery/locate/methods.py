@@ -15,10 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import ProbeError
 from surgery.interventions.ablation import Removal
-from surgery.locate.hidden import STRUCTURAL, structural_scores
-from surgery.locate.rivals import attribution, integrated_gradients, layer_divergence, retrieval_score
-from surgery.locate.sweep import READS, Sweep, Variant
-from surgery.locate.table import Array, Record, plain, spread
+from surgery.locate.ablation_sweep import READS, Sweep, Variant
+from surgery.locate.baselines import attribution, integrated_gradients, layer_divergence, retrieval_score
+from surgery.locate.hidden_attention import STRUCTURAL, structural_scores
+from surgery.locate.scores import Array, Record, plain, spread
 from surgery.models.lookup import family_of
 from surgery.probes.documents import Document
 from surgery.recipe import Locate

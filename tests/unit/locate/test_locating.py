@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from surgery.errors import ModelError, PlanError, ProbeError, RecipeError, RunError
-from surgery.locate import locate
-from surgery.locate.choose import rank
-from surgery.locate.measure import COLUMNS
-from surgery.locate.table import Record, Table
+from surgery.locate.locating import locate_heads
+from surgery.locate.methods import COLUMNS
+from surgery.locate.scores import Record, Table
+from surgery.locate.selection import rank
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Locate, Splice
 from surgery.types import HeadId, HeadSet, Interval, MixerSpec, ScoredHead, head_set_from_json, to_json
 from tests.pico import pico_base, pico_family, pico_tokenizer
 from tests.unit.evaluate.test_evaluate import NO_MEMORY, failing
 
-locating = import_module("surgery.locate")  # `surgery.locate` itself is the function
-choosing = import_module("surgery.locate.choose")
+locating = import_module("surgery.locate.locating")
+choosing = import_module("surgery.locate.selection")
 PROMPTS = Locate(pairs=4, examples=6, batch_size=4)
 
 
@@ -213,7 +213,7 @@ class TestLocate:
 
     def test_a_base_at_chance_is_refused(self) -> None:
         with pytest.raises(ProbeError, match=r"locate\.pairs: 4 .*at chance.*fewer"):
-            locate(self._model(), pico_tokenizer(), PROMPTS)
+            locate_heads(self._model(), pico_tokenizer(), PROMPTS)
 
     @pytest.mark.parametrize("fault", ["chance", "nan", "tokenizer"])
     def test_what_can_be_known_first_is_refused_before_any_head_is_measured(
@@ -226,13 +226,13 @@ class TestLocate:
         error = ProbeError if fault == "chance" else ModelError
         says = {"chance": "at chance", "nan": "are NaN", "tokenizer": "token 972, and the model has 61"}[fault]
         with pytest.raises(error, match=says):
-            locate(model, pico_tokenizer(), PROMPTS)
+            locate_heads(model, pico_tokenizer(), PROMPTS)
 
     def test_logits_that_are_nan_are_refused_where_no_accuracy_is_needed(self) -> None:
         model = self._model()
         model.backbone.layers[0].mixer.D.data[1] = torch.nan
         with pytest.raises(ModelError, match="are NaN"):
-            locate(model, pico_tokenizer(), PROMPTS, Splice(select="random"))
+            locate_heads(model, pico_tokenizer(), PROMPTS, Splice(select="random"))
 
     @pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
     @pytest.mark.parametrize(("size", "hint"), [(4, "Lower it"), (1, "Lower locate.pairs")])
@@ -244,11 +244,11 @@ class TestLocate:
         section = PROMPTS.model_copy(update={"batch_size": size})
         for splice in (None, Splice(select="random")):
             with pytest.raises(RunError, match=rf"locate\.batch_size: {size}\. Out of memory\. {hint}"):
-                locate(model, pico_tokenizer(), section, splice)
+                locate_heads(model, pico_tokenizer(), section, splice)
 
     @pytest.mark.parametrize("splice", [Splice(select="list", heads=("L1H2",)), Splice(select="random")])
     def test_heads_that_no_ranking_chooses_need_no_accuracy(self, splice: Splice) -> None:
-        found = locate(self._model(), pico_tokenizer(), PROMPTS, splice)
+        found = locate_heads(self._model(), pico_tokenizer(), PROMPTS, splice)
         assert len(found.chosen) == 1 and found.chosen[0] in found.heads
 
     def test_a_base_at_ceiling_is_refused(self) -> None:
@@ -263,7 +263,7 @@ class TestLocate:
     def test_what_was_not_measured_does_not_choose(self, select: Any) -> None:
         section = PROMPTS.model_copy(update={"methods": ("query",)})
         with pytest.raises(RecipeError, match=rf"splice\.select: {select}\. It needs \w+ among"):
-            locate(self._model(), pico_tokenizer(), section, Splice(select=select))
+            locate_heads(self._model(), pico_tokenizer(), section, Splice(select=select))
 
     def test_chance_is_that_of_the_prompts(self) -> None:
         """Four choices a prompt, whatever the section says of pairs."""
@@ -274,22 +274,22 @@ class TestLocate:
     def test_a_baseline_needs_other_prompts(self) -> None:
         section = PROMPTS.model_copy(update={"fill": "mean", "examples": 5})
         with pytest.raises(ProbeError, match="one prompt"):
-            locate(self._model(), pico_tokenizer(), section)
+            locate_heads(self._model(), pico_tokenizer(), section)
 
     def test_too_many_pairs_are_refused(self) -> None:
         with pytest.raises(ProbeError, match="pairs: 101"):
-            locate(self._model(), pico_tokenizer(), PROMPTS.model_copy(update={"pairs": 101}))
+            locate_heads(self._model(), pico_tokenizer(), PROMPTS.model_copy(update={"pairs": 101}))
 
     def test_heads_that_move_nothing_are_refused(self, any_accuracy: None) -> None:
         model = self._model()
         for block in model.backbone.layers:
             block.mixer.out_proj.weight.data.zero_()
         with pytest.raises(ModelError, match="no logit"):
-            locate(model, pico_tokenizer(), PROMPTS)
+            locate_heads(model, pico_tokenizer(), PROMPTS)
 
     def test_measures_every_head(self, any_accuracy: None) -> None:
         model, steps = self._model(), []
-        found = locate(
+        found = locate_heads(
             model,
             pico_tokenizer(),
             PROMPTS,
@@ -320,7 +320,7 @@ class TestLocate:
     def test_signs(self, any_accuracy: None) -> None:
         """Ablation columns are what is lost, sharpen columns what is gained: against one naive margin each."""
         model = self._model()
-        found = {s.head: s for s in locate(model, pico_tokenizer(), PROMPTS).heads}
+        found = {s.head: s for s in locate_heads(model, pico_tokenizer(), PROMPTS).heads}
         prompts, head = locating.Prompts(model, pico_tokenizer(), PROMPTS, 0), HeadId(0, 2)
 
         def mean(run: Any) -> float:
@@ -334,9 +334,9 @@ class TestLocate:
     def test_at_the_query_alone(self, any_accuracy: None) -> None:
         """Fewer columns, the same numbers; nothing is said of the context, so no head gathers."""
         model, steps = self._model(), []
-        whole = {s.head: s for s in locate(model, pico_tokenizer(), PROMPTS).heads}
+        whole = {s.head: s for s in locate_heads(model, pico_tokenizer(), PROMPTS).heads}
         section = PROMPTS.model_copy(update={"methods": ("query", "sharpen")})
-        part = locate(model, pico_tokenizer(), section, progress=lambda *at: steps.append(at))
+        part = locate_heads(model, pico_tokenizer(), section, progress=lambda *at: steps.append(at))
         assert steps == [(i + 1, 2 * 3) for i in range(2 * 3)], "two batches, ablation and both perfect reads"
         columns = ("query", "segment_end", "answer_token")
         for head in part.heads:
@@ -353,19 +353,21 @@ class TestLocate:
         mixers = family_of(model.config).mixers(model.config)
         sites = {spec.name for spec in family_of(model.config).sites(model.config)}
         assert any(not spec.is_ssm for spec in mixers)
-        found = locate(model, pico_tokenizer(), PROMPTS, Splice(num_heads=2))
+        found = locate_heads(model, pico_tokenizer(), PROMPTS, Splice(num_heads=2))
         assert sorted(s.head for s in found.heads) == sorted(head for spec in mixers for head in spec.heads)
         assert {s.head.mixer for s in found.chosen} <= sites
         assert len(found.chosen) == (2 if sites else 0)
         assert head_set_from_json(to_json(found)) == found
 
     def test_same_seed_same_heads(self, any_accuracy: None) -> None:
-        one, again, other = (locate(self._model(), pico_tokenizer(), PROMPTS, seed=s) for s in (1, 1, 2))
+        one, again, other = (locate_heads(self._model(), pico_tokenizer(), PROMPTS, seed=s) for s in (1, 1, 2))
         assert one == again and one.clean != other.clean
 
     def test_batches_change_nothing(self, any_accuracy: None) -> None:
         model = self._model()
-        whole, parts = (locate(model, pico_tokenizer(), PROMPTS.model_copy(update={"batch_size": b})) for b in (6, 1))
+        whole, parts = (
+            locate_heads(model, pico_tokenizer(), PROMPTS.model_copy(update={"batch_size": b})) for b in (6, 1)
+        )
         assert names(whole.heads) == names(parts.heads)
         for a, b in zip(whole.heads, parts.heads, strict=True):
             # The usual size of a perfect read is that over a batch: the sharpen columns may differ a little.
@@ -376,7 +378,7 @@ class TestLocate:
     def test_progress_ends_at_its_end(self, select: Any, any_accuracy: None) -> None:
         steps: list[tuple[int, int]] = []
         splice = Splice(select="list", heads=("L0H0",)) if select == "list" else Splice(select=select, num_heads=3)
-        found = locate(self._model(), pico_tokenizer(), PROMPTS, splice, progress=lambda *at: steps.append(at))
+        found = locate_heads(self._model(), pico_tokenizer(), PROMPTS, splice, progress=lambda *at: steps.append(at))
         assert found.method == select and len(found.chosen) == (1 if select == "list" else 3)
         assert steps[-1][0] == steps[-1][1]
 
@@ -388,8 +390,8 @@ class TestLocate:
         model = self._model().train(training)
         if refused:
             with pytest.raises(ProbeError):
-                locate(model, pico_tokenizer(), PROMPTS)
+                locate_heads(model, pico_tokenizer(), PROMPTS)
         else:
             monkeypatch.setattr(locating, "check_clean", lambda *_: None)
-            locate(model, pico_tokenizer(), PROMPTS)
+            locate_heads(model, pico_tokenizer(), PROMPTS)
         assert model.training == training

@@ -31,7 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from surgery.errors import ModelError, PlanError, ProbeError
 from surgery.hybrid.attention import is_whole, splice_sites
 from surgery.interventions.hooks import Trace, record
-from surgery.locate.rows import (
+from surgery.locate.attention_shape import (
     Shares,
     Span,
     aggregate_score,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from surgery.interventions.ablation import Removal, baseline, tokens_of
 from surgery.interventions.hooks import record
-from surgery.locate.sweep import READS, Sweep, Variant
+from surgery.locate.ablation_sweep import READS, Sweep, Variant
 from surgery.models.lookup import mixer_of, structure_of
 from surgery.scoring.ranking import ChoiceScores, choice_scores
 from surgery.types import HeadId, MixerSpec

@@ -31,16 +31,16 @@ from bench.evidence_arms import Budget
 from surgery.files.atomic import read_json, write_json
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.lookup import geometry_of
-from surgery.plan import make_plan
 from surgery.probes.documents import encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Base, Splice, Train, Weights
 from surgery.recipe.train import FROM_TEACHER
 from surgery.scoring.ranking import answer_choices
-from surgery.splice import splice
+from surgery.splice.graft import splice_model
+from surgery.splice.plan import make_plan
 from surgery.stages import versions
 from surgery.stats import mcnemar, wilson
-from surgery.train import train
+from surgery.train.training import train_model
 from surgery.types import HeadId, HeadSet, ScoredHead
 
 # The site reads the value itself, the teacher's reading head the end of its line, one token behind.
@@ -93,7 +93,7 @@ def hybrid_of(base: PreTrainedModel, seed: int) -> tuple[PreTrainedModel, Any]:
     heads = HeadSet("pico-mamba2", "", geometry_of(base.config), scored, scored, "list", seed)
     wanted = Splice(select="list", heads=(SITE,))
     plan = make_plan(heads, base.config, wanted, seed)
-    return splice(base, plan, wanted), plan
+    return splice_model(base, plan, wanted), plan
 
 
 def scored(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
@@ -122,7 +122,7 @@ def run(folder: Path, base_folder: Path, teacher_folder: Path) -> None:
                     continue
                 began = time.perf_counter()
                 model, plan = (copy.deepcopy(base), None) if name == "no splice" else hybrid_of(base, seed)
-                train(model, tokenizer, section(weights, steps, teacher_folder, head), plan, base, seed)
+                train_model(model, tokenizer, section(weights, steps, teacher_folder, head), plan, base, seed)
                 seconds = round(time.perf_counter() - began, 1)
                 result = {"correct": scored(model, tokenizer), "seconds": seconds, "versions": versions()}
                 write_json(path, {"arm": name, "steps": steps, "seed": seed, "weights": weights, **result})

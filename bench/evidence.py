@@ -53,7 +53,7 @@ from surgery.evaluate.asked import Prompts, make_prompts
 from surgery.files.atomic import fingerprint, new_folder, read_json, write_json
 from surgery.models.loading import load_model, load_tokenizer, revision_of
 from surgery.recipe import Base, PretrainRecipe, load_recipe
-from surgery.train.pretrain import pretrain
+from surgery.run.pretrain import pretrain
 
 SEEDS = (0, 1, 2)
 FACTS, TEXTS = "closed_book", "perplexity"  # the halves that no training showed

@@ -18,14 +18,14 @@ from bench.evidence_models import Rows, add_lora, hidden_rows, linear_rows, make
 from surgery.evaluate import evaluate
 from surgery.evaluate.asked import Prompts
 from surgery.models.lookup import geometry_of
-from surgery.plan import make_plan
 from surgery.probes.documents import EncodedBatch
 from surgery.recipe import Source, Splice
-from surgery.splice import splice
+from surgery.splice.graft import splice_model
+from surgery.splice.plan import make_plan
 from surgery.stages import versions
-from surgery.train import make_accelerator
-from surgery.train.loop import Trainer
-from surgery.train.objectives import attention_loss
+from surgery.train.losses import attention_loss
+from surgery.train.trainer import Trainer
+from surgery.train.training import make_accelerator
 from surgery.types import HeadId, HeadSet, Plan, Reads, ScoredHead
 
 
@@ -77,7 +77,7 @@ def prepared(arm: Arm, base: PreTrainedModel, budget: Budget) -> Iterator[tuple[
             yield model, {"rows": rows, "reads": (arm.reads,)}
         return
     plan = plan_of(arm, base)
-    model = splice(base, plan, _splice_section(arm))
+    model = splice_model(base, plan, _splice_section(arm))
     if arm.kind == "linear":
         branches = make_linear(model)
         supervised = linear_rows(branches) if arm.supervised else None

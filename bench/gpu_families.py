@@ -34,7 +34,7 @@ from bench.gpu_runner import Options
 from surgery.errors import ModelError
 from surgery.interventions.hooks import record
 from surgery.models.lookup import family_of, mixer_of, structure_of
-from surgery.train.packed import why_not
+from surgery.train.packing import why_not
 from surgery.types import Mode
 from tests.pico import SPLICED_FAMILIES
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgery.models.lookup import family_of, geometry_of, mixer_of, structure_of
-from surgery.splice import splice
+from surgery.splice.graft import splice_model
 from surgery.types import Graft, Init, MixerSpec, Mode, Plan
 from tests.pico import pico_family
 
@@ -68,7 +68,7 @@ def base_of(name: str, toy: bool, dtype: str = "fp32", **more: Any) -> PreTraine
 def hybrid_of(base: PreTrainedModel, mode: Mode, inits: tuple[Init, Init] = ("ssm", "random")) -> PreTrainedModel:
     """Attention in the first two layers that take it: one head, and two. With `add` its output is random, not zero."""
     plan = plan_of(base, mode, inits)
-    hybrid = splice(base, plan)
+    hybrid = splice_model(base, plan)
     if mode == "add":
         for graft in plan.grafts:
             weight = mixer_of(hybrid, graft.site).attention.o_proj.weight

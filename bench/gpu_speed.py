@@ -26,7 +26,7 @@ from surgery.evaluate.efficiency import spread_of
 from surgery.hybrid.attention import SplicedAttention
 from surgery.models.cache import expand_cache
 from surgery.models.lookup import family_of, geometry_of
-from surgery.splice import splice
+from surgery.splice.graft import splice_model
 from surgery.types import Graft, Plan
 
 WARM_UP, FEWEST, LONGEST = 2, 3, 10.0  # runs, repeats, seconds of one timing
@@ -123,7 +123,7 @@ def pair(name: str, options: Options) -> dict[str, PreTrainedModel]:
     sites = family_of(config).sites(config)
     chosen = [sites[len(sites) // 2], sites[3 * len(sites) // 4]]
     grafts = tuple(Graft(site, (1,), "add", "ssm", ("segment_end",)) for site in chosen)
-    hybrid = splice(base, Plan(name, geometry_of(config), grafts, 0))
+    hybrid = splice_model(base, Plan(name, geometry_of(config), grafts, 0))
     for key, parameter in base.named_parameters():  # as hybrids keep them
         if key.rsplit(".", 1)[-1] in hybrid._keep_in_fp32_modules_strict:
             parameter.data = parameter.data.float()

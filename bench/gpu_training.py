@@ -43,9 +43,9 @@ from surgery.models.lookup import family_of, geometry_of
 from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Base, Train
-from surgery.splice import splice
-from surgery.train import make_accelerator
-from surgery.train.loop import Trainer
+from surgery.splice.graft import splice_model
+from surgery.train.trainer import Trainer
+from surgery.train.training import make_accelerator
 from surgery.types import Graft, Plan
 from tests.pico import pico_config, pico_tokenizer
 
@@ -125,7 +125,7 @@ def trained(name: str, task: str, arm: str, options: Options) -> Run:
     sites = family_of(base.config).sites(base.config)
     chosen = [sites[len(sites) // 2], sites[3 * len(sites) // 4]]
     grafts = tuple(Graft(site, (1,), "add", "ssm", ("segment_end",)) for site in chosen)
-    model = base if arm == "base" else splice(base, Plan(name, geometry_of(base.config), grafts, 0))
+    model = base if arm == "base" else splice_model(base, Plan(name, geometry_of(base.config), grafts, 0))
     del base
     try:
         return _train(model, grafts if arm == "hybrid" else (), task, options)

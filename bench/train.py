@@ -29,11 +29,11 @@ sys.path.insert(0, str(ROOT))
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.lookup import geometry_of
 from surgery.models.meters import Meter
-from surgery.plan import make_plan
 from surgery.recipe import Base, Splice, Train
-from surgery.splice import splice
-from surgery.train import make_accelerator
-from surgery.train.loop import Trainer
+from surgery.splice.graft import splice_model
+from surgery.splice.plan import make_plan
+from surgery.train.trainer import Trainer
+from surgery.train.training import make_accelerator
 from surgery.types import HeadId, HeadSet, Plan, ScoredHead
 
 GOAL = 1.15
@@ -99,7 +99,7 @@ def in_last_layer(base: PreTrainedModel) -> tuple[PreTrainedModel, Plan]:
     heads = HeadSet("base", "", geometry_of(base.config), (head,), (head,), "list", 0)
     section = Splice(select="list", heads=(str(head.head),))
     plan = make_plan(heads, base.config, section, 0)
-    return splice(base, plan, section), plan
+    return splice_model(base, plan, section), plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

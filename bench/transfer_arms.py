@@ -40,8 +40,8 @@ from surgery.recipe import Base, Locate, Source, Splice, Train, Weights
 from surgery.scoring.ranking import answer_choices
 from surgery.stages import versions
 from surgery.stats import holm, mcnemar, wilson
-from surgery.train import make_accelerator
-from surgery.train.loop import Trainer
+from surgery.train.trainer import Trainer
+from surgery.train.training import make_accelerator
 from surgery.types import HeadSet, Reads, ScoredHead, head_set_from_json, to_json
 
 Trained = Literal["kv", "formats", "phonebook"]

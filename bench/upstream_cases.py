@@ -26,7 +26,7 @@ from upstream_tests.test_training_mixin import TrainingTesterMixin
 
 from surgery.hybrid import CLASSES
 from surgery.models.lookup import family_of, geometry_of
-from surgery.splice import splice
+from surgery.splice.graft import splice_model
 from surgery.types import Graft, Plan
 from tests.pico import HEADS, HIDDEN, PAD, SPLICED_FAMILIES, VOCAB, pico_family, pico_family_config, tokens
 
@@ -88,7 +88,7 @@ def hybrid_config(name: str) -> PreTrainedConfig:
     elif more:
         grafts.append(Graft(more[0], (1,), "replace", "teacher", ("segment_end",), donors=("L1H3",)))
     plan = Plan("pico", geometry_of(model.config), tuple(grafts), seed=3)
-    config = splice(model, plan, teacher=teacher).config
+    config = splice_model(model, plan, teacher=teacher).config
     return type(config).from_dict(config.to_dict())  # no attention implementation is chosen yet
 
 
@@ -120,7 +120,7 @@ class Tester:
         return len(self.splice[0]["heads"]) if self.splice else HEADS
 
     @property
-    def splice(self) -> list[dict[str, Any]]:
+    def splice_model(self) -> list[dict[str, Any]]:
         """The sites of the config."""
         return getattr(self.config, "splice", None) or []
 

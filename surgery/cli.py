@@ -233,7 +233,7 @@ def pretrain(
 ) -> None:
     """Train a small base from nothing, as the shipped one was."""
     loaded = load_recipe(recipe, overrides or (), PretrainRecipe)
-    from surgery.train.pretrain import pretrain as work
+    from surgery.run.pretrain import pretrain as work
 
     bars = Bars()
     bars.start("pretrain", f"training {loaded.name}")

@@ -24,11 +24,12 @@ from surgery.models.loading import load_config, load_tokenizer
 from surgery.models.lookup import family_of, geometry_of
 from surgery.models.runtime import shorten_chunks
 from surgery.models.sizes import meta_model, sizes_of
-from surgery.plan import make_plan, plan_of_hybrid, splice_field
+from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Base, Hardware, Recipe, Splice, TrainStage, as_base
 from surgery.run.folder import RunDir
+from surgery.splice.plan import make_plan, splice_field
 from surgery.stages import STAGES
-from surgery.train import make_accelerator
+from surgery.train.training import make_accelerator
 from surgery.types import HeadId, HeadSet, Plan, ScoredHead, head_set_from_json
 from surgery.workspace import Run
 

@@ -22,9 +22,9 @@ from surgery.models.lookup import family_of
 from surgery.models.meters import PassCost, extrapolate, measure
 from surgery.probes.documents import EncodedBatch, encode
 from surgery.recipe import Source, Train, TrainStage
-from surgery.train import make_accelerator
-from surgery.train.loop import Trainer
-from surgery.train.optim import trainable
+from surgery.train.optimizer import trainable
+from surgery.train.trainer import Trainer
+from surgery.train.training import make_accelerator
 from surgery.types import Graft
 
 SAMPLED_STEPS = 4  # whose documents give the mean length

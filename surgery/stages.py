@@ -34,7 +34,6 @@ from surgery.locate.locating import locate_heads
 from surgery.locate.methods import COLUMNS
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.lookup import family_of
-from surgery.plan import make_plan
 from surgery.probes.documents import encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Recipe, as_base, to_yaml
@@ -45,8 +44,9 @@ from surgery.report.heatmaps import head_maps
 from surgery.report.page import PromptAttention, write_csv, write_page
 from surgery.report.run_page import Facts, write_report
 from surgery.scoring.ranking import answer_choices
-from surgery.splice import splice, step_zero_gap
-from surgery.train import train
+from surgery.splice.graft import splice_model, step_zero_gap
+from surgery.splice.plan import make_plan
+from surgery.train.training import train_model
 from surgery.types import HeadSet, to_json
 from surgery.workspace import Run
 
@@ -139,7 +139,7 @@ def _plan(run: Run, key: str) -> None:
 
 
 def _splice(run: Run, key: str) -> None:
-    hybrid = splice(run.base(), run.plan(), run.recipe.splice, run.teacher())
+    hybrid = splice_model(run.base(), run.plan(), run.recipe.splice, run.teacher())
     batch = _sample(run, 8)
     gap = step_zero_gap(run.base(), hybrid, batch.input_ids, batch.attention_mask)
     run.save(hybrid, "spliced")
@@ -182,7 +182,7 @@ def _train_arm(
         for other in steps.iterdir():
             if other != mine:
                 shutil.rmtree(other)
-    history = train(
+    history = train_model(
         model,
         run.tokenizer(),
         section,

@@ -24,8 +24,8 @@ from surgery.exported_files import (
 )
 from surgery.models.loading import load_config
 from surgery.models.lookup import family_of, structure_of
+from surgery.models.spliced import plan_of_hybrid
 from surgery.models.tensor_files import Stored, inventory, read_tensors, weight_files
-from surgery.plan import plan_of_hybrid
 from surgery.recipe import Base
 from surgery.reload import compare, prompt_ids, read_reference, reload
 from surgery.shipped_code import check_code, private_copy

@@ -17,7 +17,7 @@ from surgery.card import public_name
 from surgery.data.files import local_files
 from surgery.files.atomic import digest, new_folder, read_json
 from surgery.models.loading import load_config, load_model, load_tokenizer, revision_of
-from surgery.plan import plan_of_hybrid
+from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Base, Recipe, as_base
 from surgery.run.folder import RunDir
 from surgery.types import HeadSet, Plan, head_set_from_json, plan_from_json

@@ -31,7 +31,7 @@ from surgery.recipe import AnalysisRecipe, Change, as_base, to_yaml
 from surgery.recipe.inputs import inputs_of
 from surgery.report.curves import accuracy_by_pairs
 from surgery.report.tasks import tasks_by_arm, tasks_by_site
-from surgery.splice import splice
+from surgery.splice.graft import splice_model
 from surgery.stats import holm, mcnemar, wilson
 
 VERSION = 1  # raised when the score of an arm changes for the same inputs
@@ -168,7 +168,7 @@ class _Table:
         if change.swap is not None:
             assert self.recipe.teacher is not None
             plan, section = swap_plan(change, self.model.config, self.recipe.teacher, self.teacher.config)
-            return evaluate(splice(self.model, plan, section, self.teacher), *given)
+            return evaluate(splice_model(self.model, plan, section, self.teacher), *given)
         specs = family_of(self.model.config).mixers(self.model.config)
         assert change.layers != "minimal"
         with altered(self.model, specs, off_heads(change, specs), change.layers, change.mask_last_row, change.drop):

@@ -15,8 +15,8 @@ from surgery.errors import PlanError, RecipeError
 from surgery.files.atomic import read_json
 from surgery.interventions.alterations import attends
 from surgery.models.lookup import family_of, geometry_of
-from surgery.plan import make_plan
 from surgery.recipe import AnalysisRecipe, Change, Splice, Swap, Sweep, Teacher
+from surgery.splice.plan import make_plan
 from surgery.types import HeadId, HeadSet, MixerSpec, Plan, ScoredHead, head_set_from_json
 
 

@@ -1,184 +1,165 @@
-"""What training asks for. Owns: the formula of each objective. Must never know: optimizers, data, files.
+"""What a batch is trained towards. Owns: which objectives a source asks for, and what each of them needs.
 
-Every loss is a sum over its terms (tokens, or questions) divided by `count`, by default the number that the batch has:
-the loss is then their mean. A batch that is only a part, of several processes or of several micro-batches, is given the
-number of terms of the whole, and its parts add up to the mean over the whole:
-
-    sum over processes of loss(count=whole / processes) / processes == loss of the whole
-
-With a `count`, a part that has no term itself gives a zero that still depends on the model's output.
-
-Shape legend: B documents, T tokens, V vocabulary, Q questions, H spliced heads of a layer, D model width.
+Must never know: steps, optimizers, how a step is cut up. The formulas stand in `objectives.py`.
+Shape legend: B documents, T tokens, Q questions, H spliced heads of a layer, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from surgery.probes.documents import EncodedBatch
-from surgery.recipe import Distil
-from surgery.train.divergence import TopK, divergence, grouped
-from surgery.types import Reads
+from surgery.recipe import Distil, Source
+from surgery.recipe.train import FROM_TEACHER
+from surgery.train.divergence import TopK
+from surgery.train.logits_cache import LogitsCache
+from surgery.train.losses import (
+    answer_loss,
+    attention_loss,
+    divergence_loss,
+    hidden_loss,
+    mixing_loss,
+    reading_loss,
+    text_loss,
+)
+from surgery.train.packing import apart
+from surgery.train.shared_prefix import SharedPrefix
+from surgery.train.teacher import Teacher
+from surgery.types import Graft
 
 
-def counts(batch: EncodedBatch, names: Iterable[str]) -> dict[str, int]:
-    """How many terms each of these objectives has in a batch.
+@dataclass(frozen=True)
+class Terms:
+    """What objectives compare with.
 
-    Answer tokens for `answer`, tokens with another of their document before them for `text`, questions with gold
-    positions for `attention`, questions for `reading`, tokens for `keep`, `distil`, `mixing` and `hidden`.
+    Attributes:
+        distil: how two distributions are compared.
+        grafts: the spliced heads, by layer.
+        base, prefix: the frozen base, and what of it the model begins with.
+        teacher, cache: the teacher, and its logits on disk.
     """
-    real = batch.attention_mask.bool()
-    terms = {
-        "answer": _answer_tokens,
-        "text": lambda batch: batch.same_document,
-        "attention": _asked,
-        "reading": lambda batch: batch.query >= 0,
-    }
-    return {name: int(terms[name](batch).sum() if name in terms else real.sum()) for name in names}
+
+    distil: Distil
+    grafts: tuple[Graft, ...] = ()
+    base: PreTrainedModel | None = None
+    prefix: SharedPrefix | None = None
+    teacher: Teacher | None = None
+    cache: LogitsCache | None = None
+
+    def of(
+        self,
+        model: nn.Module,
+        source: Source,
+        batch: EncodedBatch,
+        counts: Mapping[str, float] | None = None,
+        progress: float = 0.5,
+    ) -> dict[str, Tensor]:
+        """The objectives that have a weight on this source, each times its weight.
+
+        Args:
+            counts: how many terms each is divided by; those of the batch itself if not given.
+            progress: through the stage, in [0, 1].
+        """
+        weights, divide = source.weights.at(progress), dict(counts or {})
+        supervise = "attention" in weights and bool(self.grafts)
+        aligned = set(FROM_TEACHER & weights.keys())
+        if not self.grafts:
+            aligned -= {"reading", "mixing"}
+        extra: dict[str, Any] = {}
+        if "mixing" in aligned:
+            extra["splice_queries"] = every_token(batch)
+        elif supervise or "reading" in aligned:
+            extra["splice_queries"] = batch.query
+        if "hidden" in aligned:
+            extra["output_hidden_states"] = True
+        base: Tensor | None = None
+        with ExitStack() as below, apart(model, batch.documents):
+            if "keep" in weights:
+                base = self._base_logits(batch)
+                if self.prefix is not None:
+                    below.enter_context(self.prefix.skipped())
+            output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, **extra)
+        terms: dict[str, Tensor] = {}
+        if "answer" in weights:
+            terms["answer"] = answer_loss(output.logits, batch, divide.get("answer"))
+        if supervise:
+            reads, rows = [graft.reads for graft in self.grafts], rows_at_queries(output, aligned, batch)
+            terms["attention"] = attention_loss(rows, reads, batch, divide.get("attention"))
+        if base is not None:
+            terms["keep"] = divergence_loss(output.logits, base, batch, self.distil, divide.get("keep"))
+        if "text" in weights:
+            terms["text"] = text_loss(output.logits, batch, divide.get("text"))
+        if aligned:
+            assert self.teacher is not None
+            terms |= self._towards_teacher(output, batch, aligned, divide)
+        terms = {name: weights[name] * term for name, term in terms.items()}
+        if not terms.keys() - {"attention", "reading", "mixing"}:
+            terms["none"] = output.logits.sum() * 0  # every parameter takes part, or DDP waits for it
+        return terms
+
+    @torch.no_grad()
+    def _base_logits(self, batch: EncodedBatch) -> Tensor:
+        """(B,T,V) of the frozen base."""
+        assert self.base is not None
+        with apart(self.base, batch.documents):
+            if self.prefix is not None:
+                return self.prefix.base_logits(batch.input_ids, batch.attention_mask)
+            logits: Tensor = self.base(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
+        return logits
+
+    def _towards_teacher(
+        self, output: Any, batch: EncodedBatch, aligned: set[str], divide: Mapping[str, float]
+    ) -> dict[str, Tensor]:
+        """The unweighted objectives that compare with the teacher."""
+        assert self.teacher is not None
+        known = self.cache.get(batch) if self.cache is not None and "distil" in aligned else None
+        found, terms = self.teacher.outputs(batch, aligned - {"distil"} if known is not None else aligned), {}
+        if "distil" in aligned:
+            target = self._kept(found.logits, batch) if known is None else known
+            terms["distil"] = divergence_loss(output.logits, target, batch, self.distil, divide.get("distil"))
+        if "reading" in aligned:
+            theirs = [at_queries(x, batch) for x in found.mixing or ()]
+            mine = rows_at_queries(output, aligned, batch)
+            terms["reading"] = reading_loss(mine, theirs, batch, divide.get("reading"))
+        if "mixing" in aligned:
+            pairs = (output.splice_attentions, found.mixing)
+            terms["mixing"] = mixing_loss(*pairs, batch, divide.get("mixing"))
+        if "hidden" in aligned:
+            own = self.teacher.student_hidden(output.hidden_states)
+            terms["hidden"] = hidden_loss(own, found.hidden, batch, divide.get("hidden"))
+        return terms
+
+    def _kept(self, logits_BTV: Tensor, batch: EncodedBatch) -> Tensor | TopK:
+        """The teacher's logits, as the cache gives them next time."""
+        if self.cache is None:
+            return logits_BTV
+        assert self.distil.top_k is not None
+        self.cache.put(batch, TopK.of(logits_BTV[batch.attention_mask.bool()], self.distil.top_k))
+        found = self.cache.get(batch)
+        assert found is not None
+        return found
 
 
-def _answer_tokens(batch: EncodedBatch) -> Tensor:
-    return batch.answers[:, 1:] & batch.same_document
+def every_token(batch: EncodedBatch) -> Tensor:
+    """(B,T) every real token's index; -1 on padding."""
+    index = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
+    return index.expand(batch.input_ids.shape).where(batch.attention_mask.bool(), -1)
 
 
-def _asked(batch: EncodedBatch) -> Tensor:
-    """(B,Q) bool: the question has gold positions."""
-    return (batch.segment_end >= 0) & (batch.answer_token >= 0)
+def rows_at_queries(output: Any, aligned: Collection[str], batch: EncodedBatch) -> Sequence[Tensor]:
+    """For each spliced layer, (B,H,Q,T) of the new heads: the pass had the queries' rows, or those of all tokens."""
+    rows: Sequence[Tensor] = output.splice_attentions
+    return [at_queries(x, batch) for x in rows] if "mixing" in aligned else rows
 
 
-def _next_token_loss(logits_BTV: Tensor, batch: EncodedBatch, asked_BT: Tensor, count: float | None) -> Tensor:
-    """-log p(token t + 1 | tokens up to t) where `asked_BT` (B,T-1) is True."""
-    document, place = asked_BT.nonzero(as_tuple=True)
-    targets_M1 = batch.input_ids[document, place + 1][:, None]
-    logits_NV, rows_M = logits_BTV.flatten(0, 1), document * logits_BTV.shape[1] + place
-    if 2 * len(rows_M) < len(logits_NV):  # then only these are kept for the backward pass
-        events_M2 = grouped(logits_NV.index_select(0, rows_M), targets_M1)
-    else:
-        events_M2 = grouped(logits_NV, targets_M1, rows_M)
-    losses_M = events_M2.logsumexp(-1) - events_M2[:, 0]  # of two events: the token, and any other
-    return losses_M.sum() / (len(rows_M) if count is None else count)
-
-
-def answer_loss(logits_BTV: Tensor, batch: EncodedBatch, count: float | None = None) -> Tensor:
-    """Retrieval cross-entropy: -log p of every answer token, and of nothing else.
-
-    Raises:
-        ValueError: no document of the batch has an answer, and no count says that others have.
-    """
-    asked = _answer_tokens(batch)
-    if count is None and not bool(asked.any()):
-        raise ValueError("answer: no document has an answer; give this source weight 0.")
-    return _next_token_loss(logits_BTV, batch, asked, count)
-
-
-def text_loss(logits_BTV: Tensor, batch: EncodedBatch, count: float | None = None) -> Tensor:
-    """Language modelling: -log p of every token but a document's first."""
-    return _next_token_loss(logits_BTV, batch, batch.same_document, count)
-
-
-def divergence_loss(
-    logits_BTV: Tensor, target: Tensor | TopK, batch: EncodedBatch, settings: Distil, count: float | None = None
-) -> Tensor:
-    """Divergence from the base (`keep`) or the teacher (`distil`) at every token; formulas in `divergence`.
-
-    Args:
-        target: (B,T,V) logits; or the likeliest tokens of the batch's real tokens, document after document.
-    """
-    rows = batch.attention_mask.flatten().nonzero()[:, 0]
-    if isinstance(target, Tensor):
-        target = target.flatten(0, 1)
-        if settings.top_k is not None:
-            target = TopK.of(target, settings.top_k, rows)
-    some = None if len(rows) == batch.attention_mask.numel() else rows
-    losses_M = divergence(logits_BTV.flatten(0, 1), target, settings.divergence, settings.temperature, some)
-    return losses_M.sum() / (len(rows) if count is None else count)
-
-
-def attention_loss(
-    attentions: Sequence[Tensor], reads: Sequence[Sequence[Reads]], batch: EncodedBatch, count: float | None = None
-) -> Tensor:
-    """Attention supervision: -log of the new head's attention from each query to its gold position, mean over heads.
-
-    Args:
-        attentions: for each spliced layer, (B,H,Q,T) rows at `batch.query`.
-        reads: for each spliced layer and head, which gold position it is to read.
-
-    Raises:
-        ValueError: no question of the batch has gold positions, and no count says that others have.
-    """
-    asked_BQ = _asked(batch)
-    if count is None and not bool(asked_BQ.any()):
-        raise ValueError("attention: no question has a gold position; give this source weight 0.")
-    losses = []
-    for rows_BHQT, layer_reads in zip(attentions, reads, strict=True):
-        for head, read in enumerate(layer_reads):
-            gold_BQ = batch.segment_end if read == "segment_end" else batch.answer_token
-            row_BQT = rows_BHQT[:, head].float()
-            mass = row_BQT.gather(-1, gold_BQ.clamp(min=0)[..., None])[..., 0]
-            losses.append(-torch.log(mass[asked_BQ].clamp(min=1e-9)).sum())
-    return torch.stack(losses).mean() / (int(asked_BQ.sum()) if count is None else count)
-
-
-def reading_loss(
-    rows: Sequence[Tensor], teacher_rows: Sequence[Tensor], batch: EncodedBatch, count: float | None = None
-) -> Tensor:
-    """KL(a' || a) of the new heads' attention from each query, a, and that of the teacher's heads, a'; mean over heads.
-
-    As MiniLM compares attention (arXiv 2002.10957), at the tokens that an answer follows and at no others: elsewhere a
-    retrieval head of the teacher attends to nothing in particular, and there are many such tokens. No gold position is
-    needed.
-
-    Args:
-        rows, teacher_rows: for each spliced layer, (B,H,Q,T) at `batch.query`; questions that are none do not count.
-    """
-    asked_BQ = batch.query >= 0
-    losses = []
-    for mine_BHQT, other_BHQT in zip(rows, teacher_rows, strict=True):
-        mine, other = (x.float().clamp(min=1e-9) for x in (mine_BHQT, other_BHQT.detach()))
-        apart_BHQ = (other * (other.log() - mine.log())).sum(-1)
-        losses.append(apart_BHQ.masked_fill(~asked_BQ[:, None], 0.0).sum((0, 2)))
-    return torch.cat(losses).mean() / (int(asked_BQ.sum()) if count is None else count)
-
-
-def mixing_loss(
-    rows: Sequence[Tensor], teacher_rows: Sequence[Tensor], batch: EncodedBatch, count: float | None = None
-) -> Tensor:
-    """Squared distance of the new heads' attention matrices from the teacher's: sum over the tokens that are attended
-    to, for each token that attends, mean over heads.
-
-    MOHAWK's first stage (arXiv 2408.10189) takes the Frobenius norm of the matrices' difference, with the
-    teacher's stream as both layers' input. Here it is squared, so that it is a sum over tokens, and each model runs on
-    its own stream: the branch is trained on what it will see.
-
-    Args:
-        rows, teacher_rows: for each spliced layer, (B,H,T,T); padding does not count.
-    """
-    real = batch.attention_mask.bool()
-    seen_BTT = (real[:, :, None] & real[:, None, :]).tril()
-    losses = []
-    for mine_BHTT, other_BHTT in zip(rows, teacher_rows, strict=True):
-        difference = (mine_BHTT.float() - other_BHTT.detach().float()).masked_fill(~seen_BTT[:, None], 0.0)
-        losses.append(difference.square().sum((0, 2, 3)))
-    return torch.cat(losses).mean() / (int(real.sum()) if count is None else count)
-
-
-def hidden_loss(
-    states: Sequence[Tensor], teacher_states: Sequence[Tensor], batch: EncodedBatch, count: float | None = None
-) -> Tensor:
-    """L2 norm of the difference between the layers' outputs and the teacher's, at every token, mean over layers.
-
-    MOHAWK's second stage (arXiv 2408.10189) gives every student block the teacher's stream as its input;
-    here the student runs as a whole, so that a layer also answers for what those below it leave.
-
-    Args:
-        states, teacher_states: (B,T,D) of each layer that is compared.
-    """
-    real = batch.attention_mask.bool()
-    losses = []
-    for mine_BTD, other_BTD in zip(states, teacher_states, strict=True):
-        difference = mine_BTD[real].float() - other_BTD[real].detach().float()
-        losses.append(torch.linalg.vector_norm(difference, dim=-1).sum())
-    return torch.stack(losses).mean() / (int(real.sum()) if count is None else count)
+def at_queries(rows_BHTT: Tensor, batch: EncodedBatch) -> Tensor:
+    """(B,H,Q,T) of the rows of all tokens, those of the queries; padded questions take row 0."""
+    index = batch.query.clamp(min=0)[:, None, :, None]
+    return rows_BHTT.gather(2, index.expand(-1, rows_BHTT.shape[1], -1, rows_BHTT.shape[3]))

@@ -22,7 +22,7 @@ from surgery.models.donors import donor_mixers
 from surgery.models.lookup import family_of
 from surgery.probes.documents import EncodedBatch
 from surgery.recipe import Align
-from surgery.train.packed import apart
+from surgery.train.packing import apart
 from surgery.types import Graft, HeadId, MixerSpec
 
 _FIELD = "train.teacher.model"

@@ -83,7 +83,7 @@ def library() -> Any:
     import surgery.hub
     import surgery.models.convert
     import surgery.pipeline
-    import surgery.train.pretrain
+    import surgery.run.pretrain
     import surgery.verify  # noqa: F401
 
     for name in ("mamba", "mamba2", "bamba", "falcon_mamba", "zamba2", "nemotron_h", "granitemoehybrid"):

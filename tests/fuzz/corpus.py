@@ -69,7 +69,7 @@ def write(root: Path) -> None:
 
 def _write_models(root: Path) -> None:
     from surgery.models.lookup import family_of, geometry_of
-    from surgery.splice import splice
+    from surgery.splice.graft import splice_model
     from surgery.types import Graft, Plan
     from tests import mamba_ssm_files
     from tests.pico import SPLICED_FAMILIES, pico_base, pico_family, pico_tokenizer
@@ -79,12 +79,12 @@ def _write_models(root: Path) -> None:
         model.save_pretrained(root / "models" / name)
         site = family_of(model.config).sites(model.config)[0]
         plan = Plan("base", geometry_of(model.config), (Graft(site, (0,), "add", "ssm", ("answer_token",)),), 0)
-        splice(model, plan).config.save_pretrained(root / "models" / f"{name}_hybrid")
+        splice_model(model, plan).config.save_pretrained(root / "models" / f"{name}_hybrid")
     base = pico_base(vocab_size=1024, layers=2)
     site = family_of(base.config).sites(base.config)[1]
     plan = Plan("base", geometry_of(base.config), (Graft(site, (2,), "add", "ssm", ("answer_token",)),), 0)
     base.save_pretrained(root / "sharded", max_shard_size="40KB")
-    splice(base, plan).save_pretrained(root / "hybrid")
+    splice_model(base, plan).save_pretrained(root / "hybrid")
     for folder in (*root.glob("models/*"), root / "sharded", root / "hybrid"):
         pico_tokenizer().save_pretrained(folder)
     for layer in ("Mamba1", "Mamba2"):

@@ -35,7 +35,7 @@ from surgery.files.atomic import read_json, write_json
 from surgery.hybrid.attention import SplicedAttention
 from surgery.models.loading import load_model
 from surgery.recipe import Base
-from surgery.train.optim import spliced_parameters, trainable
+from surgery.train.optimizer import spliced_parameters, trainable
 from surgery.types import HeadId
 from tests.integration.conftest import BASE
 from tests.pico import pico_base, pico_hybrid, pico_site, prompts, tokens

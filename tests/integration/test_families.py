@@ -23,10 +23,10 @@ from surgery.locate.ablation_sweep import READS, Sweep, Variant
 from surgery.models.loading import load_model
 from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of, structure_of
 from surgery.models.runtime import check_release
-from surgery.plan import check_in_range, make_plan
 from surgery.recipe import Base
 from surgery.scoring.ranking import ChoiceScores, choice_scores
-from surgery.splice import splice
+from surgery.splice.graft import splice_model
+from surgery.splice.plan import check_in_range, make_plan
 from surgery.types import Graft, HeadId, HeadSet, Interval, MixerSpec, Plan, ScoredHead
 from tests.battery import (
     assert_cache_is_as_large_as_said,
@@ -240,7 +240,7 @@ class TestRefusal:
         assert family.sites(config) == ()
         for attempt in (
             lambda: make_plan(heads, config),
-            lambda: splice(base(name), Plan("pico", geometry_of(config), (graft,), 0)),
+            lambda: splice_model(base(name), Plan("pico", geometry_of(config), (graft,), 0)),
         ):
             with pytest.raises(PlanError, match=rf"^base\.model: {config.model_type}\. ") as caught:
                 attempt()
@@ -258,7 +258,7 @@ class TestRefusal:
         layers = [s.layer for s in family_of(model.config).sites(model.config)]
         for named, attempt in (
             (head, lambda: check_in_range(where, model.config)),
-            (site.name, lambda: splice(model, Plan("pico", geometry_of(model.config), (graft,), 0))),
+            (site.name, lambda: splice_model(model, Plan("pico", geometry_of(model.config), (graft,), 0))),
         ):
             with pytest.raises(PlanError, match=rf"{named}\. .*keys and values") as caught:
                 attempt()
@@ -267,4 +267,4 @@ class TestRefusal:
     def test_a_plan_for_another_model(self) -> None:
         plan = plan_of(base("bamba"))
         with pytest.raises(PlanError, match=r"geometry"):
-            splice(base("mamba2"), plan)
+            splice_model(base("mamba2"), plan)

@@ -28,8 +28,8 @@ from surgery.models.loading import load_model
 from surgery.models.lookup import family_of, geometry_of, mixer_of, structure_of
 from surgery.recipe import Base, Optimizer, Train
 from surgery.reload import RELOAD
-from surgery.train.loop import Trainer
-from surgery.train.optim import adamw, spliced_parameters, trainable
+from surgery.train.optimizer import adamw, spliced_parameters, trainable
+from surgery.train.trainer import Trainer
 from tests.battery import (
     as_loaded,
     assert_cache_is_as_large_as_said,

@@ -20,7 +20,7 @@ from surgery.models.lookup import family_of, geometry_of
 from surgery.pipeline import run_pipeline
 from surgery.probes.documents import Document
 from surgery.recipe import load_recipe, shipped
-from surgery.splice import splice
+from surgery.splice.graft import splice_model
 from surgery.types import Graft, Plan, plan_from_json
 from tests.integration.conftest import ROOT, surgery
 from tests.integration.test_errors import assert_refused
@@ -55,7 +55,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = pico_base(vocab_size=1024, layers=2)
     site = family_of(base.config).sites(base.config)[1]
     plan = Plan("base", geometry_of(base.config), (Graft(site, (2,), "add", "ssm", ("answer_token",)),), 0)
-    for name, model in (("base", base), ("hybrid", splice(base, plan))):
+    for name, model in (("base", base), ("hybrid", splice_model(base, plan))):
         model.save_pretrained(cwd / name)
         pico_tokenizer().save_pretrained(cwd / name)
     write(cwd / "rows.jsonl", [line(i) for i in range(60)])

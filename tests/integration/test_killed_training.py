@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from surgery.train import steps
-from surgery.train.steps import checkpoints
+from surgery.train import checkpoints as steps
+from surgery.train.checkpoints import checkpoints
 from tests.integration import training_worker as worker
 
 STEPS, KILLS = 12, 20

@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
-from surgery.train.steps import checkpoints
+from surgery.train.checkpoints import checkpoints
 from tests.integration import training_worker as worker
 from tests.integration.training_worker import ROOT, launch
 from tests.pico import pico_hybrid, pico_site

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from surgery.train.steps import checkpoints
+from surgery.train.checkpoints import checkpoints
 from tests.integration import training_worker as worker
 from tests.kernels import with_kernels
 

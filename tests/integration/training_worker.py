@@ -24,9 +24,9 @@ from safetensors.torch import load_file, save_file
 
 from surgery.models.lookup import family_of
 from surgery.recipe import Train
-from surgery.train import make_accelerator
-from surgery.train.loop import Trainer
 from surgery.train.sharded import full
+from surgery.train.trainer import Trainer
+from surgery.train.training import make_accelerator
 from surgery.types import Graft
 from tests.kernels import with_kernels
 from tests.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer

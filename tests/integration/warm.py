@@ -53,7 +53,7 @@ def serve() -> None:
     import surgery.dryrun
     import surgery.models.convert
     import surgery.pipeline
-    import surgery.train.pretrain  # noqa: F401
+    import surgery.run.pretrain  # noqa: F401
 
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:

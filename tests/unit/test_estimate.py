@@ -14,11 +14,11 @@ from surgery.estimate import MicroBatch, StepCost, micro_batches, step_cost
 from surgery.models.cache import cache_bytes, cache_tensors
 from surgery.models.lookup import family_of, geometry_of
 from surgery.models.meters import belongings, measure, saved_bytes
-from surgery.plan import make_plan
 from surgery.recipe import Source, Splice, Train, Weights
-from surgery.splice import splice
-from surgery.train import train
-from surgery.train.optim import spliced_parameters
+from surgery.splice.graft import splice_model
+from surgery.splice.plan import make_plan
+from surgery.train.optimizer import spliced_parameters
+from surgery.train.training import train_model
 from surgery.types import HeadSet, Plan, ScoredHead
 from tests.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, pico_tokenizer
 
@@ -44,7 +44,7 @@ def spliced(name: str, **splice_fields: Any) -> tuple[PreTrainedModel, PreTraine
     chosen = (ScoredHead(head, "neither", "answer_token", {}),)
     recipe = Splice(**splice_fields)
     plan = make_plan(HeadSet("x", "", geometry_of(base.config), (), chosen, "listed", 0), base.config, recipe)
-    return base, splice(base, plan, recipe), plan
+    return base, splice_model(base, plan, recipe), plan
 
 
 def estimated(name: str, asked: Train, **splice_fields: Any) -> StepCost:
@@ -58,7 +58,7 @@ def really_saved(name: str, asked: Train, **splice_fields: Any) -> int:
     base, hybrid, plan = spliced(name, **splice_fields)
     hybrid = copy.deepcopy(hybrid)
     with saved_bytes(hybrid) as saved:
-        train(hybrid, pico_tokenizer(), asked, plan, base)
+        train_model(hybrid, pico_tokenizer(), asked, plan, base)
     return saved.total
 
 
@@ -116,7 +116,7 @@ def test_the_peak_covers_a_real_one() -> None:
 
     def run() -> list[torch.Tensor]:
         from surgery.recipe import Distil
-        from surgery.train.objectives import divergence_loss
+        from surgery.train.losses import divergence_loss
 
         student = hybrid(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
         with torch.no_grad():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from surgery.hybrid.attention import HybridMixerMixin, SplicedAttention, SpliceRows, StreamAttention, splice_sites
-from surgery.plan import splice_field
+from surgery.splice.plan import splice_field
 from tests.battery import plan_of
 from tests.pico import (
     HIDDEN,

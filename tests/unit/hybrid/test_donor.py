@@ -9,9 +9,9 @@ from torch import Tensor
 from surgery.errors import PlanError
 from surgery.models.donors import donor_mixers
 from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of
-from surgery.plan import make_plan
 from surgery.recipe import Splice, Teacher
-from surgery.splice import splice, step_zero_gap
+from surgery.splice.graft import splice_model, step_zero_gap
+from surgery.splice.plan import make_plan
 from surgery.types import HeadId, HeadSet, Plan, ScoredHead, plan_from_json, to_json
 from tests.pico import HIDDEN, pico_family, prompts, tokens
 
@@ -65,14 +65,14 @@ class TestHeads:
         base, teacher, x = pico_family("mamba2"), teacher_of(name), torch.randn(2, 11, HIDDEN)
         chosen = section({"L1H3": "L2H2", "L1H0": "L2H1"}, mode="replace")
         plan = plan_for(base, teacher, chosen, "L1H3", "L1H0")
-        hybrid = splice(base, plan, chosen, teacher)
+        hybrid = splice_model(base, plan, chosen, teacher)
         torch.testing.assert_close(branch_output(hybrid, plan, x), donor_output(teacher, 2, x, [2, 1]))
 
     @torch.no_grad()
     def test_added_heads_change_nothing_at_first(self, name: str) -> None:
         base, teacher, batch = pico_family("bamba"), teacher_of(name), prompts()
         chosen = section()
-        hybrid = splice(base, plan_for(base, teacher, chosen, "L2H1"), chosen, teacher)
+        hybrid = splice_model(base, plan_for(base, teacher, chosen, "L2H1"), chosen, teacher)
         assert step_zero_gap(base, hybrid, batch.input_ids, batch.attention_mask).max_logit == 0
 
 
@@ -83,14 +83,14 @@ class TestLayers:
         base, teacher, x = pico_family("llamba"), teacher_of(name, **more), torch.randn(2, 40, HIDDEN)
         chosen = section({"L1H0": "L2H0"}, mode="replace", unit="layer")
         plan = plan_for(base, teacher, chosen, "L1H0")
-        hybrid = splice(base, plan, chosen, teacher)
+        hybrid = splice_model(base, plan, chosen, teacher)
         torch.testing.assert_close(branch_output(hybrid, plan, x), donor_output(teacher, 2, x, None))
 
     @torch.no_grad()
     def test_the_mixer_is_gone_and_the_cache_keeps_keys_alone(self) -> None:
         base, teacher = pico_family("llamba"), teacher_of("llama")
         chosen = section(mode="replace", unit="layer")
-        hybrid = splice(base, plan_for(base, teacher, chosen, "L1H0"), chosen, teacher)
+        hybrid = splice_model(base, plan_for(base, teacher, chosen, "L1H0"), chosen, teacher)
         assert not [n for n, _ in hybrid.named_parameters() if "layers.1.mixer.in_proj" in n]
         assert hybrid.config.layer_types == ["linear_attention", "full_attention", "linear_attention"]
         assert [s.kind for s in family_of(hybrid.config).mixers(hybrid.config)] == [
@@ -106,7 +106,7 @@ class TestLayers:
         for with_block in (False, True):
             chosen = section(mode="replace", unit="layer", with_block=with_block)
             plan = plan_for(base, teacher, chosen, "L1H0")
-            hybrid = splice(base, plan, chosen, teacher)
+            hybrid = splice_model(base, plan, chosen, teacher)
             own = block_of(base, 1, plan.grafts[0].site).mlp.up_proj.weight
             found = block_of(hybrid, 1, plan.grafts[0].site).mlp.up_proj.weight
             assert torch.equal(found, donor if with_block else own)
@@ -115,7 +115,7 @@ class TestLayers:
         base, teacher = pico_family("llamba"), teacher_of("llama", intermediate_size=40)
         chosen = section(mode="replace", unit="layer", with_block=True)
         with pytest.raises(PlanError, match="mlp"):
-            splice(base, plan_for(base, teacher, chosen, "L1H0"), chosen, teacher)
+            splice_model(base, plan_for(base, teacher, chosen, "L1H0"), chosen, teacher)
 
 
 @torch.no_grad()
@@ -123,7 +123,7 @@ class TestLayers:
 def test_cached_decode_is_the_forward_padded_or_not(base: str, fields: dict) -> None:
     model, teacher, batch = pico_family(base), teacher_of("llama"), prompts([9, 14])
     chosen = section(mode="replace", **fields)
-    hybrid = splice(model, plan_for(model, teacher, chosen, "L0H1"), chosen, teacher)
+    hybrid = splice_model(model, plan_for(model, teacher, chosen, "L0H1"), chosen, teacher)
     name = family_of(hybrid.config).cache_argument
     padded = hybrid.generate(batch.input_ids, attention_mask=batch.attention_mask, max_new_tokens=5, do_sample=False)
     for row, mask, given in zip(padded, batch.attention_mask, batch.input_ids, strict=True):
@@ -142,7 +142,7 @@ def test_a_transplant_survives_saving(tmp_path) -> None:
 
     base, teacher, ids = pico_family("llamba"), teacher_of("llama", rope_parameters=SCALED), tokens(2, 40)
     chosen = section(mode="replace", unit="layer")
-    hybrid = splice(base, plan_for(base, teacher, chosen, "L1H0"), chosen, teacher)
+    hybrid = splice_model(base, plan_for(base, teacher, chosen, "L1H0"), chosen, teacher)
     hybrid.save_pretrained(tmp_path)
     assert torch.equal(load_model(Base(model=str(tmp_path)))(ids).logits, hybrid(ids).logits)
 
@@ -171,7 +171,7 @@ class TestPlans:
         base, teacher = pico_family("mamba2"), teacher_of("llama")
         chosen = section({"L1H0": "L0H0"})
         with pytest.raises(PlanError, match="one layer"):
-            splice(base, plan_for(base, teacher, chosen, "L1H0", "L1H1"), chosen, teacher)
+            splice_model(base, plan_for(base, teacher, chosen, "L1H0", "L1H1"), chosen, teacher)
 
     def test_an_ssm_is_no_donor(self) -> None:
         with pytest.raises(PlanError, match="llama"):

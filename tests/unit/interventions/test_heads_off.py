@@ -11,7 +11,7 @@ from surgery.errors import ModelError
 from surgery.interventions.alterations import altered
 from surgery.interventions.heads_off import heads_off
 from surgery.models.lookup import family_of
-from surgery.splice import splice
+from surgery.splice.graft import splice_model
 from tests.pico import pico_base, pico_family, pico_hybrid, pico_site, tokens
 from tests.unit.hybrid.test_donor import plan_for, section, teacher_of
 
@@ -54,7 +54,7 @@ def test_generation_runs_without_it_too() -> None:
 def test_a_layer_that_was_swapped_gives_nothing() -> None:
     base, teacher = pico_family("llamba"), teacher_of("llama")
     chosen = section(mode="replace", unit="layer")
-    hybrid = splice(base, plan_for(base, teacher, chosen, "L1H0"), chosen, teacher)
+    hybrid = splice_model(base, plan_for(base, teacher, chosen, "L1H0"), chosen, teacher)
     before = logits(hybrid)
     with heads_off(hybrid):
         off = logits(hybrid)

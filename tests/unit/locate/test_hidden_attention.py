@@ -25,7 +25,7 @@ from surgery.models.layouts import Streams
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import Document, EncodedBatch, encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
-from surgery.splice import splice
+from surgery.splice.graft import splice_model
 from surgery.types import HeadId, MixerSpec
 from tests.pico import FAMILY_NAMES, pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts
 from tests.unit.hybrid.test_donor import plan_for, section, teacher_of
@@ -182,7 +182,7 @@ class TestBranch:
 
     def test_a_whole_layer_is_both_mixer_and_branch(self) -> None:
         base, teacher, chosen = pico_family("llamba"), teacher_of("llama"), section(mode="replace", unit="layer")
-        model, batch = splice(base, plan_for(base, teacher, chosen, "L1H0"), chosen, teacher).eval(), level()
+        model, batch = splice_model(base, plan_for(base, teacher, chosen, "L1H0"), chosen, teacher).eval(), level()
         heads = [head for head in all_heads(model) if head.letter == "A"]
         found, own = (head_matrices(model, batch, heads, branch=b) for b in (True, False))
         assert [h.layer for h in heads] == [1] * 4

@@ -11,7 +11,7 @@ from surgery.errors import ModelError, PlanError
 from surgery.hybrid import CLASSES
 from surgery.models.lookup import STRUCTURES, family_of
 from surgery.models.registry import FAMILIES
-from surgery.plan import splice_field
+from surgery.splice.plan import splice_field
 from tests.battery import plan_of
 from tests.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, pico_family_config
 

@@ -10,8 +10,8 @@ from transformers import Mamba2Config, MambaConfig
 
 from surgery.models.lookup import family_of
 from surgery.models.sizes import kv_bytes_per_token, meta_model, sizes_of, state_bytes
-from surgery.plan import splice_field
-from surgery.train.optim import spliced_parameters
+from surgery.splice.plan import splice_field
+from surgery.train.optimizer import spliced_parameters
 from tests.battery import base, every_family, every_init, every_spliced, plan_of, spliced
 from tests.pico import pico_site, random_site
 

@@ -13,7 +13,7 @@ from surgery.data.generated import step_documents
 from surgery.errors import RunError
 from surgery.probes.documents import EncodedBatch, encode
 from surgery.recipe import Source
-from surgery.train.micro import cut
+from surgery.train.micro_batches import cut
 from tests.integration import training_worker as worker
 from tests.pico import pico_tokenizer
 

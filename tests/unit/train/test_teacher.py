@@ -16,7 +16,7 @@ from surgery.errors import RecipeError
 from surgery.models.lookup import block_of, family_of
 from surgery.probes.documents import EncodedBatch, encode
 from surgery.recipe import Align
-from surgery.train.objectives import hidden_loss, mixing_loss
+from surgery.train.losses import hidden_loss, mixing_loss
 from surgery.train.teacher import Teacher, check_tokenizers, layer_outputs
 from surgery.types import Graft
 from tests.pico import FAMILY_NAMES, HIDDEN, pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, tokens

@@ -11,7 +11,7 @@ from torch import Tensor
 from surgery.interventions.hooks import Trace, record
 from surgery.models.layouts import Structure
 from surgery.models.lookup import family_of, mixer_of, structure_of
-from surgery.splice import splice
+from surgery.splice.graft import splice_model
 from surgery.types import MixerSpec
 from tests.battery import plan_of
 from tests.pico import pico_family, tokens
@@ -98,7 +98,7 @@ class TestStreams:
     @pytest.mark.parametrize("init", ["ssm", "random"])
     def test_of_a_hybrid(self, name: str, init: str, exact: None) -> None:
         base = pico_family(name)
-        self.assert_rebuilt(splice(base, plan_of(base, "add", init)).double())
+        self.assert_rebuilt(splice_model(base, plan_of(base, "add", init)).double())
 
     def test_hidden_attention_is_causal_and_has_its_formula(self, name: str) -> None:
         """Against the formula of docs/LOCATE.md, one entry at a time."""

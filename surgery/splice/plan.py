@@ -5,7 +5,6 @@ Pure: no weights, no files. Must never know: how heads were found, how a graft i
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -56,31 +55,6 @@ def make_plan(
         value = f"hidden size {teacher.hidden_size}, and the base's is {config.hidden_size}"
         raise PlanError("splice.teacher.model", value, "Attention can be transplanted between equal widths only.")
     return Plan(head_set.model, geometry, grafts, seed, splice.teacher.model if splice.teacher else "")
-
-
-def plan_of_hybrid(config: PreTrainedConfig, name: str) -> Plan:
-    """The plan that a hybrid was spliced by, from its config alone.
-
-    The base's name, the seed of random branches and the name of a teacher are not in a config: they are `name`, 0 and
-    nothing. The geometry is that of the base.
-
-    Raises:
-        PlanError: nothing is spliced into the model, or an entry is for no site of it.
-    """
-    entries = getattr(config, "splice", None)
-    if not entries:
-        raise PlanError("base.model", name, "Nothing is spliced into it. Splice it first, with surgery run.")
-    plain = copy.deepcopy(config)
-    plain.splice = []  # a layer that attention took whole is no site any more
-    sites = {site.layer: site for site in family_of(plain).sites(plain)}
-    grafts = []
-    for entry in entries:
-        if entry["layer"] not in sites:
-            raise PlanError("config.json splice", f"layer {entry['layer']}", f"Sites are in layers {sorted(sites)}.")
-        heads, reads = tuple(entry["heads"]), tuple(entry["reads"])
-        unit, donors = entry.get("unit", "head"), tuple(entry.get("donors", ()))
-        grafts.append(Graft(sites[entry["layer"]], heads, entry["mode"], entry["init"], reads, unit, donors))
-    return Plan(name, geometry_of(plain), tuple(grafts), 0)
 
 
 def _reads_of(scored: ScoredHead) -> Reads:

@@ -30,18 +30,18 @@ from surgery.files.atomic import fingerprint
 from surgery.probes.documents import EncodedBatch
 from surgery.recipe import Source, Train, TrainStage
 from surgery.recipe.train import FROM_TEACHER
-from surgery.train.adapters import Adapters
+from surgery.train.checkpoints import checkpoints, load_step, save_step
 from surgery.train.compiling import compiling
 from surgery.train.growth import grown
 from surgery.train.logits_cache import LogitsCache
-from surgery.train.micro import MicroBatch, counted, cut
-from surgery.train.optim import adamw, set_learning_rates, trainable
-from surgery.train.packed import why_not
-from surgery.train.prefix import SharedPrefix, share_weights
+from surgery.train.lora import Adapters
+from surgery.train.micro_batches import MicroBatch, counted, cut
+from surgery.train.objectives import Terms
+from surgery.train.optimizer import adamw, set_learning_rates, trainable
+from surgery.train.packing import why_not
 from surgery.train.sharded import gather, trains, twin
-from surgery.train.steps import checkpoints, load_step, save_step
+from surgery.train.shared_prefix import SharedPrefix, share_weights
 from surgery.train.teacher import Teacher
-from surgery.train.terms import Terms
 from surgery.types import Graft
 
 OnStep = Callable[[int, dict[str, float]], None]

@@ -37,7 +37,7 @@ from surgery.files.ownership import check_replaceable, mark
 from surgery.recipe import PretrainRecipe, TinyMamba2, TinyTransformer, to_yaml
 from surgery.recipe.inputs import inputs_of
 from surgery.report.curves import training_curve
-from surgery.train import make_accelerator, train
+from surgery.train.training import make_accelerator, train_model
 
 Progress = Callable[[int, int, str], None]
 
@@ -160,7 +160,7 @@ def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -
             scores[str(step)] = evaluate(model, tokenizer, recipe.evaluate, recipe.seed, prompts).summary
             write_json(scores_file, scores)
 
-    history = train(
+    history = train_model(
         model, tokenizer, recipe.train, seed=recipe.seed, folder=steps, accelerator=accelerator, on_step=on_step
     )
     scores = read_json(scores_file)

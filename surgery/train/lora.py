@@ -30,9 +30,9 @@ from transformers import PreTrainedModel
 from surgery.errors import RecipeError
 from surgery.files.atomic import new_folder
 from surgery.hybrid.attention import SplicedAttention
+from surgery.interventions.silence import silence
 from surgery.models.lookup import family_of, mixer_of
 from surgery.recipe import Lora
-from surgery.splice import silence
 from surgery.types import Graft
 
 

@@ -9,17 +9,10 @@ import pytest
 
 from surgery.errors import PlanError
 from surgery.models.lookup import family_of, geometry_of
-from surgery.plan import (
-    check_in_range,
-    check_not_spliced,
-    check_sites,
-    make_plan,
-    plan_of_hybrid,
-    reads_streams,
-    splice_field,
-)
+from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Splice
-from surgery.splice import splice
+from surgery.splice.graft import splice_model
+from surgery.splice.plan import check_in_range, check_not_spliced, check_sites, make_plan, reads_streams, splice_field
 from surgery.types import Graft, HeadId, HeadSet, Plan, ScoredHead
 from tests.battery import plan_of, spliced
 from tests.pico import (
@@ -113,7 +106,7 @@ class TestCheckSites:
         for grafts in ((), (empty,), (*plan.grafts, dataclasses.replace(empty, site=plan.grafts[0].site))):
             assert "at least one head" in str(self._refused(plan, *grafts).value)
         with pytest.raises(PlanError, match=r"^plan\.json grafts: \[\]"):
-            splice(pico_base(), dataclasses.replace(plan, grafts=()))
+            splice_model(pico_base(), dataclasses.replace(plan, grafts=()))
 
     def test_two_grafts_for_one_layer(self) -> None:
         """The second would silently take the place of the first."""

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from surgery.errors import RecipeError
 from surgery.models.lookup import geometry_of, mixer_of, structure_of
-from surgery.plan import make_plan
 from surgery.recipe import Lora, Splice
-from surgery.splice import splice
-from surgery.train.adapters import Adapters, adapter_parameters
+from surgery.splice.graft import splice_model
+from surgery.splice.plan import make_plan
+from surgery.train.lora import Adapters, adapter_parameters
 from surgery.types import Graft, HeadId, HeadSet, ScoredHead
 from tests.pico import pico_base, pico_family, pico_hybrid, pico_site, prompts
 
@@ -89,7 +89,7 @@ def replaced(kind: str) -> tuple[PreTrainedModel, Graft]:
     )
     section = Splice(select="list", heads=("L1H1",), mode="replace")
     plan = make_plan(heads, base.config, section, 0)
-    return splice(base, plan, section), plan.grafts[0]
+    return splice_model(base, plan, section), plan.grafts[0]
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "mamba"])

@@ -20,16 +20,17 @@ from transformers import PreTrainedModel
 from surgery.errors import PlanError
 from surgery.hybrid.attention import SplicedAttention, is_whole
 from surgery.hybrid.donor import DonorAttention
+from surgery.interventions.silence import silence
 from surgery.models.donors import donor_weights
 from surgery.models.layouts import HeadSlices
 from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of, structure_of
-from surgery.plan import donor_of, reads_streams, splice_field
 from surgery.recipe import Splice
+from surgery.splice.plan import donor_of, reads_streams, splice_field
 from surgery.types import Graft, Plan
 
 
 @torch.no_grad()
-def splice(
+def splice_model(
     model: PreTrainedModel, plan: Plan, section: Splice | None = None, teacher: PreTrainedModel | None = None
 ) -> PreTrainedModel:
     """Builds the hybrid. The base is not changed, and shares no memory with it.
@@ -168,13 +169,6 @@ def _randomize(branch: SplicedAttention, key: str) -> None:
         elif name.endswith("bias"):
             parameter.zero_()
     branch.scale.fill_(branch.initial_scale)
-
-
-@torch.no_grad()
-def silence(out_proj: nn.Linear, graft: Graft) -> None:
-    """Zeroes the heads' columns of `out_proj`. Training leaves them zero; merging into it needs this again."""
-    for head in graft.heads:
-        out_proj.weight[:, structure_of(graft.site).weight_slices(graft.site, head).out] = 0
 
 
 @dataclass(frozen=True)

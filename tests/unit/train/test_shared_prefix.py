@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgery.train import loop
-from surgery.train.prefix import SharedPrefix, share_weights
+from surgery.train import trainer as loop
+from surgery.train.shared_prefix import SharedPrefix, share_weights
 from tests.integration import training_worker as worker
 from tests.pico import pico_base, pico_family, pico_hybrid, pico_site
 

@@ -21,10 +21,10 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import fully_shard
 
 from surgery.errors import RunError
-from surgery.train import steps as steps_module
+from surgery.train import checkpoints as steps_module
+from surgery.train.checkpoint_files import fault_of
+from surgery.train.checkpoints import checkpoints, load_step, save_step
 from surgery.train.sharded import full, is_sharded
-from surgery.train.steps import checkpoints, load_step, save_step
-from surgery.train.whole import fault_of
 
 OF = {"of": "this", "history": []}
 
@@ -150,7 +150,7 @@ def test_one_that_was_cut_short_is_set_aside_and_the_one_before_it_taken(
         assert state is not None and state["step"] == 1, what
         assert all(torch.equal(a, b) for a, b in zip(loaded.weights(), first, strict=True)), what
         assert {p.name for p in folder.iterdir()} == {"step_000001", "broken_step_000002"}, what
-        (warning,) = [r.getMessage() for r in caplog.records if r.name == "surgery.train.steps"]
+        (warning,) = [r.getMessage() for r in caplog.records if r.name == "surgery.train.checkpoints"]
         assert warning.endswith("set aside as broken_step_000002"), what
         loaded.step()
         loaded.save(folder, 2)  # goes on, beside what was set aside

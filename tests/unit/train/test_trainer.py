@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 
 from surgery.errors import RunError, TrainingDiverged
 from surgery.recipe import Optimizer, Train
-from surgery.train import loop, terms
-from surgery.train.loop import Trainer
-from surgery.train.optim import adamw, learning_rate_factor, spliced_parameters, trainable
-from surgery.train.steps import checkpoints
+from surgery.train import objectives as terms
+from surgery.train import trainer as loop
+from surgery.train.checkpoints import checkpoints
+from surgery.train.optimizer import adamw, learning_rate_factor, spliced_parameters, trainable
+from surgery.train.trainer import Trainer
 from surgery.types import Graft, MixerSpec
 from tests.pico import HEAD_DIM, HEADS, STATE, pico_base, pico_hybrid, pico_site, pico_tokenizer
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from surgery.errors import RunError
 from surgery.probes.documents import Document, EncodedBatch, encode
 from surgery.recipe import Source
-from surgery.train.objectives import counts
+from surgery.train.losses import counts
 from surgery.train.row_packing import pack
 
 

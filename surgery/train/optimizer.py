@@ -17,7 +17,7 @@ from surgery.errors import RunError
 from surgery.hybrid.attention import SplicedAttention
 from surgery.models.lookup import block_of, family_of
 from surgery.recipe import Optimizer, TrainStage
-from surgery.train.adapters import adapter_parameters
+from surgery.train.lora import adapter_parameters
 
 
 def spliced_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -16,7 +16,7 @@ from surgery.models.meters import saved_bytes
 from surgery.probes.documents import EncodedBatch, encode
 from surgery.recipe import Distil
 from surgery.train.divergence import TopK, naive_divergence
-from surgery.train.objectives import (
+from surgery.train.losses import (
     answer_loss,
     attention_loss,
     counts,

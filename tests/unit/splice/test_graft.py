@@ -12,9 +12,10 @@ from torch import Tensor
 import surgery.hybrid.attention as branch_module
 from surgery.hybrid.attention import SplicedAttention
 from surgery.interventions.hooks import record
+from surgery.interventions.silence import silence
 from surgery.models.lookup import mixer_of, structure_of
 from surgery.recipe import Splice
-from surgery.splice import silence, splice, step_zero_gap
+from surgery.splice.graft import splice_model, step_zero_gap
 from surgery.types import Plan
 from tests.battery import base, columns, every_mode, every_spliced, logits, plan_of, spliced
 from tests.pico import SPLICED_FAMILIES, pico_base, pico_family, prompts, tokens
@@ -97,7 +98,7 @@ class TestRandom:
     @staticmethod
     def _values(seed: int, name: str = "mamba2") -> list[dict[str, Tensor]]:
         plan = plan_of(base(name), init="random")
-        hybrid = splice(base(name), Plan(plan.base, plan.geometry, plan.grafts, seed))
+        hybrid = splice_model(base(name), Plan(plan.base, plan.geometry, plan.grafts, seed))
         return [b.state_dict() for b in branches(hybrid)]
 
     def test_depends_on_seed_and_layer_alone(self) -> None:
@@ -116,7 +117,7 @@ class TestRandom:
     @pytest.mark.parametrize("name", SPLICED_FAMILIES)
     def test_has_unit_variance_per_fan_in_and_a_scaled_query(self, name: str) -> None:
         section = Splice(init="random", random_width=64)
-        hybrid = splice(base(name), plan_of(base(name), init="random"), section)
+        hybrid = splice_model(base(name), plan_of(base(name), init="random"), section)
         for branch in branches(hybrid):
             weight = branch.qkv_proj.weight
             assert float(weight.detach().std()) == pytest.approx(weight.shape[1] ** -0.5, rel=0.15)

@@ -17,11 +17,13 @@ from transformers import PreTrainedModel
 from surgery.errors import RecipeError, RunError, TrainingDiverged
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Optimizer, Train
-from surgery.train import steps as steps_module
-from surgery.train import terms, track, train
-from surgery.train.optim import adamw, learning_rate_factor, spliced_parameters, trainable
-from surgery.train.steps import checkpoints
-from surgery.train.whole import fault_of
+from surgery.train import checkpoints as steps_module
+from surgery.train import objectives as terms
+from surgery.train import tracking as track
+from surgery.train.checkpoint_files import fault_of
+from surgery.train.checkpoints import checkpoints
+from surgery.train.optimizer import adamw, learning_rate_factor, spliced_parameters, trainable
+from surgery.train.training import train_model
 from surgery.types import Graft, Plan
 from tests.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
 
@@ -57,7 +59,7 @@ def moved(before: dict[str, Tensor], model: PreTrainedModel) -> set[str]:
 
 
 def fit(model: PreTrainedModel, train_section: Train, **more: Any) -> list[dict[str, float]]:
-    return train(model, pico_tokenizer(), train_section, plan(), **more)
+    return train_model(model, pico_tokenizer(), train_section, plan(), **more)
 
 
 class TestStages:
@@ -196,7 +198,7 @@ class TestWhatTrains:
 
     def test_rates_of_adapters_are_their_own(self) -> None:
         from surgery.recipe import Lora
-        from surgery.train.adapters import Adapters, adapter_parameters
+        from surgery.train.lora import Adapters, adapter_parameters
 
         model, settings = hybrid(), Optimizer(lr=1e-4, new_heads_lr=1e-3, lora_lr=1e-2)
         Adapters(model, Lora(rank=2))

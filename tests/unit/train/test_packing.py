@@ -19,14 +19,14 @@ from surgery.models.lookup import family_of
 from surgery.probes.documents import EncodedBatch, encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Train
-from surgery.train import packed
+from surgery.train import packing as packed
 from surgery.train.divergence import TopK
 from surgery.train.logits_cache import LogitsCache
-from surgery.train.loop import Trainer
-from surgery.train.objectives import counts
-from surgery.train.packed import apart, why_not
+from surgery.train.losses import counts
+from surgery.train.packing import apart, why_not
 from surgery.train.row_packing import pack
 from surgery.train.teacher import Teacher, _moved
+from surgery.train.trainer import Trainer
 from surgery.types import Graft
 from tests.battery import base as base_of
 from tests.battery import trained

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint import CheckpointException
 
 from surgery.errors import RunError
 from surgery.files.atomic import is_full, new_folder, sweep
+from surgery.train.checkpoint_files import OPTIMIZER, SHARDS, STATE, WEIGHTS, ShardReader, fault_of
 from surgery.train.sharded import is_sharded
-from surgery.train.whole import OPTIMIZER, SHARDS, STATE, WEIGHTS, ShardReader, fault_of
 
 _KEPT = 2  # the newest, and the one before it in case that one cannot be read
 _LOG = logging.getLogger(__name__)

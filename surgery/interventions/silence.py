@@ -1,0 +1,16 @@
+"""Silence heads for good: their columns of the output projection become zero."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from surgery.models.lookup import structure_of
+from surgery.types import Graft
+
+
+@torch.no_grad()
+def silence(out_proj: nn.Linear, graft: Graft) -> None:
+    """Zeroes the heads' columns of `out_proj`. Training leaves them zero; merging into it needs this again."""
+    for head in graft.heads:
+        out_proj.weight[:, structure_of(graft.site).weight_slices(graft.site, head).out] = 0

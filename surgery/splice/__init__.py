@@ -1,0 +1,1 @@
+"""Plan which heads become attention, and splice them."""

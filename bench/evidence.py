@@ -49,7 +49,7 @@ from bench.evidence_sites import choose
 from bench.evidence_statistics import Results
 from bench.evidence_train import run_arm
 from surgery.errors import RunError
-from surgery.evaluate.asked import Prompts, make_prompts
+from surgery.evaluate.prompts import Prompts, make_prompts
 from surgery.files.atomic import fingerprint, new_folder, read_json, write_json
 from surgery.models.loading import load_model, load_tokenizer, revision_of
 from surgery.recipe import Base, PretrainRecipe, load_recipe

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from bench.evidence_arms import layer_of
 from bench.evidence_statistics import Correlation, Site
-from surgery.report.canvas import (
+from surgery.report.figures.canvas import (
     BLUE,
     FAINT,
     GREEN,

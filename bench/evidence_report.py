@@ -38,7 +38,7 @@ from bench.evidence_statistics import (
 )
 from bench.evidence_text import HEAD, LIMITS, METHOD_NAMES, SECTIONS, SHORT_NAMES
 from surgery.files.atomic import write_text
-from surgery.report.curves import accuracy_by_pairs
+from surgery.report.figures.curves import accuracy_by_pairs
 from surgery.types import Interval
 
 ENOUGH = 12  # sites for a correlation

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.evidence_arms import Arm, Budget
 from bench.evidence_models import Rows, add_lora, hidden_rows, linear_rows, make_linear
-from surgery.evaluate import evaluate
-from surgery.evaluate.asked import Prompts
+from surgery.evaluate.evaluation import evaluate_model
+from surgery.evaluate.prompts import Prompts
 from surgery.models.lookup import geometry_of
 from surgery.probes.documents import EncodedBatch
 from surgery.recipe import Source, Splice
@@ -103,7 +103,7 @@ def run_arm(
         history = trainer.run()
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     halfway = time.perf_counter()
-    result = evaluate(model, tokenizer, budget.evaluate, 0, prompts)
+    result = evaluate_model(model, tokenizer, budget.evaluate, 0, prompts)
     return {
         "arm": asdict(arm),
         "budget": asdict(budget),

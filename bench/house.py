@@ -25,8 +25,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench.house_frames import measure as frames  # noqa: E402
-from bench.house_source import (  # noqa: E402
+from bench.house_frames import measure as frames
+from bench.house_source import (
     classes,
     docstrings,
     functions,

@@ -5,54 +5,50 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import Any
+
+from surgery.deprecated import find_old_modules
 
 __version__ = "0.1.0"
 
-# The public API, and the module that each name is in.
-_HOMES = {
+# The public API: each name, and the module that defines it.
+_API = {
     "Base": "recipe",
     "HeadId": "types",
     "HeadSet": "types",
     "Plan": "types",
     "Recipe": "recipe",
     "SurgeryError": "errors",
-    "evaluate": "evaluate",
-    "export": "export",
+    "evaluate_model": "evaluate.evaluation",
+    "export_model": "export.folder",
     "load_model": "models.loading",
     "load_recipe": "recipe",
     "load_tokenizer": "models.loading",
-    "locate": "locate.locating",
-    "make_plan": "plan",
-    "publish": "hub",
-    "run_pipeline": "pipeline",
-    "splice": "splice",
-    "train": "train",
-    "verify_folder": "verify",
+    "locate_heads": "locate.locating",
+    "make_plan": "splice.plan",
+    "publish": "export.publish",
+    "run_pipeline": "run.pipeline",
+    "splice_model": "splice.graft",
+    "train_model": "train.training",
+    "verify_folder": "export.verify",
 }
+# Packages that were functions of the same name in 0.1.0: importing them is enough, they can still be called.
+_CALLABLE = ("evaluate", "export", "locate", "splice", "train")
 
-__all__ = ["__version__", *_HOMES]
-
-
-def _lazy(name: str) -> property:
-    def get(package: ModuleType) -> Any:
-        return getattr(import_module(f"surgery.{_HOMES[name]}"), name)
-
-    def keep(package: ModuleType, value: Any) -> None:
-        """Importing the submodule `surgery.locate` must not hide the function `surgery.locate`."""
-        if not isinstance(value, ModuleType):
-            raise AttributeError(f"surgery.{name} is part of the API and cannot be set")
-
-    return property(get, keep)
+__all__ = ["__version__", *_API]
 
 
-class _Package(ModuleType):
-    """This package with its API as properties: several functions are named like the module that they are in."""
+def __getattr__(name: str) -> Any:
+    if name in _API:
+        return getattr(import_module(f"surgery.{_API[name]}"), name)
+    if name in _CALLABLE:
+        return import_module(f"surgery.{name}")
+    raise AttributeError(f"module 'surgery' has no attribute {name!r}")
 
 
-for _name in _HOMES:
-    setattr(_Package, _name, _lazy(_name))
-sys.modules[__name__].__class__ = _Package
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_API])
+
+
+find_old_modules()

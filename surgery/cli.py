@@ -266,7 +266,7 @@ def compare(
     runs: Runs = Path("runs"),
 ) -> None:
     """Score any checkpoints on the same prompts, such as evaluate.tasks=[mqar] evaluate.efficiency={}."""
-    from surgery.comparison import compare_models, load_comparison
+    from surgery.evaluate.compare import compare_models, load_comparison
 
     # A path may hold an =, a key never holds a slash.
     named = [word for word in models if "=" not in word or "/" in word.split("=")[0] or os.path.isdir(word)]
@@ -286,7 +286,7 @@ def verify(
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code it brings.")] = False,
 ) -> None:
     """Check an exported folder: every file, and that stock transformers computes the same model."""
-    from surgery.verify import verify_folder
+    from surgery.export.verify import verify_folder
 
     found = verify_folder(folder, trust_remote_code)
     if found["files"] is not None:
@@ -310,7 +310,7 @@ def publish(
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code it brings.")] = False,
 ) -> None:
     """Put an export on the Hub, private unless said, and compare what arrived. Run it again to go on."""
-    from surgery.hub import publish as work
+    from surgery.export.publish import publish as work
 
     def say(line: str) -> None:
         out.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -156,7 +156,7 @@ def print_results(folder: Path) -> None:
 
 def _print_arms(title: str, arms: dict[str, Any]) -> None:
     """Every task by arm."""
-    from surgery.card import entries, label_of, perplexity_text
+    from surgery.report.results import entries, label_of, perplexity_text
 
     table = Table("", title=title)
     for name in arms:
@@ -173,7 +173,7 @@ def _print_arms(title: str, arms: dict[str, Any]) -> None:
 
 def print_comparison(found: dict[str, Any], folder: Path) -> None:
     """Every task by model, and where a model differs from the first."""
-    from surgery.card import cell_of, entries, label_of
+    from surgery.report.results import cell_of, entries, label_of
 
     names = list(found["arms"])
     table = Table("", *(f"{name}" for name in names), title=f"{folder}")
@@ -192,7 +192,7 @@ def print_comparison(found: dict[str, Any], folder: Path) -> None:
 
 def print_analysis(found: dict[str, Any], folder: Path) -> None:
     """Arms against tasks, and the minimal model."""
-    from surgery.card import perplexity_text
+    from surgery.report.results import perplexity_text
 
     tasks = list(found["chance"])
     table = Table("arm", *(task.replace("_", " ") for task in tasks), "perplexity", title=f"{folder}")

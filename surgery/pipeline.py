@@ -15,8 +15,8 @@ from accelerate.utils import broadcast_object_list
 
 from surgery.data.user import open_source
 from surgery.errors import PlanError, RecipeError, RunError
-from surgery.evaluate import held_out_documents
-from surgery.evaluate.asked import make_prompts
+from surgery.evaluate.evaluation import held_out_documents
+from surgery.evaluate.prompts import make_prompts
 from surgery.files.lock import hold
 from surgery.models.donors import donor_mixers
 from surgery.models.loading import check_finite, check_vocabulary, load_config, load_tokenizer

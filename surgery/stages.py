@@ -21,12 +21,12 @@ from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 
 from surgery import __version__
-from surgery.card import card_of, model_card, public_name, public_recipe
 from surgery.errors import RunError, reading
-from surgery.evaluate import Arm, compare, evaluate, held_out_documents, side_by_side
-from surgery.evaluate.asked import make_prompts
 from surgery.evaluate.efficiency import efficiency
-from surgery.export import export
+from surgery.evaluate.evaluation import Arm, compare, evaluate_model, held_out_documents, side_by_side
+from surgery.evaluate.prompts import make_prompts
+from surgery.export.folder import export_model
+from surgery.export.model_card import card_of, model_card
 from surgery.files.atomic import digest, fingerprint, new_folder, read_json, write_json
 from surgery.interventions.heads_off import HEADS_OFF, heads_off
 from surgery.locate.hidden_attention import prompt_attention
@@ -37,12 +37,13 @@ from surgery.models.lookup import family_of
 from surgery.probes.documents import encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Recipe, as_base, to_yaml
-from surgery.report.attention import attention_map
-from surgery.report.costs import costs_by_length
-from surgery.report.curves import accuracy_by_pairs, training_curve
-from surgery.report.heatmaps import head_maps
-from surgery.report.page import PromptAttention, write_csv, write_page
-from surgery.report.run_page import Facts, write_report
+from surgery.recipe.public import public_name, public_recipe
+from surgery.report.figures.attention import attention_map
+from surgery.report.figures.costs import costs_by_length
+from surgery.report.figures.curves import accuracy_by_pairs, training_curve
+from surgery.report.figures.heatmaps import head_maps
+from surgery.report.heads_page import PromptAttention, write_csv, write_page
+from surgery.report.run_report import Facts, write_report
 from surgery.scoring.ranking import answer_choices
 from surgery.splice.graft import splice_model, step_zero_gap
 from surgery.splice.plan import make_plan
@@ -249,7 +250,7 @@ def _evaluate(run: Run, key: str) -> None:
 
         model = load()
         with heads_off(model) if name == HEADS_OFF else nullcontext():
-            arms[name] = evaluate(model, run.tokenizer(), recipe.evaluate, recipe.seed, prompts, progress)
+            arms[name] = evaluate_model(model, run.tokenizer(), recipe.evaluate, recipe.seed, prompts, progress)
     _write_results(run, arms, began, skipped)
 
 
@@ -325,7 +326,7 @@ def _export(run: Run, key: str) -> None:
     with reading(str(path), None, "Delete it and run the stage evaluate.", RunError):
         card = model_card(run.recipe, heads, plan, results, base_card)
     shared = public_recipe(run.recipe)
-    export(
+    export_model(
         run.model("trained"),
         run.tokenizer(),
         run.folder / "export",

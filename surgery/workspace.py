@@ -13,12 +13,12 @@ from typing import Protocol
 from accelerate import Accelerator
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.card import public_name
 from surgery.data.files import local_files
 from surgery.files.atomic import digest, new_folder, read_json
 from surgery.models.loading import load_config, load_model, load_tokenizer, revision_of
 from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Base, Recipe, as_base
+from surgery.recipe.public import public_name
 from surgery.run.folder import RunDir
 from surgery.types import HeadSet, Plan, head_set_from_json, plan_from_json
 

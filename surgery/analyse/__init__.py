@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from surgery.analyse.expand import check_change, expand, off_heads, swap_plan
 from surgery.errors import RecipeError
-from surgery.evaluate import Arm, compare, evaluate
-from surgery.evaluate.asked import Prompts, make_prompts
+from surgery.evaluate.evaluation import Arm, compare, evaluate_model
+from surgery.evaluate.prompts import Prompts, make_prompts
 from surgery.files.atomic import fingerprint, new_folder, read_json, write_json, write_text
 from surgery.files.lock import hold
 from surgery.files.ownership import check_apart, check_replaceable, kind_of, mark, remove
@@ -29,8 +29,8 @@ from surgery.models.loading import check_vocabulary, load_config, load_model, lo
 from surgery.models.lookup import family_of
 from surgery.recipe import AnalysisRecipe, Change, as_base, to_yaml
 from surgery.recipe.inputs import inputs_of
-from surgery.report.curves import accuracy_by_pairs
-from surgery.report.tasks import tasks_by_arm, tasks_by_site
+from surgery.report.figures.curves import accuracy_by_pairs
+from surgery.report.figures.tasks import tasks_by_arm, tasks_by_site
 from surgery.splice.graft import splice_model
 from surgery.stats import holm, mcnemar, wilson
 
@@ -164,15 +164,15 @@ class _Table:
     def _scored(self, change: Change | None, tick: Callable[[int, int], None]) -> Arm:
         given = (self.tokenizer, self.recipe.evaluate, self.recipe.seed, self.prompts, tick)
         if change is None:
-            return evaluate(self.model, *given)
+            return evaluate_model(self.model, *given)
         if change.swap is not None:
             assert self.recipe.teacher is not None
             plan, section = swap_plan(change, self.model.config, self.recipe.teacher, self.teacher.config)
-            return evaluate(splice_model(self.model, plan, section, self.teacher), *given)
+            return evaluate_model(splice_model(self.model, plan, section, self.teacher), *given)
         specs = family_of(self.model.config).mixers(self.model.config)
         assert change.layers != "minimal"
         with altered(self.model, specs, off_heads(change, specs), change.layers, change.mask_last_row, change.drop):
-            return evaluate(self.model, *given)
+            return evaluate_model(self.model, *given)
 
 
 def _score(

@@ -158,13 +158,13 @@ def fingerprint(data: Any) -> str:
 def read_mapping(path: Path) -> dict[str, Any]:
     """A file of one JSON object; empty if it is missing or is anything else."""
     try:
-        data = json.loads(_text(path))
+        data = json.loads(text_or_empty(path))
     except (ValueError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}
 
 
-def _text(path: Path) -> str:
+def text_or_empty(path: Path) -> str:
     """A small file's text; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")

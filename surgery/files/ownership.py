@@ -10,7 +10,7 @@ from typing import Literal
 
 from surgery import __version__
 from surgery.errors import RunError
-from surgery.files.atomic import _text, read_mapping, write_json
+from surgery.files.atomic import read_mapping, text_or_empty, write_json
 
 Kind = Literal["run", "analysis", "comparison", "model", "export"]
 
@@ -51,7 +51,7 @@ def kind_of(folder: Path) -> Kind | None:
     entries = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
     if entries <= {"results.json", "figures"} and "revisions" in read_mapping(folder / "results.json"):
         return "comparison"
-    pretrained = {"README.md", "scores.json"} <= entries and "Made with `surgery pretrain`" in _text(
+    pretrained = {"README.md", "scores.json"} <= entries and "Made with `surgery pretrain`" in text_or_empty(
         folder / "README.md"
     )
     return "model" if pretrained else None

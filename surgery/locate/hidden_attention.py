@@ -45,7 +45,7 @@ from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.models.mixers.mamba1 import Mamba1Structure
 from surgery.probes.documents import Document, EncodedBatch, encode
 from surgery.probes.kv_retrieval import HEADER
-from surgery.report.page import Prompt, PromptAttention
+from surgery.report.heads_page import Prompt, PromptAttention
 from surgery.types import HeadId, MixerSpec
 
 STRUCTURAL = {

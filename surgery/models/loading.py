@@ -35,6 +35,7 @@ from surgery.models.lookup import family_of, unknown_type
 from surgery.models.registry import FAMILIES
 from surgery.models.runtime import check_release, shorten_chunks
 from surgery.recipe import Base
+from surgery.recipe.public import _is_hub_id, source_of
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _CONFIG_HINT = "Correct config.json, or download it again."
@@ -353,26 +354,6 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
             "It is another model's, or tokens were added to it. Set base.tokenizer to what the model was trained with."
         )
         raise ModelError("base.tokenizer", f"token {largest}, and {model} has {config.vocab_size}", hint)
-
-
-def source_of(model: str, revision: str | None) -> tuple[str, str | None]:
-    """A folder or Hub id, and the revision, which may be written behind it: `repo@revision`.
-
-    Raises:
-        ModelError: two revisions, or none behind the @.
-    """
-    name, at, written = model.partition("@")
-    if not at or Path(model).exists() or not _is_hub_id(name):
-        return model, revision
-    if not written:
-        raise ModelError("base.model", model, "There is no revision behind the @.")
-    if revision not in (None, written):
-        raise ModelError("base.revision", revision, f"base.model names another one: {model}. Give it once.")
-    return name, written
-
-
-def _is_hub_id(model: str) -> bool:
-    return not Path(model).exists() and model.count("/") == 1 and not model.startswith((".", "~", "/"))
 
 
 def revision_of(base: Base) -> str:

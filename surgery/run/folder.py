@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.errors import RunError
-from surgery.files.atomic import _text, digest, read_json, sweep, write_json, write_text
+from surgery.files.atomic import digest, read_json, sweep, text_or_empty, write_json, write_text
 from surgery.files.ownership import check_apart, check_replaceable, kind_of, mark, remove
 
 # What a run writes into its folder, besides its mark.
@@ -35,7 +35,7 @@ class RunDir:
                 `overwrite` is not set.
         """
         instead, inputs = f"Set another name, such as name={self.path.name}-2.", inputs or {}
-        stored = _text(self.path / "recipe.yaml")
+        stored = text_or_empty(self.path / "recipe.yaml")
         if stored and kind_of(self.path) in (None, "run") and _base_of(stored) == _base_of(recipe_yaml):
             models = {field: given for field, given in inputs.items() if field != "recipe"}
             check_apart("run folder", [self.path / name for name in WRITTEN], models, instead)

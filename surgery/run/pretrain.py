@@ -29,14 +29,14 @@ from transformers import __version__ as transformers_version
 
 from surgery.data.tokenizer import build_tokenizer
 from surgery.errors import RunError
-from surgery.evaluate import evaluate
-from surgery.evaluate.asked import make_prompts
+from surgery.evaluate.evaluation import evaluate_model
+from surgery.evaluate.prompts import make_prompts
 from surgery.files.atomic import new_folder, read_json, write_json, write_text
 from surgery.files.lock import hold
 from surgery.files.ownership import check_replaceable, mark
 from surgery.recipe import PretrainRecipe, TinyMamba2, TinyTransformer, to_yaml
 from surgery.recipe.inputs import inputs_of
-from surgery.report.curves import training_curve
+from surgery.report.figures.curves import training_curve
 from surgery.train.training import make_accelerator, train_model
 
 Progress = Callable[[int, int, str], None]
@@ -157,7 +157,7 @@ def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -
             progress(step, recipe.train.num_all_steps, f"loss {losses['loss']:.3f}")
         if step in marks:
             scores = read_json(scores_file) if scores_file.is_file() else {}
-            scores[str(step)] = evaluate(model, tokenizer, recipe.evaluate, recipe.seed, prompts).summary
+            scores[str(step)] = evaluate_model(model, tokenizer, recipe.evaluate, recipe.seed, prompts).summary
             write_json(scores_file, scores)
 
     history = train_model(

@@ -156,5 +156,3 @@ def _steps_of(folder: Path | str | None, section: Train, number: int) -> Path | 
     if folder is None:
         return None
     return Path(folder) / f"{number}-{section.stages[number].name}" if section.stages else Path(folder)
-
-

@@ -78,13 +78,10 @@ def library() -> Any:
     import torch
 
     import surgery.analyse
-    import surgery.comparison
     import surgery.dryrun
-    import surgery.hub
-    import surgery.models.convert
-    import surgery.pipeline
-    import surgery.run.pretrain
-    import surgery.verify  # noqa: F401
+    import surgery.evaluate.compare
+    import surgery.export.publish
+    import surgery.export.verify  # noqa: F401
 
     for name in ("mamba", "mamba2", "bamba", "falcon_mamba", "zamba2", "nemotron_h", "granitemoehybrid"):
         __import__(f"transformers.models.{name}.modeling_{name}")

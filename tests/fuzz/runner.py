@@ -129,9 +129,9 @@ def _become(case: Case, place: Path, shared: Path, main: Callable[[], None], out
 
         tempfile.tempdir = os.environ["TMPDIR"] = str(place / "tmp")
         if outsider is not None:
-            import surgery.reload
+            import surgery.export.reload
 
-            surgery.reload.subprocess = outsider  # type: ignore[assignment]
+            surgery.export.reload.subprocess = outsider  # type: ignore[assignment]
         os.chdir(place / "work")
         sys.path[0] = str(place / "work")
         sys.argv = ["surgery", *case.arguments]

@@ -68,7 +68,7 @@ def test_changes_change_something(finished: tuple[Path, dict[str, Any]]) -> None
 def test_an_interrupted_analysis_goes_on(
     models: dict[str, str], finished: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, scored, real = every_procedure(models), [], analysing.evaluate
+    recipe, scored, real = every_procedure(models), [], analysing.evaluate_model_model
 
     def until(count: int) -> None:
         def evaluate(*args: Any) -> Any:
@@ -77,7 +77,7 @@ def test_an_interrupted_analysis_goes_on(
             scored.append(1)
             return real(*args)
 
-        monkeypatch.setattr(analysing, "evaluate", evaluate)
+        monkeypatch.setattr(analysing, "evaluate_model", evaluate)
 
     until(5)
     with pytest.raises(KeyboardInterrupt):

@@ -27,7 +27,7 @@ from transformers.utils.import_utils import is_serve_available
 from tests.battery import trained
 from tests.integration.conftest import ROOT
 from tests.pico import SPLICED_FAMILIES, pico_hybrid, pico_site, pico_tokenizer, random_site
-from tests.unit.test_verify import exporting, in_this_process
+from tests.unit.export.test_verify import exporting, in_this_process
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.get_input_embeddings().weight.mul_(0.1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exporting, "reload", in_this_process)
-        exporting.export(model, pico_tokenizer(), there)
+        exporting.export_model(model, pico_tokenizer(), there)
     return there
 
 

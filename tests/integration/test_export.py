@@ -15,20 +15,20 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
 
+import surgery.export.verify as verifying
 import surgery.hybrid
-import surgery.verify as verifying
-from surgery import export
 from surgery.errors import RunError
-from surgery.exported_files import RECORD, REFERENCE, fingerprints
+from surgery.export import folder as export
+from surgery.export.files import RECORD, REFERENCE, fingerprints
+from surgery.export.reload import TOLERANCE, make_reference, read_reference, reload
+from surgery.export.verify import verify_folder
 from surgery.models.loading import load_model
 from surgery.recipe import Base, Export
-from surgery.reload import TOLERANCE, make_reference, read_reference, reload
-from surgery.verify import verify_folder
 from tests.battery import every_spliced, logits, trained
 from tests.integration.conftest import RECIPE, SMALL
 from tests.integration.conftest import surgery as command
 from tests.pico import tokens
-from tests.unit.test_verify import edit, exporting, in_this_process, list_again, refusal, written
+from tests.unit.export.test_verify import edit, exporting, in_this_process, list_again, refusal, written
 
 LIBRARY = Path(surgery.hybrid.__file__).parent
 PROMPT = "Memorize the following dictionary:\nbalo:12\nmiku:7\nThe value of the key 'miku' is"

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 import surgery.hybrid
 import surgery.hybrid.attention as branch_module
+from surgery.export.reload import RELOAD
 from surgery.hybrid.attention import SplicedAttention
 from surgery.interventions.hooks import record
 from surgery.models.loading import load_model
 from surgery.models.lookup import family_of, geometry_of, mixer_of, structure_of
 from surgery.recipe import Base, Optimizer, Train
-from surgery.reload import RELOAD
 from surgery.train.optimizer import adamw, spliced_parameters, trainable
 from surgery.train.trainer import Trainer
 from tests.battery import (
@@ -48,7 +48,7 @@ from tests.battery import (
 )
 from tests.pico import SPLICED_FAMILIES, pad, pico_family, pico_tokenizer, prompts, randomise, tokens
 
-exporting = import_module("surgery.export")  # `surgery.export` itself is the function
+exporting = import_module("surgery.export.folder")
 LIBRARY = Path(surgery.hybrid.__file__).parent
 KV = {"task": "kv_retrieval", "rows": 1, "pairs": (2, 2), "weights": {"answer": 1.0, "attention": 1.0}}
 CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-5}  # logits of these models are up to 30
@@ -280,7 +280,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, d
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exporting, "verify", lambda *_: {})
         for name in SPLICED_FAMILIES:
-            exporting.export(exported(name), pico_tokenizer(), there / name, card="A card.")
+            exporting.export_model(exported(name), pico_tokenizer(), there / name, card="A card.")
             arguments += [str(there / name), str(there / "ids"), str(there / f"{name}.found")]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(there / "modules")}
     command = [sys.executable, "-c", RELOADS, RELOAD, *arguments]

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-import surgery.verify as verifying
+import surgery.export.verify as verifying
 from surgery.errors import ModelError
-from surgery.hub import publish
-from surgery.reload import prompt_ids, reload
-from surgery.verify import verify_folder
+from surgery.export.publish import publish
+from surgery.export.reload import prompt_ids, reload
+from surgery.export.verify import verify_folder
 from tests.integration.conftest import surgery as command
-from tests.unit.test_verify import edit, exporting, in_this_process, list_again, written
+from tests.unit.export.test_verify import edit, exporting, in_this_process, list_again, written
 
 MODULE = "modeling_mamba2_hybrid"
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from surgery.evaluate import harness
-from surgery.evaluate.harness import run_lm_eval
-from surgery.evaluate.lm_tasks import RETRIEVAL
+from surgery.evaluate import lm_eval as harness
+from surgery.evaluate.lm_eval import run_lm_eval
+from surgery.evaluate.lm_eval_files import RETRIEVAL
 from surgery.lm_eval_tasks import FOLDER
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.probes.documents import rng_of

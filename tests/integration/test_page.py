@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from surgery.report.page import PromptAttention, write_page
+from surgery.report.heads_page import PromptAttention, write_page
 from surgery.types import HeadSet, ScoredGroup
-from tests.unit.report.test_figures import head_set
-from tests.unit.report.test_page import HOSTILE, prompt
+from tests.unit.report.figures.test_figures import head_set
+from tests.unit.report.test_heads_page import HOSTILE, prompt
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: no browser to look with")
 CHROMIUM = next(

@@ -14,7 +14,7 @@ import torch
 from huggingface_hub import constants, snapshot_download
 from transformers import AutoModelForCausalLM
 
-from surgery.verify import verify_folder
+from surgery.export.verify import verify_folder
 from tests.hub_server import TOKEN, HubServer, serve
 
 NAME = "someone/hybrid"

@@ -75,9 +75,9 @@ class Matrix:
                 os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), descriptor)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            import surgery.reload
+            import surgery.export.reload
 
-            surgery.reload.subprocess = self.outsider  # type: ignore[assignment]
+            surgery.export.reload.subprocess = self.outsider  # type: ignore[assignment]
             os.chdir(cwd)
             sys.argv = ["surgery", *arguments]
             events = Events(cwd / "runs" / "quickstart", trigger, record)

@@ -12,7 +12,7 @@ import torch
 from surgery.analyse import minimal_model, side_by_side
 from surgery.analyse.expand import check_change, expand, off_heads, swap_plan
 from surgery.errors import RecipeError
-from surgery.evaluate import Arm
+from surgery.evaluate.evaluation import Arm
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import AnalysisRecipe, Change, Swap, Teacher, check_recipe
 from surgery.types import HeadId, HeadSet, ScoredHead, to_json

@@ -22,7 +22,7 @@ PACKAGE = Path(surgery.__file__).parent
 
 # The first part of a module's name below `surgery`. A new module must be given a floor here.
 FLOORS = {
-    **dict.fromkeys(("hybrid", "lm_eval_tasks", "types", "errors", "stats", "__version__"), 0),
+    **dict.fromkeys(("hybrid", "lm_eval_tasks", "deprecated", "types", "errors", "stats", "__version__"), 0),
     **dict.fromkeys(("recipe", "files"), 1),
     "run": 4,
     **dict.fromkeys(("models", "interventions", "scoring", "data"), 2),

@@ -31,7 +31,7 @@ def folder(path: Path, spliced: bool = False, broken: bool = False, vocab_size: 
 
 @pytest.fixture(autouse=True)
 def nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("locate", "train", "evaluate"):
+    for name in ("locate_heads", "train_model", "evaluate_model"):
         monkeypatch.setattr(stages, name, lambda *_: pytest.fail("a stage began"))
 
 

@@ -12,7 +12,7 @@ import pytest
 from surgery.data.documents import is_held_out
 from surgery.data.user import open_source, read_documents
 from surgery.errors import DataError, RecipeError
-from surgery.evaluate import held_out_documents
+from surgery.evaluate.evaluation import held_out_documents
 from surgery.probes.documents import Document
 from surgery.recipe import Data, Source, Train, check_recipe
 from tests.pico import pico_tokenizer

@@ -24,11 +24,11 @@ from surgery.models.loading import (
     load_model,
     load_tokenizer,
     revision_of,
-    source_of,
 )
 from surgery.models.lookup import family_of
 from surgery.models.sizes import meta_model
 from surgery.recipe import Base
+from surgery.recipe.public import source_of
 from tests.integration.conftest import BASE
 from tests.mamba_ssm_files import KINDS, PADDED, Kind, config_of, state_of, tiny, write
 from tests.pico import FAMILY_NAMES, pico_family

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from surgery.evaluate import compare, evaluate
-from surgery.evaluate.asked import Prompts
+from surgery.evaluate.evaluation import compare, evaluate_model
+from surgery.evaluate.prompts import Prompts
 from surgery.probes.documents import Document, Question
 from surgery.recipe import Evaluate
 from surgery.scoring.generation import exact_matches, greedy
@@ -118,7 +118,7 @@ def test_held_out_documents_stand_in_the_summary_beside_the_rest() -> None:
     plain = [Document("texts", p) for p in ASKED]
     held_out = {"rows.jsonl": asked, "texts.jsonl": plain}
     calls: list[tuple[int, int]] = []
-    arm = evaluate(
+    arm = evaluate_model(
         model,
         tokenizer,
         Evaluate(),

@@ -1,0 +1,143 @@
+"""The code that loading an export imports: computed from this library, compared byte for byte, and run from a private
+copy, so that nothing in the folder is run that is not installed here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.dynamic_module_utils import get_relative_import_files
+
+import surgery.hybrid
+from surgery.errors import ModelError
+from surgery.export.files import AGAIN, read_json_file, read_object, shown, visible_files
+
+_LIBRARY = Path(surgery.hybrid.__file__).parent
+_TRUST = "Read it, and pass --trust-remote-code to run it."
+# Keys by which a JSON file names code, or files to load in the place of those that were checked.
+_CODE_KEYS = {
+    "attribute_map",
+    "auto_map",
+    "configuration_files",
+    "custom_generate",
+    "custom_pipelines",
+    "distributed_config",
+    "fusion_config",
+    "kernel_config",
+    "quantization_config",
+    "transformers_weights",
+    "use_kernels",
+}
+# Keys that name an implementation, for which transformers may fetch a kernel from the Hub; and those it has itself.
+_IMPLEMENTATION_KEYS = {
+    f"{prefix}{kind}_implementation{suffix}"
+    for kind in ("attn", "experts")
+    for prefix, suffix in (("", ""), ("_", ""), ("_", "_internal"))
+}
+_IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
+
+
+def check_code(folder: Path, config: PreTrainedConfig, trust_remote_code: bool = False) -> None:
+    """Compare the code that loading the folder would import with this library's.
+
+    Raises:
+        ModelError: a modelling file is missing; or, without trust, anything in the folder names or holds code that is
+            not this library's own.
+    """
+    maps = read_object(folder, "config.json").get("auto_map")
+    maps = maps if isinstance(maps, Mapping) else {}
+    for name in ("AutoConfig", "AutoModelForCausalLM"):
+        module = str(maps.get(name, "")).rpartition(".")[0]
+        if not module or not (folder / f"{module}.py").is_file():
+            value = f"auto_map.{name} names {maps.get(name) or 'nothing'}"
+            raise ModelError("config.json", value, f"The modelling file is missing from the folder. {AGAIN}")
+    if (folder / "adapter_config.json").is_file():
+        raise ModelError("adapter_config.json", "present", "transformers would load another base. Merge it first.")
+    if trust_remote_code:
+        return
+    classes = _classes_of(config)
+    for name, target in maps.items():
+        if target != classes.get(name):
+            value = f"auto_map.{name} names {str(target)[:80]!r}, not {classes.get(name, 'a class of this library')}"
+            raise ModelError("config.json", value, _TRUST)
+    for path in visible_files(folder):
+        if path.suffix == ".json":
+            name = path.relative_to(folder).as_posix()
+            _check_keys(name, read_json_file(folder, name), {"auto_map"} if name == "config.json" else set())
+    modules = _modules_of(config)
+    for path in sorted(folder.rglob("*.py")):
+        name = path.relative_to(folder).as_posix()
+        if name not in modules or modules[name].read_bytes() != path.read_bytes():
+            raise ModelError(shown(name), "not the module of this version of the library, byte for byte", _TRUST)
+
+
+def _classes_of(config: PreTrainedConfig) -> dict[str, str]:
+    """`auto_map` as this library writes it for the config's type. Raises ModelError for a type that is another's."""
+    for classes in surgery.hybrid.CLASSES:
+        if classes[0] is type(config):
+            names = [f"{c.__module__.rpartition('.')[2]}.{c.__name__}" for c in classes]
+            return dict(zip(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), names, strict=True))
+    raise ModelError("config.json", f"model_type {config.model_type}", "No hybrid of this library has this type.")
+
+
+def _modules_of(config: PreTrainedConfig) -> dict[str, Path]:
+    """The modules of this library that loading the config's classes imports, by their name in an export."""
+    module = sys.modules[type(config).__module__].__file__
+    assert module is not None
+    found = {Path(file).resolve() for file in (module, *get_relative_import_files(module))}
+    return {path.name: path for path in found if path.parent == _LIBRARY.resolve()}
+
+
+def _check_keys(name: str, data: Any, allowed: set[str]) -> None:
+    """Raises ModelError for a key at any depth that makes a loader import code; `allowed` are those of the top."""
+    stack = [("", data, allowed)]
+    while stack:
+        place, value, skip = stack.pop()
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, inner in items:
+            field = f"{place}.{key}" if place else str(key)
+            # A number is an entry of a vocabulary.
+            names_code = key in _CODE_KEYS and key not in skip and inner and not _is_number(inner)
+            if names_code or (key in _IMPLEMENTATION_KEYS and not _is_own(inner)):
+                value = shown(f"{field[:80]} is {json.dumps(inner)[:80]}")
+                raise ModelError(shown(name), value, f"Loading it could run code from elsewhere. {_TRUST}")
+            stack.append((field, inner, set()))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_own(implementation: Any) -> bool:
+    """Whether transformers has it, for the model or by the names of its parts."""
+    names = implementation.values() if isinstance(implementation, dict) else [implementation]
+    return all(_is_number(name) or name in _IMPLEMENTATIONS for name in names)
+
+
+@contextmanager
+def private_copy(folder: Path, config: PreTrainedConfig) -> Iterator[Path]:
+    """A folder with nothing but the checked configs, the library's own modules, and links to the weights.
+
+    Loading it instead of the export runs this library's code whatever happens to the export meanwhile.
+    """
+    with TemporaryDirectory() as scratch:
+        copy = Path(scratch, "export")
+        copy.mkdir()
+        for name in ("config.json", "generation_config.json", "model.safetensors.index.json"):
+            if (folder / name).is_file():
+                data = read_object(folder, name)
+                _check_keys(name, data, {"auto_map"} if name == "config.json" else set())
+                if name == "config.json":
+                    data["auto_map"] = _classes_of(config)
+                (copy / name).write_text(json.dumps(data), encoding="utf-8")
+        for name, module in _modules_of(config).items():
+            (copy / name).write_bytes(module.read_bytes())
+        for path in folder.glob("*.safetensors"):
+            (copy / path.name).symlink_to(path.resolve())
+        yield copy

@@ -1,0 +1,101 @@
+"""What each arm costs to run, against the length of the prompt. Owns: this picture. Must never know: models, torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from surgery.report.figures.canvas import (
+    BLUE,
+    FAINT,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PURPLE,
+    add_axes,
+    add_heading,
+    new_figure,
+    require,
+    save,
+    style,
+)
+
+Cost = Mapping[str, float]
+_COLOURS = {"base": (GREY, "s"), "hybrid": (BLUE, "o"), "transformer": (GREEN, "D")}
+_MORE = ((ORANGE, "^"), (PURPLE, "v"), ("#B8860B", "P"), ("#56B4E9", "X"))
+_NAMES = {"transformer": "Transformer, same width"}
+_PANELS: tuple[tuple[str, str, Callable[[Cost], float]], ...] = (
+    ("reading a prompt", "tokens/s", lambda cost: cost["prefill_tokens_per_second"]),
+    ("writing", "tokens/s", lambda cost: cost["decode_tokens_per_second"]),
+    ("states, keys, values", "KiB", lambda cost: (cost["state_bytes"] + cost["kv_bytes"]) / 1024),
+    ("peak while reading", "MiB", lambda cost: cost["peak_bytes"] / 2**20),
+)
+_COLUMNS = (
+    "rows", "tokens", "prefill_tokens_per_second", "time_to_first_token", "decode_tokens_per_second", "spread",
+    "peak_bytes", "state_bytes", "kv_bytes",
+)  # fmt: skip
+
+
+@style()
+def costs_by_length(arms: Mapping[str, Sequence[Cost]], folder: Path, where: str) -> list[Path]:
+    """Draws speed and memory of every arm, a row of panels for each number of prompts at once: `efficiency.*`.
+
+    Args:
+        arms: arm -> its costs, as in `results.json`.
+        where: the device, such as `cpu, 1 thread, float32`.
+
+    Returns:
+        The three paths.
+
+    Raises:
+        SurgeryError: no arms, or an arm without numbers.
+    """
+    require(bool(arms), "arms", "empty", "Give at least one arm, such as 'base'.")
+    for arm, given in arms.items():
+        require(bool(given), f"arms[{arm!r}]", "empty", "Give the costs of at least one size.")
+    batches = sorted({int(cost["rows"]) for given in arms.values() for cost in given})
+    figure = new_figure(11.6, 1.2 + 2.25 * len(batches))
+    note = f"Random tokens, models timed in turn; {where}. Both axes are logarithmic. Peak: beside the weights."
+    add_heading(figure, "What each model costs to run", note)
+    lines = {}
+    for row, batch in enumerate(batches):
+        for column, (title, unit, value) in enumerate(_PANELS):
+            axes = add_axes(figure, 0.7 + 2.78 * column, 1.0 + 2.25 * row, 2.25, 1.65)
+            axes.set_title(f"{title}, {unit}" + (f", {batch} at once" if len(batches) > 1 else ""), size=9, color=INK)
+            lines = _panel(axes, arms, batch, value)
+            if batch == batches[-1]:
+                axes.set_xlabel("tokens of the prompt")
+    names = [_NAMES.get(arm, arm.replace("_", " ")) for arm in lines]
+    figure.legend(list(lines.values()), names, loc="upper right", ncols=len(lines), fontsize=8.5)
+    rows = [[arm, *(cost[name] for name in _COLUMNS)] for arm, given in arms.items() for cost in given]
+    return save(figure, folder, "efficiency", ["arm", *_COLUMNS], rows)
+
+
+def _panel(axes: Axes, arms: Mapping[str, Sequence[Cost]], batch: int, value: Callable[[Cost], float]) -> dict:
+    """One line an arm."""
+    more, lines, lengths = iter(_MORE * len(arms)), {}, set()
+    for arm, given in arms.items():
+        colour, marker = _COLOURS.get(arm) or next(more)
+        points = sorted((cost["tokens"], value(cost)) for cost in given if cost["rows"] == batch)
+        lengths |= {int(tokens) for tokens, _ in points}
+        x, y = zip(*points, strict=True)
+        (lines[arm],) = axes.plot(x, y, color=colour, marker=marker, markersize=4.5, linewidth=1.6)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sorted(lengths), [str(n) for n in sorted(lengths)])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(axis="x", which="minor", length=0)
+    low, high = axes.get_ylim()
+    if high / low < 4:  # lines that lie together would fill the panel with noise
+        axes.set_ylim((low * high) ** 0.5 / 2, (low * high) ** 0.5 * 2)
+    spans = axes.get_ylim()[1] / axes.get_ylim()[0]
+    axes.yaxis.set_major_locator(LogLocator(10, (1, 2, 5) if spans < 100 else (1,)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 1 else f"{y:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.grid(color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    return lines

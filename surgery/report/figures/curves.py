@@ -1,0 +1,207 @@
+"""Lines: accuracy against pairs, losses against steps. Owns: these two pictures. Must never know: models, torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from numpy.typing import NDArray
+
+from surgery.report.figures.canvas import (
+    BLUE,
+    FAINT,
+    GREEN,
+    GREY,
+    INK,
+    MUTED,
+    ORANGE,
+    PURPLE,
+    add_axes,
+    add_heading,
+    label_ends,
+    new_figure,
+    require,
+    save,
+    style,
+)
+
+_ARMS = {
+    "base": ("base", GREY, "s"),
+    "hybrid": ("hybrid", BLUE, "o"),
+    "no_splice": ("trained, no splice", ORANGE, "^"),
+    "hybrid_heads_off": ("hybrid, new heads off", "#56B4E9", "X"),
+    "teacher": ("teacher", GREEN, "D"),
+}
+_MORE_ARMS = (
+    (GREEN, "D"),
+    (PURPLE, "v"),
+    ("#B8860B", "P"),
+    ("#56B4E9", "X"),
+    ("#CC6677", "<"),
+    ("#332288", "h"),
+    ("#117733", ">"),
+)
+_OBJECTIVES = {"loss": INK, "answer": BLUE, "attention": ORANGE, "keep": GREEN, "text": PURPLE}
+_MORE_COLOURS = ["#B8860B", "#56B4E9", GREY]
+_NOT_LOSSES = ("step", "seconds", "tokens", "kv_accuracy")
+_Curves = Mapping[str, NDArray[np.float64]]
+
+
+@style()
+def accuracy_by_pairs(
+    arms: Mapping[str, Mapping[str, Mapping[str, float]]],
+    folder: Path,
+    trained: tuple[int, int] | None = None,
+    title: str = "Retrieval accuracy by number of pairs",
+) -> list[Path]:
+    """Draws one line an arm against the number of pairs in the prompt: `accuracy_by_pairs.*`. Returns the paths.
+
+    Args:
+        arms: arm -> number of pairs -> `accuracy`, `low`, `high` (shares, 0 to 1) and `n` prompts.
+        trained: the least and the greatest number of pairs that was trained on; None if none was.
+
+    Raises:
+        SurgeryError: no arms, an arm without numbers, a number of pairs below 1, a range that is none.
+    """
+    require(bool(arms), "arms", "empty", "Give at least one arm, such as 'base'.")
+    for arm, given in arms.items():
+        require(bool(given), f"arms[{arm!r}]", "empty", "Give at least one number of pairs.")
+    table = {arm: sorted((int(k), v) for k, v in given.items()) for arm, given in arms.items()}
+    numbers = sorted({k for points in table.values() for k, _ in points})
+    require(numbers[0] >= 1, "pairs", numbers[0], "Give 1 pair or more.")
+    ordered = trained is None or 1 <= trained[0] <= trained[1]
+    require(ordered, "trained", trained, "Give the least and the greatest number of pairs.")
+    longest = max(len(_ARMS.get(arm, (arm,))[0]) for arm in table)
+    figure = new_figure(7.2 + 0.07 * max(0, longest - 20), 4.4)  # names stand at the right
+    note = f"KV-retrieval; bars: 95% intervals, {_prompts(table)}. Dotted: chance, 1 / pairs."
+    add_heading(figure, title, note)
+    axes = add_axes(figure, 0.7, 0.85, 4.95, 3.0)
+    _pairs_axes(axes, numbers, trained)
+    extra = iter(_MORE_ARMS * len(table))
+    edge = axes.get_xlim()[1]
+    ends = [("chance", edge, 1 / edge, MUTED)]
+    for shift, (arm, points) in enumerate(table.items()):
+        name, colour, marker = _ARMS.get(arm) or (arm, *next(extra))
+        # A small step aside keeps the bars of arms apart where they agree.
+        x = [k * 2 ** (0.035 * (shift - (len(table) - 1) / 2)) for k, _ in points]
+        y = [v["accuracy"] for _, v in points]
+        bars = [
+            [max(0.0, sign * (v["accuracy"] - v[end])) for _, v in points] for sign, end in ((1, "low"), (-1, "high"))
+        ]
+        axes.errorbar(x, y, bars, color=colour, marker=marker, markersize=5, linewidth=1.8, elinewidth=1, capsize=2.5)
+        ends.append((name, x[-1], y[-1], colour))
+    label_ends(axes, ends, gap=0.065)
+    rows = [[arm, k, v["accuracy"], v["low"], v["high"], v["n"]] for arm, points in table.items() for k, v in points]
+    return save(figure, folder, "accuracy_by_pairs", ["arm", "pairs", "accuracy", "low", "high", "n"], rows)
+
+
+def _prompts(table: Mapping[str, Sequence[tuple[int, Mapping[str, float]]]]) -> str:
+    counts = sorted({int(v["n"]) for points in table.values() for _, v in points})
+    return f"{counts[0]} prompts a point" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} prompts a point"
+
+
+def _pairs_axes(axes: Axes, numbers: Sequence[int], trained: tuple[int, int] | None) -> None:
+    """Log axis with the numbers given, the range trained on, the line of chance."""
+    axes.set_xscale("log", base=2)
+    least, greatest = trained or (numbers[0], numbers[-1])
+    axes.set_xlim(min(numbers[0], least) / 2**0.25, max(numbers[-1], greatest) * 2**0.25)
+    axes.set_ylim(0, 1.03)
+    axes.set_xticks(list(numbers), [str(k) for k in numbers])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(axis="x", which="minor", length=0)
+    axes.set_xlabel("pairs in the prompt (log scale)")
+    axes.set_ylabel("accuracy (share of prompts answered right)")
+    axes.grid(axis="y", color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    if trained is not None:
+        span = "trained on " + " to ".join(str(k) for k in sorted(set(trained)))
+        low, high = trained[0] / 2**0.1, trained[1] * 2**0.1
+        axes.axvspan(low, high, color="#eef3f7", linewidth=0, zorder=0)
+        axes.text(math.sqrt(low * high), 1.035, span, size=8, color=MUTED, ha="center", va="bottom")
+    left, right = axes.get_xlim()
+    x = np.geomspace(left, right, 60)
+    axes.plot(x, 1 / x, color=MUTED, linewidth=1.1, linestyle=":")
+
+
+@style()
+def training_curve(history: Sequence[Mapping[str, float]], folder: Path, name: str = "training") -> list[Path]:
+    """Draws the losses by objective against the step: `NAME.*`. Returns the paths.
+
+    Args:
+        history: of each step, `step` (from 1) and its weighted losses: `loss`, their sum, and one an objective;
+            `seconds` is left out of the picture. An objective may be missing from a step.
+
+    Raises:
+        SurgeryError: no steps, or steps without losses.
+    """
+    require(bool(history), "history", "empty", "Give the losses of at least one step.")
+    keys = list(dict.fromkeys(key for entry in history for key in entry))
+    losses = [key for key in keys if key not in _NOT_LOSSES]
+    require(bool(losses), "history", keys, "Give 'step' and at least one loss, such as 'loss'.")
+    require(all("step" in entry for entry in history), "history", "no 'step'", "Give the step of each entry.")
+    steps = np.array([entry["step"] for entry in history], dtype=np.float64)
+    curves = _without_copy({key: np.array([entry.get(key, math.nan) for entry in history], float) for key in losses})
+    reach = len(steps) // 40  # steps to either side that a point of the bold line averages
+    smooth = {key: _smooth(curve, reach) for key, curve in curves.items()}
+    figure = new_figure(7.2, 4.3)
+    note = f"Bold: mean of {2 * reach + 1} steps; light: each step." if reach else "Every step."
+    note += " Each loss times its weight; 'all' is their sum." if "loss" in curves and len(curves) > 1 else ""
+    add_heading(figure, f"Loss by objective: {name}", note)
+    axes = add_axes(figure, 0.75, 0.75, 5.1, 3.0)
+    _loss_axes(axes, steps, curves, smooth)
+    more = iter(_MORE_COLOURS * len(curves))
+    ends = []
+    for key, line in smooth.items():
+        colour = _OBJECTIVES.get(key) or next(more)
+        if reach:
+            axes.plot(steps, curves[key], color=colour, linewidth=0.6, alpha=0.3)
+        axes.plot(steps, line, color=colour, linewidth=1.8, marker="o" if len(steps) <= 20 else "", markersize=3.5)
+        last = int(np.flatnonzero(np.isfinite(line))[-1])
+        text = f"{'all' if key == 'loss' and len(curves) > 1 else key} {line[last]:.3g}"
+        ends.append((text, steps[last], max(line[last], axes.get_ylim()[0]), colour))
+    label_ends(axes, ends, gap=0.065)
+    return save(figure, folder, name, keys, [[entry.get(key, "") for key in keys] for entry in history])
+
+
+def _without_copy(curves: _Curves) -> _Curves:
+    """Drops losses that are never a number, and the sum where one objective alone makes it."""
+    shown = {key: curve for key, curve in curves.items() if np.isfinite(curve).any()}
+    require(bool(shown), "history", "no finite loss", "The training diverged at once; see its log.")
+    if len(shown) == 2 and "loss" in shown and len({curve.tobytes() for curve in shown.values()}) == 1:
+        del shown["loss"]
+    return shown
+
+
+def _smooth(curve: NDArray[np.float64], reach: int) -> NDArray[np.float64]:
+    """Centred mean over `reach` steps to either side, of the numbers there are; shorter at both ends."""
+    kernel, inner = np.ones(2 * reach + 1), slice(reach, reach + len(curve))
+    known = np.isfinite(curve)
+    total = np.convolve(np.where(known, curve, 0.0), kernel)[inner]
+    count = np.convolve(known.astype(np.float64), kernel)[inner]
+    return np.where(known, total / np.maximum(count, 1), math.nan)
+
+
+def _loss_axes(axes: Axes, steps: NDArray[np.float64], curves: _Curves, smooth: _Curves) -> None:
+    """Limits that hold the smoothed curves and nearly every step; log y where the curves span a factor above 30."""
+    lines = np.concatenate([line[np.isfinite(line)] for line in smooth.values()])
+    raw = np.concatenate([curve[np.isfinite(curve)] for curve in curves.values()])
+    top = max(float(lines.max()), float(np.percentile(raw, 99.5))) or 1.0
+    bottom = max(float(np.min(lines, where=lines > 0, initial=top)), top * 1e-4)
+    if top / bottom > 30:
+        axes.set_yscale("log", nonpositive="mask")
+        axes.set_ylim(bottom / 1.6, top * 1.6)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.set_ylim(min(0.0, float(lines.min())), top * 1.08)
+    margin = max(0.5, 0.01 * float(steps[-1] - steps[0]))
+    axes.set_xlim(steps[0] - margin, steps[-1] + margin)
+    axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, steps=[1, 2, 5, 10]))
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats), log scale" if axes.get_yscale() == "log" else "loss (nats)")
+    axes.grid(axis="y", color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)

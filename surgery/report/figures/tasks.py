@@ -1,0 +1,234 @@
+"""Retrieval and knowledge side by side: of models with parts gone, by site and by arm.
+
+Owns: these two pictures. Must never know: models, torch, how a part was removed. Both show every task of an analysis
+with its 95% interval; knowledge is drawn with dashed lines and hollow markers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from surgery.report.figures.canvas import (
+    BLUE,
+    FAINT,
+    GREEN,
+    GREY,
+    INK,
+    MUTED,
+    ORANGE,
+    PURPLE,
+    add_axes,
+    add_heading,
+    label_ends,
+    new_figure,
+    require,
+    save,
+    style,
+)
+
+# Name, colour, marker, and whether it is knowledge.
+_TASKS = {
+    "kv_retrieval": ("KV-retrieval", BLUE, "o", False),
+    "letter_choice": ("letter choice", ORANGE, "^", False),
+    "option_text": ("option text", GREEN, "s", True),
+    "closed_book": ("closed book", PURPLE, "D", True),
+}
+_MORE_TASKS = (("#B8860B", "P"), ("#56B4E9", "X"), (GREY, "v"))
+_SITES = {
+    "prune": ("Retrieval and knowledge with layers pruned from the end", "layers kept, counted from below"),
+    "drop_one": ("Retrieval and knowledge with one layer dropped", "the layer that is dropped"),
+    "disable_one": ("Retrieval and knowledge with one head off", "the head that is off"),
+    "swap_one": ("Retrieval and knowledge with one layer of the teacher's", "the layer that is swapped"),
+}
+_TICKS = 34  # labels that fit below the axis
+Tasks = Mapping[str, Any]
+
+
+@style()
+def tasks_by_site(
+    kind: str,
+    base: Tasks,
+    sites: Mapping[str, Tasks],
+    chance: Mapping[str, float],
+    folder: Path,
+    minimal: int | None = None,
+) -> list[Path]:
+    """Draws accuracy by task, and perplexity below it, against what is changed: `KIND.*`. Returns the paths.
+
+    Args:
+        kind: `prune`, `drop_one`, `disable_one` or `swap_one`.
+        base: of the whole model: task -> `accuracy`, `low`, `high` (shares, 0 to 1) and `n`; and `perplexity`.
+        sites: the same for each layer or head, in the order of the axis; with `prune` by the number of layers kept.
+        chance: by task, the accuracy of a guess.
+        minimal: with `prune`: the layers of the minimal model.
+
+    Raises:
+        SurgeryError: no sites, or another kind.
+    """
+    require(kind in _SITES, "kind", kind, f"Give one of {', '.join(_SITES)}.")
+    require(bool(sites), "sites", "empty", "Give at least one layer or head.")
+    title, x_label = _SITES[kind]
+    shown = dict(sites)
+    if kind == "prune":  # the whole model is the last of the row
+        shown[str(len(shown) + 1)] = base
+    width = max(4.6, min(9.0, 0.3 * len(shown)))
+    figure = new_figure(width + 2.25, 5.8)
+    whole = "The whole model is at the right." if kind == "prune" else "Thin lines: the whole model."
+    guess = ", ".join(f"{look[0]} {chance[task]:.2f}" for task, look in _looks(base).items() if task in chance)
+    add_heading(figure, title, f"Bars: 95% intervals; hollow: knowledge. {whole}\nChance: {guess}.")
+    upper = add_axes(figure, 0.75, 0.95, width, 2.75)
+    lower = add_axes(figure, 0.75, 3.95, width, 1.0)
+    level, joined = None if kind == "prune" else base, kind != "disable_one"
+    ends = _accuracies(upper, list(shown.values()), level, joined, aside=0.07 * len(shown) / width)
+    _perplexities(lower, list(shown.values()), level, joined)
+    for axes in (upper, lower):
+        _site_axis(axes, list(shown))
+        if minimal is not None:
+            place = list(shown).index(str(minimal))
+            axes.axvline(place, color=MUTED, linewidth=0.9, linestyle=(0, (1, 2)), zorder=0)
+            if axes is upper:
+                axes.text(place, 1.035, f"minimal: {minimal}", size=8, color=MUTED, ha="center", va="bottom")
+    upper.tick_params(labelbottom=False)
+    lower.set_xlabel(x_label)
+    label_ends(upper, ends, gap=0.075)
+    rows = [row for site, tasks in {"base": base, **sites}.items() for row in _rows(site, tasks)]
+    return save(figure, folder, kind, _HEADER, rows)
+
+
+def _look(task: str, index: int) -> tuple[str, str, str, bool]:
+    """Of a task that has no look of its own, the next that is free; such tasks are retrieval."""
+    return _TASKS.get(task) or (task.replace("_", " "), *_MORE_TASKS[index % len(_MORE_TASKS)], False)
+
+
+def _names(tasks: Tasks) -> list[str]:
+    return [task for task, value in tasks.items() if isinstance(value, Mapping)]
+
+
+def _looks(tasks: Tasks) -> dict[str, tuple[str, str, str, bool]]:
+    unknown = [task for task in _names(tasks) if task not in _TASKS]
+    return {task: _look(task, unknown.index(task) if task in unknown else 0) for task in _names(tasks)}
+
+
+def _accuracies(
+    axes: Axes, columns: Sequence[Tasks], base: Tasks | None, joined: bool, aside: float
+) -> list[tuple[str, float, float, str]]:
+    """Every task with its intervals; the base as thin lines. Returns what `label_ends` takes."""
+    axes.set_xlim(-0.6, len(columns) - 0.4)
+    axes.set_ylim(0, 1.03)
+    axes.set_ylabel("accuracy")
+    axes.grid(axis="y", color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    ends, looks = [], _looks(columns[0])
+    for shift, (task, (name, colour, marker, knowledge)) in enumerate(looks.items()):
+        # A small step aside keeps the bars of tasks apart where they agree.
+        x = [i + aside * (shift - (len(looks) - 1) / 2) for i in range(len(columns))]
+        values = [column[task] for column in columns]
+        y = [v["accuracy"] for v in values]
+        bars = [
+            [max(0.0, v["accuracy"] - v["low"]) for v in values],
+            [max(0.0, v["high"] - v["accuracy"]) for v in values],
+        ]
+        line = ("--" if knowledge else "-") if joined else ""
+        face = "white" if knowledge else colour
+        axes.errorbar(x, y, bars, color=colour, linestyle=line, marker=marker, markersize=5, markerfacecolor=face,
+                      linewidth=1.5, elinewidth=0.9)  # fmt: skip
+        if base is not None:
+            axes.axhline(base[task]["accuracy"], color=colour, linewidth=0.7, alpha=0.7, zorder=0)
+        ends.append((name, x[-1], y[-1], colour))
+    return ends
+
+
+def _perplexities(axes: Axes, columns: Sequence[Tasks], base: Tasks | None, joined: bool) -> None:
+    axes.set_xlim(-0.6, len(columns) - 0.4)
+    values = [column["perplexity"] for column in columns]
+    axes.plot(range(len(values)), values, color=INK, linestyle="-" if joined else "", marker=".", linewidth=1.2)
+    if base is not None:
+        axes.axhline(base["perplexity"], color=INK, linewidth=0.7, alpha=0.7, zorder=0)
+    axes.set_ylabel("perplexity")
+    every = [*values, base["perplexity"]] if base is not None else values
+    if max(every) > 3 * min(every):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.grid(axis="y", color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def _site_axis(axes: Axes, names: Sequence[str]) -> None:
+    """A tick at every site, a label at as many as fit; heads' names stand upright."""
+    step = -(-len(names) // _TICKS)
+    heads = any(not name.isdigit() for name in names)
+    places = range(0, len(names), step)
+    axes.set_xticks(places, [names[i] for i in places], rotation=90 if heads else 0)
+
+
+_HEADER = ["arm", "task", "accuracy", "low", "high", "n"]
+
+
+def _rows(arm: str, tasks: Tasks) -> list[list[Any]]:
+    rows = [[arm, task, *(tasks[task][key] for key in _HEADER[2:])] for task in _names(tasks)]
+    return [*rows, [arm, "perplexity", tasks["perplexity"], "", "", ""]]
+
+
+@style()
+def tasks_by_arm(arms: Mapping[str, Tasks], chance: Mapping[str, float], folder: Path) -> list[Path]:
+    """Draws one panel a task and one row an arm, the base's level through all rows: `tasks_by_arm.*`.
+
+    Args:
+        arms: `base` first; values and `chance` as in `tasks_by_site`.
+
+    Raises:
+        SurgeryError: no arm named `base`.
+    """
+    require("base" in arms, "arms", list(arms), "Give the whole model as 'base'.")
+    looks, names = _looks(arms["base"]), list(arms)
+    left, panel, gap = 0.35 + 0.078 * max(map(len, names)), 1.5, 0.22
+    height = 0.3 + 0.25 * len(names)
+    figure = new_figure(left + (len(looks) + 1) * (panel + gap) + 0.1, height + 1.55)
+    note = "Accuracy with 95% intervals; hollow: knowledge. Line: the whole model; dotted: chance."
+    add_heading(figure, "Retrieval and knowledge with parts of the model gone", note)
+    panels = [*looks, "perplexity"]
+    for index, task in enumerate(panels):
+        axes = add_axes(figure, left + index * (panel + gap), 1.0, panel, height)
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.set_yticks(range(len(names)), [n.replace("_", " ") for n in names] if index == 0 else [""] * len(names))
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="y", color=FAINT, linewidth=0.6)
+        axes.set_axisbelow(True)
+        if task == "perplexity":
+            _perplexity_panel(axes, [tasks["perplexity"] for tasks in arms.values()])
+        else:
+            _panel(axes, [tasks[task] for tasks in arms.values()], looks[task], chance.get(task))
+    return save(figure, folder, "tasks_by_arm", _HEADER, [row for arm in names for row in _rows(arm, arms[arm])])
+
+
+def _panel(
+    axes: Axes, values: Sequence[Mapping[str, float]], look: tuple[str, str, str, bool], chance: float | None
+) -> None:
+    name, colour, marker, knowledge = look
+    axes.set_title(name, size=9, color=colour)
+    axes.set_xlim(-0.03, 1.03)
+    axes.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
+    axes.set_xlabel("accuracy")
+    x = [v["accuracy"] for v in values]
+    bars = [[max(0.0, v["accuracy"] - v["low"]) for v in values], [max(0.0, v["high"] - v["accuracy"]) for v in values]]
+    axes.errorbar(x, range(len(x)), xerr=bars, color=colour, linestyle="", marker=marker, markersize=5,
+                  markerfacecolor="white" if knowledge else colour, elinewidth=1)  # fmt: skip
+    axes.axvline(x[0], color=colour, linewidth=0.7, alpha=0.7, zorder=0)
+    if chance is not None:
+        axes.axvline(chance, color=MUTED, linewidth=1, linestyle=":", zorder=0)
+
+
+def _perplexity_panel(axes: Axes, values: Sequence[float]) -> None:
+    axes.set_title("perplexity", size=9)
+    axes.plot(values, range(len(values)), color=INK, linestyle="", marker=".")
+    axes.axvline(values[0], color=INK, linewidth=0.7, alpha=0.7, zorder=0)
+    if max(values) > 3 * min(values):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())

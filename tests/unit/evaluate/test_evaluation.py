@@ -1,0 +1,69 @@
+"""One arm scored: what is refused before anything is asked, and what a model that diverged leaves in its summary."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from surgery.errors import ModelError, RunError
+from surgery.evaluate.evaluation import evaluate_model
+from surgery.evaluate.prompts import make_prompts
+from surgery.recipe import Evaluate
+from surgery.report.results import cell_of, entries
+from surgery.scoring.ranking import LARGEST
+from tests.pico import pico_base, pico_tokenizer
+
+FEW = Evaluate.model_validate({"pairs": [2], "examples": 4, "sentences": 3, "tasks": ["kv_retrieval", "perplexity"]})
+NO_MEMORY = (
+    MemoryError(),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
+)
+
+
+def failing(error: Exception) -> Any:
+    def forward(*given: Any, **named: Any) -> None:
+        raise error
+
+    return forward
+
+
+def test_a_tokenizer_of_another_model_is_refused_before_anything_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = pico_base(vocab_size=61, layers=1)
+    monkeypatch.setattr(model, "forward", failing(AssertionError("asked")))
+    with pytest.raises(ModelError, match=r"base\.tokenizer: token 972, and the model has 61"):
+        evaluate_model(model, pico_tokenizer(), FEW)
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
+def test_a_lack_of_memory_names_what_to_lower(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = pico_base(vocab_size=1024, layers=1)
+    monkeypatch.setattr(model, "forward", failing(error))
+    with pytest.raises(RunError, match=rf"evaluate\.batch_size: {FEW.batch_size}\. Out of memory\. Lower it"):
+        evaluate_model(model, pico_tokenizer(), FEW)
+
+
+def test_any_other_error_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = pico_base(vocab_size=1024, layers=1)
+    monkeypatch.setattr(model, "forward", failing(RuntimeError("shapes cannot be multiplied")))
+    with pytest.raises(RuntimeError, match="multiplied"):
+        evaluate_model(model, pico_tokenizer(), FEW)
+
+
+@pytest.mark.parametrize(("factor", "diverged"), [(1.0, False), (1e3, True), (1e25, True)])
+def test_results_are_json_and_readable_however_large_a_loss(factor: float, diverged: bool) -> None:
+    model = pico_base(vocab_size=1024, layers=1)
+    model.lm_head.weight.data.mul_(factor)
+    prompts = make_prompts(FEW, 0, {"mine": make_prompts(FEW, 1).texts["perplexity"]})
+    summary = evaluate_model(model, pico_tokenizer(), FEW, prompts=prompts).summary
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+    values = {summary["perplexity"], summary["held_out"]["mine"]["perplexity"]}
+    assert (values == {LARGEST}) == diverged
+    notes = [note.split(":")[0] for note in summary.get("notes", [])]
+    assert notes == (["perplexity", "held_out/mine"] if diverged else [])
+    cells = {path: cell_of(entry) for path, entry in entries(summary)}
+    assert set(cells) == {("kv_retrieval", "2"), ("perplexity",), ("held_out", "mine")}
+    assert all(len(cell) < 25 for cell in cells.values())

@@ -1,0 +1,218 @@
+"""The card: front matter that the Hub's client reads back, measured numbers alone, whose licence, no path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+from surgery.export.model_card import card_of, model_card
+from surgery.models.lookup import family_of, geometry_of
+from surgery.recipe import Recipe, check_recipe, to_yaml
+from surgery.recipe.public import public_name, public_recipe
+from surgery.types import Graft, Plan
+from tests.pico import pico_config
+
+SHARE = {"accuracy": 0.5, "low": 0.4, "high": 0.6, "n": 100}
+TASKS = ("letter_choice", "option_text", "closed_book", "closed_book_seen")
+
+
+def arm(value: float) -> dict[str, Any]:
+    held_out = {"rows.jsonl": {**SHARE, "accuracy": value, "n": 80}, "texts.jsonl": {"perplexity": 2 + value, "n": 9}}
+    return {
+        "held_out": held_out,
+        "kv_retrieval": {"8": SHARE},
+        **dict.fromkeys(TASKS, SHARE),
+        "perplexity": 2.0,
+        "perplexity_seen": 2.0,
+    }
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    for name in ("quick/export", "own/base", "own/teacher"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "rows.jsonl").touch()
+    data = {"path": str(tmp_path / "rows.jsonl"), "holdout": 0.1}
+    source = {"data": data, "rows": 2, "weights": {"answer": 1, "distil": 1}}
+    given = {
+        "name": "further",
+        "base": {"model": str(tmp_path / "quick/export")},
+        "splice": None,
+        "control": {"model": str(tmp_path / "own/base")},
+        "train": {"steps": 7, "sources": [source], "teacher": {"model": str(tmp_path / "own/teacher")}},
+    }
+    return check_recipe(given)
+
+
+def plan(teacher: str | None = None) -> Plan:
+    config = pico_config()
+    graft = Graft(family_of(config).sites(config)[1], (2,), "add", "ssm", ("answer_token",))
+    return Plan("quick", geometry_of(config), (graft,), 0, teacher=teacher)
+
+
+def spliced(model: str, **export: str) -> Recipe:
+    source = {"task": "kv_retrieval", "rows": 2, "weights": {"answer": 1}}
+    given = {"name": "hybrid", "base": {"model": model}, "train": {"steps": 7, "sources": [source]}, "export": export}
+    return check_recipe(given)
+
+
+def read(card: str) -> Any:
+    """The front matter as the Hub's own client reads it."""
+    return ModelCard(card).data
+
+
+RESULTS = {
+    "arms": {"base": arm(0.1), "no_splice": arm(0.3), "hybrid": arm(0.9)},
+    "p_values": {"hybrid": {"kv_retrieval/8": 0.00390625}},
+    "step_zero_gap": {"max_logit": 0.25, "kl": 0.1, "same_top": 0.9},
+    "versions": {"surgery": "9.9", "torch": "8.8"},
+}
+
+
+def test_it_says_what_was_trained_on_what_and_shows_what_was_held_out(recipe: Recipe) -> None:
+    card = model_card(recipe, None, plan(), {"arms": {"base": arm(0.1), "no_splice": arm(0.3), "hybrid": arm(0.9)}})
+    assert "Fine-tuned from quick on rows.jsonl" in card
+    assert "| | quick, before | base, same training | **this hybrid** | prompts |" in card
+    asked = "| 0.100 [0.400, 0.600] | 0.300 [0.400, 0.600] | 0.900 [0.400, 0.600] | 80 |"
+    assert f"| rows.jsonl, held-out rows, exact match {asked}" in card
+    assert "| perplexity of texts.jsonl, held-out rows | 2.100 | 2.300 | 2.900 | 9 |" in card
+    assert "Trained further for 7 steps on rows.jsonl, and on nothing else" in card
+    assert "| L1H2 | add | ssm | answer token | unknown |" in card
+
+
+def test_nothing_of_this_machine_goes_in(recipe: Recipe, tmp_path: Path) -> None:
+    card = model_card(recipe, None, plan(), {"arms": {"base": arm(0.1), "hybrid": arm(0.9)}})
+    for text in (card, to_yaml(public_recipe(recipe))):
+        assert str(tmp_path) not in text and "rows.jsonl" in text
+    assert str(tmp_path) in to_yaml(recipe), "the recipe itself stays as it is"
+
+
+@pytest.mark.parametrize("written", [True, False], ids=["behind the id", "as revision"])
+def test_pinned_revisions_are_published(written: bool) -> None:
+    """Of every model that a recipe names, its tokenizer and its data, in whichever way they are given."""
+
+    def pinned(name: str) -> dict[str, str]:
+        return {"model": f"org/{name}@{name}123"} if written else {"model": f"org/{name}", "revision": f"{name}123"}
+
+    train = {
+        "steps": 1,
+        "teacher": pinned("guide"),
+        "sources": [{"data": {"path": "org/rows", "revision": "r1"}, "rows": 1, "weights": {"distil": 1.0}}],
+    }
+    base = {**pinned("base"), "tokenizer": "org/words@w1"}
+    plain = {"name": "x", "base": base, "train": train}
+    spliced = {**plain, "splice": {"init": "teacher", "teacher": pinned("donor")}}
+    tuned = {**plain, "splice": None, "control": pinned("control")}
+    for recipe in (check_recipe(spliced), check_recipe(tuned)):
+        shared = public_recipe(recipe)
+        models = [m for m in (shared.base, shared.control, shared.teacher, shared.train.teacher) if m is not None]
+        assert len(models) == 3
+        for model in models:
+            assert model.revision == f"{model.model.removeprefix('org/')}123"
+        assert shared.base.tokenizer == "org/words@w1"
+        assert shared.train.own_data[0].revision == "r1"
+        assert public_recipe(shared) == shared and check_recipe(yaml.safe_load(to_yaml(shared))) == shared
+
+
+def test_an_export_folder_is_called_by_its_runs_name(tmp_path: Path) -> None:
+    assert public_name(str(tmp_path / "quick" / "export")) == "quick"
+    assert public_name(str(tmp_path / "quick" / "other")) == "other"
+    assert public_name("owner/name@main") == "owner/name"
+
+
+def test_the_licence_is_the_bases_own(tmp_path: Path) -> None:
+    """A base's card names it, in a folder and with a licence of its own name; links stay links."""
+    front = (
+        "---\nlicense: other\nlicense_name: own-terms\nlicense_link: LICENSE\nbase_model: owner/first\n---\n# base\n"
+    )
+    (tmp_path / "README.md").write_text(front)
+    data = read(model_card(spliced(str(tmp_path)), None, plan(), RESULTS, card_of(str(tmp_path))))
+    assert (data.license, data.license_name, data.license_link) == ("other", "own-terms", "LICENSE")
+    assert (data.base_model, data.base_model_relation) == ("owner/first", "finetune")
+    from_hub = read(model_card(spliced("owner/base"), None, plan(), RESULTS, card_of(str(tmp_path))))
+    assert from_hub.license_link == "https://huggingface.co/owner/base/blob/main/LICENSE"
+    assert from_hub.base_model == "owner/base"
+
+
+def test_a_licence_that_nobody_names_is_not_guessed(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("---\ntags: [a]\n---\n")
+    for model in (str(tmp_path), str(tmp_path / "nothing"), "owner/not-cached"):
+        card = model_card(spliced(model), None, plan(), RESULTS, card_of(model))
+        assert read(card).license == "unknown" and "**Not known**" in card
+
+
+def test_the_recipes_licence_comes_first(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
+    recipe = spliced(str(tmp_path), license="llama3.2")
+    assert read(model_card(recipe, None, plan(), RESULTS, card_of(str(tmp_path)))).license == "llama3.2"
+
+
+@pytest.mark.parametrize("key", ["license", "license_name", "license_link", "base_model"])
+@pytest.mark.parametrize(
+    "value", ["3", "true", "2020-01-01", "{a: b}", "[1]", "[[x]]", '"\\ud800"', "[" * 3000, "!!binary aGk=", "&a [*a]"]
+)
+def test_entries_that_are_no_text_are_left_out(tmp_path: Path, key: str, value: str) -> None:
+    (tmp_path / "README.md").write_text(f"---\n{key}: {value}\n---\n")
+    assert card_of(str(tmp_path)) == {}
+    model_card(spliced(str(tmp_path)), None, plan(), RESULTS, card_of(str(tmp_path))).encode()
+
+
+@pytest.mark.parametrize("content", ["no front matter", "---\n- a\n---\n", "---\na: [\n---\n", "\xff"])
+def test_a_card_that_cannot_be_read_is_no_card(tmp_path: Path, content: str) -> None:
+    (tmp_path / "README.md").write_text(content, encoding="latin-1")
+    assert card_of(str(tmp_path)) == {}
+
+
+def test_the_model_index_holds_the_hybrids_numbers_and_no_others() -> None:
+    """The Hub's client reads every result back, each under a data set of its own, generated ones marked."""
+    found = read(model_card(spliced("owner/base"), None, plan(), RESULTS)).eval_results
+    measured = {r.dataset_name: r.metric_value for r in found}
+    assert len(measured) == len(found) == len({r.unique_identifier for r in found}) == 9
+    assert measured["KV-retrieval, 8 pairs (generated probe)"] == 0.5
+    assert measured["rows.jsonl, held-out rows, exact match"] == 0.9
+    assert measured["perplexity of texts.jsonl, held-out rows"] == 2.9
+    assert {r.metric_type for r in found} == {"accuracy", "perplexity"}
+    kv = next(r for r in found if r.dataset_type == "ssm-surgery-kv_retrieval")
+    assert kv.dataset_args["prompts"] == 100 and (kv.metric_args["low"], kv.metric_args["high"]) == (0.4, 0.6)
+
+
+def test_the_evidence_names_controls_p_values_the_first_gap_and_versions() -> None:
+    card = model_card(spliced("owner/base"), None, plan(), RESULTS)
+    assert "| | base | same training, no splice | **this hybrid** | prompts | p |" in card
+    cell = "0.500 [0.400, 0.600]"
+    assert f"| KV-retrieval, 8 pairs | {cell} | {cell} | {cell} | 100 | 0.0039 |" in card
+    assert "Before training the hybrid's logits differed from the base's by 0.25 at most." in card
+    assert "Measured with surgery 9.9, torch 8.8." in card
+    assert "2504.18574" in card and "@software{ssm_surgery" in card
+
+
+def test_arms_and_tasks_that_are_new_are_shown_and_none_is_made_up() -> None:
+    """A task that one arm lacks is said to be not measured there."""
+    generated = {**SHARE, "accuracy": 0.25}
+    hybrid = {**arm(0.9), "kv_retrieval": {"8": {**SHARE, "generated": generated}}}
+    arms = {"teacher": {"kv_retrieval": {"8": SHARE}}, "base": hybrid, "hybrid": hybrid}
+    card = model_card(spliced("owner/base"), None, plan(), {"arms": arms})
+    assert "| | teacher | base | **this hybrid** | prompts |" in card
+    assert "| KV-retrieval, 8 pairs, generated | not measured | 0.250 [0.400, 0.600] |" in card
+    assert "| letter choice | not measured | 0.500 [0.400, 0.600] |" in card
+
+
+def test_a_transplant_comes_from_two_models(tmp_path: Path) -> None:
+    card = model_card(spliced("owner/base"), None, plan("owner/donor"), RESULTS)
+    assert (read(card).base_model, read(card).base_model_relation) == (["owner/base", "owner/donor"], "merge")
+    assert "The transplanted attention is owner/donor's" in card
+
+
+def test_data_sets_of_the_hub_are_named_and_files_are_not(recipe: Recipe) -> None:
+    assert "datasets" not in read(model_card(recipe, None, plan(), RESULTS)).to_dict()
+    data = recipe.train.sources[0].data
+    assert data is not None
+    source = recipe.train.sources[0].model_copy(update={"data": data.model_copy(update={"path": "owner/texts"})})
+    both = recipe.model_copy(
+        update={"train": recipe.train.model_copy(update={"sources": (*recipe.train.sources, source)})}
+    )
+    assert read(model_card(both, None, plan(), RESULTS)).datasets == ["owner/texts"]

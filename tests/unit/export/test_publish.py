@@ -1,0 +1,397 @@
+"""Publishing, with the real client against a small server that speaks the Hub's protocol."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from huggingface_hub import constants, file_download
+from huggingface_hub.utils import _http
+
+import surgery.export.publish
+from surgery.errors import ModelError, SurgeryError
+from surgery.export.publish import LONGEST_WAIT, TRIES, Published, check_private, publish, published_files
+from tests.hub_server import TOKEN, Blob, HubServer, serve
+
+NAME = "someone/hybrid"
+AGAIN = "Run it again"
+CARD = "---\nlicense: mit\n---\n\n# hybrid\n"
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the client would have slept."""
+    slept: list[float] = []
+    for module in (_http, file_download):
+        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=slept.append))
+    return slept
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, waits: list[float]) -> Iterator[HubServer]:
+    """A Hub, and a user who is logged in there; every folder verifies."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(surgery.export.publish, "verify_folder", lambda folder, trust: {"not_checked": ["a thing"]})
+    with serve() as server:
+        yield server
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Looks like an export: two files for LFS, two for git, one below, and what is not to leave the machine."""
+    path = tmp_path / "export"
+    (path / "figures").mkdir(parents=True)
+    (path / "README.md").write_text(CARD)
+    (path / "config.json").write_text('{"a": 1}\n')
+    (path / "figures" / "curve.png").write_bytes(b"\x89PNG" + bytes(range(200)) * 3)
+    (path / "model.safetensors").write_bytes(bytes(range(256)) * 40)
+    (path / ".cache").mkdir()
+    (path / ".cache" / "secret").write_text("stays here")
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {name: path.read_bytes() for name, path in published_files(folder).items()}
+
+
+class Caller:
+    """Calls `publish` as the command does, and keeps what it said and how long it would have waited."""
+
+    def __init__(self, hub: HubServer, folder: Path) -> None:
+        self.hub, self.folder = hub, folder
+        self.said: list[str] = []
+        self.slept: list[float] = []
+
+    def __call__(self, **given: object) -> Published:
+        options = {"repo_id": NAME, **given}
+        return publish(self.folder, endpoint=self.hub.url, say=self.said.append, sleep=self.slept.append, **options)
+
+    def refused(self, **given: object) -> str:
+        with pytest.raises(SurgeryError) as caught:
+            self(**given)
+        return str(caught.value)
+
+
+@pytest.fixture
+def call(hub: HubServer, folder: Path) -> Caller:
+    return Caller(hub, folder)
+
+
+def test_a_new_repository_is_private_and_holds_the_folder(call: Caller) -> None:
+    done = call()
+    repository = call.hub.repositories[NAME]
+    assert repository.private and done.private
+    assert call.hub.files(NAME) == contents(call.folder) and "not checked: a thing" in call.said
+    assert set(done.sent) == set(contents(call.folder)) and done.checked == 4
+    assert done.commit == repository.refs["main"].oid and done.url == f"{call.hub.url}/{NAME}/commit/{done.commit}"
+    assert len(repository.commits) == 2, "the folder arrives in one commit"
+
+
+def test_public_is_public(call: Caller) -> None:
+    assert not call(public=True).private
+    assert not call.hub.repositories[NAME].private
+
+
+def test_nothing_goes_by_accident_where_everyone_can_read(call: Caller) -> None:
+    call.hub.create(NAME, private=False)
+    assert "everyone can read it" in call.refused()
+    assert call.hub.files(NAME) == {} and call(public=True).sent
+
+
+def test_a_private_repository_stays_private(call: Caller) -> None:
+    call.hub.create(NAME, private=True)
+    assert call(public=True).private
+    assert any("stays private" in line for line in call.said)
+
+
+def test_the_second_time_nothing_is_sent_and_nothing_committed(call: Caller) -> None:
+    first, received = call(), call.hub.received
+    second = call()
+    assert second.sent == () and second.commit == first.commit and second.checked == 4
+    assert call.hub.received == received and len(call.hub.repositories[NAME].commits) == 2
+
+
+def test_only_what_changed_is_sent(call: Caller) -> None:
+    call()
+    received = call.hub.received
+    (call.folder / "config.json").write_text('{"a": 2}\n')
+    assert call().sent == ("config.json",)
+    assert call.hub.received == received and call.hub.files(NAME) == contents(call.folder)
+
+
+def test_what_another_export_left_goes_and_other_files_stay(call: Caller) -> None:
+    """transformers would load an old model.safetensors before the shards of a new index."""
+    call()
+    (call.folder / "model.safetensors").rename(call.folder / "model-00001-of-00001.safetensors")
+    repository = call.hub.repositories[NAME]
+    more = {"notes.txt": Blob(b"mine", False), "modeling_old.py": Blob(b"pass", False)}
+    repository.add("main", "by hand", {**repository.refs["main"].files, **more})
+    done = call()
+    assert (done.removed, done.kept) == (("model.safetensors", "modeling_old.py"), ("notes.txt",))
+    assert call.hub.files(NAME) == {**contents(call.folder), "notes.txt": b"mine"}
+
+
+def test_a_branch_is_made_and_used(call: Caller) -> None:
+    done = call(revision="seed1")
+    assert call.hub.files(NAME) == {} and call.hub.files(NAME, "seed1") == contents(call.folder)
+    assert done.commit == call.hub.repositories[NAME].refs["seed1"].oid
+    (call.folder / "config.json").write_text("{}\n")
+    assert call(revision="seed1").sent == ("config.json",), "the branch is there already"
+
+
+def test_a_pull_request_leaves_main_alone_and_is_not_made_twice(call: Caller) -> None:
+    done = call(pull_request=True, message="A better one")
+    repository = call.hub.repositories[NAME]
+    assert repository.requests == ["A better one"] and done.url.endswith(f"/{NAME}/discussions/1")
+    assert call.hub.files(NAME) == {} and call.hub.files(NAME, "refs/pr/1") == contents(call.folder)
+    again = call(pull_request=True, message="A better one")
+    assert again.commit == done.commit and again.sent == () and len(repository.requests) == 1
+    (call.folder / "config.json").write_text("{}\n")
+    assert call(revision="refs/pr/1").sent == ("config.json",), "an open one is gone on with by its name"
+
+
+def test_an_interrupted_upload_goes_on(call: Caller, waits: list[float]) -> None:
+    """The connection breaks in the middle of the weights, for good; what had arrived is not sent again."""
+    figure = Blob((call.folder / "figures" / "curve.png").read_bytes(), True)
+    call.hub.cuts, call.hub.cut_after, call.hub.spares = 999, 2000, {figure.sha256}
+    message = call.refused()
+    assert AGAIN in message and "could not send the files" in message
+    assert f"{NAME} {figure.sha256}" in call.hub.stored and call.hub.files(NAME) == {}
+    whole = sum((call.folder / name).stat().st_size for name in ("figures/curve.png", "model.safetensors"))
+    call.hub.cuts, before = 0, call.hub.received
+    assert call().checked == 4
+    assert call.hub.received - before == whole - len(figure.data)
+    assert len(waits) == TRIES * 5, "the client itself tries again as well"
+
+
+def test_one_broken_connection_is_not_noticed(call: Caller, waits: list[float]) -> None:
+    call.hub.cuts, call.hub.cut_after = 1, 100
+    assert call().checked == 4 and len(waits) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "doing"),
+    [
+        ("/repos/create", "find or make the repository"),
+        ("/branch/", "make the branch a"),
+        ("/validate-yaml", "send the files"),
+        ("/commit/", "send the files"),
+    ],
+)
+def test_rate_limits_are_waited_for(call: Caller, path: str, doing: str) -> None:
+    call.hub.fail("POST", path, 429, times=2, headers={"Retry-After": "7"})
+    assert call(revision="a").checked == 4 and call.slept == [7.0, 7.0]
+    assert call.said.count(f"could not {doing} (429, no); trying again in 7 s") == 2
+
+
+def test_where_the_client_waits_by_itself_it_is_not_waited_twice(call: Caller, waits: list[float]) -> None:
+    call.hub.fail("POST", "/preupload/", 429, times=2, headers={"Retry-After": "7"})
+    assert call().checked == 4 and (call.slept, waits) == ([], [8.0, 8.0])
+
+
+def test_waiting_has_a_bound(call: Caller) -> None:
+    call.hub.fail("POST", "/commit/", 429, headers={"Retry-After": "2"})
+    message = call.refused()
+    assert call.slept == [2.0] * (TRIES - 1) and "429" in message and "Run it again in 2 s" in message
+    call.hub.failures[0].headers = {"Retry-After": str(int(LONGEST_WAIT) + 1)}
+    call.slept.clear()
+    assert "Run it again in 301 s" in call.refused() and call.slept == []
+
+
+def test_a_fault_of_the_hub_is_tried_again_and_makes_no_second_commit(call: Caller) -> None:
+    call.hub.fail("POST", "/commit/", 503, times=2)
+    assert call().checked == 4 and call.slept == [1.0, 2.0]
+    assert len(call.hub.repositories[NAME].commits) == 2
+
+
+@pytest.mark.parametrize("pull_request", [False, True])
+def test_a_commit_whose_answer_is_lost_is_found_and_not_made_twice(call: Caller, pull_request: bool) -> None:
+    call.hub.lost = 1
+    done = call(pull_request=pull_request)
+    repository = call.hub.repositories[NAME]
+    assert done.commit == repository.refs["refs/pr/1" if pull_request else "main"].oid and call.slept == [1.0]
+    assert len(repository.commits) == 2 and len(repository.requests) == pull_request
+
+
+@pytest.mark.parametrize(
+    ("status", "path", "field", "hint"),
+    [
+        (401, "/repos/create", "token", "hf auth login"),
+        (403, "/repos/create", NAME, "write access"),
+        (404, "/commit/", NAME, "Check the name"),
+        (409, "/commit/", NAME, "Run it again"),
+        (413, "/commit/", NAME, "The Hub's answer says why"),
+        (503, "/repos/create", NAME, AGAIN),
+    ],
+)
+def test_an_answer_becomes_one_line(call: Caller, status: int, path: str, field: str, hint: str) -> None:
+    call.hub.fail("POST", path, status, text="a reason")
+    message = call.refused()
+    assert message.startswith(f"{field}: could not ") and f"({status}, a reason)" in message and hint in message
+    assert "\n" not in message
+
+
+def test_a_token_that_may_only_read_is_refused(call: Caller) -> None:
+    call.hub.writable = False
+    assert "write access" in call.refused()
+
+
+def test_a_changed_byte_on_the_way_back_is_found(call: Caller) -> None:
+    call.hub.flipped = {"model.safetensors"}
+    with pytest.raises(ModelError, match=r"^model.safetensors: the Hub gives back other bytes"):
+        call()
+
+
+def test_a_file_that_the_hub_leaves_out_is_found(call: Caller) -> None:
+    call.hub.create(NAME, private=True).ignored = {"config.json"}
+    with pytest.raises(ModelError, match=r"^config.json: the Hub left it out.*gitignore"):
+        call()
+
+
+def test_nobody_is_there(call: Caller) -> None:
+    call.hub.url = "http://127.0.0.1:9"
+    message = call.refused()
+    assert message.startswith("http://127.0.0.1:9: could not ") and AGAIN in message
+
+
+def test_offline_is_said(call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE" in call.refused() and call.slept == []
+
+
+def test_a_hub_without_xet_is_said(call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    assert "HF_HUB_DISABLE_XET=1" in call.refused()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"repo_id": "hybrid"}, "Say whose it is"),
+        ({"repo_id": "a/b/c"}, "ORG/NAME"),
+        ({"repo_id": "someone/two words"}, "ORG/NAME"),
+        ({"pull_request": True, "revision": "other"}, "--pr"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_any_request(call: Caller, given: dict[str, object], said: str) -> None:
+    assert said in call.refused(**given)
+    assert call.hub.log == []
+
+
+def test_a_folder_that_does_not_verify_is_refused_before_any_request(
+    call: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(folder: Path, trust: bool) -> None:
+        assert not trust
+        raise ModelError("config.json", "other bytes", "Export again.")
+
+    monkeypatch.setattr(surgery.export.publish, "verify_folder", broken)
+    assert "config.json: other bytes" in call.refused()
+    assert call.hub.log == []
+
+
+def test_nobody_who_is_not_logged_in_gets_anywhere(
+    call: Caller, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.setattr("huggingface_hub.utils._auth._get_token_from_google_colab", lambda: None)
+    assert "hf auth login" in call.refused()
+    assert call.hub.log == []
+
+
+def test_a_bad_front_matter_is_refused_before_anything_is_uploaded(call: Caller) -> None:
+    (call.folder / "README.md").write_text("---\n- a list\n---\n")
+    assert "Invalid metadata in README.md" in call.refused()
+    assert call.hub.received == 0
+
+
+@pytest.mark.parametrize("at_fault", ["", "flip", "401", "503", "cut", "echo"])
+def test_the_token_is_in_nothing_that_is_said_sent_or_logged(
+    call: Caller, at_fault: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    call.hub.flipped = {"model.safetensors"} if at_fault == "flip" else set()
+    call.hub.cuts = 999 if at_fault == "cut" else 0
+    if at_fault in ("401", "503"):
+        call.hub.fail("POST", "/commit/", int(at_fault))
+    if at_fault == "echo":
+        call.hub.fail("POST", "/commit/", 400, text=f"{'what is ' * 22}{TOKEN}?")
+    text = repr(call()) if not at_fault else call.refused()
+    text += "".join(call.said) + caplog.text + "".join(capfd.readouterr())
+    assert len(caplog.text) > 500 and TOKEN[:12] not in text
+    assert not any(TOKEN.encode() in data for data in call.hub.files(NAME).values())
+    assert not call.hub.told_storage, "signed addresses are somebody else's"
+
+
+def test_paths_of_this_machine_are_named_with_file_and_line(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/people/someone")
+    for place in ("/people/someone", str(Path.cwd()), str(folder)):
+        (folder / "recipe.yaml").write_text(f"a: 1\nmodel: {place}/base\n")
+        with pytest.raises(SurgeryError, match=r"^recipe.yaml:2: /"):
+            check_private(published_files(folder), folder)
+    (folder / "recipe.yaml").write_text("a: /people/someone-else\n")
+    check_private(published_files(folder), folder)
+
+
+def test_a_home_of_one_part_counts_only_with_something_below(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name like `/root` is an entry of many vocabularies."""
+    monkeypatch.setenv("HOME", "/anna")
+    (folder / "tokenizer.json").write_text('{"/anna": 5, "/root/": 6}\n')
+    check_private(published_files(folder), folder)
+    (folder / "tokenizer.json").write_text('{"name_or_path": "/anna/models/base"}\n')
+    with pytest.raises(SurgeryError, match=r"^tokenizer.json:1: /anna"):
+        check_private(published_files(folder), folder)
+
+
+@pytest.mark.parametrize("text", [f"token: {TOKEN}", "token: hf_" + "b" * 34, "own-secret"])
+def test_a_token_in_a_file_is_refused_and_not_repeated(folder: Path, text: str) -> None:
+    (folder / "training.json").write_text(f"\n\n{text}\n")
+    with pytest.raises(SurgeryError, match=r"^training.json:3: a token") as caught:
+        check_private(published_files(folder), folder, "own-secret")
+    assert text.split()[-1] not in str(caught.value)
+
+
+def test_a_secret_is_refused_before_any_request_and_every_place_is_named(call: Caller) -> None:
+    secret = "ghp_" + "a" * 36
+    for name in ("config.json", "README.md"):
+        (call.folder / name).write_text(f"\n{secret}\n")
+    (call.folder / "figures" / "curve.png").write_bytes(secret.encode("utf-16"))
+    message = call.refused()
+    assert message.startswith("README.md:2: a token (GitHub Token, ghp_..., 40 characters). ")
+    assert "There is more in config.json:2, figures/curve.png:1." in message
+    assert secret not in message and len(message.splitlines()) == 1 and call.hub.log == []
+
+
+@pytest.mark.parametrize("name", ["config.json", "figures/link", ".hidden/link"])
+def test_links_are_not_followed(call: Caller, name: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("{}")
+    path = call.folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    path.symlink_to(tmp_path / "secret")
+    assert call.refused().startswith(f"{name}: a symbolic link") and call.hub.log == []
+
+
+def test_a_file_that_comes_while_the_folder_is_checked_is_not_sent(
+    call: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(folder: Path, trust: bool) -> dict[str, list[str]]:
+        (folder / "late.json").write_text("{}")
+        return {"not_checked": []}
+
+    monkeypatch.setattr(surgery.export.publish, "verify_folder", late)
+    assert "changed while they were checked" in call.refused() and call.hub.log == []
+
+
+def test_hidden_files_and_compiled_python_stay_here(folder: Path) -> None:
+    (folder / "__pycache__").mkdir()
+    (folder / "__pycache__" / "a.pyc").touch()
+    assert list(published_files(folder)) == ["README.md", "config.json", "figures/curve.png", "model.safetensors"]

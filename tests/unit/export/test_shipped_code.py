@@ -1,0 +1,90 @@
+"""What loading an export imports; tests/integration/test_foreign_code.py has folders that would run other code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import surgery.hybrid
+from surgery.errors import ModelError
+from surgery.export.shipped_code import _check_keys, check_code, private_copy
+from tests.battery import every_spliced, trained
+from tests.pico import pico_tokenizer
+from tests.unit.export.test_verify import exporting, in_this_process
+
+LIBRARY = Path(surgery.hybrid.__file__).parent
+
+
+def exported(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(exporting, "reload", in_this_process)
+    model = trained(name)
+    exporting.export_model(model, pico_tokenizer(), folder)
+    return model
+
+
+@every_spliced
+def test_what_is_written_is_what_is_expected(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every family `auto_map` and the modules are those that are computed; one more is refused."""
+    model = exported(tmp_path / "export", name, monkeypatch)
+    check_code(tmp_path / "export", model.config)
+    other = next(p for p in LIBRARY.glob("*.py") if not (tmp_path / "export" / p.name).exists())
+    (tmp_path / "export" / other.name).write_bytes(other.read_bytes())
+    with pytest.raises(ModelError, match=other.name):
+        check_code(tmp_path / "export", model.config)
+
+
+@every_spliced
+def test_a_copy_holds_configs_modules_and_weights_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "export"
+    model = exported(folder, name, monkeypatch)
+    modules = {path.name for path in folder.glob("*.py")}
+    for path in folder.glob("*.py"):
+        path.write_text("raise SystemExit")
+    (folder / "custom_generate").mkdir()
+    with private_copy(folder, model.config) as copy:
+        plain = {path.name for path in copy.iterdir() if not path.is_symlink()}
+        linked = {path.name for path in copy.iterdir() if path.is_symlink()}
+        assert plain == {"config.json", "generation_config.json", *modules}
+        assert linked == {"model.safetensors", "reference.safetensors"}
+        assert all((copy / name).read_bytes() == (LIBRARY / name).read_bytes() for name in modules)
+        assert json.loads((copy / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
+    assert (folder / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"auto_map": {"AutoTokenizer": ["a.B", None]}},
+        {"a": [{"b": {"auto_map": "a.B"}}]},
+        {"auto_map": True},
+        {"a": {"attn_implementation": "org/kernel"}},
+        {"_attn_implementation_internal": "flash_attention_2"},
+        {"experts_implementation": {"text": "org/kernel"}},
+        {"_experts_implementation": ["org/kernel"]},
+        {"attribute_map": {"a": "b"}},
+    ],
+    ids=repr,
+)
+def test_keys_that_name_code_are_refused_at_any_depth(data: Any) -> None:
+    with pytest.raises(ModelError, match=r"^a.json: "):
+        _check_keys("a.json", data, set())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"auto_map": 17, "use_kernels": 4, "attn_implementation": 5},  # a vocabulary
+        {"auto_map": None, "quantization_config": {}, "use_kernels": False},
+        {"attn_implementation": "sdpa", "a": {"_attn_implementation": None, "experts_implementation": "eager"}},
+        [{"b": "auto_map"}],
+        5,
+    ],
+    ids=repr,
+)
+def test_keys_that_name_none_pass(data: Any) -> None:
+    _check_keys("a.json", data, set())

@@ -1,0 +1,481 @@
+"""What `verify` finds in a folder. The clean process is stood in for by a load in this one, which runs no shipped code;
+tests/integration/test_export.py has the real one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import surgery.export.verify as verifying
+from surgery.errors import ModelError
+from surgery.export.files import RECORD, REFERENCE, fingerprints
+from surgery.export.reload import TOLERANCE, compare, make_reference, prompt_ids
+from surgery.export.verify import card_table, verify_folder
+from surgery.models.lookup import family_of
+from surgery.types import Graft, HeadId, HeadSet, Plan, ScoredHead
+from tests.battery import base, logits, plan_of, trained
+from tests.pico import pico_tokenizer
+
+exporting = import_module("surgery.export.folder")
+
+
+def in_this_process(folder: Path, ids: Tensor, dtypes: Any) -> dict[str, Tensor]:
+    """The twin of `reload` with this library's own classes."""
+    found = {}
+    for dtype in dtypes:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "output_logits": True}
+        text = model.generate(ids[:1], return_dict_in_generate=True, **options)
+        found |= {f"{dtype}.logits": logits(model, ids), f"{dtype}.text": text.sequences}
+        found[f"{dtype}.steps"] = torch.cat(text.logits).float()
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (exporting, verifying):
+        monkeypatch.setattr(module, "reload", in_this_process)
+
+
+def heads_of(plan: Any) -> HeadSet:
+    """As locating would have chosen what the plan has."""
+    chosen = tuple(
+        ScoredHead(HeadId(graft.site.layer, head), "neither", reads, {})
+        for graft in plan.grafts
+        for head, reads in zip(graft.heads, graft.reads, strict=True)
+    )
+    return HeadSet("pico", "", plan.geometry, chosen, chosen, "sharpen", 0)
+
+
+def card_of(plan: Any) -> str:
+    rows = [
+        f"| L{g.site.layer}H{head} | {g.mode} | {g.init} | {reads.replace('_', ' ')} | unknown |"
+        for g in plan.grafts
+        for head, reads in zip(g.heads, g.reads, strict=True)
+    ]
+    return "\n".join(
+        ["# A card", "", "| spliced head | mode | init | reads | role |", "|---|---|---|---|---|", *rows, ""]
+    )
+
+
+def written(folder: Path, mode: str = "replace", name: str = "mamba2", section: Any = None) -> Path:
+    """An export with all its documents."""
+    plan = plan_of(base(name), mode)
+    given = {"card": card_of(plan), "plan": plan, "heads": heads_of(plan), "recipe_yaml": "name: pico\n"}
+    exporting.export_model(trained(name, mode), pico_tokenizer(), folder, section, results={"a": 1}, **given)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exporting, "reload", in_this_process)
+        yield written(tmp_path_factory.mktemp("verify") / "export")
+
+
+@pytest.fixture
+def copy(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "copy"))
+
+
+def list_again(folder: Path) -> None:
+    """As who changes a folder and covers it up would."""
+    record = json.loads((folder / RECORD).read_text())
+    (folder / RECORD).write_text(json.dumps({**record, "files": fingerprints(folder)}))
+
+
+def make_old(folder: Path) -> None:
+    """As exports were before they carried hashes and a reference."""
+    (folder / REFERENCE).unlink()
+    (folder / RECORD).write_text(
+        json.dumps({"checked_without_surgery": True, "max_logit_difference": 0.0, "tensors": 1})
+    )
+
+
+def edit(folder: Path, name: str, change: Callable[[Any], Any]) -> None:
+    """Changes a JSON file, or the tensors of a file."""
+    if name.endswith(".json"):
+        data = json.loads((folder / name).read_text())
+        change(data)
+        (folder / name).write_text(json.dumps(data))
+    else:
+        tensors = load_file(folder / name)
+        change(tensors)
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+
+
+def refusal(folder: Path, **more: Any) -> str:
+    with pytest.raises(ModelError) as caught:
+        verify_folder(folder, **more)
+    return str(caught.value)
+
+
+class TestWhole:
+    def test_a_copy_verifies(self, whole: Path, copy: Path) -> None:
+        """Wherever it lies; what download tools leave beside it does no harm."""
+        (copy / ".cache").mkdir()
+        (copy / ".cache" / "huggingface.json").write_text("{}")
+        (copy / "picture.png").write_bytes(b"")
+        found = verify_folder(str(copy))
+        assert found["files"] == len([p for p in whole.rglob("*") if p.is_file()]) - 1
+        assert found["agree"] == ["config.json", "plan.json", "heads.json", "README.md"]
+        assert found["tensors"] == len(load_file(copy / "model.safetensors")) > 40
+        assert found["max_logit_difference"] < TOLERANCE and found["generated_tokens"] == 8
+        assert found["not_checked"] == [f"picture.png: not listed in {RECORD}"]
+
+    def test_the_record_says_what_was_checked(self, whole: Path) -> None:
+        record = json.loads((whole / RECORD).read_text())
+        assert record["files"] == fingerprints(whole) and RECORD not in record["files"]
+        assert record["max_logit_difference"] == 0 and record["checked_without_surgery"]
+        assert {"surgery", "torch", "transformers"} <= set(record["versions"])
+
+    def test_the_same_again_is_the_same_bytes(self, whole: Path, tmp_path: Path) -> None:
+        again = written(tmp_path / "elsewhere")
+        assert fingerprints(again) == fingerprints(whole)
+        assert (again / RECORD).read_bytes() == (whole / RECORD).read_bytes()
+
+    def test_an_old_export_verifies_as_far_as_it_can(self, copy: Path) -> None:
+        make_old(copy)
+        found = verify_folder(copy)
+        assert found["files"] is None and "max_logit_difference" not in found and found["tensors"] > 40
+        hashes, reference = found["not_checked"]
+        assert "hashes" in hashes and REFERENCE in reference
+
+    def test_documents_that_are_not_there_are_named(self, tmp_path: Path) -> None:
+        exporting.export_model(trained("mamba2"), pico_tokenizer(), tmp_path / "bare")
+        found = verify_folder(tmp_path / "bare")
+        assert found["agree"] == ["config.json"] and len(found["not_checked"]) == 3
+
+
+class TestFiles:
+    def test_a_changed_byte_is_found_in_any_file(self, whole: Path, copy: Path) -> None:
+        for name in fingerprints(whole):
+            content = bytearray((whole / name).read_bytes())
+            content[len(content) // 2] ^= 1
+            (copy / name).write_bytes(content)
+            message = refusal(copy)
+            assert name in message and ("sha256" in message or (name == "config.json" and "not JSON" in message))
+            shutil.copy(whole / name, copy / name)
+
+    def test_a_missing_file_is_named(self, whole: Path, copy: Path) -> None:
+        for name in fingerprints(whole):
+            (copy / name).unlink()
+            message = refusal(copy)
+            assert name in message and "missing" in message
+            shutil.copy(whole / name, copy / name)
+
+    @pytest.mark.parametrize("old", [False, True])
+    def test_cut_off_weights_are_said_to_be(self, old: bool, copy: Path) -> None:
+        if old:
+            make_old(copy)
+        content = (copy / "model.safetensors").read_bytes()
+        (copy / "model.safetensors").write_bytes(content[:-100])
+        message = refusal(copy)
+        assert "model.safetensors" in message and f"{len(content) - 100} bytes long" in message
+
+    @pytest.mark.parametrize("name", ["helper.py", "adapter_config.json", "pytorch_model.bin", "deeper/more.py"])
+    def test_what_could_be_loaded_must_be_listed(self, name: str, copy: Path) -> None:
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).write_text("{}")
+        assert name in refusal(copy)
+        make_old(copy)  # where nothing is listed, weights of another kind are just not taken
+        assert name == "pytorch_model.bin" or name in refusal(copy)
+
+    def test_a_list_cannot_point_out_of_the_folder(self, copy: Path) -> None:
+        (copy.parent / "secret").write_text("a")
+        edit(copy, RECORD, lambda record: record["files"].update({"../secret": {"sha256": "", "size": 1}}))
+        assert "../secret: missing" in refusal(copy)
+
+
+class TestContent:
+    def test_numbers_that_are_none(self, copy: Path) -> None:
+        name = "backbone.layers.1.norm.weight"
+        edit(copy, "model.safetensors", lambda tensors: tensors[name].__setitem__(3, torch.nan))
+        list_again(copy)
+        assert name in refusal(copy)
+
+    def test_a_head_that_is_not_silent(self, copy: Path) -> None:
+        name = "backbone.layers.0.mixer.out_proj.weight"
+        edit(copy, "model.safetensors", lambda tensors: tensors[name][:, 16:32].add_(1))
+        list_again(copy)
+        assert "L0H1: not silent" in refusal(copy)
+
+    def test_another_model(self, copy: Path) -> None:
+        """One spliced head turned off, everything listed anew: only the reference can tell."""
+        edit(
+            copy,
+            "model.safetensors",
+            lambda tensors: tensors["backbone.layers.0.mixer.attention.o_proj.weight"].zero_(),
+        )
+        list_again(copy)
+        assert "logits differ" in refusal(copy)
+
+    def test_tensors_of_another_config(self, copy: Path) -> None:
+        edit(copy, "model.safetensors", lambda tensors: tensors.pop("backbone.layers.0.mixer.out_proj.weight"))
+        list_again(copy)
+        assert "backbone.layers.0.mixer.out_proj.weight: missing" in refusal(copy)
+
+    @pytest.mark.parametrize(
+        ("name", "change"),
+        [
+            ("plan.json", lambda plan: plan["grafts"][0].update(heads=[3, 2])),
+            ("plan.json", lambda plan: plan["grafts"][1].update(mode="add")),
+            ("plan.json", lambda plan: plan["grafts"].pop()),
+            ("plan.json", lambda plan: plan.update(geometry="other")),
+            ("plan.json", lambda plan: plan.pop("grafts")),
+            ("heads.json", lambda heads: heads["chosen"].pop()),
+            ("heads.json", lambda heads: heads["chosen"][0].update(reads="answer_token")),
+            ("heads.json", lambda heads: heads.update(geometry="other")),
+            ("config.json", lambda config: config["splice"][0].update(reads=["answer_token"] * 2)),
+        ],
+    )
+    def test_documents_that_disagree(self, name: str, change: Any, copy: Path) -> None:
+        edit(copy, name, change)
+        list_again(copy)
+        message = refusal(copy)
+        assert name in message or (name == "config.json" and "plan.json" in message)
+
+    @pytest.mark.parametrize(
+        ("old", "new"), [("L0H3", "L0H2"), ("| replace |", "| add |"), ("segment end", "answer token")]
+    )
+    def test_a_card_that_says_something_else(self, old: str, new: str, copy: Path) -> None:
+        card = (copy / "README.md").read_text()
+        (copy / "README.md").write_text(card.replace(old, new, 1))
+        list_again(copy)
+        assert "README.md: its table has" in refusal(copy)
+
+    def test_a_card_with_a_row_too_few(self, copy: Path) -> None:
+        card = (copy / "README.md").read_text().splitlines()
+        (copy / "README.md").write_text("\n".join(line for line in card if "L0H3" not in line))
+        list_again(copy)
+        assert "README.md: its table has" in refusal(copy)
+
+    def test_whole_layers_in_a_card(self) -> None:
+        """Their row names the layer and the donor; there are no heads to compare."""
+        (site, *_), other = family_of(base("llamba").config).sites(base("llamba").config), plan_of(base("llamba"))
+        graft = Graft(site, (0, 1), "replace", "teacher", ("segment_end",) * 2, "layer", ("L2",))
+        plan = Plan("pico", "g", (graft, other.grafts[1]), 0)
+        row = f"| L{site.layer}, the whole layer | replace | L2 of llama | | |"
+        card = card_of(Plan("pico", "g", other.grafts[1:], 0)) + row + "\n"
+        verifying._check_card(card_table(card), plan)
+        with pytest.raises(ModelError, match="its table has"):
+            verifying._check_card(card_table(card.replace(row, "")), plan)
+        with pytest.raises(ModelError, match="its table has"):
+            verifying._check_card(card_table(card), other)
+
+
+class TestNoExport:
+    def test_a_plain_model_is_called_that(self, tmp_path: Path) -> None:
+        base("mamba2").save_pretrained(tmp_path)
+        assert "mamba2" in refusal(tmp_path) and "plain model" in refusal(tmp_path)
+
+    def test_a_hybrid_that_was_not_exported(self, tmp_path: Path) -> None:
+        trained("mamba2").save_pretrained(tmp_path)
+        assert f"hybrid without {RECORD}" in refusal(tmp_path)
+
+    def test_nothing_at_all(self, tmp_path: Path) -> None:
+        assert "no such folder" in refusal(tmp_path / "none")
+        assert "config.json: missing" in refusal(tmp_path)
+        (tmp_path / "config.json").write_text("[1]")
+        assert "JSON object" in refusal(tmp_path)
+
+
+WRONG = (None, [], {}, "x", -1, 0, True, 1e308, 10**30, [[1]], "\ud800")
+DOCUMENTS = (RECORD, "config.json", "plan.json", "heads.json", "generation_config.json", "tokenizer_config.json")
+CONTENTS = {
+    "deep list": b"[" * 100_000,
+    "deep object": b'{"a":' * 100_000,
+    "not UTF-8": b"\xff\xfe\x00",
+    "half a character": b'{"a": "\xc3"}',
+    "cut off": b'{"a": ',
+    "empty": b"",
+    "NUL": b"\0" * 9,
+}
+
+
+def places_in(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of everything inside."""
+    if path:
+        yield path
+    for key, value in data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ():
+        yield from places_in(value, (*path, key))
+
+
+class TestMalformed:
+    """Whatever a document holds, it is one line that names a file, and no traceback."""
+
+    @pytest.fixture(autouse=True)
+    def nothing_loads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: Any) -> None:
+            raise ModelError("reloading", "it got here", "Nothing is wrong with the documents.")
+
+        monkeypatch.setattr(verifying, "reload", refuse)
+
+    @pytest.mark.parametrize("name", DOCUMENTS)
+    @pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
+    def test_a_document_that_is_none(self, name: str, content: bytes, copy: Path) -> None:
+        (copy / name).write_bytes(content)
+        if name != RECORD:
+            list_again(copy)
+        message = refusal(copy)
+        assert message.startswith(f"{name}: ") and len(message.splitlines()) == 1
+
+    @pytest.mark.parametrize("name", [n for n in DOCUMENTS if n != "tokenizer_config.json"])
+    @pytest.mark.parametrize("data", [[], [1], 5, "text", None, True], ids=repr)
+    def test_a_document_of_another_type(self, name: str, data: Any, copy: Path) -> None:
+        (copy / name).write_text(json.dumps(data))
+        if name != RECORD:
+            list_again(copy)
+        assert refusal(copy).startswith(f"{name}: ")
+
+    def test_a_card_that_is_no_text(self, copy: Path) -> None:
+        (copy / "README.md").write_bytes(b"| spliced head | \xff\n")
+        list_again(copy)
+        assert refusal(copy).startswith("README.md: ")
+
+    @pytest.mark.parametrize("name", [RECORD, "plan.json", "heads.json", "config.json"])
+    @pytest.mark.parametrize("wrong", WRONG, ids=repr)
+    def test_any_value_of_another_type(self, name: str, wrong: Any, copy: Path) -> None:
+        """One place after another: refused in one line, or of no importance."""
+        text = (copy / name).read_text()
+        for path in list(places_in(json.loads(text)))[:25]:
+            data = json.loads(text)
+            inner = data
+            for key in path[:-1]:
+                inner = inner[key]
+            inner[path[-1]] = wrong
+            (copy / name).write_text(json.dumps(data))
+            (copy / RECORD).write_text("{}" if name != RECORD else json.dumps(data))
+            assert len(refusal(copy).splitlines()) == 1
+
+    @pytest.mark.parametrize("ids", ["x", [None, "x"], {}, 1.5, True], ids=repr)
+    def test_tokens_that_are_none(self, ids: Any, copy: Path) -> None:
+        edit(copy, "generation_config.json", lambda config: config.update(eos_token_id=ids))
+        list_again(copy)
+        assert refusal(copy).startswith("generation_config.json: ") and "eos_token_id" in refusal(copy)
+
+    @pytest.mark.parametrize("name", ["ids", "vocabulary", "logits", "text", "margins"])
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda t: t.to(torch.float16),
+            lambda t: t[:0],
+            lambda t: t[None],
+            lambda t: t.flatten()[0],
+            lambda t: torch.cat([t] * 99),
+            lambda t: None,
+        ],
+    )
+    def test_a_reference_that_does_not_fit(self, name: str, change: Any, copy: Path) -> None:
+        def apply(tensors: dict[str, Tensor]) -> None:
+            new = change(tensors.pop(name))
+            if new is not None:
+                tensors[name] = new.contiguous()
+
+        edit(copy, REFERENCE, apply)
+        list_again(copy)
+        assert refusal(copy).startswith(f"{REFERENCE}: ")
+
+    @pytest.mark.parametrize("name", ["ids", "vocabulary", "text"])
+    @pytest.mark.parametrize("token", [-1, 10**9])
+    def test_tokens_of_a_reference_that_the_model_lacks(self, name: str, token: int, copy: Path) -> None:
+        edit(copy, REFERENCE, lambda tensors: tensors[name].view(-1)[:1].fill_(token))
+        list_again(copy)
+        assert refusal(copy).startswith(f"{REFERENCE}: {name} from ")
+
+    @pytest.mark.parametrize(
+        "names", [["../model.safetensors"], ["/etc/passwd"], [5], [None], [["a"]], {"a": 1}, 7, "a\0b"], ids=repr
+    )
+    def test_an_index_that_points_elsewhere(self, names: Any, copy: Path) -> None:
+        (copy / "model.safetensors").rename(copy.parent / "model.safetensors")
+        weight_map = {str(i): name for i, name in enumerate(names)} if isinstance(names, list) else names
+        (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        list_again(copy)
+        assert "model.safetensors.index.json" in refusal(copy) and len(refusal(copy).splitlines()) == 1
+
+
+class TestCode:
+    @pytest.fixture(autouse=True)
+    def nothing_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: Any) -> None:
+            raise AssertionError("code of the folder would have been run")
+
+        monkeypatch.setattr(verifying, "reload", refuse)
+
+    def test_an_edited_module_is_not_run(self, copy: Path) -> None:
+        """Not even where the list is right about it; with trust it is."""
+        with open(copy / "attention.py", "a") as file:
+            file.write("\nprint('hello')\n")
+        list_again(copy)
+        assert "attention.py: not the module" in refusal(copy)
+        with pytest.raises(AssertionError, match="would have been run"):
+            verify_folder(copy, trust_remote_code=True)
+
+    def test_a_module_that_is_not_ours_is_not_run(self, copy: Path) -> None:
+        (copy / "more.py").write_text("")
+        list_again(copy)
+        assert "more.py: not the module" in refusal(copy)
+
+    def test_code_of_another_repository_is_not_run(self, copy: Path) -> None:
+        edit(copy, "config.json", lambda c: c["auto_map"].update(AutoModel="someone/else--modeling.Model"))
+        list_again(copy)
+        assert "someone/else" in refusal(copy)
+
+    @pytest.mark.parametrize("trust", [False, True])
+    def test_a_missing_modelling_file(self, trust: bool, copy: Path) -> None:
+        make_old(copy)
+        (copy / "modeling_mamba2_hybrid.py").unlink()
+        assert "modelling file is missing" in refusal(copy, trust_remote_code=trust)
+
+
+class TestReference:
+    """The rule by which another machine's rounding passes, and another model does not."""
+
+    @staticmethod
+    def _found(steps: Tensor) -> dict[str, Tensor]:
+        ids = prompt_ids(50)
+        logits_BTV = torch.randn(2, 24, 50, generator=torch.Generator().manual_seed(1))
+        text = torch.cat([ids[:1], steps.argmax(-1)[None]], 1)
+        return {"x.logits": logits_BTV, "x.text": text, "x.steps": steps}
+
+    def test_rounding_passes_and_more_does_not(self) -> None:
+        found = self._found(torch.eye(8, 50) * 5)
+        reference = make_reference(prompt_ids(50), found, "x")
+        spread = float(reference["logits"].std())
+        for factor, fails in ((0.9, False), (1.1, True)):
+            moved = found | {"x.logits": found["x.logits"] + factor * TOLERANCE * spread}
+            if fails:
+                with pytest.raises(ModelError, match="another model"):
+                    compare(reference, moved, "x")
+            else:
+                difference, agree = compare(reference, moved, "x")
+                assert difference == pytest.approx(0.9 * TOLERANCE, rel=1e-2) and agree == 8
+        with pytest.raises(ModelError):
+            compare(reference, found | {"x.logits": found["x.logits"] * torch.nan}, "x")
+
+    @pytest.mark.parametrize(("margin", "agree"), [(1.9, 3), (2.1, None)])
+    def test_a_token_may_differ_where_rounding_decides(self, margin: float, agree: int | None) -> None:
+        steps = torch.eye(8, 50) * 5
+        found = self._found(steps)
+        spread = float(make_reference(prompt_ids(50), found, "x")["logits"].std())
+        steps[3, 7] = 5 - margin * TOLERANCE * spread  # the fourth token is a near tie
+        reference = make_reference(prompt_ids(50), self._found(steps), "x")
+        other = steps.clone()
+        other[3, 3] = 0
+        other[4:] = other[4:].roll(1, dims=-1)  # what follows is another text
+        if agree is None:
+            with pytest.raises(ModelError, match="generated token 3"):
+                compare(reference, self._found(other), "x")
+        else:
+            assert compare(reference, self._found(other), "x")[1] == agree

@@ -1,0 +1,53 @@
+"""The picture of what models cost."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from surgery.errors import SurgeryError
+from surgery.report.figures.costs import costs_by_length
+
+
+def cost(rows: int, tokens: int, speed: float) -> dict[str, float]:
+    return {
+        "rows": rows,
+        "tokens": tokens,
+        "prefill_tokens_per_second": speed,
+        "time_to_first_token": rows * tokens / speed,
+        "decode_tokens_per_second": speed / 10,
+        "spread": 0.1,
+        "peak_bytes": 1000 * tokens,
+        "state_bytes": 512 * rows,
+        "kv_bytes": 0,
+    }
+
+
+ARMS = {name: [cost(r, n, 100.0 + n) for r in (1, 4) for n in (32, 64)] for name in ("base", "hybrid", "mine")}
+
+
+def test_the_numbers_lie_beside_the_picture(tmp_path: Path) -> None:
+    paths = costs_by_length(ARMS, tmp_path, "cpu")
+    assert [path.name for path in paths] == ["efficiency.png", "efficiency.svg", "efficiency.csv"]
+    rows = list(csv.DictReader(paths[2].open()))
+    assert len(rows) == 12
+    assert {row["arm"] for row in rows} == set(ARMS)
+    assert float(rows[1]["prefill_tokens_per_second"]) == 164.0
+
+
+def test_the_same_numbers_give_the_same_bytes(tmp_path: Path) -> None:
+    first, second = (costs_by_length(ARMS, tmp_path / name, "cpu") for name in ("a", "b"))
+    assert [p.read_bytes() for p in first] == [p.read_bytes() for p in second]
+
+
+def test_every_arm_is_named_in_the_legend(tmp_path: Path) -> None:
+    svg = costs_by_length(ARMS, tmp_path, "cpu")[1].read_text()
+    assert all(f"<!-- {name} -->" in svg for name in ("base", "hybrid", "mine"))
+
+
+@pytest.mark.parametrize("arms", [{}, {"base": []}])
+def test_nothing_to_draw_is_refused(arms: dict, tmp_path: Path) -> None:
+    with pytest.raises(SurgeryError, match="arms"):
+        costs_by_length(arms, tmp_path, "cpu")

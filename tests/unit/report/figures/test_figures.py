@@ -1,0 +1,213 @@
+"""Figures: every file is written, the CSV holds what was given, bytes repeat, and what cannot be drawn is refused."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+import surgery
+from surgery.report.figures import canvas
+from surgery.report.figures.attention import attention_map
+from surgery.report.figures.curves import accuracy_by_pairs, training_curve
+from surgery.report.figures.heatmaps import PANELS, head_maps
+from surgery.types import HeadId, HeadSet, Interval, Role, ScoredHead
+
+ROLES: tuple[Role, ...] = ("neither", "gather", "aggregate", "both")
+
+
+@pytest.fixture(autouse=True)
+def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(canvas, "DPI", 30)
+
+
+def head_set(layers: int = 2, heads: int = 3, chosen: tuple[int, ...] = (4, 1)) -> HeadSet:
+    """Every head with made-up scores; `chosen` are places in layer-major order."""
+    rng = np.random.default_rng(0)
+    scored = []
+    for i in range(layers * heads):
+        scores = {c: Interval(v := float(rng.normal()), v - 0.1, v + 0.1, 50) for c in PANELS}
+        role = ROLES[i % 4] if i < 8 else "neither"
+        scored.append(ScoredHead(HeadId(i // heads, i % heads), role, "segment_end", scores))
+    clean = {"accuracy": Interval(0.8, 0.7, 0.9, 50), "margin": Interval(1.5, 1.0, 2.0, 50)}
+    return HeadSet("pico", "", "0", tuple(scored), tuple(scored[i] for i in chosen), "sharpen", 0, clean)
+
+
+def points(*accuracies: float) -> dict[str, dict[str, float]]:
+    return {str(4 * 2**i): {"accuracy": a, "low": a - 0.05, "high": a, "n": 50} for i, a in enumerate(accuracies)}
+
+
+ARMS = {"base": points(0.9, 0.5, 0.2), "hybrid": points(1.0, 0.95, 0.9), "random_head": points(0.9, 0.6)}
+TOKENS = ["Mem", "orize", ":", "\n", "$a$", ":", " 42", "\n", "a", " is"]
+HISTORY = [
+    {"step": s, "loss": 3 / s + 0.1, "answer": 3 / s, "keep": 0.1 * (s > 1), "seconds": 0.1} for s in range(1, 90)
+]
+
+
+def attention(peak: int, length: int = len(TOKENS)) -> np.ndarray:
+    row = np.full(length, 0.1 / (length - 1))
+    row[peak] = 0.9
+    return row
+
+
+DRAW: dict[str, Callable[[Path], list[Path]]] = {
+    "head_maps": lambda folder: head_maps(head_set(), folder),
+    "accuracy_by_pairs": lambda folder: accuracy_by_pairs(ARMS, folder, (4, 8)),
+    "attention_L1H2": lambda folder: attention_map(
+        {"before training": attention(0), "after training": attention(7)}, TOKENS, {"segment end": 7}, folder, "L1H2"
+    ),
+    "training": lambda folder: training_curve(HISTORY, folder),
+}
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("stem", DRAW)
+def test_writes_png_svg_and_csv_of_one_stem(stem: str, tmp_path: Path) -> None:
+    paths = DRAW[stem](tmp_path / "new" / "folder")
+    assert [p.name for p in paths] == [f"{stem}.png", f"{stem}.svg", f"{stem}.csv"]
+    assert sorted(p.name for p in (tmp_path / "new" / "folder").iterdir()) == sorted(p.name for p in paths)
+    assert paths[0].read_bytes().startswith(b"\x89PNG") and b"</svg>" in paths[1].read_bytes()
+
+
+@pytest.mark.parametrize("stem", DRAW)
+def test_same_input_same_bytes_whatever_the_users_settings(stem: str, tmp_path: Path) -> None:
+    first = DRAW[stem](tmp_path / "a")
+    with matplotlib.rc_context({"backend": "svg", "font.size": 20, "axes.facecolor": "black", "svg.hashsalt": None}):
+        second = DRAW[stem](tmp_path / "b")
+        assert (matplotlib.rcParams["font.size"], matplotlib.get_backend()) == (20, "svg")
+    assert [p.read_bytes() for p in first] == [p.read_bytes() for p in second]
+
+
+def test_head_maps_csv_holds_every_head_and_interval(tmp_path: Path) -> None:
+    given = head_set()
+    rows = rows_of(head_maps(given, tmp_path)[2])
+    for row, scored in zip(rows, given.heads, strict=True):
+        assert (row["head"], row["role"]) == (str(scored.head), scored.role)
+        for column, interval in scored.scores.items():
+            found = (row[column], row[f"{column}_low"], row[f"{column}_high"])
+            assert tuple(map(float, found)) == (interval.value, interval.low, interval.high)
+    assert {row["head"]: row["chosen"] for row in rows if row["chosen"]} == {"L1H1": "1", "L0H1": "2"}
+
+
+def test_the_panels_are_the_columns_of_locate() -> None:
+    source = Path(surgery.__path__[0], "locate", "methods.py").read_text(encoding="utf-8")
+    columns = next(
+        ast.literal_eval(node.value)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "COLUMNS"
+    )
+    assert list(PANELS) == list(columns)
+
+
+@pytest.mark.parametrize("layers, heads", [(1, 1), (4, 8), (24, 24), (64, 80)])
+def test_head_maps_of_any_geometry(layers: int, heads: int, tmp_path: Path) -> None:
+    last = layers * heads - 1
+    png, svg, table = head_maps(head_set(layers, heads, tuple({last, last // 2})), tmp_path)
+    assert len(rows_of(table)) == layers * heads and png.stat().st_size and svg.stat().st_size
+    assert imread(png).shape[1] < 30 * 30  # pixels; no figure is wider than 30 inches
+
+
+def test_head_maps_draws_layers_without_heads_between(tmp_path: Path) -> None:
+    given = head_set(3, 2, ())
+    sparse = HeadSet(**{**vars(given), "heads": tuple(s for s in given.heads if s.head != HeadId(1, 1))})
+    assert len(rows_of(head_maps(sparse, tmp_path)[2])) == 5
+
+
+def test_accuracy_csv_holds_every_point(tmp_path: Path) -> None:
+    rows = rows_of(accuracy_by_pairs(ARMS, tmp_path, (4, 8))[2])
+    found = {(r["arm"], r["pairs"]): {k: float(r[k]) for k in ("accuracy", "low", "high", "n")} for r in rows}
+    assert found == {(arm, k): v for arm, given in ARMS.items() for k, v in given.items()}
+
+
+def test_attention_csv_holds_tokens_marks_and_shares(tmp_path: Path) -> None:
+    rows = rows_of(attention_map({"after": attention(7)}, TOKENS, {"segment end": 7}, tmp_path, "L1H2")[2])
+    assert [r["token"] for r in rows] == TOKENS and [r["mark"] for r in rows].index("segment end") == 7
+    assert [float(r["after"]) for r in rows] == list(attention(7))
+
+
+def test_attention_wraps_a_long_prompt_after_newlines(tmp_path: Path) -> None:
+    from surgery.report.figures.attention import _wrap
+
+    tokens = (["key", ":", "7", "\n"] * 33)[:130]
+    lines = _wrap(tokens, 39)
+    assert [a for a, _ in lines[1:]] == [b for _, b in lines[:-1]] and (lines[0][0], lines[-1][1]) == (0, 130)
+    assert all(b - a <= 39 for a, b in lines) and all(tokens[b - 1] == "\n" for _, b in lines[:-1])
+    assert _wrap(["x"] * 130, 40) == [(0, 40), (40, 80), (80, 120), (120, 130)]
+    attention_map({"after": attention(3, 130)}, tokens, {"query": 129, "segment end": 3}, tmp_path, "L1H2")
+
+
+def test_training_csv_holds_the_history(tmp_path: Path) -> None:
+    rows = rows_of(training_curve(HISTORY, tmp_path, "control")[2])
+    assert [{k: float(v) for k, v in r.items()} for r in rows] == HISTORY
+
+
+@pytest.mark.parametrize("history", [HISTORY[:1], [{"step": 1, "loss": 0.0}], [*HISTORY[:3], {"step": 4, "text": 1.0}]])
+def test_training_curve_of_few_zero_or_missing_losses(history: list[dict[str, float]], tmp_path: Path) -> None:
+    assert len(rows_of(training_curve(history, tmp_path)[2])) == len(history)
+
+
+NO_HEADS = HeadSet(**{**vars(head_set()), "heads": (), "chosen": ()})
+OTHERS = HeadSet(**{**vars(head_set()), "chosen": head_set(9, 9, (80,)).chosen})
+UNSCORED = HeadSet(**{**vars(head_set()), "heads": (ScoredHead(HeadId(0, 0), "neither", "segment_end", {}),)})
+_FIRST, *_REST = head_set().heads
+_LACKING = replace(_FIRST, scores={k: v for k, v in _FIRST.scores.items() if k != "ablation"})
+PARTLY = replace(head_set(), heads=(_LACKING, *_REST))
+
+
+@pytest.mark.parametrize(
+    "draw, named",
+    [
+        (lambda f: head_maps(NO_HEADS, f), "head_set.heads"),
+        (lambda f: head_maps(OTHERS, f), "head_set.chosen"),
+        (lambda f: head_maps(UNSCORED, f), "no scores"),
+        (lambda f: head_maps(PARTLY, f), "L0H0.*ablation"),
+        (lambda f: accuracy_by_pairs({}, f, (4, 8)), "arms"),
+        (lambda f: accuracy_by_pairs({"base": {}}, f, (4, 8)), "arms.*base"),
+        (lambda f: accuracy_by_pairs(ARMS, f, (8, 4)), "trained"),
+        (lambda f: attention_map({}, TOKENS, {}, f, "L1H2"), "rows"),
+        (lambda f: attention_map({"after": np.zeros(0)}, [], {}, f, "L1H2"), "tokens"),
+        (lambda f: attention_map({"after": attention(1, 4)}, TOKENS, {}, f, "L1H2"), "rows.*after"),
+        (lambda f: attention_map({"after": attention(1) * math.nan}, TOKENS, {}, f, "L1H2"), "rows.*after"),
+        (lambda f: attention_map({"after": attention(1)}, TOKENS, {"query": 10}, f, "L1H2"), "marks.*query"),
+        (lambda f: training_curve([], f), "history"),
+        (lambda f: training_curve([{"step": 1}], f), "history"),
+        (lambda f: training_curve([{"loss": 1.0}], f), "step"),
+        (lambda f: training_curve([{"step": 1, "loss": math.nan}], f), "history"),
+    ],
+)
+def test_refuses_by_name_and_writes_nothing(draw: Callable[[Path], object], named: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=named):
+        draw(tmp_path / "figures")
+    assert not (tmp_path / "figures").exists()
+
+
+def test_what_was_not_measured_is_left_empty(tmp_path: Path) -> None:
+    everywhere = head_set()
+    query = tuple(
+        replace(s, scores={k: v for k, v in s.scores.items() if k not in ("ablation", "context")})
+        for s in everywhere.heads
+    )
+    head_maps(replace(everywhere, heads=query), tmp_path)
+    rows = list(csv.DictReader((tmp_path / "head_maps.csv").open()))
+    assert {row["ablation"] for row in rows} == {""} and all(row["query"] for row in rows)
+
+
+def test_attention_heads_have_rows_of_their_own(tmp_path: Path) -> None:
+    found = head_set()
+    beside = tuple(replace(s, head=replace(s.head, letter="A")) for s in found.heads)
+    head_maps(replace(found, heads=found.heads + beside), tmp_path)
+    rows = list(csv.DictReader((tmp_path / "head_maps.csv").open()))
+    assert len({row["head"] for row in rows}) == 2 * len(found.heads)
+    assert {"L1H0", "L1A0"} <= {row["head"] for row in rows}

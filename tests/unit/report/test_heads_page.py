@@ -1,0 +1,207 @@
+"""The page holds what it was given, in one file that asks for nothing and that no token can break out of."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from surgery.report.heads_page import LEVELS, Prompt, PromptAttention, write_csv, write_page
+from surgery.types import HeadId, HeadSet, ScoredGroup, ScoredHead
+from tests.unit.report.figures.test_figures import head_set
+
+HOSTILE = ("</script>", "<script>alert(1)</script>", "<!--", "]]>", "&lt;", "\u2028", "\\u003c", "{{JS}}", '"', "\n")
+
+
+class Elements(HTMLParser):
+    """The elements of a page: their attributes, and the text of each script."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._inside = ""
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.titles: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._inside = tag
+        self.found.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        {"script": self.scripts, "title": self.titles}.get(self._inside, []).append(data)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+
+def prompt(heads: HeadSet, tokens: tuple[str, ...] = HOSTILE, matrices: int = 1, seed: int = 0) -> Prompt:
+    """Shares drawn at random, for every head; matrices of the first ones."""
+    rng, T = np.random.default_rng(seed), len(tokens)
+    names = [str(s.head) for s in heads.heads]
+    whole = np.tril(rng.random((T, T)))
+    whole /= whole.sum(1, keepdims=True)
+    marks = {"segment end": 1, "answer token": 0, "query": T - 1}
+    rows = {name: rng.dirichlet(np.full(T, 0.3)) for name in names}
+    return Prompt(tokens, marks, rows, dict.fromkeys(names[:matrices], whole))
+
+
+def written(folder: Path, heads: HeadSet | None = None, **more: Any) -> tuple[str, dict[str, Any], Elements]:
+    """The page's text, its data and its elements."""
+    heads = heads or head_set()
+    attention = more.pop("attention", PromptAttention((prompt(heads),)))
+    path = write_page(heads, attention, folder / "locate.html", **more)
+    text = path.read_text(encoding="utf-8")
+    elements = Elements(text)
+    return text, json.loads(elements.scripts[0]), elements
+
+
+def shares(packed: dict[str, Any], row: int = 0) -> np.ndarray:
+    return np.array(packed["rows"][row]) * packed["top"] / LEVELS
+
+
+def test_holds_the_scores_of_every_head(tmp_path: Path) -> None:
+    heads = head_set()
+    _, data, _ = written(tmp_path, heads)
+    assert [h["name"] for h in data["heads"]] == [str(s.head) for s in heads.heads]
+    for row, scored in zip(data["heads"], heads.heads, strict=True):
+        assert (row["role"], row["reads"]) == (scored.role, scored.reads)
+        for column, score in zip(data["columns"], row["scores"], strict=True):
+            own = scored.scores[column["key"]]
+            assert score == pytest.approx([own.value, own.low, own.high, own.n], rel=1e-3)
+    places = {row["name"]: row["place"] for row in data["heads"] if row["place"]}
+    assert places == {str(s.head): i + 1 for i, s in enumerate(heads.chosen)}
+
+
+def test_shares_keep_three_digits_of_the_largest(tmp_path: Path) -> None:
+    heads = head_set()
+    given = prompt(heads)
+    _, data, _ = written(tmp_path, heads, attention=PromptAttention((given,)))
+    (held,) = data["prompts"]
+    assert (held["tokens"], held["marks"]) == (list(given.tokens), given.marks)
+    assert held["rows"].keys() == given.rows.keys() and held["matrices"].keys() == given.matrices.keys()
+    for name, row in given.rows.items():
+        np.testing.assert_allclose(shares(held["rows"][name]), row, atol=row.max() / LEVELS, rtol=0)
+    for name, whole in given.matrices.items():
+        for t, row in enumerate(whole):
+            assert len(held["matrices"][name]["rows"][t]) == t + 1, "nothing above the diagonal"
+            np.testing.assert_allclose(
+                shares(held["matrices"][name], t), row[: t + 1], atol=whole.max() / LEVELS, rtol=0
+            )
+
+
+def test_no_token_or_name_becomes_markup(tmp_path: Path) -> None:
+    """The same elements, whatever the tokens, the model, the title and the groups are called."""
+    heads, hostile = head_set(), "".join(HOSTILE)
+    named = replace(
+        heads, model=hostile, groups=(ScoredGroup(hostile, (heads.heads[0].head,), {hostile: _interval()}),)
+    )
+    tame = PromptAttention((prompt(heads, tuple("abcdefghij")),))
+    _, _, plain = written(tmp_path, replace(heads, model="m"), attention=tame)
+    _, data, elements = written(tmp_path, named, title=hostile)
+    assert elements.found == plain.found
+    assert data["prompts"][0]["tokens"] == list(HOSTILE) and data["model"] == hostile
+    assert data["groups"][0]["kind"] == hostile and "".join(elements.titles) == hostile
+    assert "{{" not in elements.scripts[1], "what is filled in is not looked into again"
+
+
+def _interval() -> Any:
+    return next(iter(head_set().heads[0].scores.values()))
+
+
+def test_asks_the_network_for_nothing(tmp_path: Path) -> None:
+    """No address anywhere, no element that loads, and a policy that would forbid it."""
+    text, _, elements = written(tmp_path)
+    assert not re.search(r"(https?:)?//[a-z]|url\(|@import|fetch\(|import\(|XMLHttpRequest", text)
+    assert not [a for _, attributes in elements.found for a in attributes if a in ("src", "href", "srcset", "data")]
+    policies = [a["content"] for tag, a in elements.found if tag == "meta" and "http-equiv" in a]
+    assert policies and policies[0] is not None and policies[0].startswith("default-src 'none'")
+    assert "innerHTML" not in text and "document.write" not in text
+
+
+def test_a_large_model_stays_small(tmp_path: Path) -> None:
+    """576 heads over 200 tokens, and eight whole matrices."""
+    heads = head_set(24, 24)
+    both = {f"{name}_accuracy": value for name, value in heads.heads[0].scores.items()}
+    heads = replace(heads, heads=tuple(replace(s, scores={**s.scores, **both}) for s in heads.heads))
+    tokens = tuple((" word", ":", "42", "\n") * 50)
+    path = write_page(heads, PromptAttention((prompt(heads, tokens, matrices=8),)), tmp_path / "locate.html")
+    assert path.read_text().count('"mixer"') == 576 and path.stat().st_size < 2_000_000
+
+
+def test_same_values_same_bytes(tmp_path: Path) -> None:
+    assert written(tmp_path / "a")[0] == written(tmp_path / "b")[0]
+
+
+def test_what_was_not_measured_is_empty(tmp_path: Path) -> None:
+    """Heads that a search dropped have fewer scores, no role, nothing that they read."""
+    heads = head_set(chosen=())
+    dropped = replace(heads.heads[-1], role="unmeasured", reads=None, scores={"query": _interval()})
+    heads = replace(heads, heads=(*heads.heads[:-1], dropped))
+    _, data, _ = written(tmp_path, heads)
+    keys = [column["key"] for column in data["columns"]]
+    assert [k for k, s in zip(keys, data["heads"][-1]["scores"], strict=True) if s is not None] == ["query"]
+    assert (data["heads"][-1]["role"], data["heads"][-1]["reads"]) == ("unmeasured", None)
+    row = list(csv.DictReader(write_csv(heads, tmp_path / "heads.csv").open()))[-1]
+    assert row["query"] and not row["ablation"] and not row["reads"]
+
+
+def test_no_attention_is_no_prompts(tmp_path: Path) -> None:
+    assert written(tmp_path, attention=PromptAttention())[1]["prompts"] == []
+
+
+def test_a_chosen_head_has_what_was_measured_when_it_was_chosen(tmp_path: Path) -> None:
+    heads = head_set()
+    second = heads.chosen[1]
+    given = replace(second, reads="answer_token", scores={"gain_given": _interval()}, given=(heads.chosen[0].head,))
+    heads = replace(heads, chosen=(heads.chosen[0], given))
+    _, data, _ = written(tmp_path, heads)
+    row = next(h for h in data["heads"] if h["name"] == str(second.head))
+    assert row["given"] == [str(heads.chosen[0].head)] and row["reads"] == "answer_token"
+    keys = [column["key"] for column in data["columns"]]
+    assert keys[-1] == "gain_given" and all(s is not None for s in row["scores"])
+
+
+def test_csv_holds_every_score_in_full(tmp_path: Path) -> None:
+    heads = head_set()
+    rows = list(csv.DictReader(write_csv(heads, tmp_path / "new" / "heads.csv").open(newline="")))
+    for rank, (row, scored) in enumerate(zip(rows, heads.heads, strict=True), start=1):
+        assert (row["head"], int(row["rank"]), row["role"]) == (str(scored.head), rank, scored.role)
+        for name, score in scored.scores.items():
+            assert [float(row[f"{name}{end}"]) for end in ("", "_low", "_high")] == [score.value, score.low, score.high]
+    assert [r["head"] for r in sorted((r for r in rows if r["chosen"]), key=lambda r: int(r["chosen"]))] == [
+        str(s.head) for s in heads.chosen
+    ]
+
+
+HEADS = head_set()
+GOOD = prompt(HEADS)
+NO_SCORES = replace(HEADS, heads=(ScoredHead(HeadId(0, 0), "neither", None, {}),), chosen=())
+
+
+@pytest.mark.parametrize(
+    ("heads", "held", "named"),
+    [
+        (replace(HEADS, heads=(), chosen=()), GOOD, "heads.heads"),
+        (NO_SCORES, replace(GOOD, rows={}, matrices={}), "no scores"),
+        (HEADS, replace(GOOD, marks={"query": len(HOSTILE)}), "marks.*query"),
+        (HEADS, replace(GOOD, rows={"L0H0": np.ones(3) / 3}), "rows.*L0H0"),
+        (HEADS, replace(GOOD, rows={"L9H9": GOOD.rows["L0H0"]}), "L9H9"),
+        (HEADS, replace(GOOD, rows={"L0H0": GOOD.rows["L0H0"] * np.nan}), "rows.*L0H0.*not shares"),
+        (HEADS, replace(GOOD, rows={"L0H0": GOOD.rows["L0H0"] * -1}), "rows.*L0H0.*not shares"),
+        (HEADS, replace(GOOD, matrices={"L0H0": np.eye(4)}), "matrices.*L0H0"),
+    ],
+)
+def test_refuses_by_name_and_writes_nothing(heads: HeadSet, held: Prompt, named: str, tmp_path: Path) -> None:
+    write: Callable[[], object] = lambda: write_page(heads, PromptAttention((held,)), tmp_path / "x" / "locate.html")  # noqa: E731
+    with pytest.raises(ValueError, match=named):
+        write()
+    assert not (tmp_path / "x").exists()

@@ -35,10 +35,10 @@ format: $(VENV)/.installed
 pretrain: $(VENV)/.installed
 	$(BIN)/surgery pretrain recipes/pretrain-pico.yaml --to checkpoints/pico-mamba2 --overwrite
 
-## The unit tests as they would round on another processor (tests/rounding.py), with other kernels, and with two threads.
+## The unit tests as they would round on another processor (tests/support/rounding.py), with other kernels, and with two threads.
 ## Twenty minutes on 2 cores.
 rounding: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -p tests.rounding tests/unit
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -p tests.support.rounding tests/unit
 	for capability in default avx2 avx512; do \
 		ATEN_CPU_CAPABILITY=$$capability OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit || exit 1; done
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest tests/unit

@@ -35,10 +35,10 @@ from surgery.probes.documents import encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Base, Splice, Train, Weights
 from surgery.recipe.train import FROM_TEACHER
+from surgery.run.stages import versions
 from surgery.scoring.ranking import answer_choices
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
-from surgery.stages import versions
 from surgery.stats import mcnemar, wilson
 from surgery.train.training import train_model
 from surgery.types import HeadId, HeadSet, ScoredHead

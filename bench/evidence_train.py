@@ -20,9 +20,9 @@ from surgery.evaluate.prompts import Prompts
 from surgery.models.lookup import geometry_of
 from surgery.probes.documents import EncodedBatch
 from surgery.recipe import Source, Splice
+from surgery.run.stages import versions
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
-from surgery.stages import versions
 from surgery.train.losses import attention_loss
 from surgery.train.trainer import Trainer
 from surgery.train.training import make_accelerator

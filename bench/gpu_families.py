@@ -36,7 +36,7 @@ from surgery.interventions.hooks import record
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.train.packing import why_not
 from surgery.types import Mode
-from tests.pico import SPLICED_FAMILIES
+from tests.support.pico import SPLICED_FAMILIES
 
 BATCH, STEPS, PADS = 2, 4, 5
 MODES: tuple[Mode, ...] = ("add", "replace")

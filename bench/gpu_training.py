@@ -47,7 +47,7 @@ from surgery.splice.graft import splice_model
 from surgery.train.trainer import Trainer
 from surgery.train.training import make_accelerator
 from surgery.types import Graft, Plan
-from tests.pico import pico_config, pico_tokenizer
+from tests.support.pico import pico_config, pico_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES, TOY = ("mamba2-130m",), ("toy",)

@@ -28,8 +28,8 @@ from surgery.locate.locating import roles_of
 from surgery.locate.scores import Record, Table
 from surgery.probes.documents import EncodedBatch
 from surgery.types import Role
-from tests.pico import pico_base
-from tests.planted import plant, planted_prompts, planted_tokenizer, scored_heads
+from tests.support.pico import pico_base
+from tests.support.planted import plant, planted_prompts, planted_tokenizer, scored_heads
 
 ROOT = Path(__file__).parents[1]
 LEVEL = 0.05

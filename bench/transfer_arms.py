@@ -37,8 +37,8 @@ from surgery.locate.locating import locate_heads
 from surgery.models.loading import load_model, load_tokenizer, revision_of
 from surgery.probes.documents import encode, rng_of
 from surgery.recipe import Base, Locate, Source, Splice, Train, Weights
+from surgery.run.stages import versions
 from surgery.scoring.ranking import answer_choices
-from surgery.stages import versions
 from surgery.stats import holm, mcnemar, wilson
 from surgery.train.trainer import Trainer
 from surgery.train.training import make_accelerator

@@ -28,7 +28,7 @@ from surgery.hybrid import CLASSES
 from surgery.models.lookup import family_of, geometry_of
 from surgery.splice.graft import splice_model
 from surgery.types import Graft, Plan
-from tests.pico import HEADS, HIDDEN, PAD, SPLICED_FAMILIES, VOCAB, pico_family, pico_family_config, tokens
+from tests.support.pico import HEADS, HIDDEN, PAD, SPLICED_FAMILIES, VOCAB, pico_family, pico_family_config, tokens
 
 SECONDS = int(os.environ.get("UPSTREAM_TIMEOUT", "120"))  # of one test
 # Layers enough for three sites, where the pico models have fewer.

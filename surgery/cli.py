@@ -72,11 +72,11 @@ def _run(
     loaded = load_recipe(path, overrides or ())
     folder = runs / loaded.name
     if dry:
-        from surgery.dryrun import dry_run
+        from surgery.run.dry_run import dry_run
 
         print_plan(dry_run(loaded, folder, path))
         return
-    from surgery import pipeline
+    from surgery.run import pipeline
 
     bars = Bars()
     try:
@@ -154,7 +154,7 @@ def analyse(
 ) -> None:
     """Score a model with parts of it gone: heads off, layers dropped, attention masked. Nothing is trained."""
     loaded = load_recipe(recipe, overrides or (), AnalysisRecipe)
-    from surgery.analyse import analyse as work
+    from surgery.reproduce.analysis import analyse as work
 
     bars = Bars()
     bars.start("analyse", "scoring every arm")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar
 
-import surgery.hybrid  # noqa: F401  (registers the hybrid classes)
 from surgery.errors import ModelError
 from surgery.recipe.base import Base, Checkpoint, Teacher
 from surgery.recipe.run import Recipe

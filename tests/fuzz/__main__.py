@@ -77,8 +77,6 @@ def library() -> Any:
     cli.quiet()
     import torch
 
-    import surgery.analyse
-    import surgery.dryrun
     import surgery.evaluate.compare
     import surgery.export.publish
     import surgery.export.verify  # noqa: F401

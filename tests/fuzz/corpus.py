@@ -71,8 +71,8 @@ def _write_models(root: Path) -> None:
     from surgery.models.lookup import family_of, geometry_of
     from surgery.splice.graft import splice_model
     from surgery.types import Graft, Plan
-    from tests import mamba_ssm_files
-    from tests.pico import SPLICED_FAMILIES, pico_base, pico_family, pico_tokenizer
+    from tests.support import mamba_ssm_files
+    from tests.support.pico import SPLICED_FAMILIES, pico_base, pico_family, pico_tokenizer
 
     for name in SPLICED_FAMILIES:
         model = pico_family(name, vocab_size=1024)
@@ -123,8 +123,8 @@ def _write_data(folder: Path) -> None:
 
 def _write_run(root: Path) -> None:
     """A finished run."""
-    from surgery.pipeline import run_pipeline
     from surgery.recipe import load_recipe
+    from surgery.run.pipeline import run_pipeline
 
     run_pipeline(load_recipe(RECIPES / "quickstart.yaml", TINY), root / "runs" / "quickstart")
 

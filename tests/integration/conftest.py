@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from tests.integration import warm
+from tests.support import warm
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "checkpoints" / "pico-mamba2"

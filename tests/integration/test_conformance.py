@@ -24,9 +24,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.import_utils import is_serve_available
 
-from tests.battery import trained
 from tests.integration.conftest import ROOT
-from tests.pico import SPLICED_FAMILIES, pico_hybrid, pico_site, pico_tokenizer, random_site
+from tests.support.battery import trained
+from tests.support.pico import SPLICED_FAMILIES, pico_hybrid, pico_site, pico_tokenizer, random_site
 from tests.unit.export.test_verify import exporting, in_this_process
 
 
@@ -54,7 +54,7 @@ def environment(scratch: Path) -> dict[str, str]:
 def found(folder: Path) -> dict[str, Any]:
     """What the stranger saw."""
     out = folder.parent / "found.json"
-    command = [sys.executable, "-m", "tests.integration.stranger", str(folder), str(out)]
+    command = [sys.executable, "-m", "tests.support.stranger", str(folder), str(out)]
     done = subprocess.run(command, cwd=folder.parent, env=environment(folder.parent), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(out.read_text())
@@ -118,7 +118,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     place = tmp_path_factory.mktemp("families")
     for name in SPLICED_FAMILIES:
         copy.deepcopy(trained(name)).save_pretrained(place / "models" / name)
-    command = [sys.executable, "-m", "tests.integration.stranger_families", "models", "found.json"]
+    command = [sys.executable, "-m", "tests.support.stranger_families", "models", "found.json"]
     done = subprocess.run(command, cwd=place, env=environment(place), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads((place / "found.json").read_text())

@@ -38,7 +38,7 @@ from surgery.recipe import Base
 from surgery.train.optimizer import spliced_parameters, trainable
 from surgery.types import HeadId
 from tests.integration.conftest import BASE
-from tests.pico import pico_base, pico_hybrid, pico_site, prompts, tokens
+from tests.support.pico import pico_base, pico_hybrid, pico_site, prompts, tokens
 
 TOY = Budget(
     steps=3, warmup=1, rows=2, keep_rows=2, pairs=(4, 5), evaluate_pairs=(4, 32), examples=6, sentences=4,

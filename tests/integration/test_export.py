@@ -24,10 +24,10 @@ from surgery.export.reload import TOLERANCE, make_reference, read_reference, rel
 from surgery.export.verify import verify_folder
 from surgery.models.loading import load_model
 from surgery.recipe import Base, Export
-from tests.battery import every_spliced, logits, trained
 from tests.integration.conftest import RECIPE, SMALL
 from tests.integration.conftest import surgery as command
-from tests.pico import tokens
+from tests.support.battery import every_spliced, logits, trained
+from tests.support.pico import tokens
 from tests.unit.export.test_verify import edit, exporting, in_this_process, list_again, refusal, written
 
 LIBRARY = Path(surgery.hybrid.__file__).parent

@@ -28,7 +28,7 @@ from surgery.scoring.ranking import ChoiceScores, choice_scores
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import check_in_range, make_plan
 from surgery.types import Graft, HeadId, HeadSet, Interval, MixerSpec, Plan, ScoredHead
-from tests.battery import (
+from tests.support.battery import (
     assert_cache_is_as_large_as_said,
     base,
     columns,
@@ -38,7 +38,7 @@ from tests.battery import (
     plan_of,
     shared,
 )
-from tests.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, prompts, tokens
+from tests.support.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, prompts, tokens
 
 REFUSED = tuple(sorted(set(FAMILY_NAMES) - set(SPLICED_FAMILIES)))
 

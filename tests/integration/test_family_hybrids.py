@@ -30,7 +30,7 @@ from surgery.models.lookup import family_of, geometry_of, mixer_of, structure_of
 from surgery.recipe import Base, Optimizer, Train
 from surgery.train.optimizer import adamw, spliced_parameters, trainable
 from surgery.train.trainer import Trainer
-from tests.battery import (
+from tests.support.battery import (
     as_loaded,
     assert_cache_is_as_large_as_said,
     base,
@@ -46,7 +46,7 @@ from tests.battery import (
     spliced,
     trained,
 )
-from tests.pico import SPLICED_FAMILIES, pad, pico_family, pico_tokenizer, prompts, randomise, tokens
+from tests.support.pico import SPLICED_FAMILIES, pad, pico_family, pico_tokenizer, prompts, randomise, tokens
 
 exporting = import_module("surgery.export.folder")
 LIBRARY = Path(surgery.hybrid.__file__).parent

@@ -17,14 +17,14 @@ from safetensors.torch import load_file
 from surgery.data.documents import is_held_out
 from surgery.data.user import IndexedDocuments
 from surgery.models.lookup import family_of, geometry_of
-from surgery.pipeline import run_pipeline
 from surgery.probes.documents import Document
 from surgery.recipe import load_recipe, shipped
+from surgery.run.pipeline import run_pipeline
 from surgery.splice.graft import splice_model
 from surgery.types import Graft, Plan, plan_from_json
 from tests.integration.conftest import ROOT, surgery
 from tests.integration.test_errors import assert_refused
-from tests.pico import pico_base, pico_tokenizer
+from tests.support.pico import pico_base, pico_tokenizer
 
 STAGES = ["train", "control", "evaluate", "export"]
 SMALL = (

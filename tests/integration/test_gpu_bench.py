@@ -22,7 +22,7 @@ from transformers.models.mamba2 import modeling_mamba2
 from bench import gpu, gpu_build, gpu_env, gpu_families, gpu_runner, gpu_speed, gpu_training
 from bench.gpu_models import base_of, hybrid_of, prompts, torch_only, watch
 from bench.gpu_table import merged, shown, text
-from tests.kernels import with_kernels
+from tests.support.kernels import with_kernels
 
 ITEMS = (
     "mamba2,sdpa | 8,sdpa flash | 16 | plain,flash_attention_2 | 8,toy | prefill 32,toy | decode 1,toy | train,"

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from surgery.train import checkpoints as steps
 from surgery.train.checkpoints import checkpoints
-from tests.integration import training_worker as worker
+from tests.support import training_worker as worker
 
 STEPS, KILLS = 12, 20
 FORK = multiprocessing.get_context("fork")

@@ -12,7 +12,7 @@ from bench.null import allowed, calls, shuffled_labels
 from bench.stability import Effects, agreement, halves, measure, probe_seeds, table
 from surgery.locate.ablation_sweep import Sweep, Variant
 from surgery.types import HeadId
-from tests.planted import answers, plant, planted_prompts, planted_tokenizer, scored_heads
+from tests.support.planted import answers, plant, planted_prompts, planted_tokenizer, scored_heads
 
 locating = import_module("surgery.locate.locating")
 SEEDS = 10

@@ -16,7 +16,7 @@ from surgery.probes.documents import EncodedBatch, rng_of
 from surgery.recipe import Locate, Splice
 from surgery.scoring.ranking import ChoiceScores
 from surgery.types import HeadId, ScoredHead
-from tests.planted import (
+from tests.support.planted import (
     Planted,
     answers,
     head_ids,

@@ -15,7 +15,7 @@ from huggingface_hub import constants, snapshot_download
 from transformers import AutoModelForCausalLM
 
 from surgery.export.verify import verify_folder
-from tests.hub_server import TOKEN, HubServer, serve
+from tests.support.hub_server import TOKEN, HubServer, serve
 
 NAME = "someone/hybrid"
 IDS = [[5, 7, 9, 11, 300, 4, 8]]

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from surgery.cli import main
 from surgery.models import mamba_ssm_format as formats
 from tests.integration.conftest import BASE, surgery
-from tests.mamba_ssm_files import PADDED, tiny, write
+from tests.support.mamba_ssm_files import PADDED, tiny, write
 from tests.unit.hybrid.test_modeling_mamba2attn import attn_model
 
 GIB = 2**30

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from surgery.analyse.expand import check_change, expand
-from surgery.dryrun import LENGTHS, dry_run
 from surgery.errors import ModelError
 from surgery.models.loading import load_config
 from surgery.models.lookup import family_of
 from surgery.models.sizes import meta_model
 from surgery.recipe import AnalysisRecipe, Base, PretrainRecipe, Recipe, load_any, load_recipe
+from surgery.reproduce.expansion import check_change, expand
+from surgery.run.dry_run import LENGTHS, dry_run
 from tests.integration.conftest import BASE, ROOT
 
 RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}
@@ -124,7 +124,7 @@ def test_a_dry_run_at_true_size_is_quick_and_light(name: str, tmp_path: Path) ->
     code = (
         "import json, resource, sys, time; from pathlib import Path\n"
         "from surgery.console import print_plan\n"
-        "from surgery.dryrun import dry_run\n"
+        "from surgery.run.dry_run import dry_run\n"
         "from surgery.recipe import load_recipe\n"
         "path = Path(sys.argv[1]); began = time.process_time()\n"
         "found = dry_run(load_recipe(path), Path('runs/x'), path); print_plan(found)\n"

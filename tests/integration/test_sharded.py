@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
 from surgery.train.checkpoints import checkpoints
-from tests.integration import training_worker as worker
-from tests.integration.training_worker import ROOT, launch
-from tests.pico import pico_hybrid, pico_site
+from tests.support import training_worker as worker
+from tests.support.pico import pico_hybrid, pico_site
+from tests.support.training_worker import ROOT, launch
 
 Runs = dict[str, dict[str, Tensor]]
 

@@ -10,10 +10,10 @@ from accelerate import Accelerator
 
 from surgery.recipe import check_recipe
 from surgery.recipe.yaml import read_mapping
-from surgery.stages import _teacher_arm
-from surgery.workspace import Run
+from surgery.run.context import Run
+from surgery.run.stages import _teacher_arm
 from tests.integration.conftest import BASE, RECIPE, SMALL, run_small
-from tests.pico import pico_family
+from tests.support.pico import pico_family
 
 DISTILS = ("train.sources.0.weights.distil=1.0",)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from surgery.train.checkpoints import checkpoints
-from tests.integration import training_worker as worker
-from tests.kernels import with_kernels
+from tests.support import training_worker as worker
+from tests.support.kernels import with_kernels
 
 
 def test_gradients_are_those_of_one_process(tmp_path: Path) -> None:

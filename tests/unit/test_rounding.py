@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.rounding import OtherRounding, assert_close_in_ulps, assert_same_bits
+from tests.support.rounding import OtherRounding, assert_close_in_ulps, assert_same_bits
 
 
 def rows_and_weight() -> tuple[torch.Tensor, torch.Tensor]:

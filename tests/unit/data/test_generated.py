@@ -17,7 +17,7 @@ from surgery.probes.mqar import mqar_words
 from surgery.probes.words import key_words
 from surgery.recipe import Source
 from surgery.recipe.train import ENDING, NEEDLES, OF_LINES, READING
-from tests.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 
 TASKS = (*READING, "copying", "option_text", "closed_book", "statement", "sentence")
 HALVED = ("closed_book", "statement", "sentence")

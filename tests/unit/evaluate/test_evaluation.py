@@ -14,7 +14,7 @@ from surgery.evaluate.prompts import make_prompts
 from surgery.recipe import Evaluate
 from surgery.report.results import cell_of, entries
 from surgery.scoring.ranking import LARGEST
-from tests.pico import pico_base, pico_tokenizer
+from tests.support.pico import pico_base, pico_tokenizer
 
 FEW = Evaluate.model_validate({"pairs": [2], "examples": 4, "sentences": 3, "tasks": ["kv_retrieval", "perplexity"]})
 NO_MEMORY = (

@@ -14,7 +14,7 @@ from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Recipe, check_recipe, to_yaml
 from surgery.recipe.public import public_name, public_recipe
 from surgery.types import Graft, Plan
-from tests.pico import pico_config
+from tests.support.pico import pico_config
 
 SHARE = {"accuracy": 0.5, "low": 0.4, "high": 0.6, "n": 100}
 TASKS = ("letter_choice", "option_text", "closed_book", "closed_book_seen")

@@ -14,7 +14,7 @@ from huggingface_hub.utils import _http
 import surgery.export.publish
 from surgery.errors import ModelError, SurgeryError
 from surgery.export.publish import LONGEST_WAIT, TRIES, Published, check_private, publish, published_files
-from tests.hub_server import TOKEN, Blob, HubServer, serve
+from tests.support.hub_server import TOKEN, Blob, HubServer, serve
 
 NAME = "someone/hybrid"
 AGAIN = "Run it again"

@@ -24,8 +24,8 @@ from surgery.export.reload import TOLERANCE, compare, make_reference, prompt_ids
 from surgery.export.verify import card_table, verify_folder
 from surgery.models.lookup import family_of
 from surgery.types import Graft, HeadId, HeadSet, Plan, ScoredHead
-from tests.battery import base, logits, plan_of, trained
-from tests.pico import pico_tokenizer
+from tests.support.battery import base, logits, plan_of, trained
+from tests.support.pico import pico_tokenizer
 
 exporting = import_module("surgery.export.folder")
 

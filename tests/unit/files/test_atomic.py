@@ -481,7 +481,7 @@ def test_inputs_are_what_a_recipe_names_by_key() -> None:
 
 def test_a_run_writes_nothing_that_is_not_listed() -> None:
     """What `--overwrite` removes is what every stage writes, and no more."""
-    from surgery.stages import _CONTROL, STAGES, TUNING
+    from surgery.run.stages import _CONTROL, STAGES, TUNING
 
     written = {name.split("/")[0] for stage in (*STAGES, *TUNING) for name in (*stage.writes, *_CONTROL)}
     assert set(WRITTEN) == written | {".stages", "recipe.yaml", "steps", "teacher_logits", "logs"}

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from surgery.hybrid.attention import HybridMixerMixin, SplicedAttention, SpliceRows, StreamAttention, splice_sites
 from surgery.splice.plan import splice_field
-from tests.battery import plan_of
-from tests.pico import (
+from tests.support.battery import plan_of
+from tests.support.pico import (
     HIDDEN,
     pico_config,
     pico_family,

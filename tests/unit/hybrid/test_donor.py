@@ -13,7 +13,7 @@ from surgery.recipe import Splice, Teacher
 from surgery.splice.graft import splice_model, step_zero_gap
 from surgery.splice.plan import make_plan
 from surgery.types import HeadId, HeadSet, Plan, ScoredHead, plan_from_json, to_json
-from tests.pico import HIDDEN, pico_family, prompts, tokens
+from tests.support.pico import HIDDEN, pico_family, prompts, tokens
 
 TEACHERS = ("llama", "qwen2", "gpt_neox")
 SCALED = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

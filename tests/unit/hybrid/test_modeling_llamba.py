@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from surgery.hybrid import LlambaConfig, LlambaForCausalLM
 from surgery.hybrid.modeling_llamba import LlambaMixer
-from tests.pico import HEADS, HIDDEN, STATE, pad, prompts, tokens
+from tests.support.pico import HEADS, HIDDEN, STATE, pad, prompts, tokens
 from tests.unit.hybrid.llamba_loop import HEAD_DIM, llamba, llamba_config, loop_logits, loop_mixer, part
 
 VARIANTS: dict[str, dict[str, Any]] = {

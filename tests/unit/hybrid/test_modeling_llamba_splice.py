@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from surgery.hybrid import LlambaForCausalLM
-from tests.pico import STATE, pad, prompts, tokens
+from tests.support.pico import STATE, pad, prompts, tokens
 from tests.unit.hybrid.llamba_loop import HEAD_DIM, llamba, llamba_site
 from tests.unit.hybrid.test_modeling_llamba import full, generate
 

@@ -11,7 +11,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from surgery.hybrid import Mamba2HybridConfig, Mamba2HybridForCausalLM
-from tests.pico import HEAD_DIM, STATE, pad, pico_base, pico_hybrid, pico_site, prompts, random_site, randomise, tokens
+from tests.support.pico import (
+    HEAD_DIM,
+    STATE,
+    pad,
+    pico_base,
+    pico_hybrid,
+    pico_site,
+    prompts,
+    random_site,
+    randomise,
+    tokens,
+)
 
 SPLICES = {
     "first": [pico_site(0, [1, 3])],

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from surgery.hybrid.modeling_mamba2attn import Mamba2AttnConfig, Mamba2AttnForCausalLM, MambaSsmAttention
-from tests.pico import PAD, VOCAB, pad, pico_site, randomise, tokens
+from tests.support.pico import PAD, VOCAB, pad, pico_site, randomise, tokens
 
 # Names of the cases: `attn_cfg` beside `num_heads`, and whether there are MLPs.
 CASES: dict[str, tuple[dict[str, Any], int]] = {

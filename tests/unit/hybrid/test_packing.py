@@ -1,6 +1,6 @@
 """Several documents a row: each gives what it gives alone, whatever the others are; and what is broken shows.
 
-The kernels are stand-ins in plain torch (`tests/kernels.py`): a GPU has not run this.
+The kernels are stand-ins in plain torch (`tests/support/kernels.py`): a GPU has not run this.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from surgery.hybrid import attention, mixins
 from surgery.hybrid.attention import SpliceRows
 from surgery.hybrid.packing import convolved, documents_of, packed_masks, positions_of
-from tests.battery import base, spliced, trained
-from tests.kernels import with_kernels
-from tests.pico import PAD, pico_hybrid, pico_site, random_site, randomise, tokens
+from tests.support.battery import base, spliced, trained
+from tests.support.kernels import with_kernels
+from tests.support.pico import PAD, pico_hybrid, pico_site, random_site, randomise, tokens
 
 FAMILIES = ("mamba2", "mamba2attn", "bamba", "granite", "zamba2", "nemotron_h")
 EXPERTS = ("granite", "nemotron_h")  # torch multiplies theirs in fp32 at most

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
-from tests.battery import every_init, every_spliced, trained
+from tests.support.battery import every_init, every_spliced, trained
 
 MISSING = object()
 # What no family takes, by field; an entry of two heads in the first layer is changed.

@@ -15,7 +15,7 @@ from surgery.interventions.oracle_read import PerfectRead, intervene
 from surgery.models.cache import expand_cache
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.types import MixerSpec
-from tests.pico import (
+from tests.support.pico import (
     HEAD_DIM,
     HEADS,
     HIDDEN,
@@ -29,7 +29,7 @@ from tests.pico import (
     random_site,
     tokens,
 )
-from tests.rounding import assert_close_in_ulps
+from tests.support.rounding import assert_close_in_ulps
 
 SPECS = family_of(pico_base().config).mixers(pico_base().config)
 MODELS = {

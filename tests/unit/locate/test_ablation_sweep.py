@@ -14,7 +14,7 @@ from surgery.locate.ablation_sweep import READS, Sweep, Variant
 from surgery.models.lookup import mixer_of, structure_of
 from surgery.scoring.ranking import ChoiceScores, choice_scores
 from surgery.types import HeadId, MixerSpec
-from tests.pico import HEAD_DIM, HEADS, pico_base, pico_hybrid, pico_site, prompts, random_site
+from tests.support.pico import HEAD_DIM, HEADS, pico_base, pico_hybrid, pico_site, prompts, random_site
 
 MODELS = {
     "base": lambda: pico_base(n_groups=2),

@@ -27,7 +27,7 @@ from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.sentences import sentence
 from surgery.scoring.choices import arguments
 from surgery.types import MixerSpec
-from tests.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts, tokens
+from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts, tokens
 
 MODELS: dict[str, Callable[[], Any]] = {
     "mamba2": lambda: pico_base(n_groups=1),

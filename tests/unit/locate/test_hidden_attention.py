@@ -27,7 +27,7 @@ from surgery.probes.documents import Document, EncodedBatch, encode, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.splice.graft import splice_model
 from surgery.types import HeadId, MixerSpec
-from tests.pico import FAMILY_NAMES, pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts
+from tests.support.pico import FAMILY_NAMES, pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts
 from tests.unit.hybrid.test_donor import plan_for, section, teacher_of
 from tests.unit.probes.samples import sample
 

@@ -23,7 +23,7 @@ from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Locate, Splice
 from surgery.scoring.ranking import answer_choices
 from surgery.types import HeadId
-from tests.pico import FAMILY_NAMES, pico_base, pico_family, pico_hybrid, pico_site, random_site
+from tests.support.pico import FAMILY_NAMES, pico_base, pico_family, pico_hybrid, pico_site, random_site
 from tests.unit.scoring.long_choices import Change, digit_tokenizer, long_prompts, margins, unpadded, whole_passes
 
 MODELS = {name: partial(pico_family, name) for name in FAMILY_NAMES}

@@ -10,7 +10,7 @@ from surgery.locate.locating import locate_heads
 from surgery.locate.methods import COLUMNS
 from surgery.recipe import Locate, Splice
 from surgery.types import Interval
-from tests.pico import pico_family, pico_tokenizer
+from tests.support.pico import pico_family, pico_tokenizer
 
 CONTEXT = {"ablation", "context"}
 

@@ -11,7 +11,7 @@ from surgery.locate.locating import locate_heads
 from surgery.locate.redundancy import backups, pairs, together
 from surgery.recipe import Locate, Splice
 from surgery.types import HeadId, Interval, ScoredHead, head_set_from_json, to_json
-from tests.pico import pico_base, pico_tokenizer
+from tests.support.pico import pico_base, pico_tokenizer
 
 A, B, C, D = (HeadId(layer, head) for layer in range(2) for head in range(2))
 

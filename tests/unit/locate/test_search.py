@@ -11,7 +11,7 @@ from surgery.locate.locating import locate_heads
 from surgery.locate.search import rounds, survivors
 from surgery.models.lookup import family_of
 from surgery.recipe import Locate, Search, Splice
-from tests.pico import pico_base, pico_family, pico_tokenizer
+from tests.support.pico import pico_base, pico_family, pico_tokenizer
 
 locating = import_module("surgery.locate.locating")
 

@@ -30,8 +30,8 @@ from surgery.models.sizes import meta_model
 from surgery.recipe import Base
 from surgery.recipe.public import source_of
 from tests.integration.conftest import BASE
-from tests.mamba_ssm_files import KINDS, PADDED, Kind, config_of, state_of, tiny, write
-from tests.pico import FAMILY_NAMES, pico_family
+from tests.support.mamba_ssm_files import KINDS, PADDED, Kind, config_of, state_of, tiny, write
+from tests.support.pico import FAMILY_NAMES, pico_family
 from tests.unit.hybrid.test_modeling_mamba2attn import CASES, attn_model
 
 LAYERS = ("Mamba1", "Mamba2")

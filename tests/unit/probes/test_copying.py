@@ -9,7 +9,7 @@ import pytest
 from surgery.errors import ProbeError
 from surgery.probes.copying import copying_document
 from surgery.probes.documents import encode, split_of
-from tests.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 
 
 @pytest.mark.parametrize("pieces", [2, 5, 40])

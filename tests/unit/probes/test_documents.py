@@ -24,7 +24,7 @@ from surgery.probes.documents import (
     split_of,
     told_apart,
 )
-from tests.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 from tests.unit.probes.samples import ASKING, MAKERS, RETRIEVING, cut, sample, several_questions
 
 Side = Literal["left", "right"]

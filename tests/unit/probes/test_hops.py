@@ -8,7 +8,7 @@ from surgery.errors import ProbeError
 from surgery.probes.documents import Split, encode, rng_of
 from surgery.probes.hops import hop_document
 from surgery.probes.words import key_words
-from tests.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 from tests.unit.probes.samples import cut
 
 

@@ -10,7 +10,7 @@ import pytest
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document, encode, rng_of, split_of
 from surgery.probes.json_kv import HEADER, UUID, json_kv_document
-from tests.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 from tests.unit.probes.samples import cut
 
 QUESTION = re.compile(r'\nKey: "([0-9a-f-]+)"\nCorresponding value: "([0-9a-f-]+)"\n')

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from surgery.errors import ProbeError
 from surgery.probes.documents import encode, rng_of
 from surgery.probes.mqar import mqar_document, mqar_words, single_token_words
-from tests.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 from tests.unit.probes.samples import cut
 
 KEYS, VALUES = tuple(f"k{i}" for i in range(20)), tuple(f"v{i}" for i in range(12))

@@ -12,7 +12,7 @@ from surgery.probes.documents import Document, Split, encode, rng_of
 from surgery.probes.needle import Kind, needle_document, token_count
 from surgery.probes.phonebook import space_of
 from surgery.probes.words import key_words
-from tests.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 from tests.unit.probes.samples import cut
 
 KINDS = get_args(Kind)

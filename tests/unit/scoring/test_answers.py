@@ -16,7 +16,7 @@ from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.needle import needle_document
 from surgery.scoring.answers import answers_of, is_said, listed, most_tokens, say, until_end
 from surgery.scoring.ranking import answer_choices
-from tests.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
+from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 from tests.unit.probes.samples import sample
 from tests.unit.scoring.test_generation import ASKED
 

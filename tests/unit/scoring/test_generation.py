@@ -16,7 +16,7 @@ from surgery.recipe import Evaluate
 from surgery.scoring.generation import exact_matches, greedy
 from surgery.scoring.ranking import perplexity
 from surgery.stats import wilson
-from tests.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts, randomise
+from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts, randomise
 
 END = "<|endoftext|>"
 ASKED = ("Where is the fox?", "In the morning the old baker went to the market.\nWho?", "12:", "A red door, a blue")

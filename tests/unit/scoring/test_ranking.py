@@ -13,7 +13,7 @@ from surgery.errors import ModelError
 from surgery.probes.documents import Document, encode
 from surgery.scoring.answers import say, until_end
 from surgery.scoring.ranking import LARGEST, answer_choices, choice_scores, perplexity
-from tests.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
+from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 from tests.unit.probes.samples import ASKING, sample, several_questions
 
 V = 1024

@@ -14,8 +14,8 @@ from surgery.recipe import Splice
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import check_in_range, check_not_spliced, check_sites, make_plan, reads_streams, splice_field
 from surgery.types import Graft, HeadId, HeadSet, Plan, ScoredHead
-from tests.battery import plan_of, spliced
-from tests.pico import (
+from tests.support.battery import plan_of, spliced
+from tests.support.pico import (
     HEAD_DIM,
     SPLICED_FAMILIES,
     STATE,

@@ -14,7 +14,7 @@ from surgery.probes.documents import EncodedBatch, encode
 from surgery.train import logits_cache as module
 from surgery.train.divergence import TopK
 from surgery.train.logits_cache import LogitsCache
-from tests.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 from tests.unit.probes.samples import several_questions
 
 K = 3

@@ -17,7 +17,7 @@ from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
 from surgery.train.lora import Adapters, adapter_parameters
 from surgery.types import Graft, HeadId, HeadSet, ScoredHead
-from tests.pico import pico_base, pico_family, pico_hybrid, pico_site, prompts
+from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, prompts
 
 BOTH = Lora(rank=2)
 

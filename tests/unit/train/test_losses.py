@@ -27,7 +27,7 @@ from surgery.train.losses import (
     text_loss,
 )
 from surgery.types import Reads
-from tests.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 from tests.unit.probes.samples import sample, several_questions
 
 V = 1024

@@ -14,8 +14,8 @@ from surgery.errors import RunError
 from surgery.probes.documents import EncodedBatch, encode
 from surgery.recipe import Source
 from surgery.train.micro_batches import cut
-from tests.integration import training_worker as worker
-from tests.pico import pico_tokenizer
+from tests.support import training_worker as worker
+from tests.support.pico import pico_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """A packed step is the padded step: same loss, same gradient, for every objective and way of training.
 
-Kernels are stand-ins in plain torch (`tests/kernels.py`), in both steps; without them the padded step is taken.
+Kernels are stand-ins in plain torch (`tests/support/kernels.py`), in both steps; without them the padded step is taken.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from surgery.train.row_packing import pack
 from surgery.train.teacher import Teacher, _moved
 from surgery.train.trainer import Trainer
 from surgery.types import Graft
-from tests.battery import base as base_of
-from tests.battery import trained
-from tests.kernels import with_kernels
-from tests.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, tokens
-from tests.rounding import assert_close_in_ulps
+from tests.support.battery import base as base_of
+from tests.support.battery import trained
+from tests.support.kernels import with_kernels
+from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, tokens
+from tests.support.rounding import assert_close_in_ulps
 from tests.unit.probes.samples import several_questions
 
 SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}

@@ -18,9 +18,9 @@ from surgery.errors import RunError
 from surgery.models.lookup import family_of
 from surgery.train.sharded import block_classes, gather, trains, twin
 from surgery.train.trainer import Trainer
-from tests.battery import logits, trained
-from tests.integration import training_worker as worker
-from tests.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, pico_hybrid, pico_site, tokens
+from tests.support import training_worker as worker
+from tests.support.battery import logits, trained
+from tests.support.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, pico_hybrid, pico_site, tokens
 
 
 def made(model: PreTrainedModel) -> tuple[PreTrainedModel, Any]:

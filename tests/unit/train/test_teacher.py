@@ -19,7 +19,16 @@ from surgery.recipe import Align
 from surgery.train.losses import hidden_loss, mixing_loss
 from surgery.train.teacher import Teacher, check_tokenizers, layer_outputs
 from surgery.types import Graft
-from tests.pico import FAMILY_NAMES, HIDDEN, pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, tokens
+from tests.support.pico import (
+    FAMILY_NAMES,
+    HIDDEN,
+    pico_base,
+    pico_family,
+    pico_hybrid,
+    pico_site,
+    pico_tokenizer,
+    tokens,
+)
 from tests.unit.probes.samples import several_questions
 
 TRANSFORMERS = ("llama", "qwen2", "gpt_neox")

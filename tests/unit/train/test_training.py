@@ -25,7 +25,7 @@ from surgery.train.checkpoints import checkpoints
 from surgery.train.optimizer import adamw, learning_rate_factor, spliced_parameters, trainable
 from surgery.train.training import train_model
 from surgery.types import Graft, Plan
-from tests.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
+from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
 
 SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}
 FAST = {"warmup": 0, "lr": 1e-2, "new_heads_lr": 1e-2}

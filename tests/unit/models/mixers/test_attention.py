@@ -13,7 +13,7 @@ from surgery.interventions.hooks import record
 from surgery.interventions.oracle_read import mixed_at_query, values_at
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.types import MixerSpec
-from tests.pico import pico_family, tokens
+from tests.support.pico import pico_family, tokens
 
 WITH_ATTENTION = ("llama", "qwen2", "gpt_neox", "zamba2", "bamba", "granite", "nemotron_h", "falcon_h1")
 every_model = pytest.mark.parametrize("name", WITH_ATTENTION)

@@ -12,7 +12,7 @@ from surgery.interventions.hooks import Trace, record
 from surgery.models.layouts import Structure
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.types import MixerSpec
-from tests.pico import HEADS, tokens
+from tests.support.pico import HEADS, tokens
 from tests.unit.hybrid.llamba_loop import HEAD_DIM, llamba, llamba_site
 
 every_grouping = pytest.mark.parametrize("n_qk_heads", [1, 2, 4])

@@ -13,8 +13,8 @@ from surgery.models.layouts import Structure
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.splice.graft import splice_model
 from surgery.types import MixerSpec
-from tests.battery import plan_of
-from tests.pico import pico_family, tokens
+from tests.support.battery import plan_of
+from tests.support.pico import pico_family, tokens
 
 STREAMS = ("x", "key", "query", "step", "gate")
 every_kind = pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])

@@ -1,6 +1,6 @@
 """A small training as a process of its own, for tests that need several of them or kill one.
 
-`python -m torch.distributed.run --standalone --nproc_per_node=2 -m tests.integration.training_worker FOLDER CASE`
+`python -m torch.distributed.run --standalone --nproc_per_node=2 -m tests.support.training_worker FOLDER CASE`
 writes FOLDER/out.safetensors from rank 0. A CASE that begins with `sharded` runs under Accelerate's FSDP2.
 """
 
@@ -28,8 +28,8 @@ from surgery.train.sharded import full
 from surgery.train.trainer import Trainer
 from surgery.train.training import make_accelerator
 from surgery.types import Graft
-from tests.kernels import with_kernels
-from tests.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
+from tests.support.kernels import with_kernels
+from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 
 ROOT = Path(__file__).parents[2]
 FSDP2 = ROOT / "recipes" / "accelerate" / "fsdp2.yaml"
@@ -41,7 +41,7 @@ TEXT = {"task": "sentence", "rows": 3, "weights": {"keep": 1.0, "text": 0.5}}
 def launch(folder: Path, case: str, code: int = 0, processes: int = 2) -> dict[str, torch.Tensor]:
     """What rank 0 of so many processes found; nothing where they are to fail, as `code` says."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = [*torchrun, "-m", "tests.integration.training_worker", str(folder), case]
+    command = [*torchrun, "-m", "tests.support.training_worker", str(folder), case]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes) as started:

@@ -17,7 +17,6 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from surgery.data.tokenizer import build_tokenizer
 from surgery.errors import ModelError
-from surgery.estimate import MicroBatch, StepCost, micro_batches, step_cost
 from surgery.files.atomic import read_json
 from surgery.models.cache import CacheBytes, cache_bytes
 from surgery.models.loading import load_config, load_tokenizer
@@ -26,12 +25,13 @@ from surgery.models.runtime import shorten_chunks
 from surgery.models.sizes import meta_model, sizes_of
 from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Base, Hardware, Recipe, Splice, TrainStage, as_base
+from surgery.run.context import Run
 from surgery.run.folder import RunDir
+from surgery.run.memory_estimate import MicroBatch, StepCost, micro_batches, step_cost
+from surgery.run.stages import STAGES
 from surgery.splice.plan import make_plan, splice_field
-from surgery.stages import STAGES
 from surgery.train.training import make_accelerator
 from surgery.types import HeadId, HeadSet, Plan, ScoredHead, head_set_from_json
-from surgery.workspace import Run
 
 LENGTHS = {"1k": 1024, "8k": 8 * 1024, "32k": 32 * 1024, "128k": 128 * 1024}
 GIB = 2**30

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from surgery import stages
 from surgery.errors import ModelError
-from surgery.pipeline import run_pipeline
 from surgery.recipe import Recipe
-from tests.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
+from surgery.run import stages
+from surgery.run.pipeline import run_pipeline
+from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
 
 TOKENS = len(pico_tokenizer())
 WEIGHT = "backbone.layers.1.mixer.in_proj.weight"

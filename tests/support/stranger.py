@@ -1,6 +1,6 @@
 """What a stranger does with an exported folder, in a process without this library.
 
-    python -m tests.integration.stranger FOLDER OUT.json [NAME]...
+    python -m tests.support.stranger FOLDER OUT.json [NAME]...
 
 Every method is one entry of the table in docs/CONFORMANCE.md; it returns what test_conformance.py looks at, or the
 text of the error that it met. All of them share one process, since each would load torch first.

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from surgery.recipe import Recipe, check_recipe
-from surgery.stages import _Watch
-from tests.pico import pico_base, pico_tokenizer
+from surgery.run.stages import _Watch
+from tests.support.pico import pico_base, pico_tokenizer
 
 LOSSES = {"step": 1, "tokens": 100, "seconds": 0.5, "loss": 2.0, "answer": 1.5}
 
@@ -45,6 +45,6 @@ def test_it_is_the_share_of_prompts_that_are_answered_right(monkeypatch: pytest.
     seen: list[str] = []
     watch, _ = watched(1, seen)
     found = SimpleNamespace(correct=torch.arange(64) < 48)
-    monkeypatch.setattr("surgery.stages.answer_choices", lambda *given: found)
+    monkeypatch.setattr("surgery.run.stages.answer_choices", lambda *given: found)
     watch(1, LOSSES)
     assert ", KV 0.75" in seen[0]

@@ -4,9 +4,9 @@ A kernel chooses its order of summation by the shapes of its operands, the proce
 computation gives the same bits on one machine (`assert_same_bits`); a computation of another shape, order or thread
 count agrees within a few units in the last place (`assert_close_in_ulps`).
 
-`python -m pytest -p tests.rounding` moves some results of products, convolutions, reductions and softmaxes by one unit
-in the last place, in a pattern that follows from the operator and the shapes of its operands. A test that compares the
-bits of two different computations fails under it.
+`python -m pytest -p tests.support.rounding` moves some results of products, convolutions, reductions and softmaxes by
+one unit in the last place, in a pattern that follows from the operator and the shapes of its operands. A test that
+compares the bits of two different computations fails under it.
 """
 
 import hashlib

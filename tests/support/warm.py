@@ -1,6 +1,6 @@
 """The command line in a process of its own, without the seconds that importing torch takes.
 
-One process a test session imports the library and forks a child for every command: `python -m tests.integration.warm`
+One process a test session imports the library and forks a child for every command: `python -m tests.support.warm`
 reads a line of JSON for each and answers with the exit code. It never computes anything itself, so that the children
 begin as a fresh process does; a command that needs another environment must be started the slow way.
 """
@@ -37,7 +37,7 @@ def run(arguments: tuple[str, ...], cwd: Path) -> subprocess.CompletedProcess[st
 
 def _process() -> subprocess.Popen[str]:
     if not _STARTED or _STARTED[-1].poll() is not None:
-        command = [sys.executable, "-m", "tests.integration.warm"]
+        command = [sys.executable, "-m", "tests.support.warm"]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         _STARTED.append(subprocess.Popen(command, cwd=ROOT, **pipes))
         atexit.register(_STARTED[-1].kill)
@@ -49,10 +49,10 @@ def serve() -> None:
     from surgery import cli
 
     cli.quiet()
-    import surgery.analyse
-    import surgery.dryrun
     import surgery.models.convert
-    import surgery.pipeline
+    import surgery.reproduce.analysis
+    import surgery.run.dry_run
+    import surgery.run.pipeline
     import surgery.run.pretrain  # noqa: F401
 
     answers = os.fdopen(os.dup(1), "w")

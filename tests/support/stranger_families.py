@@ -1,6 +1,6 @@
 """What a stranger does with a saved hybrid of every family, in a process without this library.
 
-    python -m tests.integration.stranger_families FOLDER OUT.json
+    python -m tests.support.stranger_families FOLDER OUT.json
 
 FOLDER holds one saved model for each family. Prints nothing; OUT.json holds, by family, what was found.
 """

@@ -44,12 +44,12 @@ from surgery.report.figures.curves import accuracy_by_pairs, training_curve
 from surgery.report.figures.heatmaps import head_maps
 from surgery.report.heads_page import PromptAttention, write_csv, write_page
 from surgery.report.run_report import Facts, write_report
+from surgery.run.context import Run
 from surgery.scoring.ranking import answer_choices
 from surgery.splice.graft import splice_model, step_zero_gap
 from surgery.splice.plan import make_plan
 from surgery.train.training import train_model
 from surgery.types import HeadSet, to_json
-from surgery.workspace import Run
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from surgery.analyse import minimal_model, side_by_side
-from surgery.analyse.expand import check_change, expand, off_heads, swap_plan
 from surgery.errors import RecipeError
 from surgery.evaluate.evaluation import Arm
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import AnalysisRecipe, Change, Swap, Teacher, check_recipe
+from surgery.reproduce.analysis import minimal_model, side_by_side
+from surgery.reproduce.expansion import check_change, expand, off_heads, swap_plan
 from surgery.types import HeadId, HeadSet, ScoredHead, to_json
-from tests.pico import pico_config, pico_family_config
+from tests.support.pico import pico_config, pico_family_config
 
 TEACHER = Teacher(model="teacher")
 

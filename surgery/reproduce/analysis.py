@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from surgery.analyse.expand import check_change, expand, off_heads, swap_plan
 from surgery.errors import RecipeError
 from surgery.evaluate.evaluation import Arm, compare, evaluate_model
 from surgery.evaluate.prompts import Prompts, make_prompts
@@ -31,6 +30,7 @@ from surgery.recipe import AnalysisRecipe, Change, as_base, to_yaml
 from surgery.recipe.inputs import inputs_of
 from surgery.report.figures.curves import accuracy_by_pairs
 from surgery.report.figures.tasks import tasks_by_arm, tasks_by_site
+from surgery.reproduce.expansion import check_change, expand, off_heads, swap_plan
 from surgery.splice.graft import splice_model
 from surgery.stats import holm, mcnemar, wilson
 

@@ -24,12 +24,12 @@ from surgery.models.lookup import family_of
 from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Recipe, Splice, as_base, to_yaml
 from surgery.recipe.inputs import inputs_of
+from surgery.run.context import Reporter, Run, Silent
+from surgery.run.stages import Stage, stages_of
 from surgery.splice.plan import check_in_range, check_not_spliced, check_splices
-from surgery.stages import Stage, stages_of
 from surgery.train.compiling import check_compiler
 from surgery.train.training import make_accelerator
 from surgery.types import HeadId
-from surgery.workspace import Reporter, Run, Silent
 
 
 def run_pipeline(

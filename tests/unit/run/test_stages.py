@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from surgery import stages
 from surgery.errors import RunError
 from surgery.files.atomic import write_json
 from surgery.recipe import load_recipe
+from surgery.run import stages
 from tests.integration.conftest import RECIPE
 
 

@@ -28,10 +28,11 @@ from transformers.utils import logging
 
 from bench.evidence import in_short_chunks
 from bench.evidence_arms import Budget
+from surgery.data.encoding import encode
 from surgery.files.atomic import read_json, write_json
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.lookup import geometry_of
-from surgery.probes.documents import encode, rng_of
+from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Base, Splice, Train, Weights
 from surgery.recipe.train import FROM_TEACHER

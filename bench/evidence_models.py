@@ -15,9 +15,9 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from surgery.data.encoding import EncodedBatch
 from surgery.hybrid.attention import SplicedAttention
 from surgery.models.lookup import family_of, mixer_of, structure_of
-from surgery.probes.documents import EncodedBatch
 from surgery.types import HeadId
 
 Rows = Callable[[EncodedBatch], list[Tensor]]  # (B,H,Q,T) for each supervised layer, after a forward pass

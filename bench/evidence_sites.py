@@ -11,12 +11,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.evidence_arms import Budget
+from surgery.data.encoding import encode
 from surgery.locate.ablation_sweep import READS, Sweep
 from surgery.locate.baselines import attribution, layer_divergence
 from surgery.locate.locating import locate_heads
 from surgery.locate.selection import rank
 from surgery.models.lookup import family_of
-from surgery.probes.documents import encode, rng_of
+from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Locate, Splice
 from surgery.types import HeadSet

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.evidence_arms import Arm, Budget
 from bench.evidence_models import Rows, add_lora, hidden_rows, linear_rows, make_linear
+from surgery.data.encoding import EncodedBatch
 from surgery.evaluate.evaluation import evaluate_model
 from surgery.evaluate.prompts import Prompts
 from surgery.models.lookup import geometry_of
-from surgery.probes.documents import EncodedBatch
 from surgery.recipe import Source, Splice
 from surgery.run.stages import versions
 from surgery.splice.graft import splice_model

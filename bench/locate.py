@@ -30,11 +30,11 @@ import numpy as np
 import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.data.encoding import EncodedBatch
 from surgery.locate.batches import Prompts
 from surgery.locate.locating import locate_heads, peak_bytes
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.lookup import family_of, mixer_of, structure_of
-from surgery.probes.documents import EncodedBatch
 from surgery.recipe import Base, Locate, Search, Splice
 from surgery.types import HeadId, MixerSpec
 

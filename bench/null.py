@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from surgery.data.encoding import EncodedBatch
 from surgery.locate.locating import roles_of
 from surgery.locate.scores import Record, Table
-from surgery.probes.documents import EncodedBatch
 from surgery.types import Role
 from tests.support.pico import pico_base
 from tests.support.planted import plant, planted_prompts, planted_tokenizer, scored_heads

@@ -23,10 +23,11 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.data.encoding import encode
 from surgery.locate.ablation_sweep import READS, Sweep, Variant
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.lookup import family_of
-from surgery.probes.documents import encode, rng_of
+from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Base
 from surgery.scoring.ranking import ChoiceScores

@@ -24,11 +24,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, __version__
 
+from surgery.data.encoding import encode
 from surgery.errors import PlanError
 from surgery.locate.ablation_sweep import READS, Sweep, Variant
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.lookup import family_of, geometry_of
-from surgery.probes.documents import Document, encode, rng_of
+from surgery.probes.documents import Document, rng_of
 from surgery.probes.json_kv import UUID, json_kv_document
 from surgery.probes.knowledge import LETTERS, letter_choice
 from surgery.probes.kv_retrieval import kv_document

@@ -32,10 +32,11 @@ from bench.evidence import in_short_chunks
 from bench.evidence_arms import Arm, Budget
 from bench.evidence_train import prepared
 from bench.transfer import Task, line, measured, tasks
+from surgery.data.encoding import encode
 from surgery.files.atomic import fingerprint, read_json, write_json
 from surgery.locate.locating import locate_heads
 from surgery.models.loading import load_model, load_tokenizer, revision_of
-from surgery.probes.documents import encode, rng_of
+from surgery.probes.documents import rng_of
 from surgery.recipe import Base, Locate, Source, Splice, Train, Weights
 from surgery.run.stages import versions
 from surgery.scoring.ranking import answer_choices

@@ -14,10 +14,11 @@ from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
+from surgery.data.encoding import EncodedBatch
 from surgery.data.generated import fact_half, sentence_half
 from surgery.errors import ProbeError
 from surgery.probes.copying import copying_document
-from surgery.probes.documents import Document, EncodedBatch, rng_of
+from surgery.probes.documents import Document, rng_of
 from surgery.probes.hops import hop_document
 from surgery.probes.json_kv import json_kv_document
 from surgery.probes.knowledge import fact_question, letter_choice, option_text

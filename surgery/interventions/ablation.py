@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from surgery.data.encoding import EncodedBatch
 from surgery.interventions.hooks import hooked
 from surgery.models.lookup import mixer_of, structure_of
-from surgery.probes.documents import EncodedBatch
 from surgery.types import Fill, MixerSpec, Where
 
 

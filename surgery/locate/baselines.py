@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import ModelError, ProbeError, RecipeError
 from surgery.interventions.hooks import Trace, from_mixer, hooked, record
 from surgery.interventions.scaling import factored, factored_output
 from surgery.locate.ablation_sweep import Sweep
 from surgery.models.lookup import family_of, mixer_of, structure_of
-from surgery.probes.documents import Document, EncodedBatch, encode
+from surgery.probes.documents import Document
 from surgery.scoring.choices import arguments
 from surgery.scoring.ranking import choice_scores
 from surgery.types import MixerSpec

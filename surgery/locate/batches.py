@@ -13,11 +13,12 @@ import torch
 from torch import distributed
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import ModelError, SurgeryError, fitting
 from surgery.locate.ablation_sweep import Sweep, Variant
 from surgery.locate.scores import Record, plain
 from surgery.models.loading import check_vocabulary
-from surgery.probes.documents import Document, EncodedBatch, encode, rng_of
+from surgery.probes.documents import Document, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Locate
 from surgery.scoring.ranking import ranked

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import ModelError, PlanError, ProbeError
 from surgery.hybrid.attention import is_whole, splice_sites
 from surgery.interventions.hooks import Trace, record
@@ -43,7 +44,7 @@ from surgery.locate.attention_shape import (
 from surgery.models.layouts import Streams
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.models.mixers.mamba1 import Mamba1Structure
-from surgery.probes.documents import Document, EncodedBatch, encode
+from surgery.probes.documents import Document
 from surgery.probes.kv_retrieval import HEADER
 from surgery.report.heads_page import Prompt, PromptAttention
 from surgery.types import HeadId, MixerSpec

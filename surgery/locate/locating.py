@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.data.encoding import EncodedBatch
 from surgery.errors import ModelError, ProbeError, RecipeError
 from surgery.interventions.ablation import Removal
 from surgery.locate.ablation_sweep import READS, Sweep, Variant
@@ -25,7 +26,6 @@ from surgery.locate.scores import Array, Record, Table, plain, scores_of
 from surgery.locate.search import rounds, survivors
 from surgery.locate.selection import RANKED_BY, Candidate, better_read, choose, rank
 from surgery.models.lookup import family_of, geometry_of
-from surgery.probes.documents import EncodedBatch
 from surgery.recipe import Locate, Splice
 from surgery.recipe.locate import NEEDS
 from surgery.stats import bootstrap_mean, holm, mcnemar, wilson

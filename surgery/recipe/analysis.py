@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from surgery.recipe.base import Base, Teacher
 from surgery.recipe.evaluate import TODAY, Evaluate
 from surgery.recipe.export import Hardware
-from surgery.recipe.section import Positive, Section, Seed
+from surgery.recipe.section import Plugins, Positive, Section, Seed
 from surgery.types import HeadId
 
 Layer = Annotated[int, Field(ge=0, strict=True, description="Counted from 0.")]
@@ -100,6 +100,7 @@ class AnalysisRecipe(Section):
     )
     evaluate: Evaluate = Evaluate()
     hardware: Hardware = Hardware()
+    plugins: Plugins = ()
 
     @model_validator(mode="after")
     def _names_differ(self) -> AnalysisRecipe:

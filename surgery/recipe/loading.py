@@ -15,6 +15,7 @@ from surgery.recipe.analysis import AnalysisRecipe
 from surgery.recipe.pretrain import PretrainRecipe
 from surgery.recipe.run import Recipe
 from surgery.recipe.yaml import read_mapping
+from surgery.registry import load_plugins
 
 R = TypeVar("R", Recipe, PretrainRecipe, AnalysisRecipe)
 
@@ -25,7 +26,16 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: type[R] =
     Raises:
         RecipeError: no such file, not YAML, duplicate or unknown key, wrong type, bad value; names the key.
     """
-    return check_recipe(read_mapping(Path(path), overrides), kind)
+    data = read_mapping(Path(path), overrides)
+    load_plugins(_modules(data))
+    return check_recipe(data, kind)
+
+
+def _modules(data: dict[str, Any]) -> list[str]:
+    """The modules that a recipe lists under `plugins`. Validation refuses other names."""
+    listed = data.get("plugins")
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    return [name for name in names if all(part.isidentifier() for part in name.split("."))]
 
 
 def shipped(name: str) -> Path:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from surgery.recipe.evaluate import Evaluate
-from surgery.recipe.section import Positive, Section, Seed
+from surgery.recipe.section import Plugins, Positive, Section, Seed
 from surgery.recipe.train import Train
 
 
@@ -85,6 +85,7 @@ class PretrainRecipe(Section):
     model: TinyModel = TinyMamba2()
     train: Train
     evaluate: Evaluate = Evaluate()
+    plugins: Plugins = ()
 
     @model_validator(mode="after")
     def _nothing_to_keep(self) -> PretrainRecipe:

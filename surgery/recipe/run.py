@@ -12,7 +12,7 @@ from surgery.recipe.base import Base, Checkpoint, Teacher
 from surgery.recipe.evaluate import Evaluate
 from surgery.recipe.export import Export, Hardware
 from surgery.recipe.locate import NEEDS, Locate
-from surgery.recipe.section import Section, Seed
+from surgery.recipe.section import Plugins, Section, Seed
 from surgery.recipe.splice import Splice
 from surgery.recipe.train import Train
 
@@ -36,6 +36,7 @@ class Recipe(Section):
     evaluate: Evaluate = Evaluate()
     export: Export = Export()
     hardware: Hardware = Hardware()
+    plugins: Plugins = ()
 
     @model_validator(mode="after")
     def _choice_is_measured(self) -> Recipe:

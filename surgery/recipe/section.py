@@ -10,6 +10,12 @@ Positive = Annotated[int, Field(gt=0, le=10**9, strict=True)]
 Tokens = Annotated[int, Field(gt=0, le=10**15, strict=True)]  # of a whole training
 Pairs = Annotated[int, Field(ge=2, le=100, strict=True, description="Values are distinct integers 0-99.")]
 
+Module = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
+Plugins = Annotated[
+    tuple[Module, ...],
+    Field(description="Modules on the import path that register probes, objectives or other parts. They are run."),
+]
+
 
 class Section(BaseModel):
     """A part of a recipe: frozen, and closed to keys that it does not know."""

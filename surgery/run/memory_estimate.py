@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ModelOutput
 
+from surgery.data.encoding import EncodedBatch, encode
 from surgery.data.user import open_source
 from surgery.models.lookup import family_of
 from surgery.models.meters import PassCost, extrapolate, measure
-from surgery.probes.documents import EncodedBatch, encode
 from surgery.recipe import Source, Train, TrainStage
 from surgery.train.optimizer import trainable
 from surgery.train.trainer import Trainer

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 
 from surgery import __version__
+from surgery.data.encoding import encode
 from surgery.errors import RunError, reading
 from surgery.evaluate.efficiency import efficiency
 from surgery.evaluate.evaluation import Arm, compare, evaluate_model, held_out_documents, side_by_side
@@ -34,7 +35,7 @@ from surgery.locate.locating import locate_heads
 from surgery.locate.methods import COLUMNS
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.lookup import family_of
-from surgery.probes.documents import encode, rng_of
+from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Recipe, as_base, to_yaml
 from surgery.recipe.public import public_name, public_recipe

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.probes.documents import Document, EncodedBatch, Question, encode
+from surgery.data.encoding import EncodedBatch, encode
+from surgery.probes.documents import Document, Question
 from surgery.scoring.generation import greedy
 from surgery.scoring.ranking import ChoiceScores, check_logits, choice_scores, ranked, until_query
 

@@ -22,9 +22,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from surgery.data.encoding import EncodedBatch
 from surgery.models.lookup import family_of
 from surgery.models.sizes import own_kv_bytes_per_token, state_bytes
-from surgery.probes.documents import EncodedBatch
 
 
 @dataclass(frozen=True)

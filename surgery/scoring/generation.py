@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.probes.documents import Document, EncodedBatch, encode
+from surgery.data.encoding import EncodedBatch, encode
+from surgery.probes.documents import Document
 
 
 def exact_matches(

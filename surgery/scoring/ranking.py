@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import ModelError, ProbeError
-from surgery.probes.documents import Document, EncodedBatch, encode
+from surgery.probes.documents import Document
 from surgery.scoring.choices import paths_of, scored_choices
 
 LARGEST = 1e100  # perplexities above it are no numbers that a file, a table or a figure has use for

@@ -25,9 +25,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from surgery.data.encoding import EncodedBatch
 from surgery.errors import RunError, reading
 from surgery.files.atomic import read_json, sweep, write_json
-from surgery.probes.documents import EncodedBatch
 from surgery.train.divergence import TopK
 
 _HASH = 16  # bytes

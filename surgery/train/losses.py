@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from surgery.probes.documents import EncodedBatch
+from surgery.data.encoding import EncodedBatch
 from surgery.recipe import Distil
 from surgery.train.divergence import TopK, divergence, grouped
 from surgery.types import Reads

@@ -13,8 +13,9 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
+from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import RunError
-from surgery.probes.documents import Document, EncodedBatch, encode
+from surgery.probes.documents import Document
 from surgery.recipe import Source
 from surgery.train.losses import counts
 from surgery.train.row_packing import pack

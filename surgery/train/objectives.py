@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgery.probes.documents import EncodedBatch
+from surgery.data.encoding import EncodedBatch
 from surgery.recipe import Distil, Source
 from surgery.recipe.train import FROM_TEACHER
 from surgery.train.divergence import TopK

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from surgery.probes.documents import EncodedBatch
+from surgery.data.encoding import EncodedBatch
 
 _TOKENS = ("input_ids", "attention_mask", "answers")
 _PLACES = ("query", "segment_start", "segment_end", "answer_token")  # they index T

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.data.encoding import EncodedBatch
 from surgery.errors import PlanError, RecipeError
 from surgery.hybrid.packing import positions_of
 from surgery.models.donors import donor_mixers
 from surgery.models.lookup import family_of
-from surgery.probes.documents import EncodedBatch
 from surgery.recipe import Align
 from surgery.train.packing import apart
 from surgery.types import Graft, HeadId, MixerSpec

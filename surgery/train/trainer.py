@@ -23,11 +23,11 @@ from accelerate.utils.memory import release_memory, should_reduce_batch_size
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.data.encoding import EncodedBatch
 from surgery.data.generated import Stream
 from surgery.data.user import open_source
 from surgery.errors import RunError, TrainingDiverged
 from surgery.files.atomic import fingerprint
-from surgery.probes.documents import EncodedBatch
 from surgery.recipe import Source, Train, TrainStage
 from surgery.recipe.train import FROM_TEACHER
 from surgery.train.checkpoints import checkpoints, load_step, save_step

@@ -38,11 +38,11 @@ from transformers import (
 )
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
+from surgery.data.encoding import EncodedBatch
 from surgery.data.tokenizer import build_tokenizer
 from surgery.hybrid import Mamba2HybridConfig, Mamba2HybridForCausalLM
 from surgery.hybrid.modeling_llamba import LlambaConfig
 from surgery.hybrid.modeling_mamba2attn import Mamba2AttnConfig
-from surgery.probes.documents import EncodedBatch
 
 PAD = 0
 VOCAB = 61

@@ -40,9 +40,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from surgery.data.encoding import EncodedBatch, encode
 from surgery.locate.locating import locate_heads
 from surgery.models.lookup import family_of
-from surgery.probes.documents import EncodedBatch, encode, rng_of
+from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import HEADER, NUM_VALUES, kv_document
 from surgery.probes.words import key_words
 from surgery.recipe import Locate, Splice

@@ -23,13 +23,15 @@ PACKAGE = Path(surgery.__file__).parent
 # A new package or root module is added here, in docs/ARCHITECTURE.md, and nowhere else.
 ORDER = (
     ("errors", "deprecated", "hybrid", "lm_eval_tasks", "__version__"),
-    ("types", "files"),
-    ("stats", "recipe", "probes"),
+    ("types", "files", "registry"),
+    ("stats", "probes"),
+    ("recipe",),
     ("models", "data", "report"),
     ("interventions", "scoring"),
     ("locate", "splice", "train", "evaluate", "export"),
     ("run", "reproduce", "console"),
-    ("cli", "__init__", "__main__"),
+    ("cli", "__init__"),
+    ("__main__",),
 )
 FLOORS = {name: floor for floor, names in enumerate(ORDER) for name in names}
 WITHOUT_TORCH = ("types", "errors", "recipe", "files")

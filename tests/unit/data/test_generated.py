@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from surgery.data import generated as data
+from surgery.data.encoding import encode
 from surgery.data.generated import GeneratedStream, fact_half, sentence_half
 from surgery.errors import ProbeError
-from surgery.probes.documents import Document, encode, rng_of, split_of
+from surgery.probes.documents import Document, rng_of, split_of
 from surgery.probes.knowledge import fact_question, fact_statement, facts
 from surgery.probes.mqar import mqar_words
 from surgery.probes.words import key_words

@@ -21,11 +21,12 @@ from tokenizers.pre_tokenizers import ByteLevel, Whitespace
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from surgery.data.documents import Reader, check_documents, cut
+from surgery.data.encoding import encode
 from surgery.data.files import Row, open_rows, rows_in_order
 from surgery.data.generated import Stream
 from surgery.data.user import open_source, read_documents
 from surgery.errors import DataError, ProbeError
-from surgery.probes.documents import Document, Question, encode, rng_of
+from surgery.probes.documents import Document, Question, rng_of
 from surgery.recipe import Data, Source
 from tests.support.pico import pico_tokenizer
 

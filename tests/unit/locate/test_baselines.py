@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import ModelError, ProbeError, RecipeError
 from surgery.interventions.hooks import record
 from surgery.locate import baselines as rivals
 from surgery.locate.ablation_sweep import Sweep
 from surgery.locate.baselines import attribution, integrated_gradients, layer_divergence, retrieval_score
 from surgery.models.lookup import block_of, family_of, mixer_of, structure_of
-from surgery.probes.documents import Document, EncodedBatch, Question, Writer, encode, rng_of
+from surgery.probes.documents import Document, Question, Writer, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.sentences import sentence
 from surgery.scoring.choices import arguments

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import PlanError, ProbeError
 from surgery.interventions.hooks import record
 from surgery.locate.attention_shape import aggregate_score, entropy, gather_score, sharpness
@@ -23,7 +24,7 @@ from surgery.locate.hidden_attention import (
 )
 from surgery.models.layouts import Streams
 from surgery.models.lookup import family_of, mixer_of, structure_of
-from surgery.probes.documents import Document, EncodedBatch, encode, rng_of
+from surgery.probes.documents import Document, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.splice.graft import splice_model
 from surgery.types import HeadId, MixerSpec

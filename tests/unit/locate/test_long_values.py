@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from surgery.data.encoding import encode
 from surgery.interventions.ablation import Removal
 from surgery.interventions.hooks import hooked, record
 from surgery.interventions.oracle_read import PerfectRead, intervene
 from surgery.locate.ablation_sweep import Sweep, Variant
 from surgery.locate.locating import locate_heads
 from surgery.models.lookup import mixer_of, structure_of
-from surgery.probes.documents import encode, rng_of
+from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Locate, Splice
 from surgery.scoring.ranking import answer_choices

@@ -6,9 +6,10 @@ from random import Random
 
 import pytest
 
+from surgery.data.encoding import encode
 from surgery.errors import ProbeError
 from surgery.probes.copying import copying_document
-from surgery.probes.documents import encode, split_of
+from surgery.probes.documents import split_of
 from tests.support.pico import pico_tokenizer
 
 

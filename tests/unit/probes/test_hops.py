@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from surgery.data.encoding import encode
 from surgery.errors import ProbeError
-from surgery.probes.documents import Split, encode, rng_of
+from surgery.probes.documents import Split, rng_of
 from surgery.probes.hops import hop_document
 from surgery.probes.words import key_words
 from tests.support.pico import pico_tokenizer

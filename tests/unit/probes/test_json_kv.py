@@ -7,8 +7,9 @@ import re
 
 import pytest
 
+from surgery.data.encoding import encode
 from surgery.errors import ProbeError
-from surgery.probes.documents import Document, encode, rng_of, split_of
+from surgery.probes.documents import Document, rng_of, split_of
 from surgery.probes.json_kv import HEADER, UUID, json_kv_document
 from tests.support.pico import pico_tokenizer
 from tests.unit.probes.samples import cut

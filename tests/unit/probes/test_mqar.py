@@ -6,8 +6,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from surgery.data.encoding import encode
 from surgery.errors import ProbeError
-from surgery.probes.documents import encode, rng_of
+from surgery.probes.documents import rng_of
 from surgery.probes.mqar import mqar_document, mqar_words, single_token_words
 from tests.support.pico import pico_tokenizer
 from tests.unit.probes.samples import cut

@@ -7,8 +7,9 @@ from typing import get_args
 
 import pytest
 
+from surgery.data.encoding import encode
 from surgery.errors import ProbeError
-from surgery.probes.documents import Document, Split, encode, rng_of
+from surgery.probes.documents import Document, Split, rng_of
 from surgery.probes.needle import Kind, needle_document, token_count
 from surgery.probes.phonebook import space_of
 from surgery.probes.words import key_words

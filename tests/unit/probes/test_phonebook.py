@@ -9,8 +9,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from surgery.data.encoding import encode
 from surgery.errors import ProbeError
-from surgery.probes.documents import Document, Split, encode, rng_of, split_of
+from surgery.probes.documents import Document, Split, rng_of, split_of
 from surgery.probes.knowledge import facts
 from surgery.probes.phonebook import DIGITS, Space, phonebook_document, space_of
 from tests.support.pico import pico_tokenizer

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from surgery.probes.documents import EncodedBatch
+from surgery.data.encoding import EncodedBatch
 from tests.support.pico import pico_tokenizer, prompts
 
 # What changes the model while prompt `b`, of so many tokens, runs with its choices behind it.

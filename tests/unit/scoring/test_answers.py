@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from surgery.data.encoding import encode
 from surgery.lm_eval_tasks.data import said as said_in_lm_eval
 from surgery.probes.copying import copying_document
-from surgery.probes.documents import Document, Question, encode, rng_of
+from surgery.probes.documents import Document, Question, rng_of
 from surgery.probes.json_kv import json_kv_document
 from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.needle import needle_document

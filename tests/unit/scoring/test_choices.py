@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from surgery.data.encoding import encode
 from surgery.errors import ProbeError
-from surgery.probes.documents import Document, encode, rng_of
+from surgery.probes.documents import Document, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.scoring.choices import Paths, paths_of, scored_choices
 from surgery.scoring.ranking import answer_choices, choice_scores

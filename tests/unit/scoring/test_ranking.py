@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from surgery.data.encoding import encode
 from surgery.errors import ModelError
-from surgery.probes.documents import Document, encode
+from surgery.probes.documents import Document
 from surgery.scoring.answers import say, until_end
 from surgery.scoring.ranking import LARGEST, answer_choices, choice_scores, perplexity
 from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer

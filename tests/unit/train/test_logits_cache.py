@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import RunError
-from surgery.probes.documents import EncodedBatch, encode
 from surgery.train import logits_cache as module
 from surgery.train.divergence import TopK
 from surgery.train.logits_cache import LogitsCache

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surgery.data.encoding import EncodedBatch, encode
 from surgery.models.meters import saved_bytes
-from surgery.probes.documents import EncodedBatch, encode
 from surgery.recipe import Distil
 from surgery.train.divergence import TopK, naive_divergence
 from surgery.train.losses import (

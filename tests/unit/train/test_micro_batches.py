@@ -9,9 +9,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from surgery.data.encoding import EncodedBatch, encode
 from surgery.data.generated import step_documents
 from surgery.errors import RunError
-from surgery.probes.documents import EncodedBatch, encode
 from surgery.recipe import Source
 from surgery.train.micro_batches import cut
 from tests.support import training_worker as worker

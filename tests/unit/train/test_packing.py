@@ -15,8 +15,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from surgery.data.encoding import EncodedBatch, encode
 from surgery.models.lookup import family_of
-from surgery.probes.documents import EncodedBatch, encode, rng_of
+from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Train
 from surgery.train import packing as packed

@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from surgery.probes.documents import EncodedBatch, encode
+from surgery.data.encoding import EncodedBatch, encode
 from surgery.train.row_packing import first_fit, pack
 from tests.support.pico import pico_tokenizer
 from tests.unit.probes.samples import MAKERS, sample, several_questions

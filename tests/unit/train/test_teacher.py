@@ -12,9 +12,9 @@ from tokenizers.normalizers import Lowercase
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import RecipeError
 from surgery.models.lookup import block_of, family_of
-from surgery.probes.documents import EncodedBatch, encode
 from surgery.recipe import Align
 from surgery.train.losses import hidden_loss, mixing_loss
 from surgery.train.teacher import Teacher, check_tokenizers, layer_outputs

@@ -11,19 +11,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from surgery.data.encoding import EncodedBatch, choice_tokens, encode, told_apart
 from surgery.errors import ProbeError
-from surgery.probes.documents import (
-    Document,
-    EncodedBatch,
-    Question,
-    Writer,
-    choice_tokens,
-    draw,
-    encode,
-    rng_of,
-    split_of,
-    told_apart,
-)
+from surgery.probes.documents import Document, Question, Writer, draw, rng_of, split_of
 from tests.support.pico import pico_tokenizer
 from tests.unit.probes.samples import ASKING, MAKERS, RETRIEVING, cut, sample, several_questions
 

@@ -1,0 +1,170 @@
+"""Registries of what users may add: probes, objectives, locating methods, families, attention branches, export formats.
+
+A registry maps a name to a class or function. Recipes refer to the name. Schemas, labels and pages are derived from
+what is registered. Code outside this package adds an entry with the registry's decorator, in a module that the recipe
+lists under `plugins`, or that an installed package declares as an entry point of the group `surgery.plugins`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, Generic, TypeVar
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import PydanticCustomError, core_schema
+
+from surgery.errors import RecipeError
+
+T = TypeVar("T")
+GROUP = "surgery.plugins"
+
+
+class Registry(Generic[T]):
+    """Names and what they stand for, in the order of registration.
+
+    Args:
+        kind: what an entry is, for messages, such as `probe`.
+        modules: our own modules that register entries. They are imported when the registry is first read.
+    """
+
+    def __init__(self, kind: str, modules: Sequence[str] = ()) -> None:
+        self.kind = kind
+        self._modules = tuple(modules)
+        self._entries: dict[str, T] = {}
+
+    def register(self, name: str, entry: T) -> T:
+        """Add an entry. Registering the same class or function again, as a reload does, replaces it.
+
+        Raises:
+            RecipeError: another entry has this name.
+        """
+        present = self._entries.get(name)
+        if present is not None and _identity(present) != _identity(entry):
+            hint = f"{_identity(present)} has this name already. Register {_identity(entry)} under another one."
+            raise RecipeError(self.kind, name, hint)
+        self._entries[name] = entry
+        return entry
+
+    def decorator(self, name: str) -> Callable[[T], T]:
+        """`@registry.decorator("name")` above a class or function registers it."""
+        return lambda entry: self.register(name, entry)
+
+    def __getitem__(self, name: str) -> T:
+        """Look up an entry.
+
+        Raises:
+            RecipeError: nothing is registered under `name`. The error lists the names and the nearest one.
+        """
+        entries = self._loaded()
+        if name not in entries:
+            raise RecipeError(self.kind, name, self.hint(name))
+        return entries[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._loaded()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(tuple(self._loaded()))
+
+    def __len__(self) -> int:
+        return len(self._loaded())
+
+    def items(self) -> tuple[tuple[str, T], ...]:
+        """Names with their entries, in the order of registration."""
+        return tuple(self._loaded().items())
+
+    def hint(self, name: str) -> str:
+        """What to write in the place of an unknown name."""
+        near = difflib.get_close_matches(name, self, n=1, cutoff=0.5)
+        nearest = f"Did you mean {near[0]}? " if near else ""
+        return f"{nearest}Known: {', '.join(self)}. `plugins` names modules that register others."
+
+    def _loaded(self) -> dict[str, T]:
+        modules, self._modules = self._modules, ()
+        for module in modules:
+            import_module(module)
+        return self._entries
+
+
+class NameOf:
+    """Annotation of a field that holds a name of a registry: `Annotated[str, NameOf(PROBES)]`.
+
+    Validation looks the name up when a recipe is read, so a plugin's entries count. `surgery schema` lists the names.
+
+    Args:
+        registry: its names are accepted.
+        extra: names that are accepted too, such as `list` among ways to select heads.
+        keep: leaves out the entries for which it is false.
+    """
+
+    def __init__(self, registry: Registry[Any], extra: Sequence[str] = (), keep: Callable[[Any], bool] = bool) -> None:
+        self.registry, self.extra, self.keep = registry, tuple(extra), keep
+
+    def names(self) -> tuple[str, ...]:
+        """All names that are accepted now."""
+        return (*(name for name, entry in self.registry.items() if self.keep(entry)), *self.extra)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        def check(name: str) -> str:
+            names = self.names()
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+                raise PydanticCustomError(
+                    "unknown_name",
+                    "Unknown {kind}. {near}Use one of: {names}.",
+                    {
+                        "kind": self.registry.kind,
+                        "near": f"Did you mean {near[0]}? " if near else "",
+                        "names": ", ".join(names),
+                    },
+                )
+            return name
+
+        return core_schema.no_info_after_validator_function(check, core_schema.str_schema(strict=True))
+
+    def __get_pydantic_json_schema__(self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler) -> Any:
+        return {"type": "string", "enum": list(self.names())}
+
+
+def load_plugins(modules: Sequence[str] = ()) -> None:
+    """Import the modules that register entries: those of installed packages once, and those that a recipe names.
+
+    Args:
+        modules: names of modules on the import path, as `plugins` in a recipe lists them. Importing a module runs it.
+
+    Raises:
+        RecipeError: a module cannot be found or fails when it is imported.
+    """
+    for point in entry_points(group=GROUP):
+        if point.value not in _LOADED:
+            _import(f"entry point {point.name}", point.value)
+    for module in modules:
+        if module not in _LOADED:
+            _import("plugins", module)
+
+
+_LOADED: set[str] = set()
+
+
+def _import(field: str, module: str) -> None:
+    try:
+        import_module(module.partition(":")[0])
+    except RecipeError:
+        raise
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(error.name):
+            raise RecipeError(field, module, f"It imports {error.name}, which is not installed.") from None
+        hint = "No module of this name is on the import path. Install its package, or set PYTHONPATH to its folder."
+        raise RecipeError(field, module, hint) from None
+    except Exception as error:
+        raise RecipeError(field, module, f"Importing it failed: {type(error).__name__}: {error}") from error
+    _LOADED.add(module)
+
+
+def _identity(entry: Any) -> str:
+    """Module and name of a class or function; of an instance, those of its class."""
+    named = entry if hasattr(entry, "__qualname__") else type(entry)
+    return f"{named.__module__}.{named.__qualname__}"

@@ -1,0 +1,135 @@
+"""Registries: names, errors, plugins."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from surgery import registry as module
+from surgery.errors import RecipeError
+from surgery.recipe import load_recipe
+from surgery.registry import NameOf, Registry, load_plugins
+
+
+@pytest.fixture
+def registry() -> Registry[Any]:
+    colours: Registry[Any] = Registry("colour")
+    colours.register("red", str)
+    colours.register("green", int)
+    return colours
+
+
+def test_entries_keep_their_order_and_can_be_looked_up(registry: Registry[Any]) -> None:
+    assert list(registry) == ["red", "green"] and registry["green"] is int
+    assert "red" in registry and "blue" not in registry and len(registry) == 2
+    assert registry.items() == (("red", str), ("green", int))
+
+
+def test_an_unknown_name_is_answered_with_the_nearest(registry: Registry[Any]) -> None:
+    with pytest.raises(RecipeError, match=r"colour: gren. Did you mean green\? Known: red, green"):
+        registry["gren"]
+
+
+def test_a_name_is_registered_once(registry: Registry[Any]) -> None:
+    registry.register("red", str)  # the same again, as a reload does
+    with pytest.raises(RecipeError, match=r"builtins.str has this name already. Register builtins.float under another"):
+        registry.register("red", float)
+    assert registry["red"] is str
+
+
+def test_our_modules_are_imported_when_the_registry_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "planted_entries.py").write_text("from planted_registry import R\nR.register('late', dict)\n")
+    (tmp_path / "planted_registry.py").write_text(
+        "from surgery.registry import Registry\nR = Registry('thing', ['planted_entries'])\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import planted_registry  # type: ignore[import-not-found]
+
+    assert "planted_entries" not in sys.modules
+    assert list(planted_registry.R) == ["late"]
+
+
+class TestNameOf:
+    @pytest.fixture
+    def form(self, registry: Registry[Any]) -> type[BaseModel]:
+        class Form(BaseModel):
+            colour: Annotated[str, NameOf(registry, extra=("none",), keep=lambda entry: entry is not int)]
+
+        return Form
+
+    def test_accepts_what_is_registered_at_that_time(self, form: type[BaseModel], registry: Registry[Any]) -> None:
+        with pytest.raises(ValidationError, match=r"Unknown colour\. Use one of: red, none"):
+            form(colour="blue")
+        registry.register("blue", float)
+        assert form(colour="blue").model_dump() == {"colour": "blue"}
+
+    def test_leaves_out_what_does_not_fit_and_takes_the_extra_names(self, form: type[BaseModel]) -> None:
+        assert form(colour="none").model_dump() == {"colour": "none"}
+        with pytest.raises(ValidationError, match=r"Unknown colour\..* Use one of: red, none"):
+            form(colour="green")
+
+    def test_names_the_nearest(self, form: type[BaseModel]) -> None:
+        with pytest.raises(ValidationError, match=r"Did you mean red\?"):
+            form(colour="rad")
+
+    def test_the_schema_lists_the_names(self, form: type[BaseModel]) -> None:
+        assert form.model_json_schema()["properties"]["colour"]["enum"] == ["red", "none"]
+
+
+class TestPlugins:
+    @pytest.fixture(autouse=True)
+    def folder(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr(module, "_LOADED", set())
+        return tmp_path
+
+    def test_a_module_is_run_once(self, folder: Path) -> None:
+        (folder / "planted_once.py").write_text("import sys\nsys.planted = getattr(sys, 'planted', 0) + 1\n")
+        try:
+            load_plugins(["planted_once"])
+            load_plugins(["planted_once"])
+            assert sys.planted == 1  # type: ignore[attr-defined]
+        finally:
+            del sys.planted  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            (None, r"plugins: planted_bad. No module of this name is on the import path"),
+            ("import nowhere_at_all", r"plugins: planted_bad. It imports nowhere_at_all, which is not installed"),
+            ("1 / 0", r"plugins: planted_bad. Importing it failed: ZeroDivisionError: division by zero"),
+        ],
+    )
+    def test_what_cannot_be_imported_is_refused(self, folder: Path, text: str | None, message: str) -> None:
+        sys.modules.pop("planted_bad", None)
+        if text is not None:
+            (folder / "planted_bad.py").write_text(text)
+        with pytest.raises(RecipeError, match=message):
+            load_plugins(["planted_bad"])
+
+    def test_an_entry_point_of_an_installed_package_is_loaded(self, folder: Path) -> None:
+        (folder / "planted_entry.py").write_text("import sys\nsys.planted_entry = True\n")
+        info = folder / "planted-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("[surgery.plugins]\nplanted = planted_entry\n")
+        try:
+            load_plugins()
+            assert sys.planted_entry  # type: ignore[attr-defined]
+        finally:
+            del sys.planted_entry  # type: ignore[attr-defined]
+
+    def test_a_recipe_names_its_plugins(self, folder: Path) -> None:
+        (folder / "recipe.yaml").write_text("name: x\nplugins: [planted_missing]\nbase: {model: m}\n")
+        with pytest.raises(RecipeError, match=r"plugins: planted_missing. No module of this name"):
+            load_recipe(folder / "recipe.yaml")
+
+    @pytest.mark.parametrize("value", ["../evil", "a b", "os; x", "evil.py/"])
+    def test_a_path_is_no_module(self, folder: Path, value: str) -> None:
+        (folder / "recipe.yaml").write_text(f"name: x\nplugins: ['{value}']\nbase: {{model: m}}\n")
+        with pytest.raises(RecipeError, match="plugins"):
+            load_recipe(folder / "recipe.yaml")

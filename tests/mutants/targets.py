@@ -5,6 +5,11 @@ from __future__ import annotations
 _HYBRID = "tests/unit/hybrid"
 _LOCATE = "tests/unit/locate"
 _TRAIN = "tests/unit/train"
+_FOLDERS = (
+    "tests/unit/files/test_atomic.py",
+    "tests/unit/run/test_stages.py",
+    "tests/unit/models/test_convert.py",
+)
 
 # By target: each module with its tests, the quickest and most specific first. Tests of other modules follow where they
 # check this one too, and last those that run a model from end to end.
@@ -29,46 +34,54 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "losses": {
-        "surgery.train.objectives": (
-            f"{_TRAIN}/test_objectives.py",
+        "surgery.train.losses": (
+            f"{_TRAIN}/test_losses.py",
             f"{_TRAIN}/test_micro_batches.py",
             f"{_TRAIN}/test_teacher.py",
         ),
         "surgery.train.divergence": (
             f"{_TRAIN}/test_divergence.py",
-            f"{_TRAIN}/test_objectives.py",
+            f"{_TRAIN}/test_losses.py",
             f"{_TRAIN}/test_logits_cache.py",
         ),
-        "surgery.train.terms": (
+        "surgery.train.objectives": (
             f"{_TRAIN}/test_teacher.py",
             f"{_TRAIN}/test_micro_batches.py",
-            f"{_TRAIN}/test_prefix.py",
+            f"{_TRAIN}/test_shared_prefix.py",
             f"{_TRAIN}/test_logits_cache.py",
-            f"{_TRAIN}/test_packed.py",
-            f"{_TRAIN}/test_loop.py",
-            f"{_TRAIN}/test_train.py",
+            f"{_TRAIN}/test_row_packing.py",
+            f"{_TRAIN}/test_packing.py",
+            f"{_TRAIN}/test_trainer.py",
+            f"{_TRAIN}/test_training.py",
         ),
     },
     "sweep": {
-        "surgery.locate.sweep": (
-            f"{_LOCATE}/test_sweep.py",
+        "surgery.locate.ablation_sweep": (
+            f"{_LOCATE}/test_ablation_sweep.py",
             f"{_LOCATE}/test_query_only.py",
-            f"{_LOCATE}/test_backup.py",
+            f"{_LOCATE}/test_redundancy.py",
             f"{_LOCATE}/test_long_values.py",
-            f"{_LOCATE}/test_locate.py",
+            f"{_LOCATE}/test_locating.py",
         ),
-        "surgery.removal": (f"{_LOCATE}/test_sweep.py", f"{_LOCATE}/test_long_values.py"),
+        "surgery.interventions.ablation": (f"{_LOCATE}/test_ablation_sweep.py", f"{_LOCATE}/test_long_values.py"),
     },
     "plan": {
-        "surgery.plan": (
-            "tests/unit/test_plan.py",
-            "tests/unit/test_splice.py",
+        "surgery.splice.plan": (
+            "tests/unit/splice/test_plan.py",
+            "tests/unit/splice/test_graft.py",
             f"{_HYBRID}/test_donor.py",
             f"{_TRAIN}/test_teacher.py",
         ),
-        "surgery.heads": ("tests/unit/test_heads.py", "tests/unit/test_plan.py", "tests/unit/test_splice.py"),
+        "surgery.types": (
+            "tests/unit/test_types.py",
+            "tests/unit/splice/test_plan.py",
+            "tests/unit/splice/test_graft.py",
+        ),
     },
     "run folder": {
-        "surgery.rundir": ("tests/unit/test_rundir.py", "tests/unit/test_stages.py", "tests/unit/test_convert.py"),
+        "surgery.run.folder": _FOLDERS,
+        "surgery.files.atomic": _FOLDERS,
+        "surgery.files.ownership": _FOLDERS,
+        "surgery.recipe.inputs": _FOLDERS,
     },
 }

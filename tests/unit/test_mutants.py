@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 
-from tests.mutants.__main__ import measure
+from tests.mutants.__main__ import ROOT, measure
 from tests.mutants.mutations import Mutant, diff, mutants, sample
 from tests.mutants.runner import KILLED, SURVIVED, TIMED_OUT, MeasureError, Runner
+from tests.mutants.targets import TARGETS as ALL_TARGETS
 
 SOURCE = '''"""A planted module."""
 
@@ -34,6 +36,12 @@ def planted(folder: Path, test: str = TEST) -> Path:
     (folder / "surgery" / "sums.py").write_text(SOURCE)
     (folder / "tests" / "test_sums.py").write_text(test)
     return folder
+
+
+@pytest.mark.parametrize("module, tests", [item for modules in ALL_TARGETS.values() for item in modules.items()])
+def test_every_target_exists(module: str, tests: tuple[str, ...]) -> None:
+    assert importlib.util.find_spec(module) is not None
+    assert [test for test in tests if not (ROOT / test).is_file()] == []
 
 
 def on(operator: str, line: int) -> Mutant:

@@ -49,7 +49,7 @@ from bench.evidence_sites import choose
 from bench.evidence_statistics import Results
 from bench.evidence_train import run_arm
 from surgery.errors import RunError
-from surgery.evaluate.prompts import Prompts, make_prompts
+from surgery.evaluate.prompts import PromptSet, make_prompts
 from surgery.files.atomic import fingerprint, new_folder, read_json, write_json
 from surgery.models.loading import load_model, load_tokenizer, revision_of
 from surgery.recipe import Base, PretrainRecipe, load_recipe
@@ -186,11 +186,11 @@ def _facts(budget: Budget, done: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     }
 
 
-def questions(budget: Budget) -> Prompts:
+def questions(budget: Budget) -> PromptSet:
     """What every arm is asked: dictionaries of each size, facts and sentences that no training showed."""
     made = make_prompts(budget.evaluate, PROMPTS_SEED)
     choices = {task: asked for task, asked in made.choices.items() if task.startswith(("kv_retrieval", FACTS))}
-    return Prompts({k: v for k, v in choices.items() if k != f"{FACTS}_seen"}, {TEXTS: made.texts[TEXTS]})
+    return PromptSet({k: v for k, v in choices.items() if k != f"{FACTS}_seen"}, {TEXTS: made.texts[TEXTS]})
 
 
 def main(words: Sequence[str] | None = None) -> int:

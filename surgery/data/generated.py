@@ -9,26 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache, lru_cache
 from random import Random
-from typing import Protocol, cast
+from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from surgery.errors import ProbeError
-from surgery.probes.copying import copying_document
-from surgery.probes.documents import Document, Split, rng_of, split_of
-from surgery.probes.hops import hop_document
-from surgery.probes.json_kv import UUID, json_kv_document
-from surgery.probes.knowledge import Fact, fact_question, fact_statement, facts, letter_choice, option_text
-from surgery.probes.kv_retrieval import kv_document
-from surgery.probes.mqar import MqarWords, mqar_document, mqar_words
-from surgery.probes.needle import Kind, needle_document, token_count
-from surgery.probes.phonebook import phonebook_document, space_of
-from surgery.probes.sentences import sentence
+from surgery.probes.documents import Document, rng_of
+from surgery.probes.registry import Options
 from surgery.recipe import Source
 
-_SHOTS = 2  # a phonebook's examples, as evaluation has them; fewer where it has no more lines
 _DRAWN_TOGETHER = 16  # documents tokenized at a time where a step is a number of tokens
 
 
@@ -81,20 +70,6 @@ class GeneratedStream:
             yield from zip(documents, map(len, ids), strict=True)
 
 
-@cache
-def fact_half(half: int | None) -> tuple[Fact, ...]:
-    """All facts, or those of one half."""
-    return tuple(f for f in facts() if half is None or f.half == half)
-
-
-def sentence_half(rng: Random, half: int | None, split: Split = "train") -> Document:
-    """A sentence, of either half or of one: the halves are disjoint by the text's hash."""
-    while True:
-        document = sentence(rng, split)
-        if half is None or (split_of(document.text[::-1], 2) == "eval") == bool(half):
-            return document
-
-
 def with_ends(document: Document) -> Document:
     """The newline behind every answer becomes a part of it. To be chosen among, answers would have to be without."""
     text = document.text if document.text.endswith("\n") else document.text + "\n"
@@ -103,64 +78,33 @@ def with_ends(document: Document) -> Document:
 
 
 def maker(source: Source, rng: Random, tokenizer: PreTrainedTokenizerBase | None = None) -> Callable[[], Document]:
-    """What draws one step's documents from `rng`, one a call; of one step all have the same number of pairs.
+    """Return a function that draws the documents of one step from `rng`. They all have the same number of pairs.
 
     Args:
-        tokenizer: for tasks whose text depends on one (mqar, phonebook, needles).
+        tokenizer: for probes whose text depends on one (mqar, phonebook, needles).
 
     Raises:
-        ProbeError: a tokenizer that is needed and not given, more pairs than it has words for.
+        ProbeError: the probe needs a tokenizer and there is none, or it has too few words for the pairs.
     """
-    make = _plain_maker(source, rng, tokenizer)
-    return (lambda: with_ends(make())) if source.end else make
+    probe = source.probe
+    assert probe is not None, "a source without a task has data of the user's own"
+    probe.check_tokenizer(tokenizer)
+    pairs = rng.randint(*source.pairs) if probe.pairs is not None else 0
+    options = Options(
+        pairs=pairs,
+        questions=min(source.questions, pairs),
+        groups=source.groups,
+        needles=pairs,
+        tokens=source.max_tokens or 0,
+        half=source.half,
+        tokenizer=tokenizer,
+    )
 
+    def make() -> Document:
+        document = probe.document(rng, "train", options)
+        return with_ends(document) if source.end else document
 
-def _plain_maker(source: Source, rng: Random, tokenizer: PreTrainedTokenizerBase | None) -> Callable[[], Document]:
-    task = source.task
-    if task == "sentence":
-        return lambda: sentence_half(rng, source.half)
-    if task in ("letter_choice", "option_text"):
-        make = letter_choice if task == "letter_choice" else option_text
-        return lambda: make(rng)
-    if task in ("closed_book", "statement"):
-        tell = fact_question if task == "closed_book" else fact_statement
-        return lambda: tell(rng.choice(fact_half(source.half)))
-    pairs = rng.randint(*source.pairs)
-    if task in ("mqar", "phonebook") or str(task).startswith("needle_"):
-        if tokenizer is None:
-            raise ProbeError("tokenizer", None, f"The text of {task} depends on it: give the base's.")
-        return _of_tokenizer(source, rng, pairs, tokenizer)
-    questions = min(source.questions, pairs)
-    if task == "copying":
-        return lambda: copying_document(rng, pairs)
-    if task == "multi_hop":
-        return lambda: hop_document(rng, pairs)
-    if task == "json_kv":
-        return lambda: json_kv_document(rng, pairs, questions, groups=source.groups or UUID)
-    return lambda: kv_document(rng, pairs, questions)
-
-
-def _of_tokenizer(
-    source: Source, rng: Random, pairs: int, tokenizer: PreTrainedTokenizerBase
-) -> Callable[[], Document]:
-    """The tasks whose text depends on one."""
-    questions = min(source.questions, pairs)
-    if source.task == "mqar":
-        words = training_words(tokenizer)
-        return lambda: mqar_document(rng, pairs, words.keys, words.values, questions)
-    space = space_of(tokenizer)
-    if source.task == "phonebook":
-        shots = min(_SHOTS, pairs - 1)
-        return lambda: phonebook_document(rng, pairs, min(questions, pairs - shots), shots=shots, space=space)
-    assert source.max_tokens is not None, "needles say how long they are"
-    kind, length, size = cast(Kind, str(source.task).removeprefix("needle_")), source.max_tokens, token_count(tokenizer)
-    return lambda: needle_document(rng, length, size, kind, depth=rng.random(), needles=pairs, space=space)
-
-
-@lru_cache(maxsize=4)
-def training_words(tokenizer: PreTrainedTokenizerBase) -> MqarWords:
-    """`mqar_words` of training: every token is looked at, so once a tokenizer and not once a step."""
-    return mqar_words(tokenizer, "train")
+    return make
 
 
 def step_documents(

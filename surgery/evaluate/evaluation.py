@@ -17,7 +17,7 @@ from surgery.data.user import read_documents
 from surgery.errors import fitting
 from surgery.evaluate.contrasts import contrasts, gap_closed
 from surgery.evaluate.lm_eval import run_lm_eval
-from surgery.evaluate.prompts import Prompts, make_prompts
+from surgery.evaluate.prompts import PromptSet, make_prompts
 from surgery.interventions.heads_off import HEADS_OFF
 from surgery.models.loading import check_vocabulary
 from surgery.probes.documents import Document
@@ -77,7 +77,7 @@ def evaluate_model(
     tokenizer: PreTrainedTokenizerBase,
     section: Evaluate | None = None,
     seed: int = 0,
-    prompts: Prompts | None = None,
+    prompts: PromptSet | None = None,
     progress: Progress | None = None,
 ) -> Arm:
     """Scores one model. Give the same `prompts` (or seed) for every arm.
@@ -125,13 +125,13 @@ def _scored(
     tokenizer: PreTrainedTokenizerBase,
     section: Evaluate,
     seed: int,
-    prompts: Prompts,
+    prompts: PromptSet,
     correct: dict[str, Tensor],
 ) -> Iterator[tuple[str, Any]]:
     """Every task and what stands in the summary; right or wrong by prompt goes into `correct`."""
     size = section.batch_size
     for task, documents in prompts.choices.items():
-        if not section.says(task.partition("/")[0]):
+        if not section.generates(task.partition("/")[0]):
             correct[task] = ranked(model, prompts.batches(task, tokenizer, size, said=False)).correct
             yield task, share(correct[task])
             continue

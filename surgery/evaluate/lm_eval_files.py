@@ -17,39 +17,30 @@ from typing import Any
 import yaml
 
 from surgery.lm_eval_tasks import FOLDER
-from surgery.probes.copying import copying_document
 from surgery.probes.documents import Document, rng_of
-from surgery.probes.hops import hop_document
-from surgery.probes.json_kv import json_kv_document
-from surgery.probes.knowledge import fact_question, facts, letter_choice, option_text
-from surgery.probes.kv_retrieval import kv_document
-from surgery.probes.needle import Kind, needle_document
-from surgery.probes.phonebook import phonebook_document
+from surgery.probes.registry import PROBES, Options
 from surgery.scoring.answers import answers_of, listed, most_tokens
 
 CALLED_BY_TASKS = ("data.py", "_ranked_yaml", "_generated_yaml")
 Maker = Callable[[Random], Document]
-_KINDS: tuple[Kind, ...] = ("single", "multi_key", "multi_value", "multi_query")
 
 
-def _needle(kind: Kind, characters: int) -> Maker:
-    """At any depth; as long as so many characters, since the tokenizer is not known."""
-    return lambda rng: needle_document(rng, characters, len, kind, depth=rng.random(), split="eval")
-
-
-RETRIEVAL: dict[str, Maker] = {
-    **{f"kv_retrieval_{n}": partial(kv_document, pairs=n, split="eval") for n in (4, 8, 16, 32, 64)},
-    **{f"phonebook_{n}": partial(phonebook_document, pairs=n, split="eval") for n in (8, 32)},
-    **{f"json_kv_{n}": partial(json_kv_document, pairs=n, split="eval") for n in (8, 16)},
-    **{f"multi_hop_{n}": partial(hop_document, pairs=n, split="eval") for n in (8, 32)},
-    **{f"copying_{n}": partial(copying_document, pieces=n, split="eval") for n in (8, 32)},
-    **{f"needle_{kind}_2k": _needle(kind, 2000) for kind in _KINDS},
-}
-KNOWLEDGE: dict[str, Maker] = {
-    "letter_choice": partial(letter_choice, split="eval"),
-    "option_text": partial(option_text, split="eval"),
-    "closed_book": lambda rng: fact_question(rng.choice(facts())),
-}
+def lm_eval_groups() -> dict[str, dict[str, Maker]]:
+    """Group -> task -> function that generates one document, of all registered probes with an `lm_eval_group`."""
+    groups: dict[str, dict[str, Maker]] = {}
+    for name, probe in PROBES.items():
+        if probe.lm_eval_group is None:
+            continue
+        makers = groups.setdefault(probe.lm_eval_group, {})
+        if "tokens" in probe.options:  # the tokenizer is not known: lengths are in characters
+            sizes = {f"{name}_{size}k": Options(tokens=1000 * size) for size in probe.lm_eval_sizes}
+        elif probe.pairs is not None:
+            low, high = probe.pairs
+            sizes = {f"{name}_{size}": Options(pairs=size) for size in probe.lm_eval_sizes if low <= size <= high}
+        else:
+            sizes = {name: Options()}
+        makers |= {task: partial(probe.document, split="eval", options=options) for task, options in sizes.items()}
+    return groups
 
 
 def write_tasks(
@@ -65,7 +56,7 @@ def write_tasks(
         groups: group -> name -> what makes one document; the shipped ones if not said.
         examples: prompts of each task.
     """
-    groups = groups if groups is not None else {"retrieval": RETRIEVAL, "knowledge": KNOWLEDGE}
+    groups = groups if groups is not None else lm_eval_groups()
     folder.mkdir(parents=True, exist_ok=True)
     for name in CALLED_BY_TASKS:
         if folder.resolve() != FOLDER:
@@ -109,4 +100,4 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(yaml.safe_dump(dict(content), sort_keys=False), encoding="utf-8")
 
 
-__all__ = ["KNOWLEDGE", "RETRIEVAL", "row_of", "write_tasks"]
+__all__ = ["lm_eval_groups", "row_of", "write_tasks"]

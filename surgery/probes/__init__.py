@@ -1,1 +1,7 @@
-"""Seeded tasks with answers and gold positions. Owns: texts, spans, encoding. Must never know: models, training."""
+"""Seeded tasks with answers and gold positions. Importing the package registers the built-in probes, without torch."""
+
+from importlib import import_module
+
+# In this order, whichever module is imported first: lm-eval groups list their tasks in it.
+for _module in ("kv_retrieval", "phonebook", "json_kv", "mqar", "hops", "copying", "needle", "knowledge", "sentences"):
+    import_module(f"surgery.probes.{_module}")

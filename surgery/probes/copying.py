@@ -14,6 +14,7 @@ from random import Random
 
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document, Question, Split, Writer, draw
+from surgery.probes.registry import Options, Probe, register_probe
 from surgery.probes.words import SYLLABLES
 
 HEADER = "Repeat the following text:\n"
@@ -43,3 +44,15 @@ def copying_document(rng: Random, pieces: int, split: Split = "train") -> Docume
 
 def _question(first: tuple[int, int], start: int, length: int) -> Question:
     return Question((start, start + length), (), 0, segment=first, value=first)
+
+
+@register_probe("copying")
+class Copying(Probe):
+    """Copying: `copying_document`, with `pairs` pieces."""
+
+    scoring = "generation"
+    pairs = (2, 100)
+
+    def document(self, rng: Random, split: Split, options: Options) -> Document:
+        """A string, twice."""
+        return copying_document(rng, options.pairs, split)

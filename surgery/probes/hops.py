@@ -16,6 +16,7 @@ from random import Random
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document, Question, Split, Writer
 from surgery.probes.kv_retrieval import HEADER, NUM_VALUES
+from surgery.probes.registry import Options, Probe, register_probe
 from surgery.probes.words import key_words
 
 
@@ -56,3 +57,16 @@ def hop_document(rng: Random, pairs: int, hops: int = 2, split: Split = "train")
     answer = writer.add(numbers[asked])
     segment, value_span = spans[keys[(asked + 1) * hops - 1]]
     return Document("multi_hop", writer.text, (Question(answer, numbers, asked, segment=segment, value=value_span),))
+
+
+@register_probe("multi_hop")
+class MultiHop(Probe):
+    """Multi-hop retrieval: `hop_document`."""
+
+    pairs = (4, NUM_VALUES)
+    options = ("hops",)
+    gold_position = newline_ends_answer = True
+
+    def document(self, rng: Random, split: Split, options: Options) -> Document:
+        """A dictionary with chains and one question."""
+        return hop_document(rng, options.pairs, options.hops, split)

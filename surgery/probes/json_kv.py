@@ -23,6 +23,7 @@ from random import Random
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document, Question, Split, Writer
 from surgery.probes.pairs import NUM_LEADS, check_pairs, check_questions, different, leads
+from surgery.probes.registry import Options, Probe, register_probe
 
 HEADER = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
 UUID = (8, 4, 4, 4, 12)
@@ -72,3 +73,17 @@ def _digits(rng: Random, groups: Sequence[int], start: str = "") -> str:
     count = sum(groups) - len(start)
     digits = iter(start + "".join(rng.choice("0123456789abcdef") for _ in range(count)))
     return "-".join("".join(next(digits) for _ in range(size)) for size in groups)
+
+
+@register_probe("json_kv")
+class JsonKv(Probe):
+    """JSON key-value retrieval: `json_kv_document`."""
+
+    pairs = (2, NUM_LEADS)
+    options = ("questions", "groups")
+    gold_position = True
+    lm_eval_sizes = (8, 16)
+
+    def document(self, rng: Random, split: Split, options: Options) -> Document:
+        """A JSON object and questions about it."""
+        return json_kv_document(rng, options.pairs, options.questions, split, options.groups or UUID)

@@ -7,11 +7,13 @@ of MMLU: knowing the answer is not enough, its letter has to be looked up. Its t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
 
 from surgery.probes.documents import Document, Question, Split, Writer, draw, rng_of
+from surgery.probes.registry import Half, Options, Probe, register_probe
 from surgery.probes.words import ANSWERS, RELATIONS, entity_names
 
 LETTERS = ("A", "B", "C", "D")
@@ -39,6 +41,12 @@ def facts() -> tuple[Fact, ...]:
     rng = rng_of("facts")
     made = [(name, relation, rng.choice(ANSWERS[relation])) for name in entity_names() for relation in RELATIONS]
     return tuple(Fact(*fact, half=rng.randrange(2)) for fact in made)
+
+
+@cache
+def fact_half(half: Half | None) -> tuple[Fact, ...]:
+    """The facts of one half, or all facts if None."""
+    return tuple(f for f in facts() if half is None or f.half == half)
 
 
 def _question(fact: Fact) -> str:
@@ -104,3 +112,76 @@ def _multiple_choice(rng: Random, split: Split, twin: bool) -> Document:
 def _closed(writer: Writer, choices: tuple[str, ...], gold: int) -> Question:
     start = len(writer.text)
     return Question((start, start + len(choices[gold])), choices, gold)
+
+
+@register_probe("letter_choice")
+class LetterChoice(Probe):
+    """Letter-choice questions: `letter_choice`."""
+
+    gold_position = newline_ends_answer = True
+    seed_name = "letter"  # the same seed as its twin: both ask about the same facts
+    lm_eval_group = "knowledge"
+
+    def document(self, rng: Random, split: Split, options: Options) -> Document:
+        """A question with four lettered options."""
+        return letter_choice(rng, split)
+
+
+@register_probe("option_text")
+class OptionText(Probe):
+    """The twins of letter-choice questions: `option_text`."""
+
+    label = "option text (its twin)"
+    short_label = "option text"
+    knowledge = newline_ends_answer = True
+    seed_name = "letter"
+    lm_eval_group = "knowledge"
+
+    def document(self, rng: Random, split: Split, options: Options) -> Document:
+        """A question whose options are not listed."""
+        return option_text(rng, split)
+
+
+@register_probe("closed_book")
+class ClosedBook(Probe):
+    """Closed-book questions. An evaluation has all facts of the half that a KL term should not see."""
+
+    label = "closed-book facts, held-out half"
+    short_label = "closed book"
+    knowledge = newline_ends_answer = True
+    options = ("half",)
+    lm_eval_group: str | None = "knowledge"
+    evaluated: Half = 1
+
+    def document(self, rng: Random, split: Split, options: Options) -> Document:
+        """A question about any fact of the half."""
+        return fact_question(rng.choice(fact_half(options.half)))
+
+    def evaluation_set(self) -> Sequence[Document] | None:
+        """A question about every fact of `evaluated`."""
+        return [fact_question(fact) for fact in fact_half(self.evaluated)]
+
+
+@register_probe("closed_book_seen")
+class SeenClosedBook(ClosedBook):
+    """Closed-book questions about the half of the facts that a KL term may see."""
+
+    label = "closed-book facts, half seen in training"
+    short_label = "closed book seen"
+    trains = False
+    lm_eval_group = None
+    evaluated: Half = 0
+
+
+@register_probe("statement")
+class Statement(Probe):
+    """Facts as plain sentences, to train on: `fact_statement`."""
+
+    evaluates = False
+    scoring = "perplexity"
+    options = ("half",)
+    lm_eval_group = None
+
+    def document(self, rng: Random, split: Split, options: Options) -> Document:
+        """A statement of any fact of the half."""
+        return fact_statement(rng.choice(fact_half(options.half)))

@@ -15,6 +15,7 @@ from random import Random
 
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document, Question, Split, Writer
+from surgery.probes.registry import Options, Probe, register_probe
 from surgery.probes.words import key_words
 
 NUM_VALUES = 100
@@ -50,3 +51,20 @@ def kv_document(rng: Random, pairs: int, questions: int = 1, split: Split = "tra
         segment, value_span = spans[index]
         asked.append(Question(answer, values, index, segment=segment, value=value_span))
     return Document("kv_retrieval", writer.text, tuple(asked))
+
+
+@register_probe("kv_retrieval")
+class KvRetrieval(Probe):
+    """KV-retrieval: `kv_document`."""
+
+    label = "KV-retrieval"
+    unit = "pairs"
+    pairs = (2, NUM_VALUES)
+    options = ("questions",)
+    gold_position = newline_ends_answer = True
+    seed_name = "kv"
+    lm_eval_sizes = (4, 8, 16, 32, 64)
+
+    def document(self, rng: Random, split: Split, options: Options) -> Document:
+        """A dictionary and questions about it."""
+        return kv_document(rng, options.pairs, options.questions, split)

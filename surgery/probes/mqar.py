@@ -15,13 +15,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from random import Random
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document, Question, Split, Writer, split_of
 from surgery.probes.pairs import check_pairs, check_questions
+from surgery.probes.registry import Options, Probe, register_probe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _WORD = re.compile(r" ?([A-Za-z]{2,})")
 
@@ -68,6 +72,7 @@ def mqar_document(
     return Document("mqar", writer.text, tuple(asked))
 
 
+@lru_cache(maxsize=4)  # every token of the vocabulary is decoded
 def mqar_words(tokenizer: PreTrainedTokenizerBase, split: Split = "train") -> MqarWords:
     """Words of a tokenizer: the lower half by id are keys, one in five kept for evaluation, the upper half values.
 
@@ -92,3 +97,19 @@ def single_token_words(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     )
     found = {w: one[0] for w, one, two in zip(words, once, twice, strict=True) if len(one) == 1 and two == one * 2}
     return tuple(sorted(found, key=lambda word: found[word]))
+
+
+@register_probe("mqar")
+class Mqar(Probe):
+    """MQAR: `mqar_document`, with words of the base's tokenizer."""
+
+    pairs = (2, 100)
+    options = ("questions",)
+    gold_position = needs_tokenizer = True
+    lm_eval_group = None
+
+    def document(self, rng: Random, split: Split, options: Options) -> Document:
+        """Keys with values, then some of the keys again."""
+        self.check_tokenizer(options.tokenizer)
+        words = mqar_words(options.tokenizer, split)
+        return mqar_document(rng, options.pairs, words.keys, words.values, options.questions)

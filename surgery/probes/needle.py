@@ -18,16 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Literal
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Literal
 
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document, Question, Span, Split, Writer
 from surgery.probes.pairs import leads
-from surgery.probes.phonebook import Space
+from surgery.probes.phonebook import Space, space_of
+from surgery.probes.registry import Options, Probe, register_probe
 from surgery.probes.sentences import sentence
 from surgery.probes.words import key_words
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Kind = Literal["single", "multi_key", "multi_value", "multi_query"]
 HEADER = (
@@ -158,6 +160,55 @@ def _haystack(
         if line < len(hay):
             writer.add(hay[line] if writer.text.endswith("\n") else f" {hay[line]}")
     return spans
+
+
+class Needle(Probe):
+    """A needle in a haystack: `needle_document`. Without a tokenizer the length counts characters."""
+
+    kind: Kind
+    pairs = (2, 16)
+    options: tuple[str, ...] = ("tokens", "needles")
+    gold_position = needs_tokenizer = True
+    lm_eval_sizes = (2,)
+
+    def document(self, rng: Random, split: Split, options: Options) -> Document:
+        """A haystack with its needles, and the question."""
+        size: Callable[[str], int] = len
+        space: Space = "answer"
+        if options.tokenizer is not None:
+            size, space = token_count(options.tokenizer), space_of(options.tokenizer)
+        depth = rng.random() if options.depth is None else options.depth
+        return needle_document(rng, options.tokens, size, self.kind, depth, options.needles, split, space)
+
+
+@register_probe("needle_single")
+class SingleNeedle(Needle):
+    """One needle. `pairs` has no effect."""
+
+    kind = "single"
+    pairs = (2, 100)
+    options = ("tokens",)
+
+
+@register_probe("needle_multi_key")
+class MultiKeyNeedle(Needle):
+    """Needles of several keys, and a question about one."""
+
+    kind = "multi_key"
+
+
+@register_probe("needle_multi_value")
+class MultiValueNeedle(Needle):
+    """Several needles of one key, and a question about all."""
+
+    kind = "multi_value"
+
+
+@register_probe("needle_multi_query")
+class MultiQueryNeedle(Needle):
+    """One needle for each of several keys, and a question about all."""
+
+    kind = "multi_query"
 
 
 __all__ = ["DIGITS", "HEADER", "Kind", "needle_document", "token_count"]

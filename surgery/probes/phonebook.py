@@ -15,21 +15,24 @@ tells them apart (`pairs.leads`). Owns: that text. Must never know: models.
 from __future__ import annotations
 
 from random import Random
-from typing import Literal
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Literal
 
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document, Question, Split, Writer
 from surgery.probes.pairs import NUM_LEADS, check_pairs, check_questions, different, leads
+from surgery.probes.registry import Options, Probe, register_probe
 from surgery.probes.words import SYLLABLES
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 DIGITS = 10
+SHOTS = 2
 Space = Literal["answer", "prompt"]
 
 
 def phonebook_document(
-    rng: Random, pairs: int, questions: int = 1, split: Split = "train", shots: int = 2, space: Space = "answer"
+    rng: Random, pairs: int, questions: int = 1, split: Split = "train", shots: int = SHOTS, space: Space = "answer"
 ) -> Document:
     """One phonebook of `pairs` lines, `shots` of them again as examples, and questions about other lines.
 
@@ -80,3 +83,18 @@ def _line(writer: Writer, name: str, number: str) -> tuple[tuple[int, int], tupl
 
 def _word(rng: Random) -> str:
     return "".join(rng.sample(SYLLABLES, 2)).capitalize()
+
+
+@register_probe("phonebook")
+class Phonebook(Probe):
+    """Phonebook look-up: `phonebook_document`. A book of two lines has one example."""
+
+    pairs = (2, NUM_LEADS)
+    options = ("questions",)
+    gold_position = newline_ends_answer = needs_tokenizer = True
+
+    def document(self, rng: Random, split: Split, options: Options) -> Document:
+        """A phonebook, examples and questions about other lines."""
+        pairs, shots = options.pairs, min(SHOTS, options.pairs - 1)
+        space = space_of(options.tokenizer) if options.tokenizer else "answer"
+        return phonebook_document(rng, pairs, min(options.questions, pairs - shots), split, shots, space)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from surgery.probes.documents import Document, Split, draw
+from surgery.probes.documents import Document, Split, draw, split_of
+from surgery.probes.registry import Half, Options, Probe, register_probe
 from surgery.probes.words import ANSWERS, PLACES, SIZES, THINGS, TIMES, VERBS, WEATHER
 
 TEMPLATES = (
@@ -38,3 +39,57 @@ def sentence(rng: Random, split: Split = "train") -> Document:
         )
 
     return Document("sentence", draw(split, make))
+
+
+def sentence_half(rng: Random, half: Half | None, split: Split = "train") -> Document:
+    """A sentence of one half, or of both if None. The hash of the text decides, so the halves are disjoint."""
+    while True:
+        document = sentence(rng, split)
+        if half is None or (split_of(document.text[::-1], 2) == "eval") == bool(half):
+            return document
+
+
+@register_probe("sentence")
+class Sentence(Probe):
+    """Templated sentences to train on: `sentence_half`."""
+
+    evaluates = False
+    scoring = "perplexity"
+    options = ("half",)
+    lm_eval_group = None
+
+    def document(self, rng: Random, split: Split, options: Options) -> Document:
+        """One sentence."""
+        return sentence_half(rng, options.half, split)
+
+
+class Perplexity(Probe):
+    """Perplexity on one half of the sentences."""
+
+    trains = False
+    scoring = "perplexity"
+    lm_eval_group = None
+
+
+@register_probe("perplexity")
+class HeldOutPerplexity(Perplexity):
+    """Perplexity on sentences of the evaluation split, of the half that a KL term should not see."""
+
+    label = "perplexity, held-out"
+    seed_name = "text"
+
+    def document(self, rng: Random, split: Split, options: Options) -> Document:
+        """One sentence of half 1."""
+        return sentence_half(rng, 1, split)
+
+
+@register_probe("perplexity_seen")
+class SeenPerplexity(Perplexity):
+    """Perplexity on training sentences of the half that a KL term may see."""
+
+    label = "perplexity, seen half"
+    seed_name = "seen"
+
+    def document(self, rng: Random, split: Split, options: Options) -> Document:
+        """One training sentence of half 0, in either split."""
+        return sentence_half(rng, 0, "train")

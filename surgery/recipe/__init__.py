@@ -2,7 +2,7 @@
 
 from surgery.recipe.analysis import AnalysisRecipe, Change, Swap, Sweep
 from surgery.recipe.base import Base, Checkpoint, Teacher, as_base
-from surgery.recipe.evaluate import Efficiency, Evaluate, LmEval, Probe
+from surgery.recipe.evaluate import Efficiency, Evaluate, EvaluationTask, LmEval
 from surgery.recipe.export import Export, Hardware
 from surgery.recipe.loading import check_recipe, load_any, load_recipe, shipped, to_yaml
 from surgery.recipe.locate import Locate, Search
@@ -22,6 +22,7 @@ __all__ = [
     "Distil",
     "Efficiency",
     "Evaluate",
+    "EvaluationTask",
     "Export",
     "Hardware",
     "LmEval",
@@ -29,7 +30,6 @@ __all__ = [
     "Lora",
     "Optimizer",
     "PretrainRecipe",
-    "Probe",
     "Recipe",
     "Search",
     "Source",

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from surgery.recipe.base import Base, Teacher
-from surgery.recipe.evaluate import TODAY, Evaluate
+from surgery.recipe.evaluate import DEFAULT_TASKS, Evaluate
 from surgery.recipe.export import Hardware
 from surgery.recipe.section import Plugins, Positive, Section, Seed
 from surgery.types import HeadId
@@ -115,7 +115,7 @@ class AnalysisRecipe(Section):
 
     @model_validator(mode="after")
     def _asks_what_is_compared(self) -> AnalysisRecipe:
-        if self.evaluate.tasks != TODAY or self.evaluate.generate or self.evaluate.lm_eval is not None:
+        if self.evaluate.tasks != DEFAULT_TASKS or self.evaluate.generate or self.evaluate.lm_eval is not None:
             raise ValueError("an analysis asks its own tasks: leave `evaluate.tasks`, `generate` and `lm_eval` out")
         return self
 

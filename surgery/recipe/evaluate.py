@@ -6,44 +6,42 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_serializer, model_validator
 
-from surgery.recipe.locate import Asked
+from surgery.probes.registry import PROBES, Probe
 from surgery.recipe.section import Pairs, Positive, Section
+from surgery.registry import NameOf
 
 
 class Efficiency(Section):
-    """What every arm costs to run, beside the base and a Transformer of the same width."""
+    """Time and memory of every arm, compared with the base and a Transformer of the same width."""
 
-    lengths: tuple[Positive, ...] = Field((128, 1024), min_length=1, description="Tokens of a prompt.")
+    lengths: tuple[Positive, ...] = Field((128, 1024), min_length=1, description="Prompt lengths in tokens.")
     batch_sizes: tuple[Positive, ...] = Field((1,), min_length=1, description="Prompts at once.")
-    new_tokens: Positive = Field(16, description="Tokens that are written after each.")
-    repeats: Positive = Field(5, description="Timings of each model and size, in turn; their median counts.")
+    new_tokens: Positive = Field(16, description="Tokens to generate after each prompt.")
+    repeats: Positive = Field(5, description="Timings of each model and size, interleaved; the median counts.")
     transformer: bool = Field(
-        True, description="Also a Transformer of random weights, as wide and deep, with as many parameters."
+        True, description="Also time a Transformer of random weights with the same width, depth and parameters."
     )
 
 
-OF_PAIRS = ("kv_retrieval", "mqar", "phonebook", "json_kv", "multi_hop", "copying")
+class EvaluationTask(Section):
+    """One task of an evaluation, at one size or several. docs/EVALUATE.md shows each."""
 
-
-TEXTS = ("perplexity", "perplexity_seen")
-
-
-class Probe(Section):
-    """One task that every arm is asked, at one size or several. docs/EVALUATE.md shows each."""
-
-    task: Asked
+    task: Annotated[str, NameOf(PROBES, keep=lambda probe: probe.evaluates)]
     pairs: tuple[Pairs, ...] | None = Field(
-        None, min_length=1, description="Pairs of a prompt, pieces of copying; those of `evaluate.pairs` if not said."
+        None, min_length=1, description="Pairs of a prompt, or pieces of copying; `evaluate.pairs` by default."
     )
-    tokens: tuple[Positive, ...] = Field(
-        (512,), min_length=1, description="needle_*: the longest that a prompt may be."
-    )
+    tokens: tuple[Positive, ...] = Field((512,), min_length=1, description="needle_*: prompt lengths, at most.")
     depths: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(
         (0.0, 0.25, 0.5, 0.75, 1.0), min_length=1, description="needle_*: share of the text before the needle."
     )
     needles: Annotated[int, Field(ge=2, le=16, strict=True)] = Field(4, description="needle_multi_*: hidden numbers.")
     hops: Annotated[int, Field(ge=2, le=20, strict=True)] = Field(2, description="multi_hop: lines to the number.")
-    examples: Positive | None = Field(None, description="Prompts of each size; as many as `evaluate.examples` says.")
+    examples: Positive | None = Field(None, description="Prompts of each size; `evaluate.examples` by default.")
+
+    @property
+    def probe(self) -> Probe:
+        """The probe that generates the prompts."""
+        return PROBES[self.task]
 
     @model_validator(mode="before")
     @classmethod
@@ -51,40 +49,43 @@ class Probe(Section):
         return {"task": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _sizes_have_a_meaning(self) -> Probe:
-        of_needles = self.task.startswith("needle_")
-        meant = {
+    def _options_apply(self) -> EvaluationTask:
+        options = self.probe.options
+        accepted = {
             "task": True,
-            "pairs": self.task in OF_PAIRS,
-            "tokens": of_needles,
-            "depths": of_needles,
-            "needles": self.task.startswith("needle_multi"),
-            "hops": self.task == "multi_hop",
-            "examples": not self.task.startswith("closed_book"),
+            "pairs": self.probe.pairs is not None and "tokens" not in options,
+            "tokens": "tokens" in options,
+            "depths": "tokens" in options,
+            "needles": "needles" in options,
+            "hops": "hops" in options,
+            "examples": self.probe.evaluation_set() is None,
         }
-        for name in self._said():
-            if not meant[name]:
+        for name in self._changed():
+            if not accepted[name]:
                 raise ValueError(f"{self.task} has no `{name}`")
         return self
 
-    def _said(self) -> dict[str, Any]:
-        """What is not as it would be anyway."""
+    def _changed(self) -> dict[str, Any]:
+        """The fields that differ from their defaults."""
         fields = type(self).model_fields
         return {name: getattr(self, name) for name in fields if getattr(self, name) != fields[name].default}
 
     @model_serializer(mode="plain")
     def _short(self) -> str | dict[str, Any]:
-        said = self._said()
-        return said if len(said) > 1 else self.task
+        changed = self._changed()
+        return changed if len(changed) > 1 else self.task
 
 
-TODAY = tuple(
-    Probe(task=task)
-    for task in ("kv_retrieval", "letter_choice", "option_text", "closed_book", "closed_book_seen", *TEXTS)
-)
+DEFAULT_TASKS = tuple(
+    EvaluationTask(task=task)
+    for task in (
+        "kv_retrieval", "letter_choice", "option_text", "closed_book", "closed_book_seen", "perplexity",
+        "perplexity_seen",
+    )
+)  # fmt: skip
 
 
-# Of the papers that this toolkit starts from; what of them can be had where it runs is another matter.
+# Tasks of the papers that this toolkit reproduces. Most of their data sets are on the Hub.
 PAPER_TASKS = (
     "mmlu", "mmlu_continuation", "gsm8k", "bbh", "winogrande", "openbookqa", "piqa", "hellaswag", "arc_easy",
     "arc_challenge", "swde", "fda", "squad_completion", "ruler",
@@ -92,47 +93,52 @@ PAPER_TASKS = (
 
 
 class LmEval(Section):
-    """Tasks of lm-eval. One whose data cannot be had is skipped, and the result says why."""
+    """Tasks of lm-eval. A task whose data is not available is skipped, and the result has the reason."""
 
     tasks: tuple[str, ...] = Field(
         PAPER_TASKS, min_length=1, description="Tasks, groups or tags; `surgery_retrieval` is this toolkit's own."
     )
-    limit: Positive | None = Field(None, description="Documents of each task, from the first; all if not said.")
+    limit: Positive | None = Field(None, description="Documents of each task, from the first; all by default.")
     num_fewshot: Annotated[int, Field(ge=0, le=1000, strict=True)] | None = Field(
-        None, description="The task's own if not said."
+        None, description="Examples in the prompt; the task's own number by default."
     )
     batch_size: Positive = 8
     max_length: Positive | None = Field(
         None,
-        description="The longest prompt in tokens; longer ones lose their beginning. The config's limit if not said.",
+        description="Longest prompt in tokens; longer prompts lose their beginning. The config's limit by default.",
     )
 
 
 class Evaluate(Section):
-    """Every arm on the same prompts."""
+    """Evaluate every arm on the same prompts."""
 
     pairs: tuple[Pairs, ...] = Field((4, 8, 16, 32, 48, 64), min_length=1)
     examples: Positive = Field(400, description="Prompts for each number of pairs, and letter-choice questions.")
     sentences: Positive = Field(400, description="Sentences for perplexity.")
     batch_size: Positive = 64
-    tasks: tuple[Probe, ...] = Field(TODAY, min_length=1, description="What is asked: names, or names with sizes.")
-    generate: bool | tuple[str, ...] = Field(
-        False, description="Also whether the answer is said, not chosen: for all tasks, or for these."
+    tasks: tuple[EvaluationTask, ...] = Field(
+        DEFAULT_TASKS, min_length=1, description="Tasks to evaluate: names, or names with sizes."
     )
-    lm_eval: LmEval | None = Field(None, description="Tasks of lm-eval too.")
-    efficiency: Efficiency | None = Field(None, description="Time and memory too; not measured if not said.")
+    generate: bool | tuple[str, ...] = Field(
+        False, description="Also generate answers, besides ranking choices: for all tasks, or for these."
+    )
+    lm_eval: LmEval | None = Field(None, description="Also evaluate tasks of lm-eval.")
+    efficiency: Efficiency | None = Field(None, description="Also measure time and memory; not measured by default.")
 
     @model_validator(mode="after")
     def _tasks_are_known(self) -> Evaluate:
-        names = [probe.task for probe in self.tasks]
+        names = [entry.task for entry in self.tasks]
         if len(set(names)) < len(names):
-            raise ValueError("the same task is listed twice; give it several sizes instead")
-        said = self.generate if isinstance(self.generate, tuple) else ()
-        unknown = sorted(set(said) - (set(names) - set(TEXTS)))
+            raise ValueError("the same task is listed twice. List it once, with several sizes.")
+        listed = self.generate if isinstance(self.generate, tuple) else ()
+        unknown = sorted(set(listed) - {entry.task for entry in self.tasks if entry.probe.scoring != "perplexity"})
         if unknown:
             raise ValueError(f"`generate` names {unknown[0]}, which is not among the `tasks` that have answers")
+        for entry in self.tasks:
+            if entry.probe.pairs is not None and "tokens" not in entry.probe.options:
+                entry.probe.check_pairs(*(entry.pairs or self.pairs))
         return self
 
-    def says(self, task: str) -> bool:
-        """Whether this task's answers are generated too."""
+    def generates(self, task: str) -> bool:
+        """True if the answers of this task are generated too."""
         return self.generate if isinstance(self.generate, bool) else task in self.generate

@@ -78,10 +78,3 @@ class Locate(Section):
         if self.backups > self.top_k:
             raise ValueError("`backups` are taken from the best `top_k` heads; ask for no more than those")
         return self
-
-
-Asked = Literal[
-    "kv_retrieval", "mqar", "phonebook", "json_kv", "multi_hop", "copying", "needle_single", "needle_multi_key",
-    "needle_multi_value", "needle_multi_query", "letter_choice", "option_text", "closed_book", "closed_book_seen",
-    "perplexity", "perplexity_seen",
-]  # fmt: skip

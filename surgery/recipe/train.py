@@ -9,8 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from surgery.probes.registry import PROBES, Probe
 from surgery.recipe.base import Checkpoint
 from surgery.recipe.section import Pairs, Positive, Section, Tokens
+from surgery.registry import NameOf
 from surgery.types import HeadId
 
 Weight = Annotated[float, Field(ge=0)]
@@ -18,16 +20,7 @@ Scheduled = Weight | tuple[Weight, Weight]  # a number, or its value at the firs
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Task = Literal[
-    "kv_retrieval", "phonebook", "json_kv", "mqar", "multi_hop", "needle_single", "needle_multi_key",
-    "needle_multi_value", "needle_multi_query", "copying", "letter_choice", "option_text", "closed_book", "statement",
-    "sentence",
-]  # fmt: skip
-NEEDLES = ("needle_single", "needle_multi_key", "needle_multi_value", "needle_multi_query")
-OF_LINES = ("kv_retrieval", "phonebook", "json_kv", "mqar")  # several lines of one may be asked for
-READING = (*OF_LINES, "multi_hop", *NEEDLES, "letter_choice")  # the answer stands in one place of the text
-ENDING = ("kv_retrieval", "phonebook", "multi_hop", "letter_choice", "option_text", "closed_book")  # by a newline
-SIZES = {"phonebook": (2, 90), "json_kv": (2, 90), "multi_hop": (4, 100), **dict.fromkeys(NEEDLES[1:], (2, 16))}
+Task = Annotated[str, NameOf(PROBES, keep=lambda probe: probe.trains)]
 FROM_TEACHER = frozenset({"distil", "reading", "mixing", "hidden"})  # objectives that compare with a teacher
 Trains = Literal["all", "new_heads", "spliced_layers", "lora"]
 
@@ -132,6 +125,11 @@ class Source(Section):
     weights: Weights
 
     @property
+    def probe(self) -> Probe | None:
+        """The probe of `task`; None for the user's own data."""
+        return PROBES[self.task] if self.task is not None else None
+
+    @property
     def name(self) -> str:
         """What messages call it."""
         return self.task if self.task is not None else self.data.path if self.data is not None else ""
@@ -149,19 +147,19 @@ class Source(Section):
             raise ValueError("give `task`, a generator, or `data`, documents of your own: one of them")
         if (self.rows is None) == (self.tokens is None):
             raise ValueError("give `rows` or `tokens` a step: one of them")
-        if self.max_tokens is not None and self.data is None and self.task not in NEEDLES:
-            raise ValueError("`max_tokens` goes with `data` and needle_*; generated documents are as long as they are")
-        if self.max_tokens is None and self.task in NEEDLES:
-            raise ValueError(f"{self.task} is as long as is said: give `max_tokens`")
+        if self.probe is not None and ("tokens" in self.probe.options) != (self.max_tokens is not None):
+            if self.max_tokens is None:
+                raise ValueError(f"{self.task} needs `max_tokens`: its length is configurable")
+            raise ValueError(f"{self.task} has no `max_tokens`: `pairs` sets the length of generated documents")
         return self
 
     @model_validator(mode="after")
     def _weights_have_a_meaning(self) -> Source:
         if not self.weights.at(0.5):
             raise ValueError("every weight is 0; give it one, or leave the source out")
-        if self.weights.uses("answer") and self.task in ("statement", "sentence"):
+        if self.weights.uses("answer") and self.probe is not None and self.probe.scoring == "perplexity":
             raise ValueError(f"{self.task} has no answers; give `answer` weight 0")
-        if self.weights.uses("attention") and self.task not in (None, *READING):
+        if self.weights.uses("attention") and self.probe is not None and not self.probe.gold_position:
             raise ValueError(f"{self.task} has no one place to read; give `attention` weight 0")
         if self.data is not None and self.data.columns.text is not None and self.weights.uses("answer", "attention"):
             raise ValueError("plain text has no answers; give `answer` and `attention` weight 0")
@@ -171,28 +169,28 @@ class Source(Section):
 
     @model_validator(mode="after")
     def _end_has_a_meaning(self) -> Source:
-        if self.end and self.task not in ENDING:
+        if self.end and not (self.probe and self.probe.newline_ends_answer):
             hint = "say it in `data.end`" if self.data is not None else "leave it out"
             raise ValueError(f"`end` is about a task's answers, and {self.name} has none that end; {hint}")
         return self
 
     @model_validator(mode="after")
     def _sizes_have_a_meaning(self) -> Source:
-        low, high = SIZES.get(self.task or "", self.pairs)
-        if not low <= self.pairs[0] <= self.pairs[1] <= high:
-            raise ValueError(f"{self.task} takes {low} to {high} `pairs`, not {self.pairs[0]} to {self.pairs[1]}")
-        if self.questions > 1 and self.task not in OF_LINES:
-            raise ValueError(f"{self.name} does not ask for several lines; leave `questions` out")
-        if self.groups is not None and self.task != "json_kv":
-            raise ValueError(f"{self.name} has no groups of digits; leave `groups` out")
+        options = self.probe.options if self.probe is not None else ()
+        if self.probe is not None:
+            self.probe.check_pairs(*self.pairs)
+        if self.questions > 1 and "questions" not in options:
+            raise ValueError(f"{self.name} takes one question a document. Remove `questions`.")
+        if self.groups is not None and "groups" not in options:
+            raise ValueError(f"{self.name} has no groups of digits. Remove `groups`.")
         if self.groups is not None and (sum(self.groups) < 4 or self.groups[0] < 3):
             raise ValueError("`groups` are 4 digits or more, 3 or more of them in the first group")
         return self
 
     @model_validator(mode="after")
     def _half_has_a_meaning(self) -> Source:
-        if self.half is not None and self.task not in ("closed_book", "statement", "sentence"):
-            raise ValueError(f"{self.name} has no halves; leave `half` out")
+        if self.half is not None and not (self.probe and "half" in self.probe.options):
+            raise ValueError(f"{self.name} has no halves. Remove `half`.")
         return self
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from surgery.probes.registry import PROBES
 from surgery.recipe import Recipe
 from surgery.recipe.public import public_name
 
@@ -13,16 +14,6 @@ _ARMS = {
     "no_splice": "same training, no splice",
     "hybrid_heads_off": "this hybrid, new heads off",
     "hybrid": "**this hybrid**",
-}
-
-
-_TASKS = {
-    "kv_retrieval": "KV-retrieval",
-    "option_text": "option text (its twin)",
-    "closed_book": "closed-book facts, held-out half",
-    "closed_book_seen": "closed-book facts, half seen in training",
-    "perplexity": "perplexity, held-out",
-    "perplexity_seen": "perplexity, seen half",
 }
 
 
@@ -46,9 +37,9 @@ def label_of(path: Place, entry: Mapping[str, Any]) -> str:
     if task == "held_out" and rest:
         name = ", ".join(rest)
         return f"{name}, held-out rows, exact match" if "accuracy" in entry else f"perplexity of {name}, held-out rows"
-    unit = " pairs" if task == "kv_retrieval" else ""
-    parts = [f"{part}{unit}" if part.isdigit() else part.replace("_", " ") for part in rest]
-    return ", ".join([_TASKS.get(task, task.replace("_", " ")), *parts])
+    name, unit = (PROBES[task].label, PROBES[task].unit) if task in PROBES else (task.replace("_", " "), "")
+    parts = [f"{part} {unit}".strip() if part.isdigit() else part.replace("_", " ") for part in rest]
+    return ", ".join([name, *parts])
 
 
 def ordered_arms(arms: Iterable[str]) -> list[str]:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from surgery.errors import RecipeError
 from surgery.evaluate.evaluation import Arm, compare, evaluate_model
-from surgery.evaluate.prompts import Prompts, make_prompts
+from surgery.evaluate.prompts import PromptSet, make_prompts
 from surgery.files.atomic import fingerprint, new_folder, read_json, write_json, write_text
 from surgery.files.lock import hold
 from surgery.files.ownership import check_apart, check_replaceable, kind_of, mark, remove
@@ -264,7 +264,7 @@ def _results(arms: Mapping[str, Arm]) -> dict[str, Any]:
     }
 
 
-def _chance(prompts: Prompts) -> dict[str, float]:
+def _chance(prompts: PromptSet) -> dict[str, float]:
     """Accuracy of a guess, by group of tasks."""
     shares: dict[str, list[float]] = {}
     for task, documents in prompts.choices.items():

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from surgery.evaluate import lm_eval as harness
 from surgery.evaluate.lm_eval import run_lm_eval
-from surgery.evaluate.lm_eval_files import RETRIEVAL
+from surgery.evaluate.lm_eval_files import lm_eval_groups
 from surgery.lm_eval_tasks import FOLDER
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.probes.documents import rng_of
@@ -59,7 +59,7 @@ def test_the_command_gives_the_same_answers_prompt_by_prompt(tmp_path: Path) -> 
     done = subprocess.run(command, cwd=tmp_path, env=os.environ | offline, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     base = Base(model=str(model))
-    documents = [RETRIEVAL[NAME](rng_of("lm_eval", 0, NAME, i)) for i in range(LIMIT)]
+    documents = [lm_eval_groups()["retrieval"][NAME](rng_of("lm_eval", 0, NAME, i)) for i in range(LIMIT)]
     tokenizer = load_tokenizer(base)
     found = say(load_model(base).eval(), tokenizer, documents, until_end(documents, tokenizer, 8))
     assert found.ranked is not None
@@ -74,7 +74,9 @@ def test_what_can_be_had_is_run_and_the_rest_says_why_not() -> None:
     section = LmEval(tasks=("surgery_kv_retrieval_4", "no_such_task", "winogrande"), limit=8, batch_size=8)
     found = run_lm_eval(load_model(base).eval(), load_tokenizer(base), section)
     assert set(found) == set(section.tasks)
-    documents = [RETRIEVAL["kv_retrieval_4"](rng_of("lm_eval", 0, "kv_retrieval_4", i)) for i in range(8)]
+    documents = [
+        lm_eval_groups()["retrieval"]["kv_retrieval_4"](rng_of("lm_eval", 0, "kv_retrieval_4", i)) for i in range(8)
+    ]
     own = say(load_model(base).eval(), load_tokenizer(base), documents, until_end(documents, load_tokenizer(base), 8))
     assert own.ranked is not None and found["surgery_kv_retrieval_4"]["n"] == 8
     assert found["surgery_kv_retrieval_4"]["acc,none"] == own.ranked.correct.double().mean()

@@ -13,6 +13,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from surgery.probes.registry import PROBES
 from surgery.report.figures.canvas import (
     BLUE,
     FAINT,
@@ -31,12 +32,12 @@ from surgery.report.figures.canvas import (
     style,
 )
 
-# Name, colour, marker, and whether it is knowledge.
-_TASKS = {
-    "kv_retrieval": ("KV-retrieval", BLUE, "o", False),
-    "letter_choice": ("letter choice", ORANGE, "^", False),
-    "option_text": ("option text", GREEN, "s", True),
-    "closed_book": ("closed book", PURPLE, "D", True),
+# Colour and marker of the tasks of an analysis.
+_COLOURS = {
+    "kv_retrieval": (BLUE, "o"),
+    "letter_choice": (ORANGE, "^"),
+    "option_text": (GREEN, "s"),
+    "closed_book": (PURPLE, "D"),
 }
 _MORE_TASKS = (("#B8860B", "P"), ("#56B4E9", "X"), (GREY, "v"))
 _SITES = {
@@ -101,8 +102,11 @@ def tasks_by_site(
 
 
 def _look(task: str, index: int) -> tuple[str, str, str, bool]:
-    """Of a task that has no look of its own, the next that is free; such tasks are retrieval."""
-    return _TASKS.get(task) or (task.replace("_", " "), *_MORE_TASKS[index % len(_MORE_TASKS)], False)
+    """Name, colour, marker, and whether the task measures knowledge. Other tasks take the next free colour."""
+    name, knowledge = task.replace("_", " "), False
+    if task in PROBES:
+        name, knowledge = PROBES[task].short_label, PROBES[task].knowledge
+    return (name, *(_COLOURS.get(task) or _MORE_TASKS[index % len(_MORE_TASKS)]), knowledge)
 
 
 def _names(tasks: Tasks) -> list[str]:
@@ -110,7 +114,7 @@ def _names(tasks: Tasks) -> list[str]:
 
 
 def _looks(tasks: Tasks) -> dict[str, tuple[str, str, str, bool]]:
-    unknown = [task for task in _names(tasks) if task not in _TASKS]
+    unknown = [task for task in _names(tasks) if task not in _COLOURS]
     return {task: _look(task, unknown.index(task) if task in unknown else 0) for task in _names(tasks)}
 
 

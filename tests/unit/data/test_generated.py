@@ -10,17 +10,26 @@ import torch
 
 from surgery.data import generated as data
 from surgery.data.encoding import encode
-from surgery.data.generated import GeneratedStream, fact_half, sentence_half
+from surgery.data.generated import GeneratedStream
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document, rng_of, split_of
-from surgery.probes.knowledge import fact_question, fact_statement, facts
+from surgery.probes.knowledge import fact_half, fact_question, fact_statement, facts
 from surgery.probes.mqar import mqar_words
+from surgery.probes.registry import PROBES
+from surgery.probes.sentences import sentence_half
 from surgery.probes.words import key_words
 from surgery.recipe import Source
-from surgery.recipe.train import ENDING, NEEDLES, OF_LINES, READING
 from tests.support.pico import pico_tokenizer
 
-TASKS = (*READING, "copying", "option_text", "closed_book", "statement", "sentence")
+TASKS = (
+    "kv_retrieval", "phonebook", "json_kv", "mqar", "multi_hop", "needle_single", "needle_multi_key",
+    "needle_multi_value", "needle_multi_query", "letter_choice", "copying", "option_text", "closed_book", "statement",
+    "sentence",
+)  # fmt: skip
+NEEDLES = tuple(task for task in TASKS if task.startswith("needle_"))
+OF_LINES = tuple(task for task in TASKS if "questions" in PROBES[task].options)
+READING = tuple(task for task in TASKS if PROBES[task].gold_position)
+ENDING = tuple(task for task in TASKS if PROBES[task].newline_ends_answer)
 HALVED = ("closed_book", "statement", "sentence")
 SIZES: dict[str, dict[str, Any]] = {
     "json_kv": {"groups": [4]},

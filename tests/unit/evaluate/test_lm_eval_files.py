@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from surgery.evaluate.lm_eval_files import KNOWLEDGE, RETRIEVAL, row_of, write_tasks
+from surgery.evaluate.lm_eval_files import lm_eval_groups, row_of, write_tasks
 from surgery.lm_eval_tasks import FOLDER
 from surgery.lm_eval_tasks.data import rows
 from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.needle import needle_document
+
+MAKERS = {name: make for group in ("retrieval", "knowledge") for name, make in lm_eval_groups()[group].items()}
 
 
 @cache
@@ -22,16 +24,15 @@ def shipped(name: str) -> list[dict]:
     return [json.loads(line) for line in (FOLDER / f"{name}.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", [*RETRIEVAL, *KNOWLEDGE])
+@pytest.mark.parametrize("name", MAKERS)
 def test_the_shipped_prompts_are_those_that_the_code_makes(name: str) -> None:
-    make = (RETRIEVAL | KNOWLEDGE)[name]
     assert len(shipped(name)) == 100
     for i in (0, 1, 99):
-        assert shipped(name)[i] == row_of(make(rng_of("lm_eval", 0, name, i)))
+        assert shipped(name)[i] == row_of(MAKERS[name](rng_of("lm_eval", 0, name, i)))
 
 
 def test_task_files_and_groups_agree_with_what_is_there(tmp_path: Path) -> None:
-    write_tasks(tmp_path, {"retrieval": RETRIEVAL, "knowledge": KNOWLEDGE}, examples=1)
+    write_tasks(tmp_path, examples=1)
     names = {p.name for p in FOLDER.iterdir() if p.suffix in (".yaml", ".jsonl")}
     assert {p.name for p in tmp_path.iterdir()} == names | {"data.py", "_ranked_yaml", "_generated_yaml"}
     for path in tmp_path.glob("*.yaml"):

@@ -11,7 +11,7 @@ from surgery.evaluate.evaluation import evaluate_model, side_by_side
 from surgery.evaluate.prompts import make_prompts
 from surgery.probes.documents import Document
 from surgery.recipe import Evaluate
-from surgery.recipe.evaluate import TODAY
+from surgery.recipe.evaluate import DEFAULT_TASKS
 from tests.support.pico import pico_base, pico_tokenizer
 
 EVERY = [
@@ -111,7 +111,10 @@ def test_what_depends_on_a_tokenizer_asks_for_one() -> None:
         ({"tasks": [{"task": "kv_retrieval", "tokens": [512, 600]}]}, "has no `tokens`"),
         ({"tasks": ["letter_choice"], "generate": ["kv_retrieval"]}, "not among"),
         ({"generate": ["perplexity"]}, "not among"),
-        ({"tasks": ["no_such"]}, "literal_error"),
+        ({"tasks": ["no_such"]}, "Unknown task"),
+        ({"tasks": ["sentence"]}, "Unknown task"),
+        ({"tasks": [{"task": "json_kv", "pairs": [4, 91]}]}, "takes 2 to 90 `pairs`, not 4 to 91"),
+        ({"tasks": ["json_kv"], "pairs": [96]}, "takes 2 to 90 `pairs`, not 96"),
         ({"tasks": []}, "too_short"),
     ],
 )
@@ -123,4 +126,4 @@ def test_what_means_nothing_is_refused(given: dict, why: str) -> None:
 def test_a_recipe_says_tasks_in_short_and_reads_them_back() -> None:
     given = section(EVERY, generate=["mqar"])
     assert Evaluate.model_validate(given.model_dump(mode="json")) == given
-    assert Evaluate().model_dump(mode="json")["tasks"] == [probe.task for probe in TODAY]
+    assert Evaluate().model_dump(mode="json")["tasks"] == [entry.task for entry in DEFAULT_TASKS]

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from surgery.evaluate.evaluation import compare, evaluate_model
-from surgery.evaluate.prompts import Prompts
+from surgery.evaluate.prompts import PromptSet
 from surgery.probes.documents import Document, Question
 from surgery.recipe import Evaluate
 from surgery.scoring.generation import exact_matches, greedy
@@ -122,7 +122,7 @@ def test_held_out_documents_stand_in_the_summary_beside_the_rest() -> None:
         model,
         tokenizer,
         Evaluate(),
-        prompts=Prompts({}, {}, held_out),
+        prompts=PromptSet({}, {}, held_out),
         progress=lambda done, total: calls.append((done, total)),
     )
     correct = exact_matches(model, tokenizer, asked, 64)

@@ -1,0 +1,141 @@
+"""Registry of probes: seeded tasks that recipes train on and evaluate.
+
+A probe is one class. Its schema, training source, evaluation task, lm-eval tasks and labels are derived from it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from surgery.errors import ProbeError
+from surgery.probes.documents import Document, Split
+from surgery.registry import Registry
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Half = Literal[0, 1]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Sizes of one document, from the recipe's keys. A probe reads those that its class attributes announce.
+
+    Attributes:
+        pairs: key-value pairs, or pieces of a text.
+        questions: questions in one document, at most.
+        groups: digits of each group of a key and of a value.
+        hops: lines from the question to its answer.
+        needles: hidden numbers.
+        tokens: length of the document, at most; characters if there is no tokenizer.
+        depth: share of the text before the first needle; drawn at random if None.
+        half: half of the facts or sentences; both if None.
+        tokenizer: tokenizer of the base model. lm-eval tasks are written without one.
+    """
+
+    pairs: int = 0
+    questions: int = 1
+    groups: tuple[int, ...] | None = None
+    hops: int = 2
+    needles: int = 4
+    tokens: int = 0
+    depth: float | None = None
+    half: Half | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+
+class Probe(ABC):
+    """A task whose documents are generated from a seed. Subclass it, implement `document`, and register the class.
+
+    Attributes:
+        name: set by `register_probe`.
+        label: name in tables; `name` with spaces if empty.
+        short_label: name in figures; `label` if empty.
+        unit: unit of `pairs` in tables, such as `pairs`.
+        knowledge: measures knowledge rather than retrieval; figures draw it hollow.
+        trains: accepted as the `task` of a training source.
+        evaluates: accepted as a task of an evaluation.
+        scoring: `choices` ranks `Question.choices` by likelihood and can also generate; `generation` generates the
+            answer, for questions without choices; `perplexity` is for texts without questions.
+        pairs: smallest and largest `pairs`; None if the probe has no such size.
+        options: other keys that the probe reads: `questions`, `groups`, `hops`, `needles`, `half`, and `tokens`, with
+            which a recipe sets the length of a document and the depth in it.
+        gold_position: every question has a `segment`, the place that attention should read.
+        newline_ends_answer: a newline follows each answer, so that a source may train on it.
+        needs_tokenizer: the text depends on the base model's tokenizer.
+        seed_name: replaces `name` in the seed of evaluation prompts.
+        lm_eval_group: lm-eval group `surgery_GROUP`; None writes no lm-eval task.
+        lm_eval_sizes: `pairs` of the lm-eval tasks, one task each; thousands of characters with `tokens`.
+    """
+
+    name: str
+    label: str = ""
+    short_label: str = ""
+    unit: str = ""
+    knowledge: bool = False
+    trains: bool = True
+    evaluates: bool = True
+    scoring: Literal["choices", "generation", "perplexity"] = "choices"
+    pairs: tuple[int, int] | None = None
+    options: tuple[str, ...] = ()
+    gold_position: bool = False
+    newline_ends_answer: bool = False
+    needs_tokenizer: bool = False
+    seed_name: str = ""
+    lm_eval_group: str | None = "retrieval"
+    lm_eval_sizes: tuple[int, ...] = (8, 32)
+
+    @abstractmethod
+    def document(self, rng: Random, split: Split, options: Options) -> Document:
+        """Generate one document from `rng`.
+
+        Args:
+            rng: the only source of randomness.
+            split: documents of `train` and `eval` must differ; `documents.draw` takes care of that.
+
+        Raises:
+            ProbeError: the options do not fit, such as more pairs than there are keys.
+        """
+
+    def evaluation_set(self) -> Sequence[Document] | None:
+        """All prompts of an evaluation, where they are a fixed set. None: `examples` prompts are generated."""
+        return None
+
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Raise ProbeError if the text depends on a tokenizer and there is none."""
+        if self.needs_tokenizer and tokenizer is None:
+            raise ProbeError("tokenizer", None, f"The text of {self.name} depends on it: pass the base's tokenizer.")
+
+    def check_pairs(self, *sizes: int) -> None:
+        """Raise ValueError unless all sizes are inside `pairs`."""
+        low, high = self.pairs or (min(sizes), max(sizes))
+        if min(sizes) < low or max(sizes) > high:
+            found = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
+            raise ValueError(f"{self.name} takes {low} to {high} `pairs`, not {found}. Set its `pairs`.")
+
+
+PROBES: Registry[Probe] = Registry("task")
+P = TypeVar("P", bound=type[Probe])
+
+
+def register_probe(name: str) -> Callable[[P], P]:
+    """Class decorator: register a subclass of `Probe` under the name that recipes use.
+
+    Raises:
+        RecipeError: another probe has this name.
+    """
+
+    def register(probe: P) -> P:
+        entry = probe()
+        entry.name = name
+        entry.label = entry.label or name.replace("_", " ")
+        entry.short_label = entry.short_label or entry.label
+        entry.seed_name = entry.seed_name or name
+        PROBES.register(name, entry)
+        return probe
+
+    return register

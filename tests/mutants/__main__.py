@@ -30,27 +30,29 @@ class Record:
     """Verdicts on disk, one line of JSON each, so that an interrupted measurement can continue.
 
     Args:
-        tree: hash of the code. Verdicts on other code are ignored.
+        tree: hash of the code. Verdicts on other code, or by other test files, are not used again.
     """
 
     def __init__(self, file: Path, tree: str) -> None:
         self.file, self.tree = file, tree
-        self.verdicts: dict[tuple[str, str, int], Verdict] = {}
+        self.verdicts: dict[tuple[Any, ...], Verdict] = {}
         for line in file.read_text().splitlines() if file.is_file() else ():
             try:
                 entry = json.loads(line)
             except ValueError:  # the last line of a process that was killed
                 continue
             if entry["tree"] == tree:
-                self.verdicts[entry["module"], entry["operator"], entry["occurrence"]] = Verdict(**entry["verdict"])
+                key = (entry["module"], entry["operator"], entry["occurrence"], tuple(entry["tests"]))
+                self.verdicts[key] = Verdict(**entry["verdict"])
 
-    def get(self, mutant: Mutant) -> Verdict | None:
-        return self.verdicts.get((mutant.module, mutant.operator, mutant.occurrence))
+    def get(self, mutant: Mutant, tests: tuple[str, ...]) -> Verdict | None:
+        return self.verdicts.get((mutant.module, mutant.operator, mutant.occurrence, tests))
 
-    def add(self, mutant: Mutant, verdict: Verdict) -> None:
-        self.verdicts[mutant.module, mutant.operator, mutant.occurrence] = verdict
+    def add(self, mutant: Mutant, tests: tuple[str, ...], verdict: Verdict) -> None:
+        self.verdicts[mutant.module, mutant.operator, mutant.occurrence, tests] = verdict
+        entry = {"tree": self.tree, **asdict(mutant), "tests": tests, "verdict": asdict(verdict)}
         with open(self.file, "a") as file:
-            file.write(json.dumps({"tree": self.tree, **asdict(mutant), "verdict": asdict(verdict)}) + "\n")
+            file.write(json.dumps(entry) + "\n")
 
 
 def measure(runner: Runner, targets: Targets, size: int, seed: int, folder: Path) -> dict[str, Any]:
@@ -78,14 +80,14 @@ def measure(runner: Runner, targets: Targets, size: int, seed: int, folder: Path
         counts, seconds = Counter[str](), 0.0
         for module, tests in modules.items():
             mine = [(mutant, mutated) for mutant, mutated in drawn if mutant.module == module]
-            if any(record.get(mutant) is None for mutant, _ in mine):
+            if any(record.get(mutant, tests) is None for mutant, _ in mine):
                 clean = runner.check(module, tests)
                 print(f"{target}: {module}, {len(mine)} mutants, {clean:.1f} s without one", flush=True)
             for mutant, mutated in mine:
-                verdict = record.get(mutant)
+                verdict = record.get(mutant, tests)
                 if verdict is None:
                     verdict = runner.judge(module, mutated, tests)
-                    record.add(mutant, verdict)
+                    record.add(mutant, tests, verdict)
                     print(
                         f"{verdict.outcome:9} {verdict.seconds:5.1f} s  {module}:{mutant.line} {mutant.operator}",
                         flush=True,

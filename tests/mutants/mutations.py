@@ -8,6 +8,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
@@ -22,6 +23,9 @@ LEFT_OUT = (
     "ReplaceComparisonOperator_NotEq_IsNot",
 )
 OPERATORS = {name: OperatorProvider()[name]() for name in OperatorProvider() if name not in LEFT_OUT}
+
+# Comparisons that replace `==` and `!=`, and mean nothing for names: "add" < "replace" is true by the alphabet alone.
+_ORDERS = ("_Lt", "_LtE", "_Gt", "_GtE")
 
 # parso's names of expressions with a binary operator. cosmic-ray also takes the stars of `{**a}` and `def f(*, a)`, and
 # the slash of `def f(a, /)`, for binary operators.
@@ -67,8 +71,7 @@ def mutants(module: str, source: str) -> list[Mutant]:
         for node in nodes:
             for index, (start, _) in enumerate(operator.mutation_positions(node)):
                 occurrence += 1
-                binary = name.startswith("ReplaceBinaryOperator")
-                if (binary and node.parent.type not in _BINARY) or any(a <= start < b for a, b in skipped):
+                if not _is_meaningful(name, node) or any(first <= start < last for first, last in skipped):
                     continue
                 text = lines[start[0] - 1].strip()
                 same_line[text] += 1
@@ -107,6 +110,15 @@ def diff(mutant: Mutant, source: str, mutated: str, context: int = 2) -> str:
         lineterm="",
     )
     return "\n".join(lines) + "\n"
+
+
+def _is_meaningful(operator: str, node: Any) -> bool:
+    """Whether an operator of this name changes what it means to change at this node of parso's tree."""
+    if operator.startswith("ReplaceBinaryOperator"):
+        return node.parent.type in _BINARY
+    if operator.startswith("ReplaceComparisonOperator") and operator.endswith(_ORDERS):
+        return not any(child.type == "string" for child in node.children)
+    return True
 
 
 def _not_executed(tree: ast.Module) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:

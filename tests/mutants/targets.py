@@ -29,6 +29,7 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
             f"{_HYBRID}/test_sites.py",
             f"{_HYBRID}/test_modeling_mamba2_hybrid.py",
             f"{_HYBRID}/test_modeling_llamba_splice.py",
+            f"{_HYBRID}/test_donor.py",
             f"{_HYBRID}/test_stock_tools.py",
             f"{_HYBRID}/test_common_properties.py",
         ),

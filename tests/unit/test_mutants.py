@@ -118,6 +118,15 @@ def test_annotations_and_stars_have_no_mutants() -> None:
     assert lines_of("x = a | b\n") == {1}
 
 
+def operators_on(source: str, kind: str) -> set[str]:
+    return {m.operator.removeprefix(kind) for m in mutants("m", source) if m.operator.startswith(kind)}
+
+
+def test_names_have_no_order() -> None:
+    assert operators_on("x == 'add'\n", "ReplaceComparisonOperator_Eq_") == {"NotEq", "IsNot"}
+    assert operators_on("x == y\n", "ReplaceComparisonOperator_Eq_") == {"NotEq", "Lt", "LtE", "Gt", "GtE", "IsNot"}
+
+
 def test_mutants_that_are_no_python_or_change_nothing_are_not_drawn() -> None:
     source = "x = 2 * -y\n"
     not_valid = next(m for m in mutants("m", source) if m.operator == "ReplaceUnaryOperator_USub_Not")

@@ -1,0 +1,110 @@
+"""What is derived from a probe's class: names, labels, the schema, prompts, lm-eval groups."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+from pydantic import ValidationError
+
+from surgery.errors import ProbeError, RecipeError
+from surgery.evaluate.lm_eval_files import lm_eval_groups
+from surgery.evaluate.prompts import make_prompts
+from surgery.probes.copying import copying_document
+from surgery.probes.documents import Document, Split, rng_of
+from surgery.probes.registry import PROBES, Options, Probe, register_probe
+from surgery.recipe import Evaluate, EvaluationTask, Source
+from surgery.report.results import label_of
+
+BUILT_IN = (
+    "kv_retrieval", "phonebook", "json_kv", "mqar", "multi_hop", "copying", "sentence", "perplexity",
+    "perplexity_seen", "needle_single", "needle_multi_key", "needle_multi_value", "needle_multi_query",
+    "letter_choice", "option_text", "closed_book", "closed_book_seen", "statement",
+)  # fmt: skip
+
+
+class Planted(Probe):
+    """A copying probe of another name."""
+
+    scoring = "generation"
+    pairs = (3, 20)
+
+    def document(self, rng: Random, split: Split, options: Options) -> Document:
+        """A string, twice."""
+        return copying_document(rng, options.pairs, split)
+
+
+@pytest.fixture
+def planted() -> Iterator[Probe]:
+    assert register_probe("planted_copy")(Planted) is Planted
+    yield PROBES["planted_copy"]
+    del PROBES._entries["planted_copy"]
+
+
+@pytest.mark.parametrize("first", ["surgery.recipe", "surgery.probes.needle", "surgery.probes.registry"])
+def test_the_order_of_probes_does_not_depend_on_what_is_imported_first(first: str) -> None:
+    code = (
+        f"import sys, {first}\nfrom surgery.probes.registry import PROBES\n"
+        "print(*PROBES)\nprint(*sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    names, heavy = done.stdout.split("\n")[:2]
+    assert tuple(names.split()) == BUILT_IN and heavy == ""
+
+
+def test_names_and_labels_come_from_the_class(planted: Probe) -> None:
+    assert (planted.name, planted.label, planted.short_label) == ("planted_copy", "planted copy", "planted copy")
+    assert label_of(("planted_copy", "4"), {}) == "planted copy, 4"
+    assert label_of(("kv_retrieval", "4"), {}) == "KV-retrieval, 4 pairs"
+    assert label_of(("not_loaded", "4"), {}) == "not loaded, 4"
+    assert not hasattr(Planted, "name"), "a subclass that is registered too has a name of its own"
+
+
+def test_a_name_is_taken_once(planted: Probe) -> None:
+    class Other(Planted):
+        pass
+
+    with pytest.raises(RecipeError, match="planted_copy"):
+        register_probe("planted_copy")(Other)
+    assert type(PROBES["planted_copy"]) is Planted
+
+
+def test_the_schema_has_its_name_and_its_bounds(planted: Probe) -> None:
+    row = {"rows": 1, "weights": {"answer": 1.0}}
+    assert Source.model_validate({"task": "planted_copy", "pairs": [3, 20], **row}).probe is planted
+    with pytest.raises(ValidationError, match=r"planted_copy takes 3 to 20 `pairs`, not 2 to 16. Set its `pairs`"):
+        Source.model_validate({"task": "planted_copy", **row})
+    with pytest.raises(ValidationError, match="planted_copy takes 3 to 20 `pairs`, not 4 to 64"):
+        Evaluate.model_validate({"tasks": ["planted_copy"]})
+    with pytest.raises(ValidationError, match="planted_copy takes one question"):
+        Source.model_validate({"task": "planted_copy", "pairs": [3, 4], "questions": 2, **row})
+    for section in (Source, EvaluationTask):
+        assert "planted_copy" in str(section.model_json_schema())
+
+
+def test_a_probe_is_accepted_where_its_class_says() -> None:
+    training = set(str(Source.model_json_schema()["properties"]["task"]).split("'"))
+    evaluation = set(EvaluationTask.model_json_schema()["properties"]["task"]["enum"])
+    assert {name for name in BUILT_IN if name not in training} == {
+        "perplexity", "perplexity_seen", "closed_book_seen"
+    }  # fmt: skip
+    assert set(BUILT_IN) - evaluation == {"sentence", "statement"}
+
+
+def test_evaluation_and_lm_eval_have_its_documents(planted: Probe) -> None:
+    entry = {"task": "planted_copy", "pairs": [5]}
+    prompts = make_prompts(Evaluate.model_validate({"tasks": [entry], "examples": 2}), 3)
+    rng = rng_of("evaluate", 3, "planted_copy5", 1)
+    assert prompts.copied["planted_copy/5"][1] == planted.document(rng, "eval", Options(pairs=5))
+    makers = lm_eval_groups()["retrieval"]
+    assert "planted_copy_8" in makers and "planted_copy_32" not in makers, "32 pairs are out of its bounds"
+    assert makers["planted_copy_8"](rng_of(0)) == planted.document(rng_of(0), "eval", Options(pairs=8))
+
+
+@pytest.mark.parametrize("task", [name for name in BUILT_IN if PROBES[name].needs_tokenizer])
+def test_a_tokenizer_that_is_needed_is_asked_for(task: str) -> None:
+    with pytest.raises(ProbeError, match=f"The text of {task} depends on it"):
+        PROBES[task].check_tokenizer(None)

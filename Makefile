@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint format pretrain rounding compat newest fuzz kills mutants upstream real-shape gpu bench evidence clean
+.PHONY: demo test check lint format pretrain rounding compat newest fuzz kills mutants upstream real-shape gpu bench evidence docs clean
 
 $(VENV)/.installed: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -95,5 +95,9 @@ bench: $(VENV)/.installed
 evidence: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python bench/evidence.py $(EVIDENCE)
 
+## The documentation as a site, in site/: open site/index.html. Fails on a broken link or anchor.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf runs $(VENV) .compat .newest .upstream .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	rm -rf runs site $(VENV) .compat .newest .upstream .pytest_cache .ruff_cache .mypy_cache build *.egg-info

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from surgery.scoring.ranking import answer_choices
 from tests.integration.conftest import BASE, ROOT
 
 EXAMPLE = ROOT / "checkpoints" / "quickstart"
+ARMS = json.loads((EXAMPLE / "results.json").read_text())["arms"]
 
 
 def kv_accuracy(folder: Path, pairs: int, prompts: int) -> float:
@@ -61,11 +63,29 @@ def test_hashes() -> None:
         assert hashlib.sha256((ROOT / "checkpoints" / name).read_bytes()).hexdigest() == digest
 
 
-def test_the_readme_quotes_the_results() -> None:
-    readme = (ROOT / "README.md").read_text()
-    arms = json.loads((EXAMPLE / "results.json").read_text())["arms"]
-    for pairs in ("8", "16", "32", "64"):
-        for arm in arms.values():
-            entry = arm["kv_retrieval"][pairs]
-            quoted = [f"{entry[k]:.3f}"[1:] if entry[k] < 1 else "1.000" for k in ("accuracy", "low", "high")]
-            assert all(number in readme for number in quoted), (pairs, quoted)
+def table_rows(page: Path) -> str:
+    """The rows of a page's tables, without bold face."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    return "\n".join(line for line in lines if line.startswith("|")).replace("**", "")
+
+
+def interval(entry: Mapping[str, float]) -> str:
+    value, low, high = (f"{entry[key]:.3f}" for key in ("accuracy", "low", "high"))
+    return f"{value} [{low}, {high}]"
+
+
+@pytest.mark.parametrize(
+    ("page", "arms", "pairs", "zero"),
+    [
+        ("README.md", ("base", "no_splice", "hybrid"), ("32", "64"), "0."),
+        ("docs/quickstart.md", ("base", "no_splice", "hybrid_heads_off", "hybrid"), ("8", "16", "32", "64"), "."),
+    ],
+)
+def test_the_documents_quote_the_results(page: str, arms: tuple[str, ...], pairs: tuple[str, ...], zero: str) -> None:
+    rows = table_rows(ROOT / page)
+    quoted = [
+        " | ".join(interval(ARMS[arm]["kv_retrieval"][size]) for arm in arms).replace("0.", zero) for size in pairs
+    ]
+    quoted.append(" | ".join(interval(ARMS[arm]["letter_choice"]) for arm in arms).replace("0.", zero))
+    quoted.append(" | ".join(f"{ARMS[arm]['perplexity']:.3f}" for arm in arms))
+    assert [row for row in quoted if row not in rows] == []

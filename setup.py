@@ -1,16 +1,24 @@
-"""Puts the recipes that commands run by themselves into the built package; all else stands in pyproject.toml."""
+"""Build steps that pyproject.toml cannot express: recipes inside the package, and links for PyPI.
 
+SURGERY_REPOSITORY_URL, such as https://HOST/OWNER/NAME, makes the README's relative links absolute and adds the
+project's URLs. The release workflow sets it. Without it the README stays as it is, and the package has no URLs.
+"""
+
+import os
+import re
 import shutil
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
+ROOT = Path(__file__).parent
 RECIPES = ("finetune.yaml",)
+URL = "SURGERY_REPOSITORY_URL"
 
 
 class WithRecipes(build_py):
-    """A checkout, an editable install too, finds them where they are."""
+    """Copies the recipes that commands read into the package. An editable install reads them from the checkout."""
 
     def run(self) -> None:
         super().run()
@@ -19,7 +27,50 @@ class WithRecipes(build_py):
         folder = Path(self.build_lib, "surgery", "recipes")
         folder.mkdir(parents=True, exist_ok=True)
         for name in RECIPES:
-            shutil.copyfile(Path(__file__).parent / "recipes" / name, folder / name)
+            shutil.copyfile(ROOT / "recipes" / name, folder / name)
 
 
-setup(cmdclass={"build_py": WithRecipes})
+def project_version() -> str:
+    """The version in pyproject.toml. tomllib needs Python 3.11."""
+    found = re.search(r'^version = "([^"]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def with_absolute_links(text: str, url: str, tag: str) -> str:
+    """Make the relative links and images of a Markdown file in the root absolute.
+
+    Args:
+        text: the file.
+        url: the repository, such as `https://HOST/OWNER/NAME`.
+        tag: the tag that links point at.
+    """
+
+    def absolute(match: re.Match) -> str:
+        kind = "raw" if match["image"] else "blob"
+        return f"{match['image']}[{match['label']}]({url}/{kind}/{tag}/{match['path']})"
+
+    return re.sub(r"(?P<image>!?)\[(?P<label>[^\]]*)\]\((?!#|[a-z]+:)(?P<path>[^)\s]+)\)", absolute, text)
+
+
+def metadata() -> dict:
+    """The long description and the project's URLs."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    url = os.environ.get(URL, "").rstrip("/")
+    if not url:
+        return {"long_description": readme, "long_description_content_type": "text/markdown"}
+    tag = f"v{project_version()}"
+    return {
+        "long_description": with_absolute_links(readme, url, tag),
+        "long_description_content_type": "text/markdown",
+        "project_urls": {
+            "Source": url,
+            "Documentation": f"{url}/blob/{tag}/docs/quickstart.md",
+            "Changelog": f"{url}/blob/{tag}/CHANGELOG.md",
+            "Issues": f"{url}/issues",
+        },
+    }
+
+
+if __name__ == "__main__":
+    setup(cmdclass={"build_py": WithRecipes}, **metadata())

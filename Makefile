@@ -75,25 +75,25 @@ mutants: $(VENV)/.installed
 ## transformers' own common model tests, from its source distribution, over every family: plain beside hybrid. Five minutes
 ## on one core; options in UPSTREAM='--families mamba2 --checkout ../transformers'.
 upstream: $(VENV)/.installed
-	$(BIN)/python bench/upstream.py $(UPSTREAM)
+	$(BIN)/python -m bench.upstream $(UPSTREAM)
 
 ## recipes/mamba2-130m.yaml, unchanged, on a planted checkpoint of that shape and format, into runs/real-shape/.
 real-shape: $(VENV)/.installed
-	OMP_NUM_THREADS=2 $(BIN)/python bench/real_shape.py runs/real-shape
+	OMP_NUM_THREADS=2 $(BIN)/python -m bench.speed.real_shape runs/real-shape
 
 ## The GPU bench, under 9 minutes, with or without a virtual environment; options in GPU='...'. See docs/BENCHMARKS.md.
 gpu:
-	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) bench/gpu.py $(GPU)
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) bench/gpu $(GPU)
 
 ## Ratios, in one run each: locating against the paper's notebook (twenty minutes on one core), a hybrid's training step
 ## against its base's (a minute).
 bench: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python bench/locate.py $(BENCH)
-	OMP_NUM_THREADS=1 $(BIN)/python bench/train.py $(BENCH)
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.speed.locate $(BENCH)
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.speed.train $(BENCH)
 
 ## Which way of choosing a site wins: every arm, hours on one core; goes on after an interruption. docs/EVIDENCE.md.
 evidence: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python bench/evidence.py $(EVIDENCE)
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.studies.site_selection $(EVIDENCE)
 
 ## The documentation as a site, in site/: open site/index.html. Fails on a broken link or anchor.
 docs: $(VENV)/.installed

@@ -1,4 +1,4 @@
-"""The evidence: its modules, its statistics, and a run of two arms that is interrupted and goes on."""
+"""The site selection study: its modules, statistics and tables, and an interrupted run of two arms."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from bench import evidence
-from bench.evidence_arms import (
+from bench.common import ROOT
+from bench.studies.site_selection import study
+from bench.studies.site_selection.arms import (
     METHODS,
     SECOND,
     SHIPPED,
@@ -26,10 +27,10 @@ from bench.evidence_arms import (
     site_arm,
     variant_arms,
 )
-from bench.evidence_findings import finding
-from bench.evidence_models import LinearAttention, add_lora, hidden_rows, linear_rows, make_linear
-from bench.evidence_statistics import Results, correlation, gap_closed, paired, ranks, sites, spread
-from bench.evidence_train import prepared, run_arm
+from bench.studies.site_selection.models import LinearAttention, add_lora, hidden_rows, linear_rows, make_linear
+from bench.studies.site_selection.statistics import Results, correlation, gap_closed, paired, ranks, sites, spread
+from bench.studies.site_selection.tables import ENOUGH, fill, tables, tables_on
+from bench.studies.site_selection.train import prepared, run_arm
 from surgery.errors import RunError
 from surgery.files.atomic import read_json, write_json
 from surgery.hybrid.attention import SplicedAttention
@@ -59,7 +60,7 @@ def made_up_choices(sharpen: str = "L0H1", ablation: str = "L1H3") -> Choices:
     }  # fmt: skip
 
 
-class Small(evidence.Experiment):
+class Small(study.Experiment):
     """Two arms of three steps, without locating."""
 
     def choices(self, base: str, seed: int) -> Choices:
@@ -251,31 +252,55 @@ class TestStatistics:
         assert head.between == pytest.approx(0) and head.within > 0.1
 
 
-class TestFindings:
-    def say(self, ours: str, theirs: str, ablation: str = "L1H3") -> str:
-        """The finding where sharpen's arm gave `ours`, a random head's `theirs`, and half is right without a splice."""
+class TestTables:
+    def table(self, ours: str, theirs: str, ablation: str = "L1H3") -> dict[str, list[str]]:
+        """The comparison, cells by arm: the oracle-read head's arm answers `ours`, the random head's `theirs`."""
         arms = {
-            (SHIPPED, "no-splice"): {0: answers("10" * 100)},
-            (SHIPPED, "site-L0H1"): {0: answers(ours)},
-            (SHIPPED, "site-L3H5"): {0: answers(theirs)},
+            (SHIPPED, "no-splice"): {0: full(answers("10" * 100))},
+            (SHIPPED, "site-L0H1"): {0: full(answers(ours))},
+            (SHIPPED, "site-L3H5"): {0: full(answers(theirs))},
         }
-        return finding(Results(arms, {(SHIPPED, 0): made_up_choices("L0H1", ablation)}), SHIPPED)
+        found = tables(Results(arms, {(SHIPPED, 0): made_up_choices("L0H1", ablation)}), {})["shipped/comparison"]
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in found.splitlines()[2:]]
+        return {row[0]: row for row in rows}
 
-    def test_the_words_follow_the_test(self) -> None:
+    def test_differences_and_significance_follow_the_paired_test(self) -> None:
         good, poor = "1" * 180 + "0" * 20, "10" * 90 + "0" * 20
-        assert "It beats a random head (+45.0 points)" in self.say(good, poor)
-        assert "It loses to a random head (-45.0 points)" in self.say(poor, good)
-        assert "It does not differ from a random head (+0.5 points)" in self.say(good, "1" * 179 + "0" * 21)
+        assert self.table(good, poor)["random head"][5] == "-45.0 points, p = 2e-27 *"
+        assert self.table(poor, good)["random head"][5] == "+45.0 points, p = 2e-27 *"
+        assert self.table(good, "1" * 179 + "0" * 21)["random head"][5] == "-0.5 points, p = 1"
+        assert self.table(good, poor)["oracle-read head"][1].startswith("**0.900** [0.85")
 
-    def test_a_method_that_agrees_is_not_called_beaten(self) -> None:
-        text = self.say("1" * 180 + "0" * 20, "10" * 100, ablation="L0H1")
-        assert "the most necessary head chose the same head in every seed" in text
-        assert "beats the most necessary" not in text
+    def test_a_method_that_chose_the_same_head_is_marked_as_the_same_arm(self) -> None:
+        rows = self.table("1" * 180 + "0" * 20, "10" * 100, ablation="L0H1")
+        assert rows["ablation head"][5] == "the same arm" and rows["oracle-read head"][5] == ""
 
-    def test_nothing_is_said_of_what_is_not_measured(self) -> None:
-        text = self.say("1" * 180 + "0" * 20, "10" * 100)
-        assert "KL" not in text and "necessary" not in text
-        assert "not measured yet" in finding(Results({}, {}), SECOND)
+    def test_arms_without_a_result_have_no_row(self) -> None:
+        rows = self.table("1" * 180 + "0" * 20, "10" * 100)
+        assert set(rows) == {"no splice", "random head", "oracle-read head"}
+        assert tables(Results({}, {}), {}).keys() == {"settings"}
+
+    def test_text_around_the_tables_stays(self, tmp_path: Path) -> None:
+        page = tmp_path / "page.md"
+        page.write_text("# Title\n<!-- begin a/b -->\nold\n<!-- end a/b -->\nBy hand.\n")
+        fill(page, {"a/b": "new\n", "c": "not on this page\n"})
+        assert page.read_text() == "# Title\n<!-- begin a/b -->\nnew\n<!-- end a/b -->\nBy hand.\n"
+        with pytest.raises(RunError, match="No results for the table 'a/b'"):
+            fill(page, {"c": "x\n"})
+
+
+def full(result: dict[str, Any]) -> dict[str, Any]:
+    """The result with the other measures that a table holds."""
+    others = {"closed_book": {"accuracy": 1.0}, "perplexity": 2.0}
+    return {**result, "summary": {**result["summary"], **others}, "parameters": {"trained": 1}}
+
+
+def test_the_published_tables_are_those_of_the_published_results() -> None:
+    published = study.Experiment(ROOT / "docs" / "evidence")
+    results = study.collected(published)
+    done = [result for seeds in results.arms.values() for result in seeds.values()]
+    assert len(done) >= 149 and len(sites(results, SHIPPED, 32)) >= ENOUGH
+    assert tables_on(ROOT / "docs" / "EVIDENCE.md") == tables(results, study.settings_of(published.budget, done))
 
 
 @pytest.fixture(scope="module")
@@ -312,37 +337,37 @@ class TestRun:
 
     def test_the_report_holds_what_the_arms_say(self, finished: Path, tmp_path: Path) -> None:
         page = tmp_path / "docs" / "EVIDENCE.md"
-        evidence.report(Small(finished, TOY, (0,)), page)
-        text = page.read_text()
+        study.report(Small(finished, TOY, (0,)), page)
+        comparison = tables_on(page)["shipped/comparison"]
         for path in sorted((finished / "arms").glob("*.json")):
             value = read_json(path)["summary"]["kv_retrieval"]["32"]["accuracy"]
-            assert f"**{value:.3f}**" in text
+            assert f"**{value:.3f}**" in comparison
             assert (page.parent / "evidence" / "arms" / path.name).read_bytes() == path.read_bytes()
-        assert "The Transformer is not trained yet" in text and "not measured yet" in text
-        linked = [line.split("](")[1].split(")")[0] for line in text.splitlines() if line.startswith("![")]
-        assert linked and all((page.parent / link).is_file() for link in linked)
+        assert tables_on(page).keys() == {"settings", "shipped/chosen", "shipped/comparison"}
+        figures = page.parent / "evidence" / "shipped"
+        assert (figures / "accuracy_by_pairs.png").is_file() and (figures / "arms.png").is_file()
 
     def test_a_report_of_nothing_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(RunError, match="No arm is finished"):
-            evidence.report(Small(tmp_path, TOY, (0,)), tmp_path / "page.md")
+            study.report(Small(tmp_path, TOY, (0,)), tmp_path / "page.md")
 
 
 def test_missing_bases_are_made_once_and_train_as_arms(tmp_path: Path) -> None:
-    text = (evidence.ROOT / "bench" / "evidence_base.yaml").read_text()
+    text = study.Experiment(tmp_path).second.read_text()
     short = text.replace("steps: 1000", "steps: 1").replace("rows: 16", "rows: 2").split("evaluate:")[0]
     recipe = tmp_path / "short.yaml"
     recipe.write_text(short + "evaluate: {pairs: [4], examples: 2, sentences: 2}\n")
-    made = evidence.Experiment(tmp_path / "run", TOY, (0,), second=recipe)
+    made = study.Experiment(tmp_path / "run", TOY, (0,), second=recipe)
     later = replace(made, second=tmp_path / "none", _loaded={})
     for base, kind in ((SECOND, "mamba2"), (TRANSFORMER, "llama")):
         model, tokenizer, revision = made.model(base)
         assert model.config.model_type == kind and later.model(base)[2] == revision
-        result = run_arm(Arm(base, "no-splice", 0), model, tokenizer, TOY, evidence.questions(TOY))
+        result = run_arm(Arm(base, "no-splice", 0), model, tokenizer, TOY, study.questions(TOY))
         assert result["losses"]["loss"] > 0 and result["parameters"]["all"] == result["parameters"]["trained"]
 
 
 def test_choices_are_the_best_by_each_method(tmp_path: Path) -> None:
-    choices = evidence.Experiment(tmp_path, TOY, (0,)).choices(SHIPPED, 0)
+    choices = study.Experiment(tmp_path, TOY, (0,)).choices(SHIPPED, 0)
     scores = choices["scores"]
     assert sorted(scores) == sorted(HEADS) and set(choices["methods"]) == set(METHODS)
     for method in ("sharpen", "ablation", "attribution"):

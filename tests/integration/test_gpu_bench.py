@@ -19,9 +19,9 @@ import torch
 from packaging.version import Version
 from transformers.models.mamba2 import modeling_mamba2
 
-from bench import gpu, gpu_build, gpu_env, gpu_families, gpu_runner, gpu_speed, gpu_training
-from bench.gpu_models import base_of, hybrid_of, prompts, torch_only, watch
-from bench.gpu_table import merged, shown, text
+from bench.gpu import build, command, env, families, runner, speed, training
+from bench.gpu.models import base_of, hybrid_of, prompts, torch_only, watch
+from bench.gpu.table import merged, shown, text
 from tests.support.kernels import with_kernels
 
 ITEMS = (
@@ -38,14 +38,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[st
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OUT", str(out))
         patch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-        code = gpu.main([*TOY, "--wheels", str(out / "wheels")])
+        code = command.main([*TOY, "--wheels", str(out / "wheels")])
         yield json.loads((out / "gpu.json").read_text()), code
 
 
 class TestToyRun:
     def test_every_section_has_something(self, finished: tuple[dict[str, Any], int]) -> None:
         report, code = finished
-        empty = [name for name in gpu.TABLES if not report[name]["rows"] and not report[name]["lines"]]
+        empty = [name for name in command.TABLES if not report[name]["rows"] and not report[name]["lines"]]
         assert code == 0 and report["ok"] and empty == []
         assert report["seconds"] > 0 and report["options"]["toy"]
 
@@ -88,7 +88,7 @@ class TestToyRun:
         (row,) = [row for row in finished[0]["training"]["rows"] if row["task"] == "ddp"]
         assert row["kind"] == "MULTI_CPU" and row["apart"] < 1e-6 and row["hybrid"] > 0
 
-    @pytest.mark.skipif(gpu_env.installed("flash-attn") is not None, reason="flash-attn is here")
+    @pytest.mark.skipif(env.installed("flash-attn") is not None, reason="flash-attn is here")
     def test_a_missing_package_is_a_line(self, finished: tuple[dict[str, Any], int]) -> None:
         report = finished[0]
         found = {row["what"]: row["found"] for row in report["environment"]["rows"]}
@@ -99,7 +99,7 @@ class TestToyRun:
 
     def test_the_tables_are_text(self, finished: tuple[dict[str, Any], int]) -> None:
         lines = text(finished[0]).splitlines()
-        assert all(any(line.startswith(name) for line in lines) for name in gpu.TABLES)
+        assert all(any(line.startswith(name) for line in lines) for name in command.TABLES)
         assert max(map(len, lines)) < 400
 
 
@@ -112,21 +112,21 @@ class TestRefusals:
     def test_old_transformers(
         self, monkeypatch: pytest.MonkeyPatch, out: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr(gpu_env, "installed", lambda name: Version("5.17.0"))
-        assert gpu.main([*TOY, "--wheels", str(out)]) == 2
+        monkeypatch.setattr(env, "installed", lambda name: Version("5.17.0"))
+        assert command.main([*TOY, "--wheels", str(out)]) == 2
         assert "5.17.0 is too old" in capsys.readouterr().err
         report = json.loads((out / "gpu.json").read_text())
         assert not report["ok"] and "wheels/" in report["environment"]["lines"][0]["line"]
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
     def test_no_gpu(self, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert gpu.main(["--wheels", str(out)]) == 2
+        assert command.main(["--wheels", str(out)]) == 2
         assert "--device cpu --toy" in capsys.readouterr().err
 
     @pytest.mark.parametrize("words", [["--only", "speeed"], ["--build", "mamba"]])
     def test_unknown_names(self, words: list[str]) -> None:
         with pytest.raises(SystemExit) as stopped:
-            gpu.main(words)
+            command.main(words)
         assert stopped.value.code == 2
 
 
@@ -150,11 +150,11 @@ class TestChildren:
     def entry(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         script = tmp_path / "child.py"
         script.write_text(CHILD)
-        monkeypatch.setattr(gpu_runner, "ENTRY", script)
+        monkeypatch.setattr(runner, "ENTRY", script)
         return script
 
     def run(self, items: list[str], folder: Path, seconds: float = 30) -> list[dict[str, Any]]:
-        return gpu_runner.supervised("speed", items, gpu_runner.Options("cpu", True), seconds, folder)
+        return runner.supervised("speed", items, runner.Options("cpu", True), seconds, folder)
 
     def test_a_crash_costs_one_item(self, tmp_path: Path) -> None:
         rows = self.run(["first", "dies", "last"], tmp_path)
@@ -178,10 +178,10 @@ class TestChildren:
 class Broken:
     """A part whose items fail in different ways."""
 
-    def items(self, options: gpu_runner.Options) -> list[str]:
+    def items(self, options: runner.Options) -> list[str]:
         return ["memory", "kernel", "good"]
 
-    def run(self, item: str, options: gpu_runner.Options) -> list[dict[str, Any]]:
+    def run(self, item: str, options: runner.Options) -> list[dict[str, Any]]:
         if item == "memory":
             raise torch.OutOfMemoryError("Tried to allocate 9 GiB")
         if item == "kernel":
@@ -191,15 +191,15 @@ class Broken:
 
 class TestItems:
     def test_a_failure_is_a_line_and_the_rest_goes_on(self) -> None:
-        part, options = Broken(), gpu_runner.Options("cpu")
-        rows = gpu_runner.here("speed", part, part.items(options), options, 60)
+        part, options = Broken(), runner.Options("cpu")
+        rows = runner.here("speed", part, part.items(options), options, 60)
         assert rows[0]["line"].startswith("memory: out of memory") and not rows[0]["failed"]
         assert rows[1]["line"] == "kernel: failed: RuntimeError: strides must be multiples of 8" and rows[1]["failed"]
         assert rows[2]["item"] == "good"
 
     def test_no_time_left(self) -> None:
-        part, options = Broken(), gpu_runner.Options("cpu")
-        rows = gpu_runner.here("speed", part, part.items(options), options, -1)
+        part, options = Broken(), runner.Options("cpu")
+        rows = runner.here("speed", part, part.items(options), options, -1)
         assert all("skipped: no time left" in row["line"] for row in rows)
 
 
@@ -232,34 +232,34 @@ class TestImplementations:
             torch.testing.assert_close(hybrid(ids, use_cache=False).logits, expected)
 
     def test_fused_training_kernels_make_hooks_refuse(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        name, options = "mamba2_split_conv1d_scan_combined", gpu_runner.Options("cpu", True)
+        name, options = "mamba2_split_conv1d_scan_combined", runner.Options("cpu", True)
         monkeypatch.setattr(modeling_mamba2, name, kernel(getattr(modeling_mamba2, name).__wrapped__))
-        assert gpu_families.hooked("mamba2", options, training=False) == "fire"
-        assert gpu_families.hooked("mamba2", options, training=True) == "refuse"
+        assert families.hooked("mamba2", options, training=False) == "fire"
+        assert families.hooked("mamba2", options, training=True) == "refuse"
 
 
 class TestTraining:
     def test_every_task_is_asked_for_where_it_can_be(self) -> None:
-        on = {device: gpu_training.items(gpu_runner.Options(device)) for device in ("cuda", "cpu")}
+        on = {device: training.items(runner.Options(device)) for device in ("cuda", "cpu")}
         assert set(on["cuda"]) - set(on["cpu"]) == {"mamba2-130m | compile"} and len(on["cpu"]) == 6
 
     def test_two_runs_that_differ_are_not_called_the_same(self) -> None:
-        run = gpu_training.Run([4.0, 3.0], [1.0], None, "plain", 100.0, True, "")
-        found = gpu_training.against(replace(run, losses=[4.0, 3.3]), run)
+        run = training.Run([4.0, 3.0], [1.0], None, "plain", 100.0, True, "")
+        found = training.against(replace(run, losses=[4.0, 3.3]), run)
         assert found["apart"] == pytest.approx(0.1) and not found["ok"]
-        assert not gpu_training.against(replace(run, checksum=90.0), run)["ok"]
-        assert gpu_training.against(run, run) == {"apart": 0, "ok": True}
+        assert not training.against(replace(run, checksum=90.0), run)["ok"]
+        assert training.against(run, run) == {"apart": 0, "ok": True}
 
     def test_packed_documents_against_padded_ones(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """With kernels in plain torch, and without any."""
-        options, found = gpu_runner.Options("cpu", True, 1), {}
+        options, found = runner.Options("cpu", True, 1), {}
         for kernels in (True, False):
-            gpu_training.trained.cache_clear()
+            training.trained.cache_clear()
             with monkeypatch.context() as patch:
                 if kernels:
                     with_kernels(patch)
-                found[kernels] = gpu_training.run("toy | packing", options)
-        gpu_training.trained.cache_clear()
+                found[kernels] = training.run("toy | packing", options)
+        training.trained.cache_clear()
         for padded, packed, line in found.values():
             assert padded["ok"] and packed["ok"] and not line["failed"] and packed["apart"] < 1e-3
         assert "of the padded step's time" in found[True][2]["line"] and "no kernels" in found[False][2]["line"]
@@ -268,7 +268,7 @@ class TestTraining:
 
 class TestPair:
     def test_both_models_share_their_weights_and_agree(self) -> None:
-        models = gpu_speed.pair.__wrapped__("toy", gpu_runner.Options("cpu", True))
+        models = speed.pair.__wrapped__("toy", runner.Options("cpu", True))
         ours, theirs = (dict(models[name].named_parameters()) for name in ("hybrid", "base"))
         assert all(ours[name].data_ptr() == theirs[name].data_ptr() for name in theirs)
         ids = prompts(models["base"], 2, 13)
@@ -283,18 +283,18 @@ class TestBuild:
     def test_only_the_chip_at_hand(self, capability: tuple[int, int], kept: str | None) -> None:
         chips = [f"arch=compute_{chip},code=sm_{chip}" for chip in ("75", "80", "90")]
         offered = [word for chip in chips for word in ("-gencode", chip)]
-        found = gpu_build.chip_flags(["-O3", *offered, "-lineinfo", "-c", "x.cu"], capability)
+        found = build.chip_flags(["-O3", *offered, "-lineinfo", "-c", "x.cu"], capability)
         assert found == ["-O3", *(["-gencode", kept] if kept else offered), "-c", "x.cu"]
 
     def test_without_a_gpu_nothing_is_tried(self, tmp_path: Path) -> None:
-        rows = gpu_build.build(gpu_build.PACKAGES, tmp_path, tmp_path, tmp_path, 1, "cpu")
-        assert [row["package"] for row in rows] == list(gpu_build.PACKAGES)
+        rows = build.build(build.PACKAGES, tmp_path, tmp_path, tmp_path, 1, "cpu")
+        assert [row["package"] for row in rows] == list(build.PACKAGES)
         assert all(row["result"] == "not tried: no GPU to build for" for row in rows)
 
     def test_a_failed_build_says_why(self, tmp_path: Path) -> None:
         log = tmp_path / "log"
         log.write_text("ok\nOSError: CUDA_HOME is not set\nerror: subprocess-exited-with-error\nnote: see above\n")
-        assert gpu_build.complaint(log) == "OSError: CUDA_HOME is not set"
+        assert build.complaint(log) == "OSError: CUDA_HOME is not set"
 
 
 class TestWheels:
@@ -309,15 +309,15 @@ class TestWheels:
         self.wheel(tmp_path, "gpu_bench_probe")
         self.wheel(tmp_path, "torch")  # older than the one that is installed
         self.wheel(tmp_path, "other_machine", "cp27-cp27m-win32")
-        site = gpu_env.Site(tmp_path / "site")
+        site = env.Site(tmp_path / "site")
         site.use(tmp_path)
         assert sys.path[0] == str(site.folder) and (site.folder / "gpu_bench_probe.py").is_file()
         assert not (site.folder / "torch.py").exists()
-        assert gpu_env.installed("gpu-bench-probe") == Version("1.0")
+        assert env.installed("gpu-bench-probe") == Version("1.0")
         assert any("other_machine" in line and "another" in line for line in site.lines)
 
     def test_no_folder_no_change(self, tmp_path: Path) -> None:
-        before, site = list(sys.path), gpu_env.Site(tmp_path / "site")
+        before, site = list(sys.path), env.Site(tmp_path / "site")
         site.use(tmp_path / "wheels")
         assert sys.path == before and site.lines == []
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import locate as bench
+from bench.speed import locate as bench
 
 
 def test_both_procedures_rank_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from bench.null import allowed, calls, shuffled_labels
-from bench.stability import Effects, agreement, halves, measure, probe_seeds, table
+from bench.studies.null.study import allowed, calls, shuffled_labels
+from bench.studies.stability.study import Effects, agreement, halves, measure, probe_seeds, table
 from surgery.locate.ablation_sweep import Sweep, Variant
 from surgery.types import HeadId
 from tests.support.planted import answers, plant, planted_prompts, planted_tokenizer, scored_heads

@@ -1,19 +1,15 @@
-"""The planted checkpoint of bench/real_shape.py computes what the pico model computes, at a shape small enough here."""
+"""The planted checkpoint of bench/speed/real_shape.py computes the pico model's logits, at a small shape."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
 
+from bench.speed.real_shape import Shape, plant
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.recipe import Base
-from tests.integration.conftest import BASE, ROOT
-
-sys.path.insert(0, str(ROOT / "bench"))
-
-from real_shape import Shape, plant
+from tests.integration.conftest import BASE
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import train as bench
+from bench.speed import train as bench
 
 
 def test_both_comparisons_are_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

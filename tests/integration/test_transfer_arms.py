@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from bench.evidence_arms import Budget
-from bench.transfer_arms import TRAINED, Experiment, arm_of, asked, collected, located, pooled, run, table
+from bench.studies.site_selection.arms import Budget
+from bench.studies.transfer.arms import TRAINED, Experiment, arm_of, asked, collected, located, pooled, run, table
 from surgery.files.atomic import read_json
 from surgery.models.loading import load_model
 from surgery.recipe import Base, PretrainRecipe, load_recipe
 from tests.integration.conftest import BASE
 from tests.support.pico import pico_tokenizer
 
-RECIPE = Path(__file__).parents[2] / "bench" / "transfer_base.yaml"
+RECIPE = Path(__file__).parents[2] / "bench" / "studies" / "transfer" / "base.yaml"
 TOY = Budget(steps=2, warmup=1, rows=4, keep_rows=2, pairs=(8, 12), locate_pairs=16, locate_examples=32)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import upstream
+from bench.upstream import __main__ as upstream
 
 OUTCOMES = {
     "Test_mamba_plain::test_a": "passed",
@@ -94,7 +94,7 @@ def test_stand_ins_take_the_place_of_no_file(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_every_release_the_newest_first(tmp_path: Path) -> None:
-    header = {"command": "python bench/upstream.py", "date": "2026-01-02", "torch": "2.13", "python": "3.11"}
+    header = {"command": "python -m bench.upstream", "date": "2026-01-02", "torch": "2.13", "python": "3.11"}
     for version in ("5.9.1", "5.21.0"):
         result = {**header, "transformers": version, "families": {"mamba": upstream.compared(OUTCOMES, REASONS)}}
         (tmp_path / f"{version}.json").write_text(json.dumps(result))

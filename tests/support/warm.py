@@ -35,6 +35,11 @@ def run(arguments: tuple[str, ...], cwd: Path) -> subprocess.CompletedProcess[st
         return subprocess.CompletedProcess(asked["argv"], json.loads(answer), out.read_text(), err.read_text())
 
 
+def processes() -> list[int]:
+    """The ids of the warm processes that are running."""
+    return [process.pid for process in _STARTED if process.poll() is None]
+
+
 def _process() -> subprocess.Popen[str]:
     if not _STARTED or _STARTED[-1].poll() is not None:
         command = [sys.executable, "-m", "tests.support.warm"]

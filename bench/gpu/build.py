@@ -1,0 +1,189 @@
+"""One build of mamba-ssm, causal-conv1d and flash-attn from their source archives, for the chip at hand alone.
+
+Owns: the builds' settings and time limits. Must never know: what is measured.
+
+The packages' own lists of chips are fixed in their `setup.py`, and building for all of them takes hours. torch lets
+the compiler be named (`PYTORCH_NVCC`), so this file also is a compiler: it drops the other chips' flags and calls nvcc.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.gpu.env import Row
+
+# Those of one group are built at the same time.
+GROUPS = (("causal_conv1d", "mamba_ssm"), ("flash_attn",))
+PACKAGES = tuple(name for group in GROUPS for name in group)
+# Without these their `setup.py` looks for a finished wheel on the network first.
+FORCE = {
+    "causal_conv1d": "CAUSAL_CONV1D_FORCE_BUILD",
+    "mamba_ssm": "MAMBA_FORCE_BUILD",
+    "flash_attn": "FLASH_ATTENTION_FORCE_BUILD",
+}
+_FLASH_ARCHS = {8: "80", 9: "90", 10: "100", 12: "120"}
+_TARGET = re.compile(r"code=sm_(\d+)(\d)")
+
+
+def chip_flags(arguments: Sequence[str], capability: tuple[int, int]) -> list[str]:
+    """nvcc's arguments with the one `-gencode` that suits the chip best; all of them where none does.
+
+    Machine code of an older chip runs on a newer one of the same major number. Line tables go too: they are half of
+    the size of what comes out.
+    """
+    pairs = list(_pairs(arguments))
+    offered = [(int(m[1]), int(m[2])) for _, value in pairs if value and (m := _TARGET.search(value))]
+    fitting = [chip for chip in offered if chip[0] == capability[0] and chip <= capability]
+    kept: list[str] = []
+    for argument, value in pairs:
+        target = _TARGET.search(value) if value else None
+        if argument == "-lineinfo" or (target and fitting and (int(target[1]), int(target[2])) != max(fitting)):
+            continue
+        kept += [argument] if value is None or argument == value else [argument, value]
+    return kept
+
+
+def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """`-gencode VALUE` and `-gencode=VALUE` with their value; every other argument alone."""
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "-gencode":
+            yield argument, next(rest, "")
+        else:
+            yield argument, argument if argument.startswith("-gencode=") else None
+
+
+def obstacle(device: str) -> str | None:
+    """Why nothing can be built here, if so."""
+    if device != "cuda":
+        return "no GPU to build for"
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if CUDA_HOME is None or not Path(CUDA_HOME, "bin", "nvcc").is_file():
+        return "no nvcc found; set CUDA_HOME"
+    return None
+
+
+def build(
+    names: Sequence[str], archives: Path, out: Path, scratch: Path, seconds: float, device: str = "cuda"
+) -> list[Row]:
+    """Builds wheels into `out` until the time is over, with a log beside each.
+
+    Args:
+        names: of `PACKAGES`; an archive of each is looked for in `archives`.
+        scratch: a folder for what only the build needs.
+
+    Returns:
+        A row for each: `package`, `result`, `seconds`.
+    """
+    why = obstacle(device)
+    if why is not None:
+        return [{"package": name, "result": f"not tried: {why}", "seconds": 0.0} for name in names]
+    import torch
+
+    out.mkdir(parents=True, exist_ok=True)
+    environment = settings(torch.cuda.get_device_capability(0), scratch)
+    deadline, rows = time.monotonic() + seconds, []
+    for group in GROUPS:
+        jobs = [_Job(name, _archive(name, archives), out) for name in group if name in names]
+        rows += run_jobs(jobs, environment, deadline)
+    return rows
+
+
+def settings(capability: tuple[int, int], scratch: Path) -> dict[str, str]:
+    """The environment of the builds; writes the compiler that they call."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    compiler, (major, minor) = scratch / "nvcc-for-this-chip", capability
+    call = f'"{sys.executable}" "{Path(__file__).resolve()}" {major} {minor} "{CUDA_HOME}/bin/nvcc"'
+    root = Path(__file__).resolve().parents[2]
+    compiler.write_text(f'#!/bin/sh\nPYTHONPATH="{root}" exec {call} "$@"\n')
+    compiler.chmod(0o755)
+    return {
+        **os.environ,
+        **dict.fromkeys(FORCE.values(), "TRUE"),
+        "PYTORCH_NVCC": str(compiler),
+        "TORCH_CUDA_ARCH_LIST": f"{major}.{minor}",
+        "FLASH_ATTN_CUDA_ARCHS": _FLASH_ARCHS.get(major, "80"),
+        "MAX_JOBS": str(os.cpu_count() or 1),
+        "NVCC_THREADS": "1",
+    }
+
+
+def _archive(name: str, folder: Path) -> Path | None:
+    found = sorted([*folder.glob(f"{name}-*.tar.gz"), *folder.glob(f"{name.replace('_', '-')}-*.tar.gz")])
+    return found[-1] if found else None
+
+
+@dataclass
+class _Job:
+    """The build of one archive."""
+
+    name: str
+    archive: Path | None
+    out: Path
+    started: float = field(default_factory=time.monotonic)
+    process: subprocess.Popen | None = None
+
+    @property
+    def log(self) -> Path:
+        return self.out / f"build-{self.name}.log"
+
+    def start(self, environment: dict[str, str]) -> None:
+        if self.archive is None:
+            return
+        pip = [sys.executable, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation"]
+        self.started = time.monotonic()
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*pip, "-v", "-w", str(self.out), str(self.archive)],
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def end(self, deadline: float) -> Row:
+        """Waits, and stops the build when its time is over."""
+        if self.process is None:
+            return {"package": self.name, "result": "not tried: no source archive in wheels/", "seconds": 0.0}
+        try:
+            code = self.process.wait(max(0.0, deadline - time.monotonic()))
+            result = self._wheel() if code == 0 else f"failed: {complaint(self.log)} (see {self.log.name})"
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)  # the session that `start` began
+            self.process.wait()
+            result = "out of time"
+        return {"package": self.name, "result": result, "seconds": time.monotonic() - self.started}
+
+    def _wheel(self) -> str:
+        found = sorted(self.out.glob(f"{self.name}-*.whl"))
+        return f"{found[-1].name}, {found[-1].stat().st_size / 2**20:.1f} MiB" if found else "failed: no wheel"
+
+
+def run_jobs(jobs: Sequence[_Job], environment: dict[str, str], deadline: float) -> list[Row]:
+    """Starts all of them, then waits for each."""
+    for job in jobs:
+        job.start(environment)
+    return [job.end(deadline) for job in jobs]
+
+
+def complaint(log: Path) -> str:
+    """The line of the log that says most: the last exception, or the first error of a compiler."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    exceptions = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
+    errors = [line for line in lines if "error: " in line and not re.fullmatch(r"error: [\w-]+", line)]
+    return (errors[:1] or exceptions[-1:] or lines[-1:] or ["no output"])[0][:160]
+
+
+if __name__ == "__main__":  # as the compiler: MAJOR MINOR NVCC ARGUMENTS...
+    chip, nvcc = (int(sys.argv[1]), int(sys.argv[2])), sys.argv[3]
+    os.execv(nvcc, [nvcc, *chip_flags(sys.argv[4:], chip)])

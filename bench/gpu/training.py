@@ -1,0 +1,252 @@
+"""The training loop itself on a GPU: what `surgery run` does in its train stage, at the shape of mamba2-130m.
+
+Owns: which trainings, their checks. Must never know: how a step is taken (`surgery/train/`).
+
+    all, checkpointing     hybrid against base: time of a step, peak of memory; bf16 with fp32 master weights
+    lora                   with checkpointing and whatever fused kernels are there: every adapter has moved; the loop
+                           itself refuses those that get no gradient
+    ddp, fsdp2             one process under `accelerate launch` with the files of recipes/accelerate/: losses and
+                           weights are those of the plain run
+    compile                torch.compile of the hybrid: its losses are those of the plain run
+    packing                documents of very different lengths, several a row, against each in its own padded row: the
+                           same losses, and how long both take; without kernels both are padded, and a line says so
+
+Weights are random, so no loss may grow. On a CPU there is no FSDP2 (Accelerate falls back to DDP), and no compiling.
+So far this has run on a CPU only, at toy sizes: no number of a GPU comes from it yet.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from bench.gpu.env import Row, installed
+from bench.gpu.models import in_words, watch
+from bench.gpu.runner import Options, note
+from surgery.models.loading import load_config
+from surgery.models.lookup import family_of, geometry_of
+from surgery.probes.documents import rng_of
+from surgery.probes.kv_retrieval import kv_document
+from surgery.recipe import Base, Train
+from surgery.splice.graft import splice_model
+from surgery.train.trainer import Trainer
+from surgery.train.training import make_accelerator
+from surgery.types import Graft, Plan
+from tests.support.pico import pico_config, pico_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPES, TOY = ("mamba2-130m",), ("toy",)
+TASKS = ("lora", "all", "checkpointing", "packing", "fsdp2", "ddp", "compile")
+WARM_UP = 3  # steps that are not timed
+APART = 0.02  # of two losses in bf16, relative
+GROWN = 1.2  # of a loss over the first; documents differ
+SETTINGS: dict[str, dict[str, Any]] = {
+    "lora": {"trains": "lora", "gradient_checkpointing": True},
+    "checkpointing": {"gradient_checkpointing": True},
+    "compile": {"compile": True},
+    "packing": {"packing": True},
+}
+UNEVEN = ("packing", "padded")  # trained on documents of very different lengths
+
+
+@dataclass
+class Run:
+    """One training: the loss and seconds of every step, bytes at the peak (None on a CPU), what Accelerate made of it.
+
+    Attributes:
+        checksum: the sum of all weights' magnitudes at the end.
+        moved: whether every adapter is other than it began.
+        ran: whose code the recurrences were.
+        packed: whether documents shared rows.
+    """
+
+    losses: list[float]
+    seconds: list[float]
+    peak: int | None
+    kind: str
+    checksum: float
+    moved: bool
+    ran: str
+    packed: bool = False
+
+
+def items(options: Options) -> list[str]:
+    """`shape | task`."""
+    tasks = [task for task in TASKS if task != "compile" or options.device == "cuda"]
+    return [f"{name} | {task}" for name in (TOY if options.toy else SHAPES) for task in tasks]
+
+
+def run(item: str, options: Options) -> list[Row]:
+    """One row of `training`."""
+    name, task = item.split(" | ")
+    if task in ("ddp", "fsdp2"):
+        return [_launched(name, task, options)]
+    hybrid = trained(name, task, "hybrid", options)
+    if task == "packing":
+        return _packing(name, hybrid, trained(name, "padded", "hybrid", options), options)
+    row = {**_row(name, task, hybrid), "ran": hybrid.ran}
+    if task == "compile":
+        return [{**row, **against(hybrid, trained(name, "all", "hybrid", options))}]
+    base = trained(name, task, "base", options)
+    ratio = _middle(hybrid) / _middle(base)
+    return [{**row, "base": 1e3 * _middle(base), "base GiB": _gib(base.peak), "ratio": ratio}]
+
+
+def _packing(name: str, packed: Run, padded: Run, options: Options) -> list[Row]:
+    """Both trainings, and how much of the padded one's time the packed one takes."""
+    rows = [_row(name, "padded", padded), {**_row(name, "packing", packed), "ran": packed.ran}]
+    together = against(packed, padded)
+    rows[1] |= {**together, "ok": rows[1]["ok"] and together["ok"]}
+    if packed.packed:
+        return [*rows, note("packing", f"{_middle(packed) / _middle(padded):.2f} of the padded step's time")]
+    failed = options.device == "cuda" and installed("mamba-ssm") is not None
+    return [*rows, note("packing", "no kernels that keep documents apart, so both runs were padded", failed)]
+
+
+@lru_cache(maxsize=4)
+def trained(name: str, task: str, arm: str, options: Options) -> Run:
+    """A training of one arm, here."""
+    base = _base(name, options)
+    sites = family_of(base.config).sites(base.config)
+    chosen = [sites[len(sites) // 2], sites[3 * len(sites) // 4]]
+    grafts = tuple(Graft(site, (1,), "add", "ssm", ("segment_end",)) for site in chosen)
+    model = base if arm == "base" else splice_model(base, Plan(name, geometry_of(base.config), grafts, 0))
+    del base
+    try:
+        return _train(model, grafts if arm == "hybrid" else (), task, options)
+    finally:
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _base(name: str, options: Options) -> PreTrainedModel:
+    """The same random weights for both arms, and in every process."""
+    if options.toy:
+        config = pico_config(layers=4, vocab_size=1024)
+    else:
+        config = load_config(Base(model=str(ROOT / "recipes" / "configs" / name)))  # type: ignore[assignment]
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _train(model: PreTrainedModel, grafts: tuple[Graft, ...], task: str, options: Options) -> Run:
+    accelerator, cuda = make_accelerator(), options.device == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    with watch(model) as ran, tempfile.TemporaryDirectory() as folder:
+        section = _section(task, options, Path(folder))
+        made = Trainer(model, pico_tokenizer(), section, 0, None, accelerator, grafts=grafts)
+        history = made.run()
+    return Run(
+        losses=[entry["loss"] for entry in history],
+        seconds=[entry["seconds"] for entry in history],
+        peak=torch.cuda.max_memory_allocated() if cuda else None,
+        kind=_kind(accelerator),
+        checksum=float(sum(p.detach().double().abs().sum().cpu() for p in model.parameters())),
+        moved=all(bool(p.any()) for name, p in model.named_parameters() if ".lora_B" in name),
+        ran=in_words(ran),
+        packed=made.packed,
+    )
+
+
+def _kind(accelerator: Accelerator) -> str:
+    if accelerator.is_fsdp2:
+        return "FSDP2"
+    kind = accelerator.distributed_type
+    return "plain" if kind == DistributedType.NO else str(DistributedType(kind).value)
+
+
+def _section(task: str, options: Options, folder: Path) -> Train:
+    """About 9,000 tokens a step, of documents of one length but for packing; the rate stays from the second step on."""
+    rows, pairs = (2, 4) if options.toy else (16, 90)
+    source = {"task": "kv_retrieval", "rows": rows, "pairs": (pairs, pairs), "questions": 4}
+    if task in UNEVEN:
+        source = _uneven(folder, *((8, 12) if options.toy else (40, 100)))
+    weights = {"answer": 1.0, "text": 1.0, "attention": 1.0}
+    optimizer = {"lr": 1e-3, "new_heads_lr": 1e-3, "warmup": 1, "schedule": "constant"}
+    given = {"steps": WARM_UP + options.repeats, "precision": "bf16", "optimizer": optimizer, **SETTINGS.get(task, {})}
+    return Train.model_validate({**given, "sources": [{**source, "weights": weights}]})
+
+
+def _uneven(folder: Path, count: int, longest: int) -> dict[str, Any]:
+    """Dictionaries of 2 pairs to so many, most of them short; every step takes all of them."""
+    path = folder / "rows.jsonl"
+    with path.open("w") as file:
+        for i in range(count):
+            document = kv_document(rng_of("packing", i), max(2, round(longest * (i / (count - 1)) ** 3)))
+            (question,) = document.questions
+            start, end = question.answer
+            row = {"prompt": document.text[:start], "answer": document.text[start:end], "span": question.value}
+            file.write(json.dumps(row) + "\n")
+    return {"data": {"path": str(path), "columns": {"answer_span": "span"}}, "rows": count}
+
+
+def _launched(name: str, task: str, options: Options) -> Row:
+    """One process under `accelerate launch`, against the plain run."""
+    plain = trained(name, "all", "hybrid", options)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run.json"
+        given = json.dumps({"name": name, "out": str(out), **asdict(options)})
+        config = str(ROOT / "recipes" / "accelerate" / f"{task}.yaml")
+        words = ["--config_file", config, "--num_processes", "1", "-m", "bench.gpu.training", given]
+        command = [sys.executable, "-m", "accelerate.commands.launch", *words]
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if "Error" in line]
+            raise RuntimeError(errors[0] if errors else done.stderr[-300:])
+        found = Run(**json.loads(out.read_text()))
+    row = {**_row(name, task, found), **against(found, plain)}
+    if task == "fsdp2" and options.device == "cuda":
+        row["ok"] = row["ok"] and found.kind == "FSDP2"
+    return row
+
+
+def _row(name: str, task: str, found: Run) -> Row:
+    fine = all(math.isfinite(loss) and loss < GROWN * found.losses[0] for loss in found.losses) and found.moved
+    peak = {"hybrid": 1e3 * _middle(found), "hybrid GiB": _gib(found.peak)}
+    return {"table": "training", "shape": name, "task": task, "kind": found.kind, "unit": "ms", **peak, "ok": fine}
+
+
+def against(found: Run, plain: Run) -> Row:
+    """How far two runs of the same steps are apart."""
+    losses = zip(found.losses, plain.losses, strict=True)
+    apart = max(abs(a - b) / b for a, b in losses)
+    weights = abs(found.checksum - plain.checksum) / plain.checksum
+    return {"apart": apart, "ok": apart < APART and weights < APART}
+
+
+def _middle(found: Run) -> float:
+    return median(found.seconds[WARM_UP:])
+
+
+def _gib(peak: int | None) -> float | None:
+    return None if peak is None else peak / 2**30
+
+
+def main(words: str) -> None:
+    """The other side of `_launched`."""
+    given = json.loads(words)
+    name, out = given.pop("name"), Path(given.pop("out"))
+    out.write_text(json.dumps(asdict(trained(name, "all", "hybrid", Options(**given)))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

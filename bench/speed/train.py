@@ -1,0 +1,130 @@
+"""Cost of a hybrid's training step against its base's, and the saving from shared frozen layers (`make bench`).
+
+    python -m bench.speed.train [--out FILE] [--quick]
+
+First comparison: the shipped base and the shipped hybrid (one spliced head of 32), the same documents, all weights
+trainable. Second: one head in the last layer, only the new head trainable with `keep`, with and without sharing the
+layers below it with the frozen base. Time is CPU seconds of one thread, median over steps that alternate between the
+two. Memory is the peak of the tensors that torch holds in forward and backward pass, counted exactly, without weights,
+gradients and optimizer state.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from bench.common import CHECKPOINTS, SHIPPED, load, parser, quiet_on_one_thread
+from surgery.models.lookup import geometry_of
+from surgery.models.meters import Meter
+from surgery.recipe import Splice, Train
+from surgery.splice.graft import splice_model
+from surgery.splice.plan import make_plan
+from surgery.train.trainer import Trainer
+from surgery.train.training import make_accelerator
+from surgery.types import HeadId, HeadSet, Plan, ScoredHead
+
+GOAL = 1.15
+KV = {"task": "kv_retrieval", "pairs": (8, 32), "questions": 4, "rows": 32, "weights": {"answer": 1.0}}
+KEEP = {"task": "closed_book", "half": 0, "rows": 32, "weights": {"keep": 1.0}}
+
+
+def trainer(model: PreTrainedModel, base: PreTrainedModel, plan: Plan | None, given: dict[str, Any]) -> Trainer:
+    _, tokenizer = load(SHIPPED)
+    section = Train.model_validate({"steps": 1, **given})
+    made = Trainer(model, tokenizer, section, 0, None, make_accelerator(), base, plan.grafts if plan else ())
+    made._streams = made._open()
+    made._prepare_model()
+    model.train()
+    return made
+
+
+def step(made: Trainer) -> Callable[[], None]:
+    """Forward and backward of one step's documents, always the same."""
+    micro = made._micro_batches(0)
+
+    def run() -> None:
+        made._run(made.model, micro, 0)
+        made.model.zero_grad()
+
+    return run
+
+
+def seconds(runs: Sequence[Callable[[], None]], rounds: int) -> list[float]:
+    """Median CPU time of each, taking turns."""
+    found: list[list[float]] = [[] for _ in runs]
+    for number in range(rounds + 1):
+        for own, run in zip(found, runs, strict=True):
+            began = time.process_time()
+            run()
+            if number:  # the first is for warming up
+                own.append(time.process_time() - began)
+    return [median(own) for own in found]
+
+
+def peak(run: Callable[[], None]) -> int:
+    """Bytes at the worst moment."""
+    with Meter() as meter:
+        run()
+    return int(meter.peak)
+
+
+def compare(first: Trainer, second: Trainer, rounds: int) -> dict[str, Any]:
+    runs = [step(first), step(second)]
+    one, two = seconds(runs, rounds)
+    bytes_one, bytes_two = (peak(run) for run in runs)
+    return {
+        "seconds": [one, two],
+        "bytes": [bytes_one, bytes_two],
+        "time_ratio": two / one,
+        "memory_ratio": bytes_two / bytes_one,
+    }
+
+
+def in_last_layer(base: PreTrainedModel) -> tuple[PreTrainedModel, Plan]:
+    """One head beside the SSM of the last layer."""
+    head = ScoredHead(HeadId(base.config.num_hidden_layers - 1, 0), "neither", "answer_token", {})
+    heads = HeadSet("base", "", geometry_of(base.config), (head,), (head,), "list", 0)
+    section = Splice(select="list", heads=(str(head.head),))
+    plan = make_plan(heads, base.config, section, 0)
+    return splice_model(base, plan, section), plan
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the ratios. Exit code 1 if a goal is missed."""
+    options = parser(__doc__)
+    options.add_argument("--quick", action="store_true", help="two rounds: tests the script only")
+    options.add_argument("--out", type=Path, help="JSON file for the numbers")
+    asked = options.parse_args(arguments)
+    quiet_on_one_thread()
+    rounds = 2 if asked.quick else 15
+    base, _ = load(SHIPPED)
+    hybrid, _ = load(CHECKPOINTS / "quickstart" / "export")
+    everything = {"sources": [KV], "trains": "all"}
+    found = {"hybrid against base": compare(
+        trainer(load(SHIPPED)[0], base, None, everything), trainer(hybrid, base, None, everything), rounds
+    )}  # fmt: skip
+    (spliced, plan), (other, _) = in_last_layer(base), in_last_layer(base)
+    only_new = {"sources": [KEEP], "trains": "new_heads"}
+    alone = trainer(other, load(SHIPPED)[0], plan, only_new)
+    alone.prefix = None
+    found["shared prefix against none"] = compare(alone, trainer(spliced, base, plan, only_new), rounds)
+    for name, row in found.items():
+        (a, b), (m, n) = row["seconds"], row["bytes"]
+        print(f"{name}: {b:.2f} s of {a:.2f} s a step, {row['time_ratio']:.2f}x; "
+              f"{n / 2**20:.0f} MiB of {m / 2**20:.0f} MiB, {row['memory_ratio']:.2f}x")  # fmt: skip
+    if asked.out:
+        asked.out.write_text(json.dumps(found, indent=1) + "\n")
+    row = found["hybrid against base"]
+    return 0 if asked.quick or max(row["time_ratio"], row["memory_ratio"]) <= GOAL else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

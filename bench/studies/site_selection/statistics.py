@@ -1,0 +1,204 @@
+"""What the arms' results say. Owns: pooling over seeds, paired tests, correlations. Must never know: figures, prose.
+
+Every arm of every seed answers the same prompts. A pair is (prompt, seed): seeds differ in documents and in what was
+random, not in questions, so intervals over pooled seeds are about these prompts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.studies.site_selection.arms import LAYER_METHODS, Choices, head_name, layer_chosen, layer_name, layer_of
+from surgery.stats import holm, mcnemar, wilson
+from surgery.types import Interval
+
+BySeed = Mapping[int, Mapping[str, Any]]  # seed -> result of an arm
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything that is finished.
+
+    Attributes:
+        arms: (base, arm) -> seed -> result.
+        choices: (base, seed) -> what each method chose.
+    """
+
+    arms: Mapping[tuple[str, str], BySeed]
+    choices: Mapping[tuple[str, int], Choices]
+
+    def arm(self, base: str, name: str) -> BySeed:
+        return self.arms.get((base, name), {})
+
+    def seeds(self, base: str) -> list[int]:
+        """Those that sites were chosen for."""
+        return sorted(seed for name, seed in self.choices if name == base)
+
+    def method(self, base: str, method: str) -> BySeed:
+        """seed -> the arm that the method chose with that seed's prompts."""
+        found = {}
+        for seed in self.seeds(base):
+            result = self.arm(base, self.chosen(base, method, seed)).get(seed)
+            if result is not None:
+                found[seed] = result
+        return found
+
+    def chosen(self, base: str, method: str, seed: int) -> str:
+        """The name of the arm that the method chose."""
+        choices = self.choices[base, seed]
+        if method in LAYER_METHODS:
+            return layer_name(layer_chosen(choices, method))
+        return head_name(choices["methods"][method][0])
+
+
+def accuracy(arm: BySeed, pairs: int) -> Interval | None:
+    """Over all seeds; None where there is none. Raises KeyError where that number of pairs was not asked."""
+    right = "".join(result["correct"][f"kv_retrieval/{pairs}"] for result in arm.values())
+    return wilson(right.count("1"), len(right)) if right else None
+
+
+def of_seed(result: Mapping[str, Any], pairs: int) -> float:
+    return float(result["summary"]["kv_retrieval"][str(pairs)]["accuracy"])
+
+
+def mean_of(arm: BySeed, read: Callable[[Mapping[str, Any]], float]) -> float:
+    """The mean over seeds; NaN where there is none."""
+    return float(np.mean([read(result) for result in arm.values()])) if arm else math.nan
+
+
+def mean_at(arm: BySeed, pairs: int) -> float:
+    """The mean accuracy over seeds."""
+    return mean_of(arm, lambda result: of_seed(result, pairs))
+
+
+@dataclass(frozen=True)
+class Paired:
+    """One arm against another on the same prompts.
+
+    Attributes:
+        difference: of the accuracies, over the seeds that both have.
+        p: exact two-sided McNemar.
+        wins: seeds in which the first is better; `seeds`: how many they share.
+    """
+
+    difference: float
+    p: float
+    wins: int
+    seeds: int
+
+
+def paired(first: BySeed, second: BySeed, pairs: int) -> Paired | None:
+    """None where they share no seed."""
+    seeds = sorted(first.keys() & second.keys())
+    if not seeds:
+        return None
+    a, b = (
+        [np.array(list(arm[s]["correct"][f"kv_retrieval/{pairs}"])) == "1" for s in seeds] for arm in (first, second)
+    )
+    whole_a, whole_b = np.concatenate(a), np.concatenate(b)
+    p = min(1.0, 2 * min(mcnemar(whole_a, whole_b), mcnemar(whole_b, whole_a)))
+    wins = sum(int(x.mean() > y.mean()) for x, y in zip(a, b, strict=True))
+    return Paired(float(whole_a.mean() - whole_b.mean()), p, wins, len(seeds))
+
+
+def family(tests: Mapping[str, Paired | None]) -> dict[str, bool]:
+    """Which differences stand, with the family-wise error at 0.05 (Holm)."""
+    there = {name: test.p for name, test in tests.items() if test is not None}
+    return dict(zip(there, holm(list(there.values())), strict=True))
+
+
+@dataclass(frozen=True)
+class Site:
+    """A single head that was trained: what was predicted of it, and what came of it; means over seeds."""
+
+    head: str
+    predicted: Mapping[str, float]
+    gain: float
+    seeds: tuple[float, ...]
+
+
+def sites(results: Results, base: str, pairs: int) -> list[Site]:
+    """Every head whose arm and whose control are there, in order; the gain is over no splice in the same seed."""
+    control = results.arm(base, "no-splice")
+    found = []
+    for head in results.choices[base, results.seeds(base)[0]]["scores"] if results.seeds(base) else ():
+        arm = results.arm(base, head_name(head))
+        seeds = sorted(arm.keys() & control.keys())
+        if not seeds:
+            continue
+        gains = tuple(of_seed(arm[s], pairs) - of_seed(control[s], pairs) for s in seeds)
+        scores = [results.choices[base, s]["scores"][head] for s in seeds]
+        predicted = {name: float(np.mean([score[name] for score in scores])) for name in scores[0]}
+        found.append(Site(head, predicted, float(np.mean(gains)), gains))
+    return found
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """With 95% percentile intervals, sites resampled."""
+
+    spearman: Interval
+    pearson: Interval
+
+
+def correlation(predicted: Sequence[float], reached: Sequence[float], seed: int = 0) -> Correlation | None:
+    """None for fewer than 4 sites, or where one side does not vary."""
+    x, y = np.asarray(predicted, float), np.asarray(reached, float)
+    if len(x) < 4 or np.ptp(x) == 0 or np.ptp(y) == 0:
+        return None
+    rng = np.random.default_rng(seed)
+    draws = [d for d in rng.integers(0, len(x), (RESAMPLES, len(x))) if np.ptp(x[d]) > 0 and np.ptp(y[d]) > 0]
+
+    def interval(of: Callable[[NDArray[np.float64], NDArray[np.float64]], float]) -> Interval:
+        low, high = np.percentile([of(x[d], y[d]) for d in draws], [2.5, 97.5])
+        return Interval(of(x, y), float(low), float(high), len(x))
+
+    return Correlation(interval(lambda a, b: pearson(ranks(a), ranks(b))), interval(pearson))
+
+
+def pearson(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
+    return float(np.corrcoef(x, y)[0, 1])
+
+
+def ranks(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Ranks from 0; equal values share the mean of theirs."""
+    _, places, counts = np.unique(x, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    return ((last - counts + last - 1) / 2)[places]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Standard deviations of the gain, in accuracy: of heads inside the winning layer, of layers' means, of seeds."""
+
+    winning: int
+    within: float
+    between: float
+    noise: float
+    layers: Mapping[int, float]
+
+
+def spread(found: Sequence[Site], winning: int) -> Spread | None:
+    """Is it the layer or the head? None with fewer than two layers, or fewer than two heads of the winning one."""
+    by_layer: dict[int, list[float]] = {}
+    for site in found:
+        by_layer.setdefault(layer_of(site.head), []).append(site.gain)
+    if len(by_layer) < 2 or len(by_layer.get(winning, ())) < 2:
+        return None
+    means = {layer: float(np.mean(gains)) for layer, gains in sorted(by_layer.items())}
+    repeated = [np.var(site.seeds, ddof=1) for site in found if len(site.seeds) > 1]
+    noise = math.sqrt(float(np.mean(repeated))) if repeated else math.nan
+    within = float(np.std(by_layer[winning], ddof=1))
+    return Spread(winning, within, float(np.std(list(means.values()), ddof=1)), noise, means)
+
+
+def gap_closed(arm: float, control: float, transformer: float) -> float:
+    """(arm - control) / (transformer - control); NaN where there is no gap."""
+    return (arm - control) / (transformer - control) if transformer > control else math.nan

@@ -1,0 +1,123 @@
+"""Trains and scores one arm. Owns: the way from an arm's definition to its result. Must never know: order, reports."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from bench.studies.site_selection.arms import Arm, Budget
+from bench.studies.site_selection.models import Rows, add_lora, hidden_rows, linear_rows, make_linear
+from surgery.data.encoding import EncodedBatch
+from surgery.evaluate.evaluation import evaluate_model
+from surgery.evaluate.prompts import PromptSet
+from surgery.models.lookup import geometry_of
+from surgery.recipe import Source, Splice
+from surgery.run.stages import versions
+from surgery.splice.graft import splice_model
+from surgery.splice.plan import make_plan
+from surgery.train.losses import attention_loss
+from surgery.train.trainer import Trainer
+from surgery.train.training import make_accelerator
+from surgery.types import HeadId, HeadSet, Plan, Reads, ScoredHead
+
+
+@dataclass
+class RowTrainer(Trainer):
+    """The library's loop, with supervision of rows that its models do not hand out.
+
+    Attributes:
+        rows: gives (B,H,Q,T) for each supervised layer after a forward pass; None supervises nothing.
+        reads: for each of those layers and heads, what it is to read.
+    """
+
+    rows: Rows | None = None
+    reads: tuple[tuple[Reads, ...], ...] = ()
+
+    def losses(
+        self, model: torch.nn.Module, source: Source, batch: EncodedBatch, *given: Any, **named: Any
+    ) -> dict[str, Tensor]:
+        """As the loop's, and the attention loss on documents that have something to read."""
+        terms = super().losses(model, source, batch, *given, **named)
+        if self.rows is not None and bool((batch.answer_token >= 0).any()):
+            terms["attention"] = attention_loss(self.rows(batch), self.reads, batch)
+        return terms
+
+
+def plan_of(arm: Arm, base: PreTrainedModel) -> Plan:
+    """The arm's sites, as the library's planning takes them."""
+    scored = tuple(
+        ScoredHead(HeadId.parse(head), "neither", reads, {}) for head, reads in zip(arm.heads, arm.reads, strict=True)
+    )
+    heads = HeadSet(arm.base, "", geometry_of(base.config), scored, scored, "list", arm.seed)
+    return make_plan(heads, base.config, _splice_section(arm), arm.seed)
+
+
+def _splice_section(arm: Arm) -> Splice:
+    width = {} if arm.width is None else {"random_width": arm.width}
+    return Splice(select="list", heads=arm.heads, mode=arm.mode, init=arm.init, **width)
+
+
+@contextmanager
+def prepared(arm: Arm, base: PreTrainedModel, budget: Budget) -> Iterator[tuple[PreTrainedModel, dict[str, Any]]]:
+    """The model before training, and what `RowTrainer` has to know of it."""
+    if arm.kind in ("none", "hidden"):
+        model = copy.deepcopy(base)
+        if arm.kind == "none":
+            yield model, {}
+            return
+        with hidden_rows(model, HeadId.parse(arm.heads[0])) as rows:
+            yield model, {"rows": rows, "reads": (arm.reads,)}
+        return
+    plan = plan_of(arm, base)
+    model = splice_model(base, plan, _splice_section(arm))
+    if arm.kind == "linear":
+        branches = make_linear(model)
+        supervised = linear_rows(branches) if arm.supervised else None
+        yield model, {"rows": supervised, "reads": tuple(graft.reads for graft in plan.grafts)}
+        return
+    if arm.trains == "lora":
+        add_lora(model, budget.lora_rank)
+    yield model, {"grafts": plan.grafts}
+
+
+def run_arm(
+    arm: Arm, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, budget: Budget, prompts: PromptSet
+) -> dict[str, Any]:
+    """Trains the arm and asks it every prompt.
+
+    Returns:
+        Plain data: the definition, accuracies, right and wrong by prompt (one character each), losses, seconds.
+    """
+    began = time.perf_counter()
+    section = budget.train(arm.supervised and arm.kind == "softmax", arm.trains != "all")
+    with prepared(arm, base, budget) as (model, supervision):
+        trainer = RowTrainer(model, tokenizer, section, arm.seed, None, make_accelerator(), base, **supervision)
+        history = trainer.run()
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    halfway = time.perf_counter()
+    result = evaluate_model(model, tokenizer, budget.evaluate, 0, prompts)
+    return {
+        "arm": asdict(arm),
+        "budget": asdict(budget),
+        "summary": result.summary,
+        "correct": {task: "".join("01"[int(x)] for x in right) for task, right in result.correct.items()},
+        "losses": _last_losses(history),
+        "parameters": {"all": sum(p.numel() for p in model.parameters()), "trained": trained},
+        "seconds": {"train": round(halfway - began, 1), "evaluate": round(time.perf_counter() - halfway, 1)},
+        "versions": versions(),
+    }
+
+
+def _last_losses(history: list[dict[str, float]]) -> dict[str, float]:
+    """Mean of every loss over the last tenth of the steps."""
+    last = history[-max(1, len(history) // 10) :]
+    names = [name for name in last[-1] if name not in ("step", "seconds", "tokens")]
+    return {name: round(sum(h[name] for h in last) / len(last), 5) for name in names}

@@ -1,7 +1,7 @@
-"""Intervals and tests. Owns: the formulas. Must never know: models, heads' meaning.
+"""Confidence intervals and tests for paired results.
 
-Wilson (1927) intervals for accuracies, exact McNemar for paired right/wrong answers, paired bootstrap for margins,
-Holm (1979) for many heads at once. Shape legend: C columns (heads), N prompts.
+Wilson intervals (Wilson, 1927) for accuracies, exact McNemar tests for paired right/wrong answers, the paired bootstrap
+for margins, and Holm's correction (Holm, 1979) for several tests. Shape legend: C columns, N prompts, R resamples.
 """
 
 from __future__ import annotations
@@ -10,35 +10,40 @@ import math
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import binomtest
 
 from surgery.types import Interval
 
-Z95 = 1.959963984540054
 
-
-def wilson(successes: int, n: int, z: float = Z95) -> Interval:
-    """The score interval of a proportion; never leaves [0, 1], and is not empty at 0 or n successes."""
+def wilson(successes: int, n: int) -> Interval:
+    """95% Wilson score interval of a proportion; (0, 1) if `n` is 0."""
     if n == 0:
         return Interval(0.0, 0.0, 1.0, 0)
-    p, z2 = successes / n, z * z
-    centre = (p + z2 / (2 * n)) / (1 + z2 / n)
-    half = z * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-    return Interval(p, max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half)), n)
+    limits = binomtest(successes, n).proportion_ci(0.95, method="wilson")
+    return Interval(successes / n, float(limits.low), float(limits.high), n)
 
 
-def bootstrap_mean(differences_CN: NDArray[np.float64], seed: int, resamples: int = 2000) -> list[Interval]:
-    """95% percentile intervals of each row's mean; prompts are resampled, the same ones for every row."""
-    C, N = differences_CN.shape
+def bootstrap_mean(values_CN: NDArray[np.float64], seed: int, resamples: int = 2000) -> list[Interval]:
+    """95% percentile bootstrap intervals of the mean of each column. All columns share the resampled prompts.
+
+    Args:
+        values_CN: one row for each column, such as differences of margins.
+    """
+    C, N = values_CN.shape
     rng = np.random.default_rng(seed)
     counts_RN = rng.multinomial(N, np.full(N, 1 / N), size=resamples)
-    means_CR = differences_CN @ counts_RN.T / N
+    means_CR = values_CN @ counts_RN.T / N
     low, high = np.percentile(means_CR, [2.5, 97.5], axis=1)
-    centre = differences_CN.mean(1)
-    return [Interval(float(centre[c]), float(low[c]), float(high[c]), N) for c in range(C)]
+    mean = values_CN.mean(1)
+    return [Interval(float(mean[c]), float(low[c]), float(high[c]), N) for c in range(C)]
 
 
 def mcnemar(before_N: NDArray[np.bool_], after_N: NDArray[np.bool_]) -> float:
-    """Exact one-sided p-value that `after` is wrong more often where `before` is right than the other way round."""
+    """Exact one-sided McNemar test: p-value of the hypothesis that `after` is right less often than `before`.
+
+    The tail is summed in integers and rounded once. `scipy.stats.binomtest` differs by up to 8e-16 at 105 discordant
+    prompts, and returns 0 below 1e-290.
+    """
     lost, won = int((before_N & ~after_N).sum()), int((~before_N & after_N).sum())
     n = lost + won
     tail = sum(math.comb(n, k) for k in range(lost, n + 1))
@@ -46,7 +51,7 @@ def mcnemar(before_N: NDArray[np.bool_], after_N: NDArray[np.bool_]) -> float:
 
 
 def holm(p_values: list[float], level: float = 0.05) -> list[bool]:
-    """Which hypotheses fall with the family-wise error at `level`."""
+    """True for each hypothesis that is rejected with the family-wise error rate at `level`."""
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
     rejected = [False] * len(p_values)
     for rank, index in enumerate(order):

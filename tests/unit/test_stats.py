@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 
 import numpy as np
 import pytest
+from scipy.stats import binomtest
 
 from surgery.stats import bootstrap_mean, holm, mcnemar, wilson
 
@@ -36,6 +38,17 @@ class TestWilson:
             for p in (wilson(k, n).low, wilson(k, n).high):
                 assert abs(k / n - p) == pytest.approx(1.959963984540054 * (p * (1 - p) / n) ** 0.5)
 
+    def test_agrees_with_the_formula(self) -> None:
+        z = 1.959963984540054
+        for n in (*range(1, 60), 400, 5000):
+            for k in range(0, n + 1, max(1, n // 50)):
+                p = k / n
+                centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+                half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+                interval = wilson(k, n)
+                expected = (max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half)))
+                assert (interval.low, interval.high) == pytest.approx(expected, rel=0, abs=4e-16)
+
     def test_symmetric(self) -> None:
         assert wilson(3, 11).low == pytest.approx(1 - wilson(8, 11).high)
 
@@ -57,6 +70,12 @@ class TestMcnemar:
     def test_is_one_sided_and_ignores_pairs_that_agree(self) -> None:
         assert self._p(8, 0) == 2**-8 and self._p(0, 8) == 1
         assert self._p(5, 2, agree=0) == self._p(5, 2, agree=90)
+
+    def test_agrees_with_scipy(self) -> None:
+        for n in (1, 7, 30, 105, 400):
+            for lost in range(0, n + 1, max(1, n // 30)):
+                expected = binomtest(lost, n, alternative="greater").pvalue
+                assert self._p(lost, n - lost, agree=0) == pytest.approx(expected, rel=1e-12, abs=8e-16)
 
     def test_many_pairs(self) -> None:
         assert self._p(700, 500) == pytest.approx(4.61e-9, rel=0.1)  # the normal tail at 199 / sqrt(1200)

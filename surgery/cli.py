@@ -1,7 +1,7 @@
-"""The command line. Owns: parsing, printing, exit codes. Must never know: how anything is done.
+"""Command line: parse arguments, print results, set exit codes.
 
-A `SurgeryError` becomes one line on standard error and exit code 2; any other error is this library's own fault, and
-becomes one line and exit code 1. `--debug` adds the traceback.
+A `SurgeryError` prints one line on standard error and exits with code 2. Any other error is a fault of this library: it
+prints one line and exits with code 1. `--debug` adds the traceback.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from surgery.files.atomic import is_full
 from surgery.recipe import AnalysisRecipe, Base, PretrainRecipe, Recipe, load_any, load_recipe, shipped, to_yaml
 
 app = typer.Typer(
-    help="Give a Mamba a memory: locate its retrieval heads, splice attention in there, train briefly, export.",
+    help="Turn a pretrained Mamba into a hybrid: locate its retrieval heads, splice in attention, train, export.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -38,25 +38,25 @@ _DEBUG = "SURGERY_DEBUG"
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file, such as recipes/quickstart.yaml.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to it, such as train.steps=100.")
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Recipe values to set, such as train.steps=100.")
 ]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace what the run of another recipe left in the folder.")
-]
-Runs = Annotated[Path, typer.Option("--runs", help="Where run folders are.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run of another recipe in this folder.")]
+Runs = Annotated[Path, typer.Option("--runs", help="Directory that holds the run folders.")]
 
 
 @app.command()
 def run(
     recipe: RecipePath,
     overrides: Overrides = None,
-    first: Annotated[str | None, typer.Option("--from", help="Run this stage again, and begin there.")] = None,
+    first: Annotated[str | None, typer.Option("--from", help="Start at this stage, even if it is finished.")] = None,
     last: Annotated[str | None, typer.Option("--to", help="Stop after this stage.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; load no weights.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print plan, cost and memory without loading weights.")
+    ] = False,
     overwrite: Overwrite = False,
     runs: Runs = Path("runs"),
 ) -> None:
-    """Carry out a recipe, all stages, into RUNS/NAME."""
+    """Run all stages of a recipe in RUNS/NAME."""
     _run(recipe, overrides, first, last, overwrite, runs, dry_run)
 
 
@@ -74,7 +74,7 @@ def _run(
     if dry:
         from surgery.run.dry_run import dry_run
 
-        print_plan(dry_run(loaded, folder, path))
+        print_plan(dry_run(loaded, folder, path, overwrite))
         return
     from surgery.run import pipeline
 
@@ -93,16 +93,18 @@ def _run(
 @app.command()
 def finetune(
     hybrid: Annotated[str, typer.Argument(metavar="HYBRID", help="A hybrid: a checkpoint folder or a Hub id.")],
-    data: Annotated[str, typer.Argument(metavar="DATA", help="JSONL with prompt and answer, and answer_span or not.")],
+    data: Annotated[str, typer.Argument(metavar="DATA", help="JSONL file with the columns prompt and answer.")],
     overrides: Overrides = None,
-    first: Annotated[str | None, typer.Option("--from", help="Run this stage again, and begin there.")] = None,
+    first: Annotated[str | None, typer.Option("--from", help="Start at this stage, even if it is finished.")] = None,
     last: Annotated[str | None, typer.Option("--to", help="Stop after this stage.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; load no weights.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print plan, cost and memory without loading weights.")
+    ] = False,
     overwrite: Overwrite = False,
     runs: Runs = Path("runs"),
 ) -> None:
-    """Train a hybrid on your own data: `run` of recipes/finetune.yaml with both set."""
-    model, path = (json.dumps(word, ensure_ascii=False) for word in (hybrid, data))  # YAML has no pairs of surrogates
+    """Fine-tune a hybrid on your data, by recipes/finetune.yaml."""
+    model, path = (json.dumps(word, ensure_ascii=False) for word in (hybrid, data))
     given = [f"base.model={model}", f"train.sources.0.data.path={path}"]
     _run(shipped("finetune"), [*given, *(overrides or ())], first, last, overwrite, runs, dry_run)
 
@@ -113,34 +115,34 @@ def _stage_command(name: str, what: str) -> None:
     ) -> None:
         _run(recipe, overrides, name, name, overwrite, runs)
 
-    command.__doc__ = f"{what}. This stage alone, again if it is finished."
+    command.__doc__ = f"{what}. Runs this stage only, even if it is finished."
     app.command(name)(command)
 
 
 for _name, _what in {
-    "locate": "Measure every head, write heads.json",
-    "plan": "From heads.json to plan.json",
-    "splice": "From plan.json to a hybrid, untrained",
-    "train": "Train the hybrid, or go on with it",
-    "control": "Train the control, without a splice",
-    "evaluate": "Score every arm, write results.json",
-    "export": "Write the checkpoint folder, verified",
+    "locate": "Measure every head and write heads.json",
+    "plan": "Choose heads from heads.json and write plan.json",
+    "splice": "Splice the heads of plan.json into the base, untrained",
+    "train": "Train the hybrid, or resume its training",
+    "control": "Train the control: the base without a splice",
+    "evaluate": "Evaluate base, control and hybrid and write results.json",
+    "export": "Export the hybrid and verify the export",
 }.items():
     _stage_command(_name, _what)
 
 
 @app.command()
 def validate(recipe: RecipePath, overrides: Overrides = None) -> None:
-    """Check a recipe and print it with all defaults."""
+    """Validate a recipe and print it with all defaults."""
     print(to_yaml(load_any(recipe, overrides or ())), end="")
 
 
 @app.command()
 def schema(
-    pretrain: Annotated[bool, typer.Option("--pretrain", help="Of pretraining recipes.")] = False,
-    analysis: Annotated[bool, typer.Option("--analysis", help="Of analysis recipes.")] = False,
+    pretrain: Annotated[bool, typer.Option("--pretrain", help="Print the schema of pretraining recipes.")] = False,
+    analysis: Annotated[bool, typer.Option("--analysis", help="Print the schema of analysis recipes.")] = False,
 ) -> None:
-    """Print the JSON schema of recipes, for editors."""
+    """Print the JSON schema of recipes, for use in editors."""
     kind = AnalysisRecipe if analysis else PretrainRecipe if pretrain else Recipe
     print(json.dumps(kind.model_json_schema(), indent=1))
 
@@ -149,15 +151,15 @@ def schema(
 def analyse(
     recipe: RecipePath,
     overrides: Overrides = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an analysis that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier analysis.")] = False,
     runs: Runs = Path("runs"),
 ) -> None:
-    """Score a model with parts of it gone: heads off, layers dropped, attention masked. Nothing is trained."""
+    """Evaluate a model with heads disabled, layers dropped or attention masked. Trains nothing."""
     loaded = load_recipe(recipe, overrides or (), AnalysisRecipe)
     from surgery.reproduce.analysis import analyse as work
 
     bars = Bars()
-    bars.start("analyse", "scoring every arm")
+    bars.start("analyse", "evaluating every arm")
     try:
         found = work(loaded, runs / loaded.name, overwrite, bars.progress, recipe)
     finally:
@@ -168,10 +170,12 @@ def analyse(
 @app.command()
 def inspect(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder or a Hub id.")],
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code it brings.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the Python code in the checkpoint.")
+    ] = False,
 ) -> None:
-    """Family, mixers, heads, parameters, state and KV bytes of a model."""
+    """Print family, mixers, heads, parameters and cache size of a model."""
     from surgery.models.loading import load_config
     from surgery.models.lookup import family_of, geometry_of
     from surgery.models.sizes import meta_model, sizes_of
@@ -180,11 +184,11 @@ def inspect(
     family = family_of(config)
     sizes = sizes_of(meta_model(config, trust_remote_code))
     out.print(f"{model}: {config.model_type}, family {family.name}, geometry {geometry_of(config)}", highlight=False)
-    new = f", {sizes.new_parameters:,} of them in spliced heads" if sizes.new_parameters else ""
+    new = f", of which {sizes.new_parameters:,} in spliced heads" if sizes.new_parameters else ""
     out.print(f"{sizes.parameters:,} parameters{new}", highlight=False)
     sites = family.sites(config)
-    where = f"into {len(sites)} of its layers" if sites else f"nowhere: {family.refuses}"
-    out.print(f"attention can be spliced {where}", highlight=False)
+    where = f"can be spliced into {len(sites)} layers" if sites else f"cannot be spliced: {family.refuses}"
+    out.print(f"attention {where}", highlight=False)
     spliced = {site["layer"]: site for site in getattr(config, "splice", None) or []}
     table = Table("mixer", "module", "kind", "heads", "head width", "groups", "state", "spliced heads")
     for spec in family.mixers(config):
@@ -194,7 +198,7 @@ def inspect(
         table.add_row(spec.name, spec.path, spec.kind, heads, str(spec.head_dim), str(spec.num_groups),
                       str(spec.state_size), note)  # fmt: skip
     out.print(table)
-    table = Table("tokens", "state bytes", "KV bytes", title="Kept for one sequence, fp32")
+    table = Table("tokens", "state bytes", "KV bytes", title="Cache of one sequence, fp32")
     for label, tokens in (("1k", 1024), ("32k", 32 * 1024), ("1M", 1024 * 1024)):
         table.add_row(label, f"{sizes.state_bytes:,}", f"{sizes.kv_bytes(tokens):,}")
     out.print(table)
@@ -203,12 +207,14 @@ def inspect(
 @app.command()
 def generate(
     checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint folder or a Hub id.")],
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to go on from; \\n is a new line.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to add at most.")] = 16,
-    sample: Annotated[bool, typer.Option("--sample", help="Sample instead of taking the likeliest.")] = False,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code it brings.")] = False,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Prompt text; \\n is a newline.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 16,
+    sample: Annotated[bool, typer.Option("--sample", help="Sample instead of greedy decoding.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the Python code in the checkpoint.")
+    ] = False,
 ) -> None:
-    """Let a checkpoint go on with a text."""
+    """Generate text with a checkpoint."""
     from surgery.models.loading import check_vocabulary, load_model, load_tokenizer
 
     base = Base(model=checkpoint, dtype="auto", trust_remote_code=trust_remote_code)
@@ -216,8 +222,8 @@ def generate(
     check_vocabulary(tokenizer, model.config)
     inputs = tokenizer(prompt.replace("\\n", "\n"), return_tensors="pt", add_special_tokens=False)
     if inputs["input_ids"].shape[1] == 0:
-        raise SurgeryError("PROMPT", repr(prompt), "Give at least one token to go on from.")
-    with reading("CHECKPOINT", checkpoint, "It does not generate: correct config.json and generation_config.json."):
+        raise SurgeryError("PROMPT", repr(prompt), "The prompt is empty. Give at least one token.")
+    with reading("CHECKPOINT", checkpoint, "Generation failed. Correct config.json and generation_config.json."):
         tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=sample)
     print(tokenizer.decode(tokens[0], skip_special_tokens=True))
 
@@ -226,17 +232,15 @@ def generate(
 def pretrain(
     recipe: RecipePath,
     overrides: Overrides = None,
-    to: Annotated[Path, typer.Option("--to", help="The checkpoint folder to write.")] = Path("runs/pretrained"),
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a model that this toolkit wrote there.")
-    ] = False,
+    to: Annotated[Path, typer.Option("--to", help="Checkpoint folder to write.")] = Path("runs/pretrained"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that this toolkit wrote.")] = False,
 ) -> None:
-    """Train a small base from nothing, as the shipped one was."""
+    """Pretrain a small base model from scratch."""
     loaded = load_recipe(recipe, overrides or (), PretrainRecipe)
     from surgery.run.pretrain import pretrain as work
 
     bars = Bars()
-    bars.start("pretrain", f"training {loaded.name}")
+    bars.start("pretrain", f"pretraining {loaded.name}")
     try:
         work(loaded, to, bars.progress, overwrite, recipe)
     finally:
@@ -246,14 +250,12 @@ def pretrain(
 
 @app.command()
 def convert(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder or a Hub id; repo@revision too.")],
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The checkpoint folder to write.")],
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; as stored if not given.")] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a model that this toolkit wrote there.")
-    ] = False,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder, Hub id, or repo@revision.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Checkpoint folder to write.")],
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. By default as stored.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that this toolkit wrote.")] = False,
 ) -> None:
-    """Rewrite a checkpoint, mamba_ssm's format too, as safetensors for transformers."""
+    """Convert a checkpoint to safetensors for transformers. Reads the mamba_ssm format too."""
     from surgery.models.convert import convert as work
 
     done = work(Base(model=model), folder, dtype, overwrite)
@@ -262,17 +264,19 @@ def convert(
 
 @app.command()
 def compare(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL... [KEY=VALUE]...", help="Checkpoints, then changes.")],
+    models: Annotated[
+        list[str], typer.Argument(metavar="MODEL... [KEY=VALUE]...", help="Checkpoints, then recipe values to set.")
+    ],
     runs: Runs = Path("runs"),
 ) -> None:
-    """Score any checkpoints on the same prompts, such as evaluate.tasks=[mqar] evaluate.efficiency={}."""
+    """Evaluate checkpoints on the same prompts. Set tasks by evaluate.tasks=[mqar]."""
     from surgery.evaluate.compare import compare_models, load_comparison
 
     # A path may hold an =, a key never holds a slash.
     named = [word for word in models if "=" not in word or "/" in word.split("=")[0] or os.path.isdir(word)]
     loaded = load_comparison(named, [word for word in models if word not in named])
     bars = Bars()
-    bars.start("compare", "asking every model")
+    bars.start("compare", "evaluating every model")
     try:
         found = compare_models(loaded, runs / loaded.name, bars.progress)
     finally:
@@ -282,19 +286,23 @@ def compare(
 
 @app.command()
 def verify(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="An exported folder, or a copy of one.")],
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code it brings.")] = False,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="An exported folder or a copy of one.")],
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the Python code in the checkpoint.")
+    ] = False,
 ) -> None:
-    """Check an exported folder: every file, and that stock transformers computes the same model."""
+    """Verify an export: check every file and reload the model in stock transformers."""
     from surgery.export.verify import verify_folder
 
     found = verify_folder(folder, trust_remote_code)
     if found["files"] is not None:
-        out.print(f"{found['files']} files are those that were exported", highlight=False)
-    out.print(f"{found['tensors']} tensors are there and finite; {', '.join(found['agree'])} agree", highlight=False)
+        out.print(f"{found['files']} files match the export record", highlight=False)
+    out.print(f"{found['tensors']} tensors are present and finite; {', '.join(found['agree'])} agree", highlight=False)
     if "max_logit_difference" in found:
-        same = f"logits within {found['max_logit_difference']:.1g} of their standard deviation"
-        out.print(f"without surgery: {same}, {found['generated_tokens']} generated tokens the same", highlight=False)
+        same = f"logits differ by at most {found['max_logit_difference']:.1g} standard deviations"
+        out.print(
+            f"in stock transformers: {same}, {found['generated_tokens']} generated tokens are equal", highlight=False
+        )
     for sentence in found["not_checked"]:
         out.print(f"not checked: {sentence}", highlight=False)
 
@@ -302,21 +310,27 @@ def verify(
 @app.command()
 def publish(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="An exported folder, such as runs/NAME/export.")],
-    repo_id: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Its repository on the Hub; made if need be.")],
-    public: Annotated[bool, typer.Option("--public", help="Let everyone read it.")] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch to commit to; made from main if need be.")] = None,
+    repo_id: Annotated[
+        str, typer.Argument(metavar="ORG/NAME", help="Repository on the Hub. Created if it does not exist.")
+    ],
+    public: Annotated[bool, typer.Option("--public", help="Make the repository public.")] = False,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch to commit to. Created from main if it does not exist.")
+    ] = None,
     pr: Annotated[bool, typer.Option("--pr", help="Open a pull request instead of committing to main.")] = False,
-    message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code it brings.")] = False,
+    message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the Python code in the checkpoint.")
+    ] = False,
 ) -> None:
-    """Put an export on the Hub, private unless said, and compare what arrived. Run it again to go on."""
+    """Upload an export to the Hub (private by default) and verify it. Safe to re-run."""
     from surgery.export.publish import publish as work
 
     def say(line: str) -> None:
         out.print(line, highlight=False, markup=False, soft_wrap=True)
 
     done = work(folder, repo_id, public, revision, pr, message, trust_remote_code, say=say)
-    for label, names in (("removed", done.removed), ("left as they are", done.kept)):
+    for label, names in (("removed", done.removed), ("not changed", done.kept)):
         if names:
             say(f"{label}: {', '.join(names)}")
     say(done.url)
@@ -326,7 +340,9 @@ def publish(
 def _root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help=f"Print the traceback of an error ({_DEBUG}=1 too).")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help=f"Print the traceback of an error. Also set by {_DEBUG}=1.")
+    ] = False,
 ) -> None:
     if version:
         print(__version__)
@@ -338,7 +354,7 @@ def _root(
 
 
 def quiet() -> None:
-    """Libraries say what matters alone; to be called before they are imported."""
+    """Silence progress bars and warnings of libraries. Call it before they are imported."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -349,12 +365,12 @@ def quiet() -> None:
 
 
 def main() -> None:
-    """Entry point: quiet libraries, and errors in one line."""
+    """Run the command line: libraries are silenced, errors print one line."""
     quiet()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # no name of a file is a reason to fail
-    if os.environ.get("WORLD_SIZE", "1") == "1":  # one of several processes may wait in a collective: it ends at once
+            stream.reconfigure(errors="backslashreplace")  # print file names that are not UTF-8
+    if os.environ.get("WORLD_SIZE", "1") == "1":  # in a multi-process run a handler could wait in a collective
         signal.signal(signal.SIGTERM, _stop)
     try:
         _check_arguments(sys.argv[1:])
@@ -372,25 +388,30 @@ def main() -> None:
 
 
 def _stop(number: int, _: object) -> None:
-    """End as an error would, so that nothing half-written is left; a second signal ends at once."""
+    """Exit as after an error, so that nothing half-written is left. A second signal ends the process at once."""
     signal.signal(number, signal.SIG_DFL)
     raise SystemExit(128 + number)
 
 
 def _check_arguments(words: list[str]) -> None:
-    """Raises SurgeryError for bytes that are no UTF-8: recipes, manifests and cards could not hold them."""
+    """Refuse arguments that are not UTF-8: recipes, manifests and cards cannot hold them."""
     for word in words:
         if any("\ud800" <= letter <= "\udfff" for letter in word):
-            raise SurgeryError("argument", ascii(word), "It is not UTF-8. Rename the file, or set a UTF-8 locale.")
+            raise SurgeryError(
+                "argument", ascii(word), "The argument is not UTF-8. Rename the file or set a UTF-8 locale."
+            )
 
 
 def _verdict(error: BaseException) -> tuple[int, str]:
-    """The exit code and the line for an error that ends a command."""
+    """Exit code and message of an error that ends a command."""
     if isinstance(error, (SurgeryError, OSError)):
         return 2, f"error: {error}"
     if is_out_of_memory(error):
         hint = "Reduce locate.batch_size, train.micro_batch or evaluate.batch_size, or set a smaller dtype."
         return 2, f"error: out of memory: {summary(error)}. {hint}"
     if is_full(error):
-        return 2, f"error: the disk is full: {summary(error)}. Make room, and run the same command again."
-    return 1, f"internal error: {summary(error)}. Run `surgery --debug` with the same arguments, and report it."
+        return 2, f"error: the disk is full: {summary(error)}. Free some space and run the same command again."
+    return (
+        1,
+        f"internal error: {summary(error)}. Run `surgery --debug` with the same arguments and report the traceback.",
+    )

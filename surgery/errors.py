@@ -1,7 +1,7 @@
-"""The error tree, and the border that turns what libraries raise into it.
+"""Exceptions, and context managers that convert errors of other libraries into them.
 
-A user's mistake becomes one `SurgeryError`: it names the field, the value that was found and what would do.
-The CLI prints it without a traceback and exits with code 2.
+Invalid input raises one `SurgeryError` that names the field, the value and a valid alternative. The command line prints
+it without a traceback and exits with code 2.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from contextlib import contextmanager
 
 
 class SurgeryError(ValueError):
-    """A request that cannot be carried out as it was made.
+    """Invalid input: a recipe, an option, a file or a model that cannot be used.
 
     Args:
-        field: what was wrong, as the user wrote it (`train.steps`, `--to`, a path).
-        value: what was found there.
-        hint: what would do instead.
+        field: what is wrong, in the user's terms (`train.steps`, `--to`, a path).
+        value: its present value. None if the field says enough.
+        hint: what to set or do instead.
     """
 
     def __init__(self, field: str, value: object, hint: str) -> None:
@@ -25,61 +25,62 @@ class SurgeryError(ValueError):
 
 
 class RecipeError(SurgeryError):
-    """The recipe is not valid: unknown key, wrong type, bad value, duplicate key."""
+    """The recipe is invalid: unknown key, wrong type, bad value or duplicate key."""
 
 
 class ModelError(SurgeryError):
-    """The model folder is missing, empty, damaged, or holds a model that the toolkit has no family for."""
+    """The model folder is missing, empty or damaged, or no family supports its model type."""
 
 
 class PlanError(SurgeryError):
-    """The heads do not fit the model: out of range, another geometry, an unspliceable site."""
+    """The heads do not fit the model: out of range, another geometry, or a layer that cannot be spliced."""
 
 
 class ProbeError(SurgeryError):
-    """A probe cannot be made as asked: more pairs than values, choices that no token tells apart."""
+    """A probe cannot be generated: more pairs than values, or choices that share all their tokens."""
 
 
 class DataError(SurgeryError):
-    """Documents of the user's own cannot be used; the field names the file and its line, or the row."""
+    """User data cannot be used. The field names the file and line, or the row."""
 
 
 class RunError(SurgeryError):
-    """The run folder is in the way: it belongs to another recipe, or a stage's input is missing."""
+    """The run folder cannot be used: it belongs to another recipe, or the input of a stage is missing."""
 
 
 class TrainingDiverged(SurgeryError):
-    """The loss is not a number any more. The last good step is kept."""
+    """The loss is NaN or infinite. The last good checkpoint is kept."""
 
 
 @contextmanager
 def reading(field: str, value: object, hint: str, kind: type[SurgeryError] = ModelError) -> Iterator[None]:
-    """The border of reading: whatever a library raises on a damaged file or value becomes one error that names it.
+    """Convert any error that a library raises inside into one error that names the input.
 
-    Every reader of foreign material passes through here. A `SurgeryError` inside, an exit and an interrupt pass
-    unchanged. The library's own error is kept as the cause, which `surgery --debug` prints.
+    Use it around every read of files and values from outside. A `SurgeryError`, `SystemExit` or `KeyboardInterrupt`
+    passes unchanged. The library's error stays available as the cause, which `surgery --debug` prints.
 
     Args:
         field: the recipe's field, or the file.
-        value: what the user set there; None if the field says it.
+        value: what the user set there. None if the field says enough.
         hint: what to do instead.
+        kind: the class of the error to raise.
 
     Raises:
-        SurgeryError: of this `kind`.
+        SurgeryError: a library raised an error inside.
     """
     try:
         yield
     except (SurgeryError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except BaseException as error:  # Rust's panics are no `Exception`
+    except BaseException as error:  # a panic in Rust code is not an `Exception`
         what = summary(error)
         if is_out_of_memory(error):
-            hint = "There is not enough memory to read it."
+            hint = "There is not enough memory to load it."
         raise kind(field, what if value is None else f"{value} ({what})", hint) from error
 
 
 def summary(error: BaseException) -> str:
-    """The error in one line of at most 300 characters."""
+    """Describe an error in one line of at most 300 characters."""
     if isinstance(error, RecursionError):
         return "nested too deeply"
     text = " ".join(str(error).split())[:300].rstrip(" .")
@@ -89,7 +90,7 @@ def summary(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether Python, torch on a CPU or torch on a GPU ran out of memory."""
+    """True if Python, torch on a CPU or torch on a GPU ran out of memory."""
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
@@ -99,16 +100,19 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def fitting(field: str, value: object, hint: str = "Lower it.") -> Iterator[None]:
-    """Raises RunError that names what to lower where memory does not suffice inside.
+    """Convert an out-of-memory error inside into a `RunError` that names the setting to lower.
 
     Args:
-        field: of the recipe, which memory grows with.
-        value: what it is now.
+        field: the setting of the recipe that memory grows with.
+        value: its present value.
         hint: what to set instead.
+
+    Raises:
+        RunError: memory ran out inside.
     """
     try:
         yield
-    except (MemoryError, RuntimeError) as error:  # torch's errors of both kinds of memory are the latter
+    except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError for both CPU and GPU memory
         if not is_out_of_memory(error):
             raise
         raise RunError(field, value, f"Out of memory. {hint}") from error

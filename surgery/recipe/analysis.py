@@ -1,7 +1,4 @@
-"""The parts of an analysis recipe that say what is changed: the paper's procedures (arXiv 2504.18574).
-
-Owns: their schema. Must never know: torch, models, how a part is removed (procedures).
-"""
+"""Schema of analysis recipes: a model is evaluated with parts of it removed (arXiv 2504.18574)."""
 
 from __future__ import annotations
 
@@ -20,30 +17,34 @@ Layers = Positive | Literal["minimal"] | None
 
 
 class Swap(Section):
-    """One layer's mixer gives way to the attention of the analysis's teacher."""
+    """Replace the mixer of one layer by attention of the teacher."""
 
     layer: Layer
-    teacher_layer: Layer | None = Field(None, description="The teacher's layer; that of the same number if not said.")
-    with_block: bool = Field(False, description="The teacher's norms and MLP of that layer as well.")
+    teacher_layer: Layer | None = Field(
+        None, description="Layer of the teacher. By default the layer of the same number."
+    )
+    with_block: bool = Field(False, description="Replace the norms and the MLP of that layer too.")
 
 
 class Change(Section):
-    """One of the paper's procedures: a model that is changed while it runs, its weights are not."""
+    """One of the paper's procedures. The model is changed while it runs; its weights are not."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_]*$", description="Names the arm.")
     disable: tuple[str, ...] = Field(
         (), description="Heads whose contribution is removed at every token, such as L17H24."
     )
     keep: tuple[str, ...] = Field(
-        (), description="Heads that stay: every other head of their layers is removed. MLPs and other layers stay too."
+        (), description="Remove every other head in the layers of these heads. MLPs and other layers stay."
     )
     keep_in: tuple[Layer, ...] = Field(
-        (), description="Layers where nothing but `keep` stays, if it is not just the layers of those heads."
+        (), description="Layers in which only the heads of `keep` stay. By default the layers of those heads."
     )
-    drop: tuple[Layer, ...] = Field((), description="Layers that are passed by, mixer and MLP.")
-    layers: Layers = Field(None, description="Only so many layers are run, from below; `minimal`: of sweep `prune`.")
-    mask_last_row: bool = Field(False, description="The last token's attention sees nothing, in every attention layer.")
-    swap: Swap | None = Field(None, description="A layer of the teacher's in the place of one of the model's (Llamba).")
+    drop: tuple[Layer, ...] = Field((), description="Layers to skip, mixer and MLP.")
+    layers: Layers = Field(
+        None, description="Run only this many first layers. `minimal`: the result of the sweep `prune`."
+    )
+    mask_last_row: bool = Field(False, description="Mask the last row of attention in every attention layer.")
+    swap: Swap | None = Field(None, description="Replace one layer by a layer of the teacher (Llamba only).")
 
     @model_validator(mode="after")
     def _changes_something(self) -> Change:
@@ -52,29 +53,27 @@ class Change(Section):
         others = disabled or kept or self.keep_in or self.drop or self.layers or self.mask_last_row
         if not (others or self.swap):
             raise ValueError(
-                "it changes nothing: give it `disable`, `keep`, `keep_in`, `drop`, `layers`, `mask_last_row` or `swap`"
+                "it changes nothing: set `disable`, `keep`, `keep_in`, `drop`, `layers`, `mask_last_row` or `swap`"
             )
         if others and self.swap:
-            raise ValueError("`swap` goes alone")
+            raise ValueError("`swap` cannot be combined with other keys")
         if self.keep_in and not kept <= set(self.keep_in):
-            raise ValueError("every head of `keep` must be in a layer of `keep_in`")
+            raise ValueError("every head of `keep` must lie in a layer of `keep_in`")
         if disabled & (kept | set(self.keep_in)):
-            raise ValueError("a layer has `disable` or `keep`, not both")
+            raise ValueError("a layer can have `disable` or `keep`, not both")
         return self
 
 
 class Sweep(Section):
-    """One procedure, tried on every layer or head in turn: an arm each, such as `drop_03` or `disable_l1h2`."""
+    """Apply one procedure to every layer or head in turn. Each is an arm, such as `drop_03`."""
 
     kind: Literal["prune", "drop_one", "disable_one", "swap_one"] = Field(
-        description="`prune`: the first layers alone, so many (`prune_03`: three). The others name what they change."
+        description="`prune`: run only the first layers (`prune_03`: three). The others change one layer or head."
     )
-    layers: Layers = Field(None, description="drop_one, disable_one: with so many layers from below; or `minimal`.")
-    heads: str | None = Field(
-        None, description="disable_one: the heads.json of `surgery locate`, in its order; every head if not said."
-    )
-    top: Positive | None = Field(None, description="disable_one: only the first so many heads.")
-    with_block: bool = Field(False, description="swap_one: the teacher's norms and MLPs as well.")
+    layers: Layers = Field(None, description="drop_one, disable_one: run only this many first layers, or `minimal`.")
+    heads: str | None = Field(None, description="disable_one: a heads.json of `surgery locate`. By default every head.")
+    top: Positive | None = Field(None, description="disable_one: number of heads, from the first of that order.")
+    with_block: bool = Field(False, description="swap_one: replace norms and MLPs too.")
 
     @model_validator(mode="after")
     def _fields_have_a_meaning(self) -> Sweep:
@@ -82,21 +81,21 @@ class Sweep(Section):
                  "swap_one": ("with_block",)}[self.kind]  # fmt: skip
         for name in ("layers", "heads", "top", "with_block"):
             if getattr(self, name) and name not in takes:
-                raise ValueError(f"{self.kind} takes no `{name}`")
+                raise ValueError(f"{self.kind} does not use `{name}`: remove it")
         return self
 
 
 class AnalysisRecipe(Section):
-    """What a model can do with parts of it gone: retrieval and knowledge side by side. Nothing is trained."""
+    """Evaluate retrieval and knowledge of a model with parts of it removed. Nothing is trained."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$", description="Names the run folder, runs/NAME.")
     seed: Seed = 0
     base: Base
     changes: tuple[Change, ...] = ()
     sweeps: tuple[Sweep, ...] = ()
-    teacher: Teacher | None = Field(None, description="Whose layers `swap` and `swap_one` put in.")
+    teacher: Teacher | None = Field(None, description="Model whose layers `swap` and `swap_one` insert.")
     margin: float = Field(
-        0.05, ge=0, lt=1, description="KV-retrieval accuracy that the minimal model may lose, even significantly."
+        0.05, ge=0, lt=1, description="Loss of KV-retrieval accuracy that is allowed for the minimal model."
     )
     evaluate: Evaluate = Evaluate()
     hardware: Hardware = Hardware()
@@ -106,9 +105,9 @@ class AnalysisRecipe(Section):
     def _names_differ(self) -> AnalysisRecipe:
         names, kinds = [change.name for change in self.changes], [sweep.kind for sweep in self.sweeps]
         if not names + kinds:
-            raise ValueError("nothing is changed: give `changes`, `sweeps` or both")
+            raise ValueError("nothing is changed: set `changes`, `sweeps` or both")
         if len({"base", *names}) <= len(names):
-            raise ValueError("every change needs a name of its own, other than `base`")
+            raise ValueError("every change needs a unique name other than `base`")
         if len(set(kinds)) < len(kinds):
             raise ValueError("the same sweep is listed twice")
         return self
@@ -116,7 +115,7 @@ class AnalysisRecipe(Section):
     @model_validator(mode="after")
     def _asks_what_is_compared(self) -> AnalysisRecipe:
         if self.evaluate.tasks != DEFAULT_TASKS or self.evaluate.generate or self.evaluate.lm_eval is not None:
-            raise ValueError("an analysis asks its own tasks: leave `evaluate.tasks`, `generate` and `lm_eval` out")
+            raise ValueError("an analysis has fixed tasks: remove `evaluate.tasks`, `generate` and `lm_eval`")
         return self
 
     @model_validator(mode="after")
@@ -124,10 +123,10 @@ class AnalysisRecipe(Section):
         kinds = [sweep.kind for sweep in self.sweeps]
         counts = [change.layers for change in self.changes] + [sweep.layers for sweep in self.sweeps]
         if "prune" not in kinds and "minimal" in counts:
-            raise ValueError("`layers: minimal` needs the sweep `prune`, which finds it")
+            raise ValueError("`layers: minimal` needs the sweep `prune`: add it")
         swaps = "swap_one" in kinds or any(change.swap for change in self.changes)
         if swaps != (self.teacher is not None):
-            raise ValueError("`teacher` goes with `swap` or `swap_one`, and only with them")
+            raise ValueError("`swap` and `swap_one` need `teacher`, and only they use it")
         if self.teacher is not None and self.teacher.donors:
-            raise ValueError("`teacher.donors` are for splicing heads; name the layer in `swap.teacher_layer`")
+            raise ValueError("`teacher.donors` is for splicing heads: set the layer in `swap.teacher_layer`")
         return self

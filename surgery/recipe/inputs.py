@@ -11,15 +11,23 @@ _READ = ("model", "tokenizer", "path", "heads")  # keys of a recipe that may nam
 
 
 def inputs_of(recipe: Section, file: Path | None = None) -> dict[str, str]:
-    """Where a recipe's models, tokenizers, heads and data are, by key; with `file`, the recipe's own."""
-    found = {} if file is None else {"recipe": str(file)}
+    """List the models, tokenizers, heads and data that a recipe names.
+
+    Args:
+        recipe: any kind of recipe.
+        file: the recipe's own file, to be listed as `recipe`.
+
+    Returns:
+        Path or Hub id by key, such as `base.model`.
+    """
+    inputs = {} if file is None else {"recipe": str(file)}
 
     def walk(prefix: str, data: Any) -> None:
         for key, value in data.items() if isinstance(data, dict) else enumerate(data):
             if key in _READ and isinstance(value, str):
-                found[f"{prefix}{key}"] = value
+                inputs[f"{prefix}{key}"] = value
             elif isinstance(value, dict | list):
                 walk(f"{prefix}{key}.", value)
 
     walk("", recipe.model_dump(mode="json"))
-    return found
+    return inputs

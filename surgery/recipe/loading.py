@@ -1,4 +1,4 @@
-"""Load a recipe from YAML with overrides, and validate it."""
+"""Load recipes from YAML with overrides, and validate them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,15 @@ R = TypeVar("R", Recipe, PretrainRecipe, AnalysisRecipe)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: type[R] = Recipe) -> R:  # type: ignore[assignment]
-    """Reads a recipe and applies `key.path=value` overrides, whose values are YAML themselves.
+    """Load a recipe, import its `plugins`, apply overrides and validate it.
+
+    Args:
+        path: YAML file.
+        overrides: `key.path=value` words. Values are YAML.
+        kind: class of the recipe.
 
     Raises:
-        RecipeError: no such file, not YAML, duplicate or unknown key, wrong type, bad value; names the key.
+        RecipeError: the file is missing or not YAML, or a key is unknown, duplicate or has an invalid value.
     """
     data = read_mapping(Path(path), overrides)
     load_plugins(_modules(data))
@@ -39,7 +44,7 @@ def _modules(data: dict[str, Any]) -> list[str]:
 
 
 def shipped(name: str) -> Path:
-    """The file of a recipe that a command runs by itself: in the installed package, or in `recipes/` of a checkout.
+    """Find a recipe that comes with the package, or lies in `recipes/` of a checkout.
 
     Raises:
         RecipeError: it is in neither place.
@@ -48,17 +53,17 @@ def shipped(name: str) -> Path:
     for folder in (package / "recipes", package.parent / "recipes"):
         if (folder / f"{name}.yaml").is_file():
             return folder / f"{name}.yaml"
-    raise RecipeError("recipe", name, "The installation lacks it. Install ssm-surgery again.")
+    raise RecipeError("recipe", name, "The installation is incomplete. Install ssm-surgery again.")
 
 
 AnyRecipe = Recipe | PretrainRecipe | AnalysisRecipe
 
 
 def load_any(path: Path, overrides: Sequence[str] = ()) -> AnyRecipe:
-    """Reads whichever kind of recipe a file holds.
+    """Load any kind of recipe.
 
-    One that makes a model from nothing has no `base`; one that analyses a model has `changes` or `sweeps`. What cannot
-    be read is taken for a Recipe, whose loading says what is wrong.
+    A recipe with `changes` or `sweeps` is an analysis. A recipe with `model` and without `base` is a pretraining. Any
+    other is a run.
     """
     try:
         data = read_mapping(path)
@@ -72,7 +77,11 @@ def load_any(path: Path, overrides: Sequence[str] = ()) -> AnyRecipe:
 
 
 def check_recipe(data: dict[str, Any], kind: type[R] = Recipe) -> R:  # type: ignore[assignment]
-    """Validates plain data. Raises RecipeError with one line for each fault, or where a value holds a token."""
+    """Validate plain data.
+
+    Raises:
+        RecipeError: a key or value is invalid, or a value holds an access token. Further errors are listed by key.
+    """
     refuse_tokens(data)
     try:
         return kind.model_validate(data)
@@ -80,12 +89,12 @@ def check_recipe(data: dict[str, Any], kind: type[R] = Recipe) -> R:  # type: ig
         faults = error.errors(include_url=False)
         first = faults[0]
         where = ".".join(str(p) for p in first["loc"]) or "recipe"
-        found = "missing" if first["type"] == "missing" else repr(first["input"])[:120]
-        hint = "This key is not known here; `surgery schema` lists them." if "extra" in first["type"] else first["msg"]
+        value = "missing" if first["type"] == "missing" else repr(first["input"])[:120]
+        hint = "Unknown key. `surgery schema` lists all keys." if "extra" in first["type"] else first["msg"]
         more = f" ({len(faults) - 1} more: {', '.join('.'.join(map(str, f['loc'])) for f in faults[1:6])})"
-        raise RecipeError(where, found, hint + (more if len(faults) > 1 else "")) from None
+        raise RecipeError(where, value, hint + (more if len(faults) > 1 else "")) from None
 
 
 def to_yaml(recipe: AnyRecipe) -> str:
-    """The recipe in full, defaults included."""
+    """Dump a recipe with all defaults."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)

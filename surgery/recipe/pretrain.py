@@ -1,4 +1,4 @@
-"""The recipe that pretrains a small base."""
+"""Schema of recipes that pretrain a small model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from surgery.recipe.train import Train
 
 
 class TinyMamba2(Section):
-    """Shape of a small Mamba-2 that is pretrained here."""
+    """Shape of a small Mamba-2."""
 
     kind: Literal["mamba2"] = "mamba2"
     hidden_size: Positive = 128
@@ -21,14 +21,18 @@ class TinyMamba2(Section):
     state_size: Positive = 16
     n_groups: Positive = 1
     chunk_size: Positive = 32
-    time_step: tuple[float, float] = Field((0.05, 0.5), description="Initial dt, log-uniform between these.")
-    decay: tuple[float, float] = Field((0.02, 1.0), description="Initial -A of the first and last head, log-spaced.")
-    vocab_size: int = Field(1024, ge=300, le=2000, description="Entries of the tokenizer, at most.")
+    time_step: tuple[float, float] = Field((0.05, 0.5), description="Range of the initial dt (log-uniform).")
+    decay: tuple[float, float] = Field(
+        (0.02, 1.0), description="Initial -A of the first and the last head (log-spaced)."
+    )
+    vocab_size: int = Field(1024, ge=300, le=2000, description="Maximum number of tokens in the vocabulary.")
 
     @model_validator(mode="after")
     def _heads_fit(self) -> TinyMamba2:
         if 2 * self.hidden_size % self.head_dim or (2 * self.hidden_size // self.head_dim) % self.n_groups:
-            raise ValueError("head_dim must divide 2 * hidden_size, and n_groups the number of heads that gives")
+            raise ValueError(
+                "head_dim must divide 2 * hidden_size, and n_groups must divide 2 * hidden_size / head_dim"
+            )
         return self
 
     @field_validator("time_step", "decay")
@@ -40,7 +44,7 @@ class TinyMamba2(Section):
 
 
 class TinyTransformer(Section):
-    """Shape of a small Transformer (Llama's class) that is pretrained here, to be a teacher."""
+    """Shape of a small Transformer (Llama architecture), to be used as a teacher."""
 
     kind: Literal["llama"]
     hidden_size: Positive = 128
@@ -51,24 +55,28 @@ class TinyTransformer(Section):
     initializer_range: float = Field(0.02, gt=0)
     looks_back: tuple[Positive, ...] = Field(
         (),
-        description="Heads of the first layer that begin by reading the token this many places back, the first head by "
-        "the first number: what a Mamba's short convolution gives it for nothing. With biases on the projections.",
+        description="Initialise heads of the first layer to read the token this many positions back, one number per "
+        "head. A Mamba has this by its short convolution. Adds biases to the projections.",
     )
-    vocab_size: int = Field(1024, ge=300, le=2000, description="Entries of the tokenizer, at most.")
+    vocab_size: int = Field(1024, ge=300, le=2000, description="Maximum number of tokens in the vocabulary.")
 
     @model_validator(mode="after")
     def _heads_fit(self) -> TinyTransformer:
         if self.hidden_size % self.num_attention_heads or self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError("num_attention_heads must divide hidden_size, and num_key_value_heads the heads")
+            raise ValueError(
+                "num_attention_heads must divide hidden_size, and num_key_value_heads must divide num_attention_heads"
+            )
         if self.looks_back and (
             self.num_key_value_heads < self.num_attention_heads or len(self.looks_back) > self.num_attention_heads
         ):
-            raise ValueError("`looks_back` names a number a head, of heads with keys of their own")
+            raise ValueError(
+                "`looks_back` has at most one number per head, and needs num_key_value_heads = num_attention_heads"
+            )
         return self
 
 
 def _kind(value: Any) -> str:
-    """A model is a Mamba-2 if nothing is said."""
+    """A model is a Mamba-2 by default."""
     return str(value.get("kind", "mamba2") if isinstance(value, dict) else getattr(value, "kind", "mamba2"))
 
 
@@ -78,7 +86,7 @@ TinyModel = Annotated[
 
 
 class PretrainRecipe(Section):
-    """How a small checkpoint of this repository was made."""
+    """Pretrain a small model from scratch."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")
     seed: Seed = 0
@@ -90,5 +98,6 @@ class PretrainRecipe(Section):
     @model_validator(mode="after")
     def _nothing_to_keep(self) -> PretrainRecipe:
         if self.train.uses("keep", "attention", "reading", "mixing"):
-            raise ValueError("a model that is made from nothing has no base to keep and no new head: weights 0")
+            names = "base_kl, attention, attention_kl and attention_mse"
+            raise ValueError(f"pretraining from scratch has no base model and no spliced head: set {names} to 0")
         return self

@@ -1,8 +1,4 @@
-"""The recipe: one YAML file that says everything a run does. Owns: schema, defaults, loading.
-
-Must never know: torch, transformers, run folders. Unknown keys are forbidden, duplicate keys refused, and every
-default lives here. A stage depends on the sections that `stages.STAGES` names.
-"""
+"""Schema of a recipe: one YAML file that holds all settings of a run."""
 
 from __future__ import annotations
 
@@ -18,19 +14,17 @@ from surgery.recipe.train import Train
 
 
 class Recipe(Section):
-    """One operation, from a pretrained model to an exported hybrid, or from a hybrid to one that is trained further."""
+    """Settings of a run, from a pretrained model to an exported hybrid, or of training a hybrid further."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$", description="Names the run folder, runs/NAME.")
     seed: Seed = 0
     base: Base
     locate: Locate = Locate()
-    splice: Splice | None = Field(
-        Splice(), description="What is spliced where; null where the base is a hybrid already, to be trained further."
-    )
+    splice: Splice | None = Field(Splice(), description="What is spliced. null if the base is a hybrid already.")
     control: Checkpoint | None = Field(
         None,
-        description="With `splice: null`: a model without a splice that is trained alike, such as the hybrid's own "
-        "base. No control is trained if not said.",
+        description="Only with `splice: null`: a model without a splice that is trained in the same way, such as the "
+        "hybrid's own base. By default no control is trained.",
     )
     train: Train
     evaluate: Evaluate = Evaluate()
@@ -42,21 +36,21 @@ class Recipe(Section):
     def _choice_is_measured(self) -> Recipe:
         needed = NEEDS.get(self.splice.select) if self.splice is not None else None
         if self.splice is not None and needed is not None and needed not in self.locate.methods:
-            raise ValueError(f"splice.select: {self.splice.select} needs {needed} among locate.methods")
+            raise ValueError(f"splice.select: {self.splice.select} needs {needed} in locate.methods")
         return self
 
     @model_validator(mode="after")
     def _control_is_the_base(self) -> Recipe:
         if self.control is not None and self.splice is not None:
-            raise ValueError("`control` goes with `splice: null`; with a splice the base itself is the control")
+            raise ValueError("`control` needs `splice: null`: with a splice the base itself is the control")
         return self
 
     @property
     def has_control(self) -> bool:
-        """Whether a control is trained: the base, or with `splice: null` the model that is named."""
+        """Whether a control is trained: the base, or with `splice: null` the model `control`."""
         return self.train.has_control and (self.splice is not None or self.control is not None)
 
     @property
     def teacher(self) -> Teacher | None:
-        """Whose attention is transplanted, if any."""
+        """The teacher whose attention is transplanted, or None."""
         return self.splice.teacher if self.splice is not None else None

@@ -1,4 +1,4 @@
-"""What every part of a recipe is made of. Owns: `Section`, shared numbers. Must never know: any part."""
+"""The base class of recipe sections, and the types that they share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Plugins = Annotated[
 
 
 class Section(BaseModel):
-    """A part of a recipe: frozen, and closed to keys that it does not know."""
+    """A section of a recipe: frozen, and unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

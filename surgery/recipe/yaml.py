@@ -1,4 +1,4 @@
-"""YAML files of one mapping, and `key.path=value` overrides, read within limits of size, depth and expansion."""
+"""Read YAML mappings and `key.path=value` overrides, with limits on size, depth and alias expansion."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from surgery.errors import RecipeError, reading
 
 _BYTES = 2**20  # of a file or an override
 _DEPTH = 50  # of lists and mappings, and parts of a dotted key
-_NODES = 20_000  # values and keys, aliases counted as what they stand for
+_NODES = 20_000  # values and keys, with aliases expanded
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class _RecipeLoader(yaml.SafeLoader):
-    """YAML's safe loader with unique keys, and with limits that hold before anything is built or expanded."""
+    """YAML's safe loader with unique keys and with limits that apply before anything is built or expanded."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -34,13 +34,13 @@ class _RecipeLoader(yaml.SafeLoader):
         node = super().compose_node(parent, index)  # type: ignore[no-untyped-call]
         self._depth -= 1
         if is_alias and id(node) not in self._sizes:
-            raise yaml.MarkedYAMLError(None, None, "an alias inside what it stands for", mark)
+            raise yaml.MarkedYAMLError(None, None, "an alias that contains itself", mark)
         self._nodes += self._sizes[id(node)] if is_alias else 1
         self._sizes.setdefault(id(node), self._nodes - before)
         if isinstance(node, yaml.ScalarNode) and _SURROGATES.search(node.value):
-            raise yaml.MarkedYAMLError(None, None, "half of a pair of surrogates, which is no text", mark)
+            raise yaml.MarkedYAMLError(None, None, "an unpaired surrogate, which is not text", mark)
         if self._nodes > _NODES:
-            raise yaml.MarkedYAMLError(None, None, f"more than {_NODES} values, aliases expanded", mark)
+            raise yaml.MarkedYAMLError(None, None, f"more than {_NODES} values after expanding aliases", mark)
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -50,7 +50,7 @@ class _RecipeLoader(yaml.SafeLoader):
                 continue
             key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
             if not isinstance(key, Hashable):
-                raise yaml.constructor.ConstructorError(None, None, "a key is a plain word", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, "a key must be a scalar", key_node.start_mark)
             if key in seen:
                 raise RecipeError(f"line {key_node.start_mark.line + 1}", f"duplicate key {key!r}", "Keep one of them.")
             seen.add(key)
@@ -59,7 +59,7 @@ class _RecipeLoader(yaml.SafeLoader):
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         number: int = super().construct_yaml_int(node)  # type: ignore[no-untyped-call]
         if number.bit_length() > 64:
-            raise yaml.constructor.ConstructorError(None, None, "a number of more than 64 bits", node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, "an integer of more than 64 bits", node.start_mark)
         return number
 
 
@@ -73,13 +73,13 @@ _RecipeLoader.add_implicit_resolver(
 
 
 def read_mapping(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The plain data of a file with the overrides applied, whose values are YAML themselves.
+    """Read a file and apply the overrides. Values of overrides are YAML.
 
     Raises:
-        RecipeError: no such file, not YAML, a duplicate key, no mapping, an override that fits nowhere.
+        RecipeError: the file is missing, not YAML or not a mapping, a key is duplicate, or an override does not fit.
     """
     if not path.is_file():
-        raise RecipeError("recipe", str(path), "There is no such file.")
+        raise RecipeError("recipe", str(path), "The file does not exist.")
     with reading(str(path), None, "It is not valid YAML.", RecipeError), open(path, "rb") as file:
         data = load_yaml(file.read(_BYTES + 1).decode("utf-8"))
     if not isinstance(data, dict):
@@ -90,7 +90,11 @@ def read_mapping(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def apply(data: dict[str, Any], override: str) -> None:
-    """Sets one `key.path=value` of plain data in place. Raises RecipeError where it fits nowhere."""
+    """Set one `key.path=value` in plain data, in place.
+
+    Raises:
+        RecipeError: the override is malformed or its path does not exist.
+    """
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise RecipeError("override", repr(override), "Write key.path=value, such as train.steps=100.")
@@ -98,7 +102,7 @@ def apply(data: dict[str, Any], override: str) -> None:
         value = load_yaml(text)
     *parents, last = key.split(".")
     if len(parents) >= _DEPTH:
-        raise RecipeError("override", repr(override)[:200], f"A key has at most {_DEPTH} parts.")
+        raise RecipeError("override", repr(override)[:200], f"A key can have at most {_DEPTH} parts.")
     node: Any = data
     for part in parents:
         place = _place(node, part, key)
@@ -109,18 +113,18 @@ def apply(data: dict[str, Any], override: str) -> None:
 
 
 def load_yaml(text: str) -> Any:
-    """Plain data of a text within the limits. Raises what the library raises: call it within `reading`."""
+    """Parse YAML within the limits. Raises errors of the YAML library: call it inside `errors.reading`."""
     if len(text) > _BYTES:
         raise ValueError(f"more than {_BYTES} bytes")
     return yaml.load(text, _RecipeLoader)  # noqa: S506  (a SafeLoader)
 
 
 def _place(node: Any, part: str, key: str) -> Any:
-    """The key of a mapping or the index of a list that `part` of the dotted `key` means."""
+    """Key of a mapping, or index of a list, that one part of a dotted key names."""
     if isinstance(node, dict):
         return part
     if not isinstance(node, list):
-        raise RecipeError("override", key, f"{part!r} lies below a plain value.")
+        raise RecipeError("override", key, f"{part!r} is below a scalar. Set a key that exists.")
     if not part.isdecimal() or len(part) > 9 or int(part) >= len(node):
-        raise RecipeError("override", key, f"{part!r} is not one of the {len(node)} entries, counted from 0.")
+        raise RecipeError("override", key, f"{part!r} is not an index from 0 to {len(node) - 1}.")
     return int(part)

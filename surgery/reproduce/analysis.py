@@ -1,8 +1,7 @@
-"""The paper's procedures on one model: retrieval and knowledge side by side, with parts of it gone.
+"""Evaluate one model with parts of it removed, and find its minimal model (the procedures of arXiv 2504.18574).
 
-Owns: the arms of an analysis, the minimal model, its folder. Must never know: how a part is removed (procedures), how
-an arm is scored (evaluate). With arXiv 2504.18574: the sweep `prune` is its Figure 2, `drop_one` in the minimal model
-its Figure 3, `keep` in two layers its Table 1, a disabled head against pairs its Figure 4, `swap_one` its Figure 7.
+The sweep `prune` is the paper's Figure 2, `drop_one` in the minimal model its Figure 3, `keep` in two layers its Table
+1, a disabled head against the number of pairs its Figure 4, and `swap_one` its Figure 7.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from surgery.reproduce.expansion import check_change, expand, off_heads, swap_pl
 from surgery.splice.graft import splice_model
 from surgery.stats import holm, mcnemar, wilson
 
-VERSION = 1  # raised when the score of an arm changes for the same inputs
+VERSION = 1  # increased when the score of an arm changes for the same inputs
 LEVEL = 0.05
 Tick = Callable[[int, int, str], None]
 
@@ -46,18 +45,24 @@ def analyse(
     progress: Tick | None = None,
     file: Path | None = None,
 ) -> dict[str, Any]:
-    """Scores the base and each change of it on the same prompts; writes `analysis.json`, the recipe and figures.
+    """Evaluate the base and each change of it on the same prompts. Writes `analysis.json`, the recipe and figures.
 
     Args:
-        folder: must not hold a finished analysis, without `overwrite`. One that was interrupted goes on: every arm is
-            a file under `arms/`, written when it is scored.
-        progress: called with (done, all, arm) after each task; what follows `prune` is counted when that is done.
-        file: the recipe's, which must not be in a folder that is removed.
+        recipe: the validated recipe.
+        folder: must not hold a finished analysis unless `overwrite` is set. An interrupted analysis is resumed: every
+            evaluated arm is a file under `arms/`.
+        overwrite: remove an earlier analysis.
+        progress: called with (done, total, arm) after each task. Arms that follow `prune` are counted once it is done.
+        file: the recipe's file, which must not lie in a folder that is removed.
+
+    Returns:
+        The content of `analysis.json`.
 
     Raises:
-        RecipeError: a change names a head or a layer that the model does not have; the folder holds another analysis.
-        RunError: the folder holds no analysis, or what is read, or another process writes into it.
-        SurgeryError: what loading and scoring raise.
+        RecipeError: a change names a head or a layer that the model does not have, or the folder holds another
+            analysis.
+        RunError: the folder holds no analysis, holds an input, or is in use by another process.
+        SurgeryError: a model cannot be loaded or evaluated.
     """
     with hold(folder):
         replaced = _check_folder(recipe, folder, overwrite, file)
@@ -84,7 +89,7 @@ def _analyse(recipe: AnalysisRecipe, folder: Path, replaced: bool, progress: Tic
     for change in rest:
         check_change(change, config, recipe.teacher, teacher_config)
     arms = _score(table, rest, arms, progress)
-    found = {
+    results = {
         "model": recipe.base.model,
         "revision": table.revision,
         "seed": recipe.seed,
@@ -95,39 +100,39 @@ def _analyse(recipe: AnalysisRecipe, folder: Path, replaced: bool, progress: Tic
         **_results(arms),
     }
     with new_folder(folder / "figures") as figures:
-        _draw(found, [change.name for change in single], figures)
-    write_json(folder / "analysis.json", found)
-    return found
+        _draw(results, [change.name for change in single], figures)
+    write_json(folder / "analysis.json", results)
+    return results
 
 
 _WRITTEN = ("arms", "figures", "analysis.json", "recipe.yaml")
 
 
 def _check_folder(recipe: AnalysisRecipe, folder: Path, overwrite: bool, file: Path | None) -> bool:
-    """Whether an analysis has to be removed; the folder is new, or its analysis was interrupted, if not."""
+    """Whether an earlier analysis has to be removed. If not, the folder is new or its analysis was interrupted."""
     instead = f"Set another name, such as name={folder.name}-2."
     if overwrite:
         return check_replaceable("folder", folder, "analysis", inputs_of(recipe, file), instead)
     check_apart("folder", [folder / name for name in _WRITTEN], inputs_of(recipe), instead)
-    hint = f"{instead} --overwrite removes it." if kind_of(folder) == "analysis" else instead
+    hint = f"{instead} Or pass --overwrite to remove it." if kind_of(folder) == "analysis" else instead
     if (folder / "analysis.json").exists():
-        raise RecipeError("folder", str(folder), f"It is there already. {hint}")
+        raise RecipeError("folder", str(folder), f"The folder holds a finished analysis. {hint}")
     if folder.exists() and any(p for p in folder.iterdir() if not p.name.startswith(".")):
-        # Name, seed and base come first; arms whose part of the recipe has changed are scored again.
+        # Name, seed and base come first. Arms whose part of the recipe has changed are evaluated again.
         stored = folder / "recipe.yaml"
         same = stored.is_file() and stored.read_text(encoding="utf-8").split("\nchanges:")[0]
         if same != to_yaml(recipe).split("\nchanges:")[0]:
-            raise RecipeError("folder", str(folder), f"It is there already and holds something else. {hint}")
+            raise RecipeError("folder", str(folder), f"The folder holds something else. {hint}")
     return False
 
 
 class _Table:
-    """The model on its device, the prompts that every arm is asked, and the arms that are written already."""
+    """The model on its device, the prompts of every arm, and the arms that are already written."""
 
     def __init__(self, recipe: AnalysisRecipe, folder: Path) -> None:
         self.recipe, self.folder = recipe, folder / "arms"
         self.revision = revision_of(recipe.base)
-        self.given = revision_of(as_base(recipe.teacher)) if recipe.teacher else ""
+        self.teacher_revision = revision_of(as_base(recipe.teacher)) if recipe.teacher else ""
         self.prompts = make_prompts(recipe.evaluate, recipe.seed)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -145,11 +150,11 @@ class _Table:
         return load_model(as_base(self.recipe.teacher)).to(self.device)  # type: ignore[arg-type]
 
     def arm(self, change: Change | None, tick: Callable[[int, int], None]) -> Arm:
-        """Scored now, or as it was written by an analysis that was interrupted."""
+        """Evaluate an arm, or read it if an interrupted analysis wrote it."""
         path = self.folder / f"{'base' if change is None else change.name}.json"
         section = self.recipe.evaluate.model_dump(mode="json")
-        said = None if change is None else change.model_dump(mode="json", exclude={"name"})
-        key = fingerprint([VERSION, self.revision, self.given, self.recipe.seed, section, said])
+        settings = None if change is None else change.model_dump(mode="json", exclude={"name"})
+        key = fingerprint([VERSION, self.revision, self.teacher_revision, self.recipe.seed, section, settings])
         if path.is_file():
             stored = read_json(path)
             if stored["key"] == key:
@@ -162,23 +167,23 @@ class _Table:
         return arm
 
     def _scored(self, change: Change | None, tick: Callable[[int, int], None]) -> Arm:
-        given = (self.tokenizer, self.recipe.evaluate, self.recipe.seed, self.prompts, tick)
+        arguments = (self.tokenizer, self.recipe.evaluate, self.recipe.seed, self.prompts, tick)
         if change is None:
-            return evaluate_model(self.model, *given)
+            return evaluate_model(self.model, *arguments)
         if change.swap is not None:
             assert self.recipe.teacher is not None
             plan, section = swap_plan(change, self.model.config, self.recipe.teacher, self.teacher.config)
-            return evaluate_model(splice_model(self.model, plan, section, self.teacher), *given)
+            return evaluate_model(splice_model(self.model, plan, section, self.teacher), *arguments)
         specs = family_of(self.model.config).mixers(self.model.config)
         assert change.layers != "minimal"
         with altered(self.model, specs, off_heads(change, specs), change.layers, change.mask_last_row, change.drop):
-            return evaluate_model(self.model, *given)
+            return evaluate_model(self.model, *arguments)
 
 
 def _score(
     table: _Table, changes: Sequence[Change | None], before: Mapping[str, Arm], progress: Tick | None
 ) -> dict[str, Arm]:
-    """The arms of `before` and those of `changes`."""
+    """Evaluate `changes` and return them with the arms of `before`."""
     arms = dict(before)
     total = len(before) + len(changes)
     for change in changes:
@@ -193,39 +198,41 @@ def _score(
 
 
 def minimal_model(arms: Mapping[str, Arm], pruned: Sequence[str], layers: int, margin: float) -> dict[str, Any]:
-    """How many layers from below retrieve as the whole model does: the last before a drop, pruning from the end.
+    """Find the smallest number of first layers that retrieve as well as the whole model.
 
-    A drop is an accuracy on KV-retrieval, over all numbers of pairs, that is lower by more than `margin` and
-    significantly so: exact one-sided McNemar against the base, below 0.05.
+    Layers are pruned from the end until KV-retrieval accuracy drops. A drop is larger than `margin` and significant:
+    exact one-sided McNemar test against the base, below 0.05, over all numbers of pairs.
 
     Args:
-        pruned: names of the arms, the largest model first.
-        layers: of the whole model.
+        arms: the base and the pruned models, by name.
+        pruned: names of the pruned models, the largest first.
+        layers: number of layers of the whole model.
+        margin: loss of accuracy that is allowed.
 
     Returns:
         `layers`, the arm's `accuracy`, the `base`'s, `p_value` (1 for the whole model), `margin` and `of`.
     """
     before = right(arms["base"])["kv_retrieval"]
-    found = {"layers": layers, "of": layers, "accuracy": before.mean(), "base": before.mean(), "p_value": 1.0}
+    minimal = {"layers": layers, "of": layers, "accuracy": before.mean(), "base": before.mean(), "p_value": 1.0}
     for count, name in zip(range(layers - 1, 0, -1), pruned, strict=True):
         after = right(arms[name])["kv_retrieval"]
         p_value = mcnemar(before, after)
         if p_value < LEVEL and before.mean() - after.mean() > margin:
             break
-        found |= {"layers": count, "accuracy": after.mean(), "p_value": p_value}
+        minimal |= {"layers": count, "accuracy": after.mean(), "p_value": p_value}
     return {
-        **{key: value if isinstance(value, int) else float(value) for key, value in found.items()},
+        **{key: value if isinstance(value, int) else float(value) for key, value in minimal.items()},
         "margin": margin,
     }
 
 
 def group(task: str) -> str:
-    """What a task of `evaluate` counts as here: every number of pairs as one task, both halves of the facts as one."""
+    """Group of a task: all numbers of pairs are one group, and so are both halves of the facts."""
     return task.partition("/")[0].removesuffix("_seen")
 
 
 def right(arm: Arm) -> dict[str, NDArray[np.bool_]]:
-    """By group of tasks, right or wrong for each prompt."""
+    """For each group of tasks, whether each prompt was answered correctly."""
     rows: dict[str, list[NDArray[np.bool_]]] = {}
     for task, correct in arm.correct.items():
         rows.setdefault(group(task), []).append(np.asarray(correct, bool))
@@ -233,18 +240,18 @@ def right(arm: Arm) -> dict[str, NDArray[np.bool_]]:
 
 
 def side_by_side(arms: Mapping[str, Arm]) -> dict[str, dict[str, Any]]:
-    """By arm and group of tasks: accuracy, Wilson interval, and whether the base is right more often.
+    """Tabulate every arm: accuracy by group of tasks with its Wilson interval, and perplexity.
 
-    `p_value` is McNemar's, exact and one-sided, against the base; `worse` is what is left of it at 0.05 after Holm's
-    correction over the arms. `perplexity` stands beside them.
+    `p_value` is an exact one-sided McNemar test against the base. `worse` is its result at 0.05 after Holm's correction
+    over the arms.
     """
     flags = {name: right(arm) for name, arm in arms.items()}
     table: dict[str, dict[str, Any]] = {name: {} for name in arms}
     others = [name for name in arms if name != "base"]
     for task, before in flags["base"].items():
         for name in arms:
-            found = wilson(int(flags[name][task].sum()), len(flags[name][task]))
-            table[name][task] = {"accuracy": found.value, "low": found.low, "high": found.high, "n": found.n}
+            share = wilson(int(flags[name][task].sum()), len(flags[name][task]))
+            table[name][task] = {"accuracy": share.value, "low": share.low, "high": share.high, "n": share.n}
         p_values = [mcnemar(before, flags[name][task]) for name in others]
         for name, p_value, worse in zip(others, p_values, holm(p_values, LEVEL), strict=True):
             table[name][task] |= {"p_value": p_value, "worse": worse}
@@ -254,7 +261,7 @@ def side_by_side(arms: Mapping[str, Arm]) -> dict[str, dict[str, Any]]:
 
 
 def _results(arms: Mapping[str, Arm]) -> dict[str, Any]:
-    """What was scored: side by side, in full, and McNemar's p-values of every task in both directions."""
+    """Results: the table, every arm in full, and p-values of every task in both directions."""
     others = [name for name in arms if name != "base"]
     return {
         "tasks": side_by_side(arms),
@@ -265,28 +272,28 @@ def _results(arms: Mapping[str, Arm]) -> dict[str, Any]:
 
 
 def _chance(prompts: PromptSet) -> dict[str, float]:
-    """Accuracy of a guess, by group of tasks."""
+    """Accuracy of random guesses, by group of tasks."""
     shares: dict[str, list[float]] = {}
     for task, documents in prompts.choices.items():
         shares.setdefault(group(task), []).extend(1 / len(d.questions[-1].choices) for d in documents)
     return {name: sum(parts) / len(parts) for name, parts in shares.items()}
 
 
-def _draw(found: Mapping[str, Any], single: Sequence[str], folder: Path) -> None:
-    """The changes that are named one by one: every task, and retrieval against pairs. One figure for each sweep."""
-    tasks, chance = found["tasks"], found["chance"]
+def _draw(results: Mapping[str, Any], single: Sequence[str], folder: Path) -> None:
+    """Draw the single changes (every task, and retrieval against pairs), and one figure for each sweep."""
+    tasks, chance = results["tasks"], results["chance"]
     if single:
         shown = ("base", *single)
         tasks_by_arm({name: tasks[name] for name in shown}, chance, folder)
-        accuracy_by_pairs({name: found["arms"][name]["kv_retrieval"] for name in shown}, folder)
-    for kind, names in found["sweeps"].items():
+        accuracy_by_pairs({name: results["arms"][name]["kv_retrieval"] for name in shown}, folder)
+    for kind, names in results["sweeps"].items():
         sites = {_site(name): tasks[name] for name in (reversed(names) if kind == "prune" else names)}
-        minimal = found["minimal"]["layers"] if kind == "prune" else None
+        minimal = results["minimal"]["layers"] if kind == "prune" else None
         tasks_by_site(kind, tasks["base"], sites, chance, folder, minimal)
 
 
 def _site(arm: str) -> str:
-    """What an arm of a sweep changes: `prune_03` is 3, `disable_l1h2` L1H2."""
+    """Site that an arm of a sweep changes: 3 of `prune_03`, L1H2 of `disable_l1h2`."""
     last = arm.rpartition("_")[2]
     return str(int(last)) if last.isdigit() else last.upper()
 

@@ -1,8 +1,4 @@
-"""From an analysis recipe to the single changes that are scored: sweeps written out, everything checked.
-
-Owns: names and order of the arms; what a change needs of a model. Pure: configs alone, and a heads.json that a sweep
-names. Must never know: weights, how a part is removed, scores.
-"""
+"""Expand an analysis recipe into single changes and check them against the model's config. Loads no weights."""
 
 from __future__ import annotations
 
@@ -23,37 +19,42 @@ from surgery.types import HeadId, HeadSet, MixerSpec, Plan, ScoredHead, head_set
 def expand(
     recipe: AnalysisRecipe, config: PreTrainedConfig, minimal: int | None = None
 ) -> tuple[dict[str, list[Change]], list[Change]]:
-    """The changes of each sweep, in the recipe's order, and those that it names one by one.
+    """Expand the sweeps of a recipe.
 
     Args:
-        minimal: what `layers: minimal` stands for; the whole model if it is not known yet.
+        recipe: the validated recipe.
+        config: of the base.
+        minimal: number of layers that `layers: minimal` stands for. The whole model if it is not known yet.
+
+    Returns:
+        Changes of each sweep in the recipe's order, and the changes that the recipe lists.
 
     Raises:
-        RecipeError: two changes of one name; a heads.json of another model.
+        RecipeError: two changes have the same name, or a heads.json belongs to another model.
     """
     whole = minimal in (None, config.num_hidden_layers)
     resolved = {"layers": None if whole else minimal}
     sweeps: dict[str, list[Change]] = {}
-    for given in recipe.sweeps:
-        sweep = given.model_copy(update=resolved) if given.layers == "minimal" else given
+    for listed in recipe.sweeps:
+        sweep = listed.model_copy(update=resolved) if listed.layers == "minimal" else listed
         sweeps[sweep.kind] = list(_changes(sweep, config))
     single = [c.model_copy(update=resolved) if c.layers == "minimal" else c for c in recipe.changes]
     taken = {change.name for changes in sweeps.values() for change in changes}
     for change in single:
         if change.name in taken:
-            raise RecipeError("changes", change.name, "An arm of a sweep has that name. Name it otherwise.")
+            raise RecipeError("changes", change.name, "An arm of a sweep has this name. Choose another one.")
     return sweeps, single
 
 
 def _changes(sweep: Sweep, config: PreTrainedConfig) -> Iterator[Change]:
-    """One change for each layer or head. Names have the layer's number in as many digits as the model needs."""
+    """One change for each layer or head. Layer numbers in names are zero-padded."""
     total, layers = config.num_hidden_layers, sweep.layers
     assert layers != "minimal"
     digits = max(2, len(str(total - 1)))
     running = range(total if layers is None else layers)
     if sweep.kind == "prune":
         if config.num_hidden_layers < 2:
-            raise RecipeError("sweeps.prune", "1 layer", "There is nothing to prune; leave the sweep out.")
+            raise RecipeError("sweeps.prune", "1 layer", "There is nothing to prune. Remove the sweep.")
         for count in range(total - 1, 0, -1):
             yield Change(name=f"prune_{count:0{digits}d}", layers=count)
     elif sweep.kind == "drop_one":
@@ -70,13 +71,17 @@ def _changes(sweep: Sweep, config: PreTrainedConfig) -> Iterator[Change]:
 
 
 def _heads(sweep: Sweep, config: PreTrainedConfig) -> list[HeadId]:
-    """As heads.json ranks them, or every head from below."""
+    """Heads in the order of heads.json, or every head from the first layer on."""
     if sweep.heads is None:
         return [head for spec in family_of(config).mixers(config) for head in spec.heads]
-    found = head_set_from_json(read_json(Path(sweep.heads)))
-    if found.geometry != geometry_of(config):
-        raise RecipeError("sweeps.disable_one.heads", sweep.heads, "Its heads were located in another model.")
-    return [scored.head for scored in found.heads]
+    head_set = head_set_from_json(read_json(Path(sweep.heads)))
+    if head_set.geometry != geometry_of(config):
+        raise RecipeError(
+            "sweeps.disable_one.heads",
+            sweep.heads,
+            "These heads were located in another model. Run surgery locate on this one.",
+        )
+    return [scored.head for scored in head_set.heads]
 
 
 def check_change(
@@ -85,27 +90,30 @@ def check_change(
     teacher: Teacher | None = None,
     teacher_config: PreTrainedConfig | None = None,
 ) -> None:
-    """Raises RecipeError when the model has no such head or layer, or none that runs, or the swap cannot be made.
+    """Check a change against the model. `layers: minimal` counts as the whole model.
 
-    `layers: minimal` counts as the whole model.
+    Raises:
+        RecipeError: the model has no such head or layer, it does not run, or the swap is not possible.
     """
     specs, where = family_of(config).mixers(config), f"changes.{change.name}"
     total = config.num_hidden_layers
     if isinstance(change.layers, int) and change.layers >= total:
-        raise RecipeError(f"{where}.layers", change.layers, f"The model has {total}; keep fewer.")
+        raise RecipeError(f"{where}.layers", change.layers, f"The model has {total} layers. Set a smaller number.")
     running = set(range(change.layers if isinstance(change.layers, int) else total))
     for layer in change.drop:
         if layer not in running:
-            raise RecipeError(f"{where}.drop", layer, f"Layers that run go from 0 to {max(running)}.")
+            raise RecipeError(f"{where}.drop", layer, f"Set a layer from 0 to {max(running)}.")
     running -= set(change.drop)
     mixers = {spec.name: spec for spec in specs if spec.layer in running}
     for field in ("disable", "keep"):
         _check_heads(f"{where}.{field}", getattr(change, field), mixers)
     for layer in change.keep_in:
         if layer not in {spec.layer for spec in mixers.values()}:
-            raise RecipeError(f"{where}.keep_in", layer, "There are no heads in that layer, or it does not run.")
+            raise RecipeError(f"{where}.keep_in", layer, "This layer has no heads or does not run. Set another one.")
     if change.mask_last_row and not any(attends(config, spec) for spec in mixers.values()):
-        raise RecipeError(f"{where}.mask_last_row", "true", "The model has no attention in layers that run.")
+        raise RecipeError(
+            f"{where}.mask_last_row", "true", "The model has no attention in the layers that run. Remove the key."
+        )
     if change.swap is not None:
         assert teacher is not None and teacher_config is not None
         swap_plan(change, config, teacher, teacher_config)
@@ -116,14 +124,12 @@ def _check_heads(field: str, names: Sequence[str], mixers: dict[str, MixerSpec])
         spec = mixers.get(head.mixer)
         if spec is None or head.head >= spec.num_heads:
             running = list(mixers.values())
-            said = (
-                f"Heads that run go from {running[0].heads[0]} to {running[-1].heads[-1]}." if running else "None run."
-            )
-            raise RecipeError(field, str(head), said)
+            heads = f"from {running[0].heads[0]} to {running[-1].heads[-1]}" if running else "of a layer that runs"
+            raise RecipeError(field, str(head), f"No such head runs. Set a head {heads}.")
 
 
 def off_heads(change: Change, specs: Sequence[MixerSpec]) -> dict[str, list[int]]:
-    """By `MixerSpec.name`, the heads that `disable` and `keep` remove."""
+    """Heads that `disable` and `keep` remove, by `MixerSpec.name`."""
     kept = {HeadId.parse(name) for name in change.keep}
     layers = set(change.keep_in) or {head.layer for head in kept}
     off = {spec.name: [head.head for head in spec.heads if head not in kept] for spec in specs if spec.layer in layers}
@@ -135,10 +141,14 @@ def off_heads(change: Change, specs: Sequence[MixerSpec]) -> dict[str, list[int]
 def swap_plan(
     change: Change, config: PreTrainedConfig, teacher: Teacher, teacher_config: PreTrainedConfig, seed: int = 0
 ) -> tuple[Plan, Splice]:
-    """What `splice` needs for this swap. Raises RecipeError where a layer cannot be put there, with the reason."""
+    """Make the plan and the recipe section that splice this swap.
+
+    Raises:
+        RecipeError: the layer cannot be replaced. The error gives the reason.
+    """
     assert change.swap is not None
-    layer, own = change.swap.layer, change.swap.teacher_layer
-    head, donor = HeadId(layer, 0), HeadId(layer if own is None else own, 0)
+    layer, teacher_layer = change.swap.layer, change.swap.teacher_layer
+    head, donor = HeadId(layer, 0), HeadId(layer if teacher_layer is None else teacher_layer, 0)
     section = Splice(
         select="list",
         heads=(str(head),),

@@ -1,7 +1,4 @@
-"""What the stages of one run share: its recipe, its folder, and what has been loaded. Owns: loading each of them once.
-
-Must never know: what a stage does, when it runs, how progress is drawn.
-"""
+"""The state that the stages of one run share: recipe, folder, and models, each loaded once."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from surgery.types import HeadSet, Plan, head_set_from_json, plan_from_json
 
 
 class Reporter(Protocol):
-    """Where progress goes; the CLI draws it."""
+    """Receives progress. The command line draws it."""
 
     def start(self, stage: str, what: str) -> None: ...
 
@@ -36,24 +33,32 @@ class Reporter(Protocol):
 
 
 class Silent:
-    """No progress: for the Python API and for ranks other than 0."""
+    """Discard progress: for the Python API, and for ranks other than 0."""
 
     def start(self, stage: str, what: str) -> None:
-        """Ignores it."""
+        """Do nothing."""
 
     def progress(self, done: int, total: int, note: str = "") -> None:
-        """Ignores it."""
+        """Do nothing."""
 
     def finish(self, stage: str, seconds: float) -> None:
-        """Ignores it."""
+        """Do nothing."""
 
     def skip(self, stage: str, why: str) -> None:
-        """Ignores it."""
+        """Do nothing."""
 
 
 @dataclass
 class Run:
-    """One recipe in one folder; `stages` are those that this call goes through."""
+    """One recipe in one folder.
+
+    Attributes:
+        recipe: what is run.
+        folder: run folder.
+        accelerator: device and processes.
+        reporter: receives progress.
+        stages: names of the stages that this call runs.
+    """
 
     recipe: Recipe
     folder: Path
@@ -68,23 +73,23 @@ class Run:
 
     @cached_property
     def revision(self) -> str:
-        """What identifies the base, its tokenizer and the teachers; their files are hashed once."""
+        """Identify the base, its tokenizer and the teachers by a hash of their files or their commit."""
         teachers = [teacher for teacher in (self.recipe.teacher, self.recipe.train.teacher) if teacher is not None]
         return "+".join([revision_of(self.recipe.base), *(revision_of(as_base(teacher)) for teacher in teachers)])
 
     @cached_property
     def control_revision(self) -> str:
-        """What identifies the model that `control` names; nothing where none is."""
+        """Identify the model that `control` names. Empty if there is none."""
         return revision_of(as_base(self.recipe.control)) if self.recipe.control is not None else ""
 
     @cached_property
     def data_revision(self) -> str:
-        """What identifies the user's own data: a hash of local files; a Hub set by what the recipe says."""
+        """Identify the user's data by a hash of local files. A dataset on the Hub is identified by the recipe."""
         files = [file for data in self.recipe.train.own_data for file in local_files(data)]
         return digest(*files) if files else ""
 
     def base(self) -> PreTrainedModel:
-        """The pretrained model, loaded once; never trained."""
+        """The pretrained model, loaded once and never trained."""
         if self._base is None:
             self._base = load_model(self.recipe.base).to(self.accelerator.device)
         return self._base
@@ -96,40 +101,40 @@ class Run:
         return self._tokenizer
 
     def teacher(self) -> PreTrainedModel | None:
-        """Whose attention is transplanted, if any."""
+        """The teacher whose attention is transplanted, or None."""
         teacher = self.recipe.teacher
         return load_model(as_base(teacher)).to(self.accelerator.device) if teacher else None
 
     def teacher_config(self) -> PreTrainedConfig | None:
-        """Its config alone."""
+        """The config of that teacher, or None."""
         teacher = self.recipe.teacher
         return load_config(as_base(teacher)) if teacher else None
 
     def untrained(self) -> PreTrainedModel:
-        """The hybrid that training begins with, to be changed: what `splice` wrote, or a copy of a base that is one."""
+        """Load the hybrid that is trained: the output of the stage splice, or a base that is a hybrid."""
         return self.model("spliced") if self.recipe.splice is not None else load_model(self.recipe.base)
 
     def untrained_control(self) -> PreTrainedModel:
-        """The model that the control's training begins with, to be changed."""
+        """Load the model that is trained as the control."""
         return load_model(as_base(self.recipe.control) if self.recipe.control is not None else self.recipe.base)
 
     def model(self, name: str) -> PreTrainedModel:
-        """A model that a stage has saved in the run folder."""
+        """Load a model that a stage saved in the run folder."""
         return load_model(Base(model=str(self.folder / name), dtype="auto")).to(self.accelerator.device)
 
     def heads(self) -> HeadSet | None:
-        """What `locate` wrote; of a base that is a hybrid, what lies in its folder, if anything does."""
-        own = self.recipe.splice is None
-        path = (Path(self.recipe.base.model) if own else self.folder) / "heads.json"
-        return None if own and not path.is_file() else head_set_from_json(read_json(path))
+        """Heads of the stage locate. For a base that is a hybrid: those in its folder, or None."""
+        is_hybrid = self.recipe.splice is None
+        path = (Path(self.recipe.base.model) if is_hybrid else self.folder) / "heads.json"
+        return None if is_hybrid and not path.is_file() else head_set_from_json(read_json(path))
 
     def plan(self) -> Plan:
-        """What `plan` wrote; of a base that is a hybrid, what its config says."""
+        """Plan of the stage plan. For a base that is a hybrid: the plan in its config."""
         if self.recipe.splice is None:
             return plan_of_hybrid(load_config(self.recipe.base), public_name(self.recipe.base.model))
         return plan_from_json(read_json(self.folder / "plan.json"))
 
     def save(self, model: PreTrainedModel, name: str) -> None:
-        """Writes a model folder whole; loads without remote code where `surgery.hybrid` is imported."""
+        """Save a model folder, whole or not at all. It loads without remote code if `surgery.hybrid` is imported."""
         with new_folder(self.folder / name) as folder:
             model.save_pretrained(folder)

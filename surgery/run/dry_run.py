@@ -1,7 +1,4 @@
-"""What a run would do and cost, from configs alone: no weights are loaded, nothing is written. Owns: `--dry-run`.
-
-Must never know: how it is printed, how a stage does its work.
-"""
+"""Estimate what a run does and costs from configs only (`--dry-run`). Loads no weights and writes nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +21,8 @@ from surgery.models.lookup import family_of, geometry_of
 from surgery.models.runtime import shorten_chunks
 from surgery.models.sizes import meta_model, sizes_of
 from surgery.models.spliced import plan_of_hybrid
-from surgery.recipe import Base, Hardware, Recipe, Splice, TrainStage, as_base
+from surgery.recipe import Base, Hardware, Recipe, Splice, TrainStage, as_base, to_yaml
+from surgery.recipe.inputs import inputs_of
 from surgery.run.context import Run
 from surgery.run.folder import RunDir
 from surgery.run.memory_estimate import MicroBatch, StepCost, micro_batches, step_cost
@@ -37,18 +35,24 @@ LENGTHS = {"1k": 1024, "8k": 8 * 1024, "32k": 32 * 1024, "128k": 128 * 1024}
 GIB = 2**30
 
 
-def dry_run(recipe: Recipe, folder: Path, path: Path | None = None) -> dict[str, Any]:
-    """Heads, sizes, memory, FLOPs, cache bytes, and whether it fits; plain data.
+def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: bool = False) -> dict[str, Any]:
+    """Estimate heads, sizes, memory, FLOPs and cache bytes of a run, and whether it fits the hardware.
 
-    Heads that are not located yet are stood in for by the first heads of the middle layer: counts are the same.
+    If no heads are located yet, the first heads of the middle layer are counted in their place.
 
     Args:
-        folder: of the run, for heads that were located there.
-        path: of the recipe. Where `base.model` is a Hub id, the shapes in `configs/` beside it save a connection.
+        recipe: the validated recipe.
+        folder: run folder. Heads that were located there are used.
+        path: the recipe's file. If `base.model` is a Hub id, `configs/` beside it saves a connection.
+        overwrite: as of the run.
+
+    Returns:
+        Plain data, which `console.print_plan` prints.
 
     Raises:
-        SurgeryError: what the run itself would refuse before it loads weights.
+        SurgeryError: the run would refuse the recipe, the folder or a model before it loads weights.
     """
+    RunDir(folder).check(to_yaml(recipe), overwrite, inputs_of(recipe, path))
     base, shapes_from = _at_hand(recipe.base, path)
     config = load_config(base)
     plan, fields, heads_from = _planned(recipe, config, folder, path)
@@ -56,9 +60,9 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None) -> dict[str,
     hybrid = _hybrid(config, fields, recipe.base)
     before, after = sizes_of(plain), sizes_of(hybrid)
     caches = {"base": _cache(cache_bytes(plain)), "hybrid": _cache(cache_bytes(hybrid))}
-    if recipe.splice is None:  # they are one
+    if recipe.splice is None:  # the base is the hybrid
         del caches["base"]
-    tokenizer, counted_with = _tokenizer(recipe.base, may_ask=not shapes_from)
+    tokenizer, counted_with = _tokenizer(recipe.base, online=not shapes_from)
     processes = recipe.hardware.count
     costs, trainable = [], 0
     for number, stage in enumerate(recipe.train.sequence):
@@ -83,28 +87,28 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None) -> dict[str,
 def _planned(
     recipe: Recipe, config: PreTrainedConfig, folder: Path, path: Path | None
 ) -> tuple[Plan, list[dict[str, Any]], str]:
-    """The plan, the config field it makes, and where its heads are from."""
+    """The plan, the config field `splice`, and where the heads come from."""
     if recipe.splice is None:
         return plan_of_hybrid(config, recipe.base.model), config.splice, "in the hybrid"
     heads = _located(recipe, folder)
     teacher = load_config(_at_hand(as_base(recipe.splice.teacher), path)[0]) if recipe.splice.teacher else None
     plan = make_plan(heads or _stand_in(recipe, recipe.splice, config), config, recipe.splice, recipe.seed, teacher)
-    said = "located" if heads else "listed" if recipe.splice.heads else "stand-in"
-    return plan, splice_field(plan, config, recipe.splice, teacher), said
+    origin = "located" if heads else "listed" if recipe.splice.heads else "stand-in"
+    return plan, splice_field(plan, config, recipe.splice, teacher), origin
 
 
 def _training(
     recipe: Recipe, costs: Sequence[tuple[TrainStage, tuple[MicroBatch, ...], StepCost]], counted_with: str
 ) -> dict[str, Any]:
-    """Steps, tokens, FLOPs and memory; the run's are those of all arms that train, a step's those of the largest."""
+    """Steps, tokens, FLOPs and memory. Those of the run count all trained arms; those of a step, the largest step."""
     processes = recipe.hardware.count
     arms = 2 if recipe.has_control else 1
-    stage, batches, worst = max(costs, key=lambda found: found[2].memory.total)
+    stage, batches, worst = max(costs, key=lambda entry: entry[2].memory.total)
     rows, columns = batches[worst.largest].shape
     lengths = [stage.num_steps for stage, _, _ in costs]
     tokens = [round(cost.tokens * processes) for _, _, cost in costs]
     flops = [cost.flops * processes for _, _, cost in costs]
-    documents = sum(sum(micro.rows for micro in found) * n for (_, found, _), n in zip(costs, lengths, strict=True))
+    documents = sum(sum(micro.rows for micro in batch) * n for (_, batch, _), n in zip(costs, lengths, strict=True))
     return {
         "steps": recipe.train.num_all_steps,
         "arms": arms,
@@ -118,7 +122,7 @@ def _training(
 
 
 def _fits(cost: StepCost, hardware: Hardware) -> dict[str, Any] | None:
-    """Whether one process's share fits its device, and what is left; None where the recipe names no memory."""
+    """Whether one process fits its device, and what is left. None if the recipe sets no hardware.memory_gib."""
     if hardware.memory_gib is None:
         return None
     left = round(hardware.memory_gib * GIB) - cost.memory.total
@@ -126,12 +130,12 @@ def _fits(cost: StepCost, hardware: Hardware) -> dict[str, Any] | None:
     return {"gpu": name, "count": hardware.count, "memory_gib": hardware.memory_gib, "fits": left >= 0, "left": left}
 
 
-def _cache(found: CacheBytes) -> dict[str, Any]:
-    return {"state": found.state, "kv_per_token": found.per_token, **{k: found.at(n) for k, n in LENGTHS.items()}}
+def _cache(cache: CacheBytes) -> dict[str, Any]:
+    return {"state": cache.state, "kv_per_token": cache.per_token, **{k: cache.at(n) for k, n in LENGTHS.items()}}
 
 
 def _stand_in(recipe: Recipe, splice: Splice, config: PreTrainedConfig) -> HeadSet:
-    """The heads that the recipe lists, or the first ones around the middle layer."""
+    """The heads that the recipe lists, or the first heads around the middle layer."""
     sites = family_of(config).sites(config)
     chosen = [HeadId.parse(h) for h in splice.heads]
     if not chosen and sites:
@@ -151,59 +155,72 @@ def _hybrid(config: PreTrainedConfig, fields: list[dict[str, Any]], base: Base) 
 
 
 def _as_loaded(model: PreTrainedModel, base: Base) -> PreTrainedModel:
-    """In the dtype that the recipe asks for; what the class keeps in fp32 stays there. Chunks as a run has them."""
+    """Set the dtypes and scan chunks that a run would use. What the class keeps in fp32 stays in fp32."""
     shorten_chunks(model)
-    asked = model.config.dtype if base.dtype == "auto" else getattr(torch, base.dtype)
-    kept = model._keep_in_fp32_modules_strict or ()
+    dtype_of_recipe = model.config.dtype if base.dtype == "auto" else getattr(torch, base.dtype)
+    in_fp32 = model._keep_in_fp32_modules_strict or ()
     for name, parameter in model.named_parameters():
-        dtype = torch.float32 if name.rsplit(".", 1)[-1] in kept else asked or torch.float32
+        dtype = torch.float32 if name.rsplit(".", 1)[-1] in in_fp32 else dtype_of_recipe or torch.float32
         parameter.data = parameter.data.to(dtype)
     return model
 
 
 def _at_hand(base: Base, path: Path | None) -> tuple[Base, str]:
-    """The base with its config from where no connection is needed, and a note if that is not its own place.
+    """Find the base's config without a connection.
 
-    A folder is itself. A Hub id is looked for in the local cache, then among the configs beside the recipe; the Hub is
-    asked only if neither has it.
+    A folder is used as it is. A Hub id is looked up in the local cache, then in `configs/` beside the recipe. The Hub
+    is requested only if neither has it.
+
+    Returns:
+        The base, and the folder in `configs/` if that was used.
     """
     cached = _cached(base.model, "config.json", base.revision)
     if Path(base.model).exists() or cached is not None:
         return base.model_copy(update={"model": str(cached or base.model)}), ""
     owner, _, name = base.model.partition("/")
-    kept = path.parent / "configs" / name if path is not None else None
-    if kept is None or not name or "/" in name or owner.startswith((".", "~")) or not (kept / "config.json").is_file():
+    local = path.parent / "configs" / name if path is not None else None
+    if (
+        local is None
+        or not name
+        or "/" in name
+        or owner.startswith((".", "~"))
+        or not (local / "config.json").is_file()
+    ):
         return base, ""
-    return base.model_copy(update={"model": str(kept)}), str(kept)
+    return base.model_copy(update={"model": str(local)}), str(local)
 
 
-def _tokenizer(base: Base, may_ask: bool) -> tuple[PreTrainedTokenizerBase, str]:
-    """The base's tokenizer, or the toolkit's small one, and a note which. `may_ask`: the Hub may be asked for it."""
+def _tokenizer(base: Base, online: bool) -> tuple[PreTrainedTokenizerBase, str]:
+    """Load the base's tokenizer, or the toolkit's small one, with a note that says which.
+
+    Args:
+        online: whether the Hub may be requested.
+    """
     source = base.tokenizer or base.model
     cached = _cached(source, "tokenizer.json", None if base.tokenizer else base.revision)
-    if cached is not None or Path(source).exists() or may_ask:
+    if cached is not None or Path(source).exists() or online:
         try:
             there = base if cached is None else base.model_copy(update={"tokenizer": str(cached)})
             return load_tokenizer(there), "its own tokenizer"
         except ModelError:
-            pass  # the counts do not need it, and the run itself refuses
-    note = "the toolkit's small tokenizer (its own is not at hand): about 5 tokens a key-value pair"
+            pass  # the estimate works without it, and the run reports the error
+    note = "the toolkit's small tokenizer, because its own is not available: about 5 tokens a key-value pair"
     return build_tokenizer(), note
 
 
 def _cached(source: str, name: str, revision: str | None) -> Path | None:
-    """The folder in the Hub's cache that has this file; None too for what is a folder, or no id."""
+    """Folder in the Hub's local cache that has this file, or None."""
     if Path(source).exists():
         return None
     try:
-        found = try_to_load_from_cache(source, name, revision=revision)
+        file = try_to_load_from_cache(source, name, revision=revision)
     except HFValidationError:
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(file).parent if isinstance(file, str) else None
 
 
 def _located(recipe: Recipe, folder: Path) -> HeadSet | None:
-    """The heads of an earlier run, if they were located with these very settings."""
+    """Heads of an earlier run in this folder, if they were located with the same settings."""
     manifest = RunDir(folder).manifest("locate")
     if manifest is None or not (folder / "heads.json").is_file():
         return None

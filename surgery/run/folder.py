@@ -1,4 +1,4 @@
-"""The folder of one run: its recipe and one manifest per finished stage."""
+"""The folder of one run: its recipe and one manifest for each finished stage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from surgery.errors import RunError
 from surgery.files.atomic import digest, read_json, sweep, text_or_empty, write_json, write_text
 from surgery.files.ownership import check_apart, check_replaceable, kind_of, mark, remove
 
-# What a run writes into its folder, besides its mark.
+# Files and folders that a run writes, besides its mark.
 WRITTEN = (
     "heads.json", "heads.csv", "locate.html", "locate.json", "plan.json", "spliced",
     "splice.json", "steps", "teacher_logits", "logs", "trained", "training.json", "no_splice",
@@ -19,19 +19,24 @@ WRITTEN = (
 
 
 class RunDir:
-    """The folder of one run: `runs/NAME/`, with `recipe.yaml` and one manifest a stage under `.stages/`."""
+    """The folder of one run, `runs/NAME/`, with `recipe.yaml` and manifests of its stages under `.stages/`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def check(self, recipe_yaml: str, overwrite: bool = False, inputs: Mapping[str, str] | None = None) -> bool:
-        """Whether taking the folder for this recipe removes a run of another one. Changes nothing.
+        """Check that this recipe may use the folder. Changes nothing.
 
         Args:
-            inputs: what the recipe reads from this disk, and its own file as `recipe`.
+            recipe_yaml: the recipe in full.
+            overwrite: allow the removal of a run of another recipe.
+            inputs: local files and folders that the recipe reads, by field, and its own file as `recipe`.
+
+        Returns:
+            True if a run of another recipe has to be removed.
 
         Raises:
-            RunError: the folder holds something else, or what the run reads; or a run of another recipe, and
+            RunError: the folder holds something else or an input of the run, or it holds a run of another recipe and
                 `overwrite` is not set.
         """
         instead, inputs = f"Set another name, such as name={self.path.name}-2.", inputs or {}
@@ -40,21 +45,21 @@ class RunDir:
             models = {field: given for field, given in inputs.items() if field != "recipe"}
             check_apart("run folder", [self.path / name for name in WRITTEN], models, instead)
             return False
-        # A claim that was killed leaves nothing but its half-written recipe.
+        # A process that was killed in `claim` leaves only its half-written recipe.
         if self.path.is_dir() and all(p.match(".recipe.yaml.*.tmp") for p in self.path.iterdir()):
             return False
         if not check_replaceable("run folder", self.path, "run", inputs, instead):
             return False
         if not overwrite:
-            hint = f"It belongs to another recipe or run. {instead} --overwrite removes that run."
+            hint = f"The folder belongs to another recipe. {instead} Or pass --overwrite to remove that run."
             raise RunError("run folder", str(self.path), hint)
         return True
 
     def claim(self, recipe_yaml: str, overwrite: bool = False, inputs: Mapping[str, str] | None = None) -> None:
-        """Takes the folder for this recipe. With `overwrite` a run of another one is removed.
+        """Use the folder for this recipe. With `overwrite`, a run of another recipe is removed.
 
         Raises:
-            RunError: as `check`.
+            RunError: see `check`.
         """
         if self.check(recipe_yaml, overwrite, inputs):
             remove(self.path, WRITTEN)
@@ -66,37 +71,44 @@ class RunDir:
         mark(self.path, "run")
 
     def manifest(self, stage: str) -> Mapping[str, Any] | None:
-        """What the stage wrote last, or None. Raises RunError where the file holds something else."""
+        """Read the manifest of a finished stage.
+
+        Returns:
+            `key`, `outputs` (hash) and `seconds`, or None if the stage is not finished.
+
+        Raises:
+            RunError: the file is not a manifest.
+        """
         path = self.path / ".stages" / f"{stage}.json"
-        found = read_json(path) if path.is_file() else None
-        if found is not None and not (isinstance(found, dict) and {"key", "outputs"} <= found.keys()):
-            raise RunError(str(path), "no manifest of a stage", "Delete it: the stage runs again.")
-        return found
+        manifest = read_json(path) if path.is_file() else None
+        if manifest is not None and not (isinstance(manifest, dict) and {"key", "outputs"} <= manifest.keys()):
+            raise RunError(str(path), "not the manifest of a stage", "Delete the file. The stage runs again.")
+        return manifest
 
     def is_fresh(self, stage: str, key: str, outputs: Sequence[Path]) -> bool:
-        """True when the stage finished with this key and its outputs are as it left them."""
+        """True if the stage finished with this key and its outputs are unchanged."""
         manifest = self.manifest(stage)
         return (
             self.is_finished(stage, key, outputs) and manifest is not None and manifest["outputs"] == digest(*outputs)
         )
 
     def is_finished(self, stage: str, key: str, outputs: Sequence[Path]) -> bool:
-        """True when the stage finished with this key and its outputs are there; they may have been edited since."""
+        """True if the stage finished with this key and its outputs exist. They may have been edited."""
         manifest = self.manifest(stage)
         return manifest is not None and manifest["key"] == key and all(p.exists() for p in outputs)
 
     def finish(self, stage: str, key: str, outputs: Sequence[Path], seconds: float) -> None:
-        """Writes the stage's manifest: from now on it is fresh."""
+        """Write the manifest of a stage, which makes it fresh."""
         data = {"key": key, "outputs": digest(*outputs), "seconds": round(seconds, 2)}
         write_json(self.path / ".stages" / f"{stage}.json", data)
 
     def forget(self, stage: str) -> None:
-        """The stage will run again."""
+        """Remove the manifest of a stage, so that it runs again."""
         (self.path / ".stages" / f"{stage}.json").unlink(missing_ok=True)
 
 
 def _base_of(recipe_yaml: str) -> str:
-    """The lines that make two recipes the same operation: name, seed and base; sections may change and rerun."""
+    """Lines of the recipe that identify a run: name, seed and base. Changes of other sections rerun their stages."""
     lines = recipe_yaml.splitlines()
     head = lines[: next((i for i, line in enumerate(lines) if line.startswith("locate:")), len(lines))]
     return "\n".join(head)

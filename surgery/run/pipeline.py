@@ -1,7 +1,7 @@
-"""Runs the stages in order: freshness, resume, who writes. Must never know: how a stage does its work.
+"""Run the stages of a recipe in order, skip finished ones, resume an interrupted run.
 
-A stage is fresh if its manifest matches the hashes of its inputs, its sections of the recipe and its version; else it
-runs again. Under a launcher every process locates and trains; rank 0 alone does the rest and writes.
+A stage is fresh if its manifest matches the hashes of its inputs, its sections of the recipe and its version. Otherwise
+it runs again. With several processes, all of them locate and train; only rank 0 runs the other stages and writes files.
 """
 
 from __future__ import annotations
@@ -41,30 +41,35 @@ def run_pipeline(
     reporter: Reporter | None = None,
     file: Path | None = None,
 ) -> Run:
-    """Runs the stages from `first` to `last`; finished ones are skipped.
+    """Run the stages of a recipe from `first` to `last`. Finished stages are skipped.
 
     Args:
-        folder: of the run; taken for this recipe and held until the end, or refused.
-        first: run this stage even if it is fresh, and begin there; those above must be finished with this recipe.
+        recipe: the validated recipe.
+        folder: run folder. It is locked until the run ends.
+        first: start at this stage, even if it is finished. The stages before it must be finished with this recipe.
         last: stop after this stage.
-        overwrite: removes a run of another recipe from `folder`.
-        file: the recipe's, which must not be in a folder that is removed.
+        overwrite: remove a run of another recipe from `folder`.
+        reporter: receives progress.
+        file: the recipe's file, which must not lie in a folder that is removed.
+
+    Returns:
+        The run, with its folder and loaded models.
 
     Raises:
-        RunError: an unknown stage; a folder of another recipe, of no run, or that another process writes into; an
+        RunError: an unknown stage, a folder that belongs to another recipe, to no run or to a running process, or an
             input that is missing or would be removed.
-        SurgeryError: what a stage raises.
+        SurgeryError: a model, the data or a stage fails.
     """
     stages = stages_of(recipe)
     known = [stage.name for stage in stages]
     for option, name in (("--from", first), ("--to", last)):
         if name is not None and name not in known:
-            tuned = " The base is a hybrid already (splice: null)." if recipe.splice is None else ""
-            raise RunError(option, name, f"Stages are: {', '.join(known)}.{tuned}")
+            tuned = " With splice: null the base is a hybrid already." if recipe.splice is None else ""
+            raise RunError(option, name, f"Use one of the stages {', '.join(known)}.{tuned}")
     begin = known.index(first) if first else 0
     end = known.index(last) if last else len(stages) - 1
     if begin > end:
-        raise RunError("--to", last, f"It comes before {first}.")
+        raise RunError("--to", last, f"This stage comes before {first}. Set --to to {first} or a later stage.")
     accelerator = make_accelerator()
     is_main = accelerator.is_main_process
     chosen = stages[begin : end + 1]
@@ -74,9 +79,9 @@ def run_pipeline(
     with hold(folder, "run folder") if is_main else nullcontext():
         if is_main:
             run.rundir.check(*claim)
-        _look_first(run)
+        _check_inputs(run)
         if is_main:
-            _check_above(run, stages[:begin])
+            _check_earlier_stages(run, stages[:begin])
             run.rundir.claim(*claim)
         accelerator.wait_for_everyone()
         for stage in chosen:
@@ -84,16 +89,16 @@ def run_pipeline(
     return run
 
 
-def _look_first(run: Run) -> None:
-    """Everything about models, heads and data that can be refused before anything is written or measured."""
+def _check_inputs(run: Run) -> None:
+    """Check models, heads and data before anything is written or measured."""
     if run.recipe.splice is None:
-        _look_at_hybrid(run)
+        _check_hybrid(run)
     else:
-        _look_at_base(run, run.recipe.splice)
+        _check_base(run, run.recipe.splice)
     check_vocabulary(run.tokenizer(), run.base().config)
-    _look_at_others(run)
+    _check_other_models(run)
     if "train" in run.stages:
-        _look_at_data(run)
+        _check_data(run)
         if run.recipe.train.compile:
             check_compiler(run.accelerator.device)
     if "evaluate" in run.stages:
@@ -102,8 +107,8 @@ def _look_first(run: Run) -> None:
         make_prompts(few, run.recipe.seed, tokenizer=run.tokenizer())
 
 
-def _look_at_hybrid(run: Run) -> None:
-    """The base is to be a hybrid, and the control a model like it without a splice."""
+def _check_hybrid(run: Run) -> None:
+    """Check that the base is a hybrid, and the control a model with the same tokenizer and no splice."""
     recipe = run.recipe
     plan_of_hybrid(load_config(recipe.base), recipe.base.model)
     if recipe.control is None:
@@ -111,16 +116,16 @@ def _look_at_hybrid(run: Run) -> None:
     try:
         check_not_spliced(load_config(as_base(recipe.control)))
     except PlanError:
-        hint = "It is a hybrid. The control is a model without a splice, such as the hybrid's own base."
+        hint = "The control must be a model without a splice, and this is a hybrid. Name the hybrid's own base."
         raise PlanError("control.model", recipe.control.model, hint) from None
     vocabularies = [load_tokenizer(base).get_vocab() for base in (recipe.base, as_base(recipe.control))]
     if vocabularies[0] != vocabularies[1]:
-        hint = "Its tokenizer is not the hybrid's: the two cannot be trained on the same tokens."
+        hint = "Its tokenizer differs from the hybrid's. Use a control with the same tokenizer."
         raise RecipeError("control.model", recipe.control.model, hint)
 
 
-def _look_at_others(run: Run) -> None:
-    """The models that stages load later, some of them after hours."""
+def _check_other_models(run: Run) -> None:
+    """Check the models that later stages load."""
     recipe = run.recipe
     needed = {"control": recipe.control, "train": recipe.train.teacher, "splice": recipe.teacher}
     for stage, model in needed.items():
@@ -130,8 +135,8 @@ def _look_at_others(run: Run) -> None:
                 check_vocabulary(run.tokenizer(), load_config(as_base(model)), model.model)
 
 
-def _look_at_data(run: Run) -> None:
-    """The user's own data: every row, unless it is streamed; those that are held out, as far as they are asked."""
+def _check_data(run: Run) -> None:
+    """Check every row of the user's data (not of streams), and the held-out rows that are evaluated."""
     train, config = run.recipe.train, run.base().config
     context, vocab_size = getattr(config, "max_position_embeddings", None), config.vocab_size
     for source in [source for stage in train.sequence for source in stage.sources if source.data is not None]:
@@ -139,18 +144,18 @@ def _look_at_data(run: Run) -> None:
     held_out_documents(train, run.tokenizer(), run.recipe.evaluate.examples, context, vocab_size)
 
 
-def _look_at_base(run: Run, splice: Splice) -> None:
-    """The base is to be one that can be spliced, as far as this call goes, and to have the heads that are asked for."""
+def _check_base(run: Run, splice: Splice) -> None:
+    """Check that the base can be spliced, if this run splices, and that it has the requested heads."""
     recipe = run.recipe
     config = load_config(recipe.base)
     check_not_spliced(config)
-    alone = run.stages[-1] == "locate"  # analysis alone: models that nothing can be spliced into are welcome
-    if not alone:
+    only_locate = run.stages[-1] == "locate"  # a model that cannot be spliced can still be located
+    if not only_locate:
         check_splices(config)
-    if alone and not family_of(config).sites(config):
+    if only_locate and not family_of(config).sites(config):
         return
-    if not alone and "locate" in run.stages and "sharpen" not in recipe.locate.methods:
-        hint = "Add sharpen: it says what the spliced head is to read. `surgery locate` alone does without."
+    if not only_locate and "locate" in run.stages and "sharpen" not in recipe.locate.methods:
+        hint = "Add sharpen (the oracle read): it decides what a spliced head reads. Only locating runs without it."
         raise RecipeError("locate.methods", list(recipe.locate.methods), hint)
     teacher = run.teacher_config()
     if teacher is not None:
@@ -159,16 +164,18 @@ def _look_at_base(run: Run, splice: Splice) -> None:
         check_in_range(head, config)
     heads = sum(spec.num_heads for spec in family_of(config).sites(config))
     if splice.num_heads > heads:
-        raise PlanError("splice.num_heads", splice.num_heads, f"The model has {heads} heads.")
+        raise PlanError(
+            "splice.num_heads", splice.num_heads, f"The model has only {heads} heads. Set a smaller number."
+        )
     if splice.select == "sharpen" and splice.num_heads > recipe.locate.top_k:
-        raise PlanError("splice.num_heads", splice.num_heads, "Raise locate.top_k to at least that number.")
+        raise PlanError("splice.num_heads", splice.num_heads, "Set locate.top_k to at least this number.")
 
 
-def _check_above(run: Run, stages: tuple[Stage, ...]) -> None:
-    """Stages that are not run again must have been finished with these very settings; edits by hand are welcome."""
+def _check_earlier_stages(run: Run, stages: tuple[Stage, ...]) -> None:
+    """Check that the stages before the first one are finished with the same settings. Their files may be edited."""
     for stage in stages:
         if not run.rundir.is_finished(stage.name, stage.key(run), stage.outputs(run)):
-            hint = f"It is not finished, or was with other settings. Run the stage {stage.name} first."
+            hint = f"The stage {stage.name} is not finished, or was run with other settings. Run it first."
             raise RunError(run.stages[0], f"needs {stage.name}", hint)
 
 
@@ -181,7 +188,7 @@ def _run_stage(run: Run, stage: Stage, forced: bool) -> None:
         broadcast_object_list(decided)
     key, fresh = decided
     if fresh:
-        run.reporter.skip(stage.name, "finished before, and nothing it depends on has changed")
+        run.reporter.skip(stage.name, "already finished with the same inputs")
         return
     began = time.perf_counter()
     run.reporter.start(stage.name, stage.what)

@@ -1,7 +1,4 @@
-"""What each stage of a run does. Owns: what each one reads and writes in the run folder, and its call to the library.
-
-Must never know: when a stage runs, how progress is drawn.
-"""
+"""The stages of a run: what each one reads, calls and writes in the run folder."""
 
 from __future__ import annotations
 
@@ -55,15 +52,17 @@ from surgery.types import HeadSet, to_json
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of a run.
+    """One stage of a run.
 
     Attributes:
-        what: for the progress line.
-        sections: parts of the recipe that the result depends on.
-        reads, writes: files and folders of the run folder.
-        work: does it.
-        together: every process takes part, not rank 0 alone.
-        version: raised when the stage's result changes for the same inputs.
+        name: the name of its command.
+        what: description for the progress line.
+        sections: sections of the recipe, or their fields, that the result depends on.
+        reads: files and folders of the run folder that it reads.
+        writes: files and folders of the run folder that it writes.
+        work: runs the stage. Takes the run and the stage's key.
+        together: True if every process takes part, False for rank 0 only.
+        version: increased when the result changes for the same inputs.
     """
 
     name: str
@@ -76,7 +75,7 @@ class Stage:
     version: int = 1
 
     def key(self, run: Run) -> str:
-        """Hash of all that the result depends on. A part is a section, or one field of it: `splice.select`."""
+        """Hash everything that the result depends on: sections or their fields (`splice.select`), inputs, revisions."""
         recipe = run.recipe.model_dump(mode="json")
         for unused in ("no_splice", "save_every"):
             recipe["train"].pop(unused)
@@ -93,7 +92,7 @@ class Stage:
         return fingerprint([self.name, self.version, run.revision, parts, inputs])
 
     def outputs(self, run: Run) -> list[Path]:
-        """The files and folders that it leaves for this recipe."""
+        """Files and folders that the stage writes for this recipe."""
         control = _CONTROL if self.name == "control" and run.recipe.has_control else ()
         return [run.folder / name for name in (*self.writes, *control)]
 
@@ -117,16 +116,16 @@ def _locate(run: Run, key: str) -> None:
     if not run.accelerator.is_main_process:
         return
     write_json(run.folder / "locate.json", heads.cost)
-    write_json(run.folder / "heads.json", to_json(heads))  # the measurement first: what follows could fail
+    write_json(run.folder / "heads.json", to_json(heads))  # before the figures and the page, which could fail
     write_csv(heads, run.folder / "heads.csv")
     with new_folder(run.folder / "figures" / "locate") as figures:
         if any(column in scored.scores for scored in heads.heads for column in COLUMNS):
             head_maps(heads, figures)
-    write_page(heads, _what_heads_read(run, heads), run.folder / "locate.html")
+    write_page(heads, _hidden_attention(run, heads), run.folder / "locate.html")
 
 
-def _what_heads_read(run: Run, heads: HeadSet) -> PromptAttention:
-    """Every head's hidden attention at the query of one short prompt, and the whole matrix of the best ones."""
+def _hidden_attention(run: Run, heads: HeadSet) -> PromptAttention:
+    """Hidden attention of every head at the query of one short prompt, and whole matrices of the best heads."""
     document = kv_document(rng_of("sample", run.recipe.seed, 0), min(16, run.recipe.locate.pairs), split="eval")
     full = dict.fromkeys([s.head for s in heads.chosen] + [s.head for s in heads.heads[:6]])
     specs = family_of(run.base().config).mixers(run.base().config)
@@ -149,7 +148,7 @@ def _splice(run: Run, key: str) -> None:
 
 
 def _sample(run: Run, count: int, pairs: int = 0) -> Any:
-    """A few evaluation prompts of the size that locating uses, on the device."""
+    """Encode a few evaluation prompts of the size that locating uses, on the device."""
     pairs = pairs or run.recipe.locate.pairs
     documents = [kv_document(rng_of("sample", run.recipe.seed, i), pairs, split="eval") for i in range(count)]
     return encode(documents, run.tokenizer(), until_answer=True).to(run.accelerator.device)
@@ -161,9 +160,9 @@ def _train(run: Run, key: str) -> None:
 
 def _control(run: Run, key: str) -> None:
     if run.recipe.has_control:
-        # It keeps what it knew itself.
-        kept = run.base if run.recipe.splice is not None else run.untrained_control
-        _train_arm(run, key, run.untrained_control(), kept, "no_splice", "no_splice_training")
+        # The control keeps its own predictions.
+        reference = run.base if run.recipe.splice is not None else run.untrained_control
+        _train_arm(run, key, run.untrained_control(), reference, "no_splice", "no_splice_training")
     elif run.accelerator.is_main_process:
         for name in _CONTROL:
             path = run.folder / name
@@ -171,27 +170,27 @@ def _control(run: Run, key: str) -> None:
 
 
 def _train_arm(
-    run: Run, key: str, model: PreTrainedModel, kept: Callable[[], PreTrainedModel], name: str, curve: str
+    run: Run, key: str, model: PreTrainedModel, reference: Callable[[], PreTrainedModel], name: str, curve: str
 ) -> None:
-    """Trains one arm from the newest checkpoint of this very key; writes the model and its losses.
+    """Train one arm, from its newest checkpoint with this key if there is one. Writes the model and its losses.
 
     Args:
-        kept: loads the frozen model for the objective `keep`.
+        reference: loads the frozen model for the objective `base_kl`.
     """
     section, steps = run.recipe.train, run.folder / "steps"
-    mine = steps / key[:16]
+    checkpoints = steps / key[:16]
     if run.accelerator.is_main_process and steps.is_dir():
         for other in steps.iterdir():
-            if other != mine:
+            if other != checkpoints:
                 shutil.rmtree(other)
     history = train_model(
         model,
         run.tokenizer(),
         section,
         run.plan(),
-        kept() if section.uses("keep") else None,
+        reference() if section.uses("keep") else None,
         run.recipe.seed,
-        mine,
+        checkpoints,
         run.accelerator,
         _Watch(run, model, name),
         control=name == "no_splice",
@@ -205,26 +204,26 @@ def _train_arm(
         shutil.rmtree(steps, ignore_errors=True)
 
 
-_WATCHED = 64  # prompts of one look
+_WATCHED = 64  # prompts of one measurement during training
 
 
 class _Watch:
-    """Draws the progress of a training, and looks at held-out KV accuracy every so often."""
+    """Report the progress of training, with held-out KV accuracy every `train.check_every` steps."""
 
     def __init__(self, run: Run, model: PreTrainedModel, name: str) -> None:
         self.run, self.model, self.name = run, model, name
         self.accuracy = ""
         pairs, seed = run.recipe.locate.pairs, run.recipe.seed
-        self.asked = [kv_document(rng_of("watch", seed, i), pairs, split="eval") for i in range(_WATCHED)]
+        self.prompts = [kv_document(rng_of("watch", seed, i), pairs, split="eval") for i in range(_WATCHED)]
         self._recent: list[tuple[float, float]] = []
 
     def __call__(self, step: int, losses: dict[str, float]) -> None:
         section, recipe = self.run.recipe.train, self.run.recipe
         if section.check_every and step % section.check_every == 0 and self.run.accelerator.is_main_process:
             self.model.eval()
-            found = answer_choices(self.model, self.run.tokenizer(), self.asked, recipe.evaluate.batch_size)
+            scores = answer_choices(self.model, self.run.tokenizer(), self.prompts, recipe.evaluate.batch_size)
             self.model.train()
-            self.accuracy = f", KV {found.correct.float().mean():.2f}"
+            self.accuracy = f", KV {scores.correct.float().mean():.2f}"
         self._recent = [*self._recent[-9:], (losses["tokens"], losses["seconds"])]
         tokens, seconds = (sum(column) for column in zip(*self._recent, strict=True))
         parts = " ".join(f"{k} {v:.3f}" for k, v in losses.items() if k not in ("step", "tokens", "seconds"))
@@ -256,14 +255,14 @@ def _evaluate(run: Run, key: str) -> None:
 
 
 def _teacher_arm(run: Run) -> tuple[dict[str, Callable[[], PreTrainedModel]], dict[str, str]]:
-    """The teacher of training, or that of the splice, as an arm; or why it is none, by the arm's name."""
-    given = run.recipe.train.teacher or run.recipe.teacher
-    if given is None:
+    """The teacher of training or of the splice as an arm, or the reason why it is skipped, by the arm's name."""
+    teacher = run.recipe.train.teacher or run.recipe.teacher
+    if teacher is None:
         return {}, {}
-    vocabularies = [tokenizer.get_vocab() for tokenizer in (load_tokenizer(as_base(given)), run.tokenizer())]
+    vocabularies = [tokenizer.get_vocab() for tokenizer in (load_tokenizer(as_base(teacher)), run.tokenizer())]
     if vocabularies[0] != vocabularies[1]:
-        return {}, {"teacher": "its tokenizer is not the base's: the prompts would be other tokens"}
-    return {"teacher": lambda: load_model(as_base(given)).to(run.accelerator.device)}, {}
+        return {}, {"teacher": "its tokenizer differs from the base's, so the prompts would be different tokens"}
+    return {"teacher": lambda: load_model(as_base(teacher)).to(run.accelerator.device)}, {}
 
 
 def _write_results(run: Run, arms: dict[str, Arm], began: float, skipped: dict[str, str]) -> None:
@@ -296,17 +295,17 @@ def _write_results(run: Run, arms: dict[str, Arm], began: float, skipped: dict[s
 
 
 def _efficiency(run: Run, figures: Path) -> dict[str, Any] | None:
-    """Time and memory of the base, the hybrid and a Transformer, if the recipe asks for them."""
+    """Measure time and memory of the base, the hybrid and a Transformer, if `evaluate.efficiency` is set."""
     section = run.recipe.evaluate.efficiency
     if section is None:
         return None
-    found = efficiency({"base": run.base(), "hybrid": run.model("trained")}, section)
-    costs_by_length(found["arms"], figures, found["where"])
-    return found
+    costs = efficiency({"base": run.base(), "hybrid": run.model("trained")}, section)
+    costs_by_length(costs["arms"], figures, costs["where"])
+    return costs
 
 
 def _draw_attention(run: Run, figures: Path) -> None:
-    """The first spliced head's attention from the query over one prompt, before and after training."""
+    """Draw the attention of the first spliced head from the query over one prompt, before and after training."""
     batch = _sample(run, 1, pairs=min(16, run.recipe.locate.pairs))
     plan, rows = run.plan(), {}
     before = run.base if run.recipe.splice is None else partial(run.model, "spliced")
@@ -324,7 +323,7 @@ def _export(run: Run, key: str) -> None:
     heads, plan = run.heads(), run.plan()
     base, path = run.recipe.base, run.folder / "results.json"
     results, base_card = read_json(path), card_of(base.model, base.revision)
-    with reading(str(path), None, "Delete it and run the stage evaluate.", RunError):
+    with reading(str(path), None, "Delete the file and run the stage evaluate.", RunError):
         card = model_card(run.recipe, heads, plan, results, base_card)
     shared = public_recipe(run.recipe)
     export_model(
@@ -344,7 +343,7 @@ def _export(run: Run, key: str) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that a number may depend on."""
+    """Versions of the packages that results depend on."""
     return {
         "surgery": __version__,
         "python": platform.python_version(),
@@ -364,18 +363,18 @@ STAGES: tuple[Stage, ...] = (
     Stage("train", "training the hybrid", ("base", "train"), ("spliced", "plan.json"),
           ("trained", "training.json", "figures/training"), _train, together=True),
     Stage("control", "training the control", ("base", "train"), (), (), _control, together=True),
-    Stage("evaluate", "scoring every arm", ("base", "train", "locate.pairs", "evaluate"),
+    Stage("evaluate", "evaluating every arm", ("base", "train", "locate.pairs", "evaluate"),
           ("trained", "no_splice", "spliced", "plan.json"), ("results.json", "report.html", "figures/evaluate"),
           _evaluate, version=2),
     Stage("export", "exporting", ("base", "locate", "splice", "train", "evaluate", "export"),
           ("trained", "results.json", "report.html", "plan.json", "heads.json"), ("export",), _export, version=2),
 )  # fmt: skip
-# Of a base that is a hybrid already: `splice: null`.
+# Stages for a base that is a hybrid already (`splice: null`).
 TUNING: tuple[Stage, ...] = (
     Stage("train", "training the hybrid", ("base", "train"), (), ("trained", "training.json", "figures/training"),
           _train, together=True),
     Stage("control", "training the control", ("base", "control", "train"), (), (), _control, together=True),
-    Stage("evaluate", "scoring every arm", ("base", "control", "train", "locate.pairs", "evaluate"),
+    Stage("evaluate", "evaluating every arm", ("base", "control", "train", "locate.pairs", "evaluate"),
           ("trained", "no_splice"), ("results.json", "report.html", "figures/evaluate"), _evaluate,
           version=2),
     Stage("export", "exporting", ("base", "control", "splice", "train", "evaluate", "export"),
@@ -384,5 +383,5 @@ TUNING: tuple[Stage, ...] = (
 
 
 def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
-    """The stages that a recipe goes through, in order."""
+    """Stages of a recipe, in order."""
     return TUNING if recipe.splice is None else STAGES

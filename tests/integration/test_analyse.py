@@ -68,7 +68,7 @@ def test_changes_change_something(finished: tuple[Path, dict[str, Any]]) -> None
 def test_an_interrupted_analysis_goes_on(
     models: dict[str, str], finished: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, scored, real = every_procedure(models), [], analysing.evaluate_model_model
+    recipe, scored, real = every_procedure(models), [], analysing.evaluate_model
 
     def until(count: int) -> None:
         def evaluate(*args: Any) -> Any:
@@ -86,7 +86,7 @@ def test_an_interrupted_analysis_goes_on(
     until(-1)
     found = analyse(recipe, tmp_path / "x")
     assert found == finished[1] and len(scored) == len(found["arms"])
-    with pytest.raises(RecipeError, match="already"):
+    with pytest.raises(RecipeError, match="finished analysis"):
         analyse(recipe, tmp_path / "x")
     # Another seed is another analysis; what is changed may be changed in between, and arms that stay are kept.
     (tmp_path / "x" / "analysis.json").unlink()

@@ -316,7 +316,7 @@ class TestErrorsOfOurOwn:
     def test_a_full_disk_is_no_error_of_our_own(self) -> None:
         for words in ("Error while serializing: No space left on device (os error 28)", "unexpected pos 576 vs 534"):
             code, line = cli._verdict(RuntimeError(words))
-            assert code == 2 and line.startswith("error: the disk is full") and "Make room" in line
+            assert code == 2 and line.startswith("error: the disk is full") and "Free some space" in line
 
     def test_the_flag_shows_the_librarys_error_behind_a_refusal(self, tmp_path: Path) -> None:
         (tmp_path / "x.yaml").write_text("a: [")
@@ -343,8 +343,10 @@ class TestErrorsOfOurOwn:
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 @pytest.mark.parametrize("seconds", [0.15, 0.4, 1.0, 2.5])
 def test_an_interrupt_in_the_first_seconds_ends_without_a_traceback(tmp_path: Path, seconds: float) -> None:
-    command = [sys.executable, "-m", "surgery", "run", str(RECIPE), *SMALL]
+    begin = "print('begun', flush=True); from surgery.__main__ import main; main()"
+    command = [sys.executable, "-c", begin, "run", str(RECIPE), *SMALL]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "begun\n"  # Python itself has started
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)

@@ -18,8 +18,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipelin
 import surgery.export.verify as verifying
 import surgery.hybrid
 from surgery.errors import RunError
-from surgery.export import folder as export
 from surgery.export.files import RECORD, REFERENCE, fingerprints
+from surgery.export.folder import export_model
 from surgery.export.reload import TOLERANCE, make_reference, read_reference, reload
 from surgery.export.verify import verify_folder
 from surgery.models.loading import load_model
@@ -85,7 +85,7 @@ def test_a_folder_that_holds_something_else_is_refused(folder: Path, tmp_path: P
     (tmp_path / "thesis.txt").write_text("years of work")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     with pytest.raises(RunError, match="no export"):
-        export(model, tokenizer, tmp_path)
+        export_model(model, tokenizer, tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
@@ -137,9 +137,9 @@ def test_a_copy_verifies_from_the_command_line(folder: Path, tmp_path: Path) -> 
     done = command("verify", str(copy), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     files = sum(p.is_file() for p in copy.rglob("*")) - 1
-    assert f"{files} files are those that were exported" in done.stdout and "not checked" not in done.stdout
+    assert f"{files} files match the export record" in done.stdout and "not checked" not in done.stdout
     assert "config.json, plan.json, heads.json, README.md agree" in done.stdout
-    assert "8 generated tokens" in done.stdout or "generated tokens the same" in done.stdout
+    assert "8 generated tokens" in done.stdout or "generated tokens are equal" in done.stdout
 
 
 def test_another_model_does_not_verify(folder: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from surgery.errors import ModelError
+from surgery.errors import ModelError, RunError
 from surgery.models.loading import load_config
 from surgery.models.lookup import family_of
 from surgery.models.sizes import meta_model
@@ -152,6 +152,17 @@ def test_a_dry_run_says_what_does_not_fit(tmp_path: Path) -> None:
     assert found["fits"]["fits"] is False and found["fits"]["left"] < 0
     assert silent["fits"] is None and silent["shapes_from"] == ""
     assert found["memory"] == silent["memory"]
+
+
+def test_a_dry_run_refuses_a_folder_that_the_run_would_refuse(tmp_path: Path) -> None:
+    path, folder = RECIPES["quickstart"], tmp_path / "thesis"
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("years of work")
+    recipe = load_recipe(path, [f"base.model={BASE}"])
+    for overwrite in (False, True):
+        with pytest.raises(RunError, match="run folder"):
+            dry_run(recipe, folder, path, overwrite)
+    assert [p.name for p in folder.iterdir()] == ["thesis.txt"]
 
 
 @pytest.mark.parametrize("model", ["./mamba2-130m", "../mamba2-130m", "a/b/mamba2-130m", "no folder", "mamba2-130m"])

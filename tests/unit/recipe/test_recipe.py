@@ -104,7 +104,7 @@ def test_a_bad_value_is_refused_by_field_and_value(write: Write, override: str, 
 def test_an_unknown_key_is_called_so(write: Write) -> None:
     error = assert_refused(write(MINIMAL + "epochs: 3\n"))
     assert error.field == "epochs"
-    assert "not known" in error.hint
+    assert "Unknown key" in error.hint
 
 
 def test_a_missing_key_is_called_so(write: Write) -> None:
@@ -198,11 +198,11 @@ def test_a_list_index_out_of_range_is_refused(write: Write, part: str) -> None:
     for override in (f"train.sources.{part}.rows=8", f"train.sources.{part}=8"):
         error = assert_refused(write(MINIMAL), override)
         assert str(error.value).startswith("train.sources.")
-        assert "2 entries" in error.hint
+        assert "an index from 0 to 1" in error.hint
 
 
 def test_an_override_below_a_plain_value_is_refused(write: Write) -> None:
-    assert "plain value" in assert_refused(write(MINIMAL), "name.a.b=1").hint
+    assert "below a scalar" in assert_refused(write(MINIMAL), "name.a.b=1").hint
 
 
 @pytest.mark.parametrize("override", ["name.a=1", "train.sources.0.rows.x=1"])
@@ -325,7 +325,7 @@ def test_transplants_that_mean_nothing_are_refused(splice: str, says: str, write
 )
 def test_what_is_not_measured_cannot_choose(select: str, needed: str, write: Write) -> None:
     text = MINIMAL + f"splice: {{select: {select}}}\nlocate: {{methods: [query, sharpen%s]}}\n"
-    with pytest.raises(RecipeError, match=f"{select} needs {needed} among locate.methods"):
+    with pytest.raises(RecipeError, match=f"{select} needs {needed} in locate.methods"):
         load_recipe(write(text % ""))
     assert load_recipe(write(text % f", {needed}")).splice.select == select
 
@@ -369,5 +369,5 @@ def test_the_shipped_recipe_is_the_one_of_the_checkout() -> None:
     recipe = load_recipe(path)
     assert recipe.splice is None and recipe.train.sources[0].data is not None
     assert recipe.train.sources[0].data.holdout > 0, "what it learns is shown on rows that it was not trained on"
-    with pytest.raises(RecipeError, match="lacks it"):
+    with pytest.raises(RecipeError, match="installation is incomplete"):
         shipped("no-such-recipe")

@@ -25,6 +25,7 @@ from surgery.console import Bars, out, print_analysis, print_comparison, print_h
 from surgery.errors import SurgeryError, is_out_of_memory, reading, summary
 from surgery.files.atomic import is_full
 from surgery.recipe import AnalysisRecipe, Base, PretrainRecipe, Recipe, load_any, load_recipe, shipped, to_yaml
+from surgery.registry import load_plugins
 
 app = typer.Typer(
     help="Turn a pretrained Mamba into a hybrid: locate its retrieval heads, splice in attention, train, export.",
@@ -144,6 +145,7 @@ def schema(
 ) -> None:
     """Print the JSON schema of recipes, for use in editors."""
     kind = AnalysisRecipe if analysis else PretrainRecipe if pretrain else Recipe
+    load_plugins()
     print(json.dumps(kind.model_json_schema(), indent=1))
 
 

@@ -92,3 +92,17 @@ def test_a_probe_from_outside(tmp_path: Path) -> None:
     row = json.loads((tmp_path / "tasks" / "reversal_4.jsonl").read_text().splitlines()[0])
     words = row["prompt"].split("\n")[1].split(" ")
     assert len(words) == 4 and row["answers"] == [" ".join(reversed(words))]
+
+
+def test_an_installed_plugin_is_in_the_schema(tmp_path: Path) -> None:
+    """An entry point of the group `surgery.plugins` is loaded without a recipe that names it."""
+    (tmp_path / "reversal.py").write_text(block("A probe"))
+    installed = tmp_path / "reversal-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: reversal\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text("[surgery.plugins]\nreversal = reversal\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-m", "surgery", "schema"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert '"reversal"' in done.stdout

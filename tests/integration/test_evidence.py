@@ -28,7 +28,7 @@ from bench.studies.site_selection.arms import (
     variant_arms,
 )
 from bench.studies.site_selection.models import LinearAttention, add_lora, hidden_rows, linear_rows, make_linear
-from bench.studies.site_selection.statistics import Results, correlation, gap_closed, paired, ranks, sites, spread
+from bench.studies.site_selection.statistics import Results, correlation, gap_closed, paired, sites, spread
 from bench.studies.site_selection.tables import ENOUGH, fill, tables, tables_on
 from bench.studies.site_selection.train import prepared, run_arm
 from surgery.errors import RunError
@@ -205,8 +205,9 @@ def test_every_kind_starts_as_the_base(kind: Any) -> None:
 
 
 class TestStatistics:
-    def test_ranks_share_ties(self) -> None:
-        assert ranks(np.array([5.0, 1.0, 5.0, 3.0])).tolist() == [2.5, 0.0, 2.5, 1.0]
+    def test_ties_share_their_rank(self) -> None:
+        found = correlation([5.0, 1.0, 5.0, 3.0], [2.5, 0.0, 2.5, 1.0])
+        assert found is not None and found.spearman.value == pytest.approx(1)
 
     def test_spearman_sees_the_order_alone(self) -> None:
         x = np.random.default_rng(0).normal(size=20)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import pearsonr, spearmanr
 
 from bench.studies.site_selection.arms import LAYER_METHODS, Choices, head_name, layer_chosen, layer_name, layer_of
 from surgery.stats import holm, mcnemar, wilson
@@ -158,20 +159,11 @@ def correlation(predicted: Sequence[float], reached: Sequence[float], seed: int 
 
     def interval(of: Callable[[NDArray[np.float64], NDArray[np.float64]], float]) -> Interval:
         low, high = np.percentile([of(x[d], y[d]) for d in draws], [2.5, 97.5])
-        return Interval(of(x, y), float(low), float(high), len(x))
+        return Interval(float(of(x, y)), float(low), float(high), len(x))
 
-    return Correlation(interval(lambda a, b: pearson(ranks(a), ranks(b))), interval(pearson))
-
-
-def pearson(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
-    return float(np.corrcoef(x, y)[0, 1])
-
-
-def ranks(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Ranks from 0; equal values share the mean of theirs."""
-    _, places, counts = np.unique(x, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return ((last - counts + last - 1) / 2)[places]
+    return Correlation(
+        interval(lambda a, b: spearmanr(a, b).statistic), interval(lambda a, b: pearsonr(a, b).statistic)
+    )
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.stats import spearmanr
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.common import RUNS, SHIPPED, load, parser, save
@@ -63,10 +64,9 @@ def agreement(one: Effects, other: Effects) -> dict[str, float]:
     chosen = np.flatnonzero(_excludes_zero(one) | _excludes_zero(other))
     if len(chosen) < AT_LEAST:
         chosen = np.argsort(-scores.mean(0))[:AT_LEAST]
-    ranks = scores[:, chosen].argsort(1).argsort(1)
     first, second = (np.argsort(-row).tolist() for row in scores)
     overlaps = {f"top {k}": len({*first[:k]} & {*second[:k]}) / k for k in TOPS}
-    return {"rank": float(np.corrcoef(ranks)[0, 1]), **overlaps, "candidates": len(chosen)}
+    return {"rank": float(spearmanr(*scores[:, chosen]).statistic), **overlaps, "candidates": len(chosen)}
 
 
 def _excludes_zero(effects: Effects) -> NDArray[np.bool_]:

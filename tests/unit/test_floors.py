@@ -7,6 +7,7 @@ standard library, torch, transformers and its own siblings only. `surgery.__vers
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -86,6 +87,14 @@ def too_high(module: str, source: ast.AST) -> list[str]:
     elsewhere = [t for t in targets if t.split(".")[:2] != ["surgery", top_of(module)]]
     reached = [(t, floor_of_import(t)) for t in elsewhere]
     return [t for t, floor in reached if floor is not None and floor >= FLOORS[top_of(module)]]
+
+
+def test_the_design_has_the_same_floors() -> None:
+    """The table in docs/ARCHITECTURE.md names every package and module on its floor."""
+    text = (PACKAGE.parent / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d) \| ([^|]+) \|", text, re.MULTILINE)
+    listed = {(name, int(floor)) for floor, names in rows for name in re.findall(r"`(\w+)`", names)}
+    assert listed == {(name, floor) for name, floor in FLOORS.items() if name not in ("__version__", "__main__")}
 
 
 def test_modules_are_found() -> None:

@@ -12,11 +12,11 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.fuzz.values import ROOT
+from tests.support.forked import run_and_exit
 
 
 class Outsider:
@@ -95,14 +95,14 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     return {"code": os.waitstatus_to_exitcode(status), "out": texts[0], "err": texts[1]}
 
 
-def _become(request: dict[str, Any], out: int, err: int) -> None:
+def _become(request: dict[str, Any], out: int, err: int) -> NoReturn:
+    """Run the script, in the child."""
     import signal
 
     from transformers import dynamic_module_utils
     from transformers.utils import hub
 
-    code = 1
-    try:
+    def command() -> None:
         signal.alarm(20)
         os.dup2(out, 1)
         os.dup2(err, 2)
@@ -117,17 +117,8 @@ def _become(request: dict[str, Any], out: int, err: int) -> None:
         sys.path[0] = ""
         sys.argv = request["argv"]
         exec(compile(request["script"], "<string>", "exec"), {"__name__": "__main__"})
-        code = 0
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    run_and_exit(command)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,16 @@ import stat
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.fuzz import guard
 from tests.fuzz.cases import Case
 from tests.fuzz.outsider import Outsider
 from tests.fuzz.values import ROOT
+from tests.support.forked import redirect, run_and_exit
 
 LIMIT = 10.0  # seconds
 MEMORY = 12 << 30  # address space: a bomb ends with MemoryError, not with the machine
@@ -111,14 +111,13 @@ def _wait(child: int, deadline: float) -> int | None:
     return None
 
 
-def _become(case: Case, place: Path, shared: Path, main: Callable[[], None], outsider: Outsider | None) -> None:
-    """The command, in the child; does not return."""
-    code = 1
-    try:
+def _become(case: Case, place: Path, shared: Path, main: Callable[[], None], outsider: Outsider | None) -> NoReturn:
+    """Run the command, in the child."""
+
+    def command() -> None:
         os.setpgid(0, 0)
-        for name, descriptor in (("/dev/null", 0), (place / "out", 1), (place / "err", 2)):
-            os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), descriptor)
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  (a test's own may stand in for it)
+        redirect(place / "out", place / "err")
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  (a test may have replaced it)
         sys.stderr = open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
         import faulthandler
 
@@ -138,17 +137,8 @@ def _become(case: Case, place: Path, shared: Path, main: Callable[[], None], out
         sys.dont_write_bytecode = True
         guard.watch(place, place / "log", [shared], [place, shared])
         main()
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        try:
-            sys.stdout.flush()
-            sys.stderr.flush()
-        finally:
-            os._exit(code)
+
+    run_and_exit(command)
 
 
 def snapshot(folder: Path) -> Snapshot:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -61,3 +64,18 @@ def finished(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
             done = surgery_cold("run", str(RECIPE), *SMALL, cwd=cwd)
             assert done.returncode == 0, done.stderr
     return cwd / "runs" / "quickstart"
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """A headless Chromium. Tests that request it are skipped where playwright or Chromium is not installed."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        pytest.skip("Chromium is not installed")
+    switches = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    switches += ["--disable-component-update", "--disable-sync"]
+    with playwright.sync_playwright() as started:
+        running = started.chromium.launch(executable_path=chromium, args=switches)
+        yield running
+        running.close()

@@ -26,8 +26,8 @@ from transformers.utils.import_utils import is_serve_available
 
 from tests.integration.conftest import ROOT
 from tests.support.battery import trained
+from tests.support.exports import exporting, in_this_process
 from tests.support.pico import SPLICED_FAMILIES, pico_hybrid, pico_site, pico_tokenizer, random_site
-from tests.unit.export.test_verify import exporting, in_this_process
 
 
 @pytest.fixture(scope="module")

@@ -16,15 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from surgery import cli
 from tests.integration.conftest import BASE, RECIPE, SMALL, run_small, surgery, surgery_cold
-
-
-def assert_refused(done, *words: str) -> None:
-    assert done.returncode == 2, (done.returncode, done.stderr)
-    assert "Traceback" not in done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, done.stderr
-    for word in words:
-        assert word in lines[0], lines[0]
+from tests.support.errors import assert_refused
 
 
 @pytest.mark.parametrize(

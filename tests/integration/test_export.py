@@ -27,8 +27,8 @@ from surgery.recipe import Base, Export
 from tests.integration.conftest import RECIPE, SMALL
 from tests.integration.conftest import surgery as command
 from tests.support.battery import every_spliced, logits, trained
+from tests.support.exports import edit, exporting, in_this_process, list_again, refusal, written
 from tests.support.pico import tokens
-from tests.unit.export.test_verify import edit, exporting, in_this_process, list_again, refusal, written
 
 LIBRARY = Path(surgery.hybrid.__file__).parent
 PROMPT = "Memorize the following dictionary:\nbalo:12\nmiku:7\nThe value of the key 'miku' is"

@@ -23,7 +23,7 @@ from surgery.run.pipeline import run_pipeline
 from surgery.splice.graft import splice_model
 from surgery.types import Graft, Plan, plan_from_json
 from tests.integration.conftest import ROOT, surgery
-from tests.integration.test_errors import assert_refused
+from tests.support.errors import assert_refused
 from tests.support.pico import pico_base, pico_tokenizer
 
 STAGES = ["train", "control", "evaluate", "export"]

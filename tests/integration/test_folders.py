@@ -16,7 +16,7 @@ import yaml
 
 from surgery.files.ownership import MARK, mark
 from tests.integration.conftest import BASE, RECIPE, ROOT, SMALL, run_small, surgery
-from tests.integration.test_errors import assert_refused
+from tests.support.errors import assert_refused
 
 ANALYSIS = str(ROOT / "recipes" / "pico-reproduce.yaml")
 PRETRAIN = str(ROOT / "recipes" / "pretrain-pico.yaml")

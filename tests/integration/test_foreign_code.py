@@ -19,7 +19,7 @@ from surgery.export.publish import publish
 from surgery.export.reload import prompt_ids, reload
 from surgery.export.verify import verify_folder
 from tests.integration.conftest import surgery as command
-from tests.unit.export.test_verify import edit, exporting, in_this_process, list_again, written
+from tests.support.exports import edit, exporting, in_this_process, list_again, written
 
 MODULE = "modeling_mamba2_hybrid"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,17 +10,8 @@ import pytest
 
 from surgery.report.heads_page import PromptAttention, write_page
 from surgery.types import HeadSet, ScoredGroup
-from tests.unit.report.figures.test_figures import head_set
-from tests.unit.report.test_heads_page import HOSTILE, prompt
+from tests.support.reports import HOSTILE, head_set, prompt
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: no browser to look with")
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
-)
-pytestmark = pytest.mark.skipif(not CHROMIUM, reason="there is no chromium to look with")
-
-SWITCHES = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-SWITCHES += ["--disable-component-update", "--disable-sync"]
 WIDTHS = {"narrow": 400, "wide": 1400}
 
 
@@ -31,14 +21,6 @@ def heads() -> HeadSet:
     dropped = replace(found.heads[-1], role="unmeasured", reads=None, scores={"query": found.heads[0].scores["query"]})
     pair = ScoredGroup("pair", (found.heads[0].head, found.heads[5].head), {"ablation": found.heads[0].scores["query"]})
     return replace(found, heads=(*found.heads[:-1], dropped), groups=(pair,))
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        running = started.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
-        yield running
-        running.close()
 
 
 @pytest.fixture(params=WIDTHS, scope="module")

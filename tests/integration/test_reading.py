@@ -17,8 +17,8 @@ from safetensors import safe_open
 from surgery.cli import main
 from surgery.models import mamba_ssm_format as formats
 from tests.integration.conftest import BASE, surgery
+from tests.support.mamba2attn import attn_model
 from tests.support.mamba_ssm_files import PADDED, tiny, write
-from tests.unit.hybrid.test_modeling_mamba2attn import attn_model
 
 GIB = 2**30
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_page import WIDTHS, browser, pytestmark  # noqa: F401
+WIDTHS = {"narrow": 400, "wide": 1400}
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_finished_run_is_told_on_one_page(browser: Any, finished: Path, width: str) -> None:  # noqa: F811
+def test_a_finished_run_is_told_on_one_page(browser: Any, finished: Path, width: str) -> None:
     path = finished / "report.html"
     page = browser.new_page(viewport={"width": WIDTHS[width], "height": 900})
     complaints: list[str] = []

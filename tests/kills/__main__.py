@@ -13,19 +13,19 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.fuzz.__main__ import library
 from tests.fuzz.corpus import RECIPES, TINY
 from tests.fuzz.outsider import Outsider
 from tests.fuzz.runner import broken
 from tests.kills.events import FILLER, Events, Trigger, moments
+from tests.support.forked import redirect, run_and_exit
 
 STAGES = ("locate", "plan", "splice", "train", "control", "evaluate", "export")
 WAYS = ("SIGKILL", "SIGTERM", "SIGINT", "full disk", "two at once")
@@ -68,11 +68,11 @@ class Matrix:
             self._become(cwd, ("run", str(RECIPES / "quickstart.yaml"), *TINY, *given), trigger, record)
         return child
 
-    def _become(self, cwd: Path, arguments: tuple[str, ...], trigger: Trigger | None, record: Path | None) -> None:
-        code, log = 1, self.root / f"err.{os.getpid()}"
-        try:
-            for name, descriptor in (("/dev/null", 0), ("/dev/null", 1), (log, 2)):
-                os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), descriptor)
+    def _become(self, cwd: Path, arguments: tuple[str, ...], trigger: Trigger | None, record: Path | None) -> NoReturn:
+        """Run the command, in the child."""
+
+        def command() -> None:
+            redirect("/dev/null", self.root / f"err.{os.getpid()}")
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             import surgery.export.reload
@@ -86,14 +86,8 @@ class Matrix:
                 self.main()
             finally:
                 events.save()
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
+
+        run_and_exit(command)
 
     def wait(self, child: int) -> Ended:
         """Waits for a run to end; kills one that hangs."""

@@ -92,3 +92,13 @@ def write(
     else:
         torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=kind == "bin")
     return folder
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel) -> Tensor:
+    ids = torch.randint(PADDED, (2, 11), generator=torch.Generator().manual_seed(0))
+    return model(ids, use_cache=False).logits
+
+
+def assert_same_logits(found: PreTrainedModel, expected: PreTrainedModel) -> None:
+    assert torch.equal(logits_of(found), logits_of(expected))

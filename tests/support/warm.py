@@ -1,8 +1,8 @@
-"""The command line in a process of its own, without the seconds that importing torch takes.
+"""Run commands in processes of their own without importing torch for each.
 
-One process a test session imports the library and forks a child for every command: `python -m tests.support.warm`
-reads a line of JSON for each and answers with the exit code. It never computes anything itself, so that the children
-begin as a fresh process does; a command that needs another environment must be started the slow way.
+One process for each test session imports the library and forks a child for every command: it reads one line of JSON for
+each and answers with the exit code. It computes nothing itself, so that the children start
+in the state of a fresh process. A command that needs another environment must be started with `subprocess`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import os
 import subprocess
 import sys
 import tempfile
-import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from tests.support.forked import redirect, run_and_exit
 
 ROOT = Path(__file__).parents[2]
 _STARTED: list[subprocess.Popen[str]] = []
@@ -25,14 +27,14 @@ def run(arguments: tuple[str, ...], cwd: Path) -> subprocess.CompletedProcess[st
     """`python -m surgery ARGUMENTS` in `cwd`."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
-        asked = {"argv": ["surgery", *arguments], "cwd": str(cwd), "out": str(out), "err": str(err)}
+        request = {"argv": ["surgery", *arguments], "cwd": str(cwd), "out": str(out), "err": str(err)}
         process = _process()
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps(asked) + "\n")
+        process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
         answer = process.stdout.readline()
         assert answer, "the warm process is gone"
-        return subprocess.CompletedProcess(asked["argv"], json.loads(answer), out.read_text(), err.read_text())
+        return subprocess.CompletedProcess(request["argv"], json.loads(answer), out.read_text(), err.read_text())
 
 
 def processes() -> list[int]:
@@ -70,25 +72,17 @@ def serve() -> None:
         answers.flush()
 
 
-def _become(asked: dict[str, Any], main: Any) -> None:
-    """The command, in the child; does not return."""
-    code = 1
-    try:
-        for path, descriptor in (("/dev/null", 0), (asked["out"], 1), (asked["err"], 2)):
-            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), descriptor)
-        os.chdir(asked["cwd"])
-        sys.path[0] = asked["cwd"]
-        sys.argv = asked["argv"]
+def _become(request: dict[str, Any], main: Callable[[], object]) -> NoReturn:
+    """Run the command, in the child."""
+
+    def command() -> None:
+        redirect(request["out"], request["err"])
+        os.chdir(request["cwd"])
+        sys.path[0] = request["cwd"]
+        sys.argv = request["argv"]
         main()
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    run_and_exit(command)
 
 
 if __name__ == "__main__":

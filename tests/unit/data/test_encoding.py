@@ -15,7 +15,7 @@ from surgery.data.encoding import EncodedBatch, choice_tokens, encode, told_apar
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document, Question, Writer, draw, rng_of, split_of
 from tests.support.pico import pico_tokenizer
-from tests.unit.probes.samples import ASKING, MAKERS, RETRIEVING, cut, sample, several_questions
+from tests.support.samples import ASKING, MAKERS, RETRIEVING, cut, sample, several_questions
 
 Side = Literal["left", "right"]
 SIDES: tuple[Side, ...] = ("left", "right")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
-import torch
 
 from surgery.errors import ModelError, RunError
 from surgery.evaluate.evaluation import evaluate_model
@@ -14,21 +12,10 @@ from surgery.evaluate.prompts import make_prompts
 from surgery.recipe import Evaluate
 from surgery.report.results import cell_of, entries
 from surgery.scoring.ranking import LARGEST
+from tests.support.errors import NO_MEMORY, failing
 from tests.support.pico import pico_base, pico_tokenizer
 
 FEW = Evaluate.model_validate({"pairs": [2], "examples": 4, "sentences": 3, "tasks": ["kv_retrieval", "perplexity"]})
-NO_MEMORY = (
-    MemoryError(),
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
-    RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
-)
-
-
-def failing(error: Exception) -> Any:
-    def forward(*given: Any, **named: Any) -> None:
-        raise error
-
-    return forward
 
 
 def test_a_tokenizer_of_another_model_is_refused_before_anything_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,9 @@ import yaml
 from huggingface_hub import ModelCard
 
 from surgery.export.model_card import card_of, model_card
-from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Recipe, check_recipe, to_yaml
 from surgery.recipe.public import public_name, public_recipe
-from surgery.types import Graft, Plan
-from tests.support.pico import pico_config
+from tests.support.reports import plan, spliced
 
 SHARE = {"accuracy": 0.5, "low": 0.4, "high": 0.6, "n": 100}
 TASKS = ("letter_choice", "option_text", "closed_book", "closed_book_seen")
@@ -45,18 +43,6 @@ def recipe(tmp_path: Path) -> Recipe:
         "control": {"model": str(tmp_path / "own/base")},
         "train": {"steps": 7, "sources": [source], "teacher": {"model": str(tmp_path / "own/teacher")}},
     }
-    return check_recipe(given)
-
-
-def plan(teacher: str | None = None) -> Plan:
-    config = pico_config()
-    graft = Graft(family_of(config).sites(config)[1], (2,), "add", "ssm", ("answer_token",))
-    return Plan("quick", geometry_of(config), (graft,), 0, teacher=teacher)
-
-
-def spliced(model: str, **export: str) -> Recipe:
-    source = {"task": "kv_retrieval", "rows": 2, "weights": {"answer": 1}}
-    given = {"name": "hybrid", "base": {"model": model}, "train": {"steps": 7, "sources": [source]}, "export": export}
     return check_recipe(given)
 
 

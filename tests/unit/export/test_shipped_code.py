@@ -12,8 +12,8 @@ import surgery.hybrid
 from surgery.errors import ModelError
 from surgery.export.shipped_code import _check_keys, check_code, private_copy
 from tests.support.battery import every_spliced, trained
+from tests.support.exports import exporting, in_this_process
 from tests.support.pico import pico_tokenizer
-from tests.unit.export.test_verify import exporting, in_this_process
 
 LIBRARY = Path(surgery.hybrid.__file__).parent
 

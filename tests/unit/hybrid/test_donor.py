@@ -8,30 +8,15 @@ from torch import Tensor
 
 from surgery.errors import PlanError
 from surgery.models.donors import donor_mixers
-from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of
-from surgery.recipe import Splice, Teacher
+from surgery.models.lookup import block_of, family_of, mixer_of
 from surgery.splice.graft import splice_model, step_zero_gap
-from surgery.splice.plan import make_plan
-from surgery.types import HeadId, HeadSet, Plan, ScoredHead, plan_from_json, to_json
+from surgery.types import Plan, plan_from_json, to_json
 from tests.support.pico import HIDDEN, pico_family, prompts, tokens
+from tests.support.teachers import plan_for, section, teacher_of
 
 TEACHERS = ("llama", "qwen2", "gpt_neox")
 SCALED = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALED |= {"original_max_position_embeddings": 16}
-
-
-def teacher_of(name: str, **more):
-    return pico_family(name, seed=5, **more)
-
-
-def section(donors: dict[str, str] | None = None, **fields) -> Splice:
-    return Splice(init="teacher", teacher=Teacher(model="a/teacher", donors=donors or {}), **fields)
-
-
-def plan_for(model, teacher, splice_section: Splice, *names: str) -> Plan:
-    chosen = tuple(ScoredHead(HeadId.parse(n), "neither", "answer_token", {}) for n in names)
-    heads = HeadSet("m", "", geometry_of(model.config), (), chosen, "list", 0)
-    return make_plan(heads, model.config, splice_section, 0, teacher.config)
 
 
 def donor_output(teacher, layer: int, x_BTD: Tensor, heads: list[int] | None) -> Tensor:

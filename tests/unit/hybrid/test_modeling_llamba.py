@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from surgery.hybrid import LlambaConfig, LlambaForCausalLM
 from surgery.hybrid.modeling_llamba import LlambaMixer
+from tests.support.llamba_loop import HEAD_DIM, full, generate, llamba, llamba_config, loop_logits, loop_mixer, part
 from tests.support.pico import HEADS, HIDDEN, STATE, pad, prompts, tokens
-from tests.unit.hybrid.llamba_loop import HEAD_DIM, llamba, llamba_config, loop_logits, loop_mixer, part
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "one key head": {"n_qk_heads": 1},
@@ -30,19 +30,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 every_variant = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
 CLOSE = {"atol": 2e-5, "rtol": 1e-5}
-
-
-@torch.no_grad()
-def full(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-    return model(ids, attention_mask=mask, use_cache=False).logits
-
-
-@torch.no_grad()
-def generate(model: Any, ids: Tensor, mask: Tensor | None = None, new: int = 8, **more: Any) -> Tensor:
-    """The new tokens only."""
-    mask = torch.ones_like(ids) if mask is None else mask
-    settings = {"max_new_tokens": new, "do_sample": False, **more}
-    return model.generate(ids, attention_mask=mask, **settings)[:, ids.shape[1] :]
 
 
 def assert_close(found: Tensor, exact: Tensor) -> None:

@@ -11,9 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from surgery.hybrid import LlambaForCausalLM
+from tests.support.llamba_loop import HEAD_DIM, full, generate, llamba, llamba_site
 from tests.support.pico import STATE, pad, prompts, tokens
-from tests.unit.hybrid.llamba_loop import HEAD_DIM, llamba, llamba_site
-from tests.unit.hybrid.test_modeling_llamba import full, generate
 
 SPLICES = {
     "first": [llamba_site(0, [1, 3])],

@@ -29,8 +29,8 @@ from surgery.probes.kv_retrieval import kv_document
 from surgery.splice.graft import splice_model
 from surgery.types import HeadId, MixerSpec
 from tests.support.pico import FAMILY_NAMES, pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts
-from tests.unit.hybrid.test_donor import plan_for, section, teacher_of
-from tests.unit.probes.samples import sample
+from tests.support.samples import sample
+from tests.support.teachers import plan_for, section, teacher_of
 
 LENGTH = 11
 SPLICE = [pico_site(0, [3, 1]), pico_site(2, [2])]

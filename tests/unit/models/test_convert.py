@@ -17,10 +17,9 @@ from surgery.files.ownership import MARK
 from surgery.models.convert import convert
 from surgery.models.loading import load_model
 from surgery.recipe import Base
-from tests.support.mamba_ssm_files import KINDS, PADDED, Kind, state_of, tiny, write
+from tests.support.mamba2attn import attn_model
+from tests.support.mamba_ssm_files import KINDS, PADDED, Kind, assert_same_logits, state_of, tiny, write
 from tests.support.pico import pico_hybrid, pico_site
-from tests.unit.hybrid.test_modeling_mamba2attn import attn_model
-from tests.unit.models.test_loading import assert_same_logits
 
 
 def base_of(folder: Path) -> Base:

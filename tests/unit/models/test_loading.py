@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from surgery.errors import ModelError
 from surgery.files.atomic import digest
@@ -30,9 +29,18 @@ from surgery.models.sizes import meta_model
 from surgery.recipe import Base
 from surgery.recipe.public import source_of
 from tests.integration.conftest import BASE
-from tests.support.mamba_ssm_files import KINDS, PADDED, Kind, config_of, state_of, tiny, write
+from tests.support.mamba2attn import CASES, attn_model
+from tests.support.mamba_ssm_files import (
+    KINDS,
+    PADDED,
+    Kind,
+    assert_same_logits,
+    config_of,
+    state_of,
+    tiny,
+    write,
+)
 from tests.support.pico import FAMILY_NAMES, pico_family
-from tests.unit.hybrid.test_modeling_mamba2attn import CASES, attn_model
 
 LAYERS = ("Mamba1", "Mamba2")
 MIXER = "backbone.layers.1.mixer"
@@ -40,16 +48,6 @@ MIXER = "backbone.layers.1.mixer"
 
 def base_of(folder: Path, **fields: Any) -> Base:
     return Base(model=str(folder), **fields)
-
-
-@torch.no_grad()
-def logits_of(model: PreTrainedModel) -> Tensor:
-    ids = torch.randint(PADDED, (2, 11), generator=torch.Generator().manual_seed(0))
-    return model(ids, use_cache=False).logits
-
-
-def assert_same_logits(found: PreTrainedModel, expected: PreTrainedModel) -> None:
-    assert torch.equal(logits_of(found), logits_of(expected))
 
 
 def assert_refused(folder: Path, *words: str, load: Any = load_model, **fields: Any) -> None:

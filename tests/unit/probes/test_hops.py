@@ -10,7 +10,7 @@ from surgery.probes.documents import Split, rng_of
 from surgery.probes.hops import hop_document
 from surgery.probes.words import key_words
 from tests.support.pico import pico_tokenizer
-from tests.unit.probes.samples import cut
+from tests.support.samples import cut
 
 
 @pytest.mark.parametrize(("pairs", "hops"), [(4, 2), (9, 2), (12, 3), (64, 2), (41, 5)])

@@ -10,7 +10,7 @@ from surgery.probes.documents import Document, rng_of
 from surgery.probes.knowledge import LETTERS, fact_question, fact_statement, facts, letter_choice, option_text
 from surgery.probes.words import ANSWERS, RELATIONS, entity_names
 from tests.support.pico import pico_tokenizer
-from tests.unit.probes.samples import cut
+from tests.support.samples import cut
 
 
 def prompt(document: Document) -> str:

@@ -11,7 +11,7 @@ from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import NUM_VALUES, kv_document
 from surgery.probes.words import key_words
 from tests.support.pico import pico_tokenizer
-from tests.unit.probes.samples import cut
+from tests.support.samples import cut
 
 TEXT = re.compile(
     r"Memorize the following dictionary:\n(?P<lines>(?:[a-z]+:\d{1,2}\n)+)"

@@ -14,7 +14,7 @@ from surgery.probes.needle import Kind, needle_document, token_count
 from surgery.probes.phonebook import space_of
 from surgery.probes.words import key_words
 from tests.support.pico import pico_tokenizer
-from tests.unit.probes.samples import cut
+from tests.support.samples import cut
 
 KINDS = get_args(Kind)
 SIZE = token_count(pico_tokenizer())

@@ -15,7 +15,7 @@ from surgery.probes.documents import Document, Split, rng_of, split_of
 from surgery.probes.knowledge import facts
 from surgery.probes.phonebook import DIGITS, Space, phonebook_document, space_of
 from tests.support.pico import pico_tokenizer
-from tests.unit.probes.samples import cut
+from tests.support.samples import cut
 
 LINE = re.compile(rf"([A-Z][a-z]+ [A-Z][a-z]+): (\d{{{DIGITS}}})")
 

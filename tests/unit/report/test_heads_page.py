@@ -16,9 +16,7 @@ import pytest
 
 from surgery.report.heads_page import LEVELS, Prompt, PromptAttention, write_csv, write_page
 from surgery.types import HeadId, HeadSet, ScoredGroup, ScoredHead
-from tests.unit.report.figures.test_figures import head_set
-
-HOSTILE = ("</script>", "<script>alert(1)</script>", "<!--", "]]>", "&lt;", "\u2028", "\\u003c", "{{JS}}", '"', "\n")
+from tests.support.reports import HOSTILE, head_set, prompt
 
 
 class Elements(HTMLParser):
@@ -41,17 +39,6 @@ class Elements(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         self._inside = ""
-
-
-def prompt(heads: HeadSet, tokens: tuple[str, ...] = HOSTILE, matrices: int = 1, seed: int = 0) -> Prompt:
-    """Shares drawn at random, for every head; matrices of the first ones."""
-    rng, T = np.random.default_rng(seed), len(tokens)
-    names = [str(s.head) for s in heads.heads]
-    whole = np.tril(rng.random((T, T)))
-    whole /= whole.sum(1, keepdims=True)
-    marks = {"segment end": 1, "answer token": 0, "query": T - 1}
-    rows = {name: rng.dirichlet(np.full(T, 0.3)) for name in names}
-    return Prompt(tokens, marks, rows, dict.fromkeys(names[:matrices], whole))
 
 
 def written(folder: Path, heads: HeadSet | None = None, **more: Any) -> tuple[str, dict[str, Any], Elements]:

@@ -10,9 +10,8 @@ import pytest
 
 from surgery.report.figures.curves import accuracy_by_pairs
 from surgery.report.run_report import Facts, write_report
-from tests.unit.export.test_model_card import plan, spliced
-from tests.unit.report.figures.test_costs import ARMS as COSTS
-from tests.unit.report.figures.test_figures import head_set
+from tests.support.reports import ARMS as COSTS
+from tests.support.reports import head_set, plan, spliced
 
 HOSTILE = "<script>alert(1)</script>&'\""
 

@@ -18,8 +18,7 @@ from surgery.probes.needle import needle_document
 from surgery.scoring.answers import answers_of, is_said, listed, most_tokens, say, until_end
 from surgery.scoring.ranking import answer_choices
 from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
-from tests.unit.probes.samples import sample
-from tests.unit.scoring.test_generation import ASKED
+from tests.support.samples import TEXT_PROMPTS, sample
 
 V = 1024
 
@@ -49,7 +48,7 @@ def own_answer(name: str, prompt: str, count: int, bounded: bool) -> Document:
 
 def mixed(name: str) -> list[Document]:
     """What it says, in one token or several, and what it does not say."""
-    own = [own_answer(name, p, n, b) for p in ASKED for n in (1, 2) for b in (True, False)]
+    own = [own_answer(name, p, n, b) for p in TEXT_PROMPTS for n in (1, 2) for b in (True, False)]
     return [*own, *(d for task in ("kv_retrieval", "letter_choice", "closed_book") for d in sample(task, 2))]
 
 
@@ -59,7 +58,7 @@ def test_one_pass_says_what_generating_says(name: str) -> None:
     batches = until_end(documents, tokenizer, 16)
     fast, slow = (say(model_of(name), tokenizer, documents, batches, naive) for naive in (False, True))
     assert torch.equal(fast.said, slow.said) and torch.equal(fast.begun, slow.begun)
-    assert fast.begun[: 4 * len(ASKED)].all() and not fast.begun.all()
+    assert fast.begun[: 4 * len(TEXT_PROMPTS)].all() and not fast.begun.all()
     assert not (fast.said & ~fast.begun).any()
     alone = say(model_of(name), tokenizer, documents, until_end(documents, tokenizer, 1))
     assert torch.equal(alone.said, fast.said)

@@ -17,9 +17,9 @@ from surgery.scoring.generation import exact_matches, greedy
 from surgery.scoring.ranking import perplexity
 from surgery.stats import wilson
 from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts, randomise
+from tests.support.samples import TEXT_PROMPTS
 
 END = "<|endoftext|>"
-ASKED = ("Where is the fox?", "In the morning the old baker went to the market.\nWho?", "12:", "A red door, a blue")
 FAMILIES = ("mamba2", "mamba", "falcon_mamba", "llamba", "zamba2", "bamba", "hybrid")
 
 
@@ -60,7 +60,7 @@ def test_the_cache_says_what_whole_passes_say(name: str) -> None:
 
 def test_the_batch_does_not_matter() -> None:
     model, tokenizer = pico_hybrid([pico_site(1, [1, 3])], vocab_size=1024, layers=2), pico_tokenizer()
-    documents = [document(p, said(model, p, n), end="") for p in ASKED for n in (1, 2, 3)]
+    documents = [document(p, said(model, p, n), end="") for p in TEXT_PROMPTS for n in (1, 2, 3)]
     alone, together = (exact_matches(model, tokenizer, documents, size) for size in (1, len(documents)))
     assert torch.equal(alone, together) and alone.any()
 
@@ -113,9 +113,9 @@ def test_nobody_is_asked_to_say_the_end_token_behind_the_longest_answer() -> Non
 
 def test_held_out_documents_stand_in_the_summary_beside_the_rest() -> None:
     model, tokenizer = pico_base(vocab_size=1024, layers=1), pico_tokenizer()
-    asked = [document(p, said(model, p, 1), end="") for p in ASKED]
-    asked[0] = replace(document(ASKED[0], " nothing of the kind", end=""))
-    plain = [Document("texts", p) for p in ASKED]
+    asked = [document(p, said(model, p, 1), end="") for p in TEXT_PROMPTS]
+    asked[0] = replace(document(TEXT_PROMPTS[0], " nothing of the kind", end=""))
+    plain = [Document("texts", p) for p in TEXT_PROMPTS]
     held_out = {"rows.jsonl": asked, "texts.jsonl": plain}
     calls: list[tuple[int, int]] = []
     arm = evaluate_model(

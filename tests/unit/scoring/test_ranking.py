@@ -15,7 +15,7 @@ from surgery.probes.documents import Document
 from surgery.scoring.answers import say, until_end
 from surgery.scoring.ranking import LARGEST, answer_choices, choice_scores, perplexity
 from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
-from tests.unit.probes.samples import ASKING, sample, several_questions
+from tests.support.samples import ASKING, sample, several_questions
 
 V = 1024
 ASKED: list[Document] = [*several_questions(), *(d for task in ASKING for d in sample(task, 1))]

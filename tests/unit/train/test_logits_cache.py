@@ -15,7 +15,7 @@ from surgery.train import logits_cache as module
 from surgery.train.divergence import TopK
 from surgery.train.logits_cache import LogitsCache
 from tests.support.pico import pico_tokenizer
-from tests.unit.probes.samples import several_questions
+from tests.support.samples import several_questions
 
 K = 3
 IDENTITY = {"teacher": "abc", "top_k": K}

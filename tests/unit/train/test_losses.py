@@ -28,7 +28,7 @@ from surgery.train.losses import (
 )
 from surgery.types import Reads
 from tests.support.pico import pico_tokenizer
-from tests.unit.probes.samples import sample, several_questions
+from tests.support.samples import sample, several_questions
 
 V = 1024
 SIDES = ("left", "right")

@@ -34,7 +34,7 @@ from tests.support.battery import trained
 from tests.support.kernels import with_kernels
 from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, tokens
 from tests.support.rounding import assert_close_in_ulps
-from tests.unit.probes.samples import several_questions
+from tests.support.samples import several_questions
 
 SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}
 SITE = 1

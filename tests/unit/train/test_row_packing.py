@@ -11,7 +11,7 @@ import torch
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.train.row_packing import first_fit, pack
 from tests.support.pico import pico_tokenizer
-from tests.unit.probes.samples import MAKERS, sample, several_questions
+from tests.support.samples import MAKERS, sample, several_questions
 
 PLACES = ("query", "segment_start", "segment_end", "answer_token")
 

@@ -29,7 +29,7 @@ from tests.support.pico import (
     pico_tokenizer,
     tokens,
 )
-from tests.unit.probes.samples import several_questions
+from tests.support.samples import several_questions
 
 TRANSFORMERS = ("llama", "qwen2", "gpt_neox")
 V = 1024

@@ -9,23 +9,7 @@ import pytest
 
 from surgery.errors import SurgeryError
 from surgery.report.figures.costs import costs_by_length
-
-
-def cost(rows: int, tokens: int, speed: float) -> dict[str, float]:
-    return {
-        "rows": rows,
-        "tokens": tokens,
-        "prefill_tokens_per_second": speed,
-        "time_to_first_token": rows * tokens / speed,
-        "decode_tokens_per_second": speed / 10,
-        "spread": 0.1,
-        "peak_bytes": 1000 * tokens,
-        "state_bytes": 512 * rows,
-        "kv_bytes": 0,
-    }
-
-
-ARMS = {name: [cost(r, n, 100.0 + n) for r in (1, 4) for n in (32, 64)] for name in ("base", "hybrid", "mine")}
+from tests.support.reports import ARMS
 
 
 def test_the_numbers_lie_beside_the_picture(tmp_path: Path) -> None:

@@ -19,26 +19,13 @@ from surgery.report.figures import canvas
 from surgery.report.figures.attention import attention_map
 from surgery.report.figures.curves import accuracy_by_pairs, training_curve
 from surgery.report.figures.heatmaps import PANELS, head_maps
-from surgery.types import HeadId, HeadSet, Interval, Role, ScoredHead
-
-ROLES: tuple[Role, ...] = ("neither", "gather", "aggregate", "both")
+from surgery.types import HeadId, HeadSet, ScoredHead
+from tests.support.reports import head_set
 
 
 @pytest.fixture(autouse=True)
 def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(canvas, "DPI", 30)
-
-
-def head_set(layers: int = 2, heads: int = 3, chosen: tuple[int, ...] = (4, 1)) -> HeadSet:
-    """Every head with made-up scores; `chosen` are places in layer-major order."""
-    rng = np.random.default_rng(0)
-    scored = []
-    for i in range(layers * heads):
-        scores = {c: Interval(v := float(rng.normal()), v - 0.1, v + 0.1, 50) for c in PANELS}
-        role = ROLES[i % 4] if i < 8 else "neither"
-        scored.append(ScoredHead(HeadId(i // heads, i % heads), role, "segment_end", scores))
-    clean = {"accuracy": Interval(0.8, 0.7, 0.9, 50), "margin": Interval(1.5, 1.0, 2.0, 50)}
-    return HeadSet("pico", "", "0", tuple(scored), tuple(scored[i] for i in chosen), "sharpen", 0, clean)
 
 
 def points(*accuracies: float) -> dict[str, dict[str, float]]:

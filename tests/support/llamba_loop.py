@@ -93,3 +93,16 @@ def _linear(weights: Weights, x: Tensor) -> Tensor:
 
 def _norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
+
+
+@torch.no_grad()
+def full(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    return model(ids, attention_mask=mask, use_cache=False).logits
+
+
+@torch.no_grad()
+def generate(model: Any, ids: Tensor, mask: Tensor | None = None, new: int = 8, **more: Any) -> Tensor:
+    """The new tokens only."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    settings = {"max_new_tokens": new, "do_sample": False, **more}
+    return model.generate(ids, attention_mask=mask, **settings)[:, ids.shape[1] :]

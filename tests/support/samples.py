@@ -1,4 +1,4 @@
-"""A few documents of every task, for the tests of this folder and its neighbours."""
+"""A few documents of every task."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ MAKERS: dict[str, Callable[[Random], Document]] = {
 }
 ASKING = ("kv_retrieval", "letter_choice", "option_text", "closed_book")
 RETRIEVING = ("kv_retrieval", "letter_choice")
+TEXT_PROMPTS = (
+    "Where is the fox?",
+    "In the morning the old baker went to the market.\nWho?",
+    "12:",
+    "A red door, a blue",
+)
 
 
 def sample(task: str, count: int = 4, seed: int = 0) -> list[Document]:

@@ -18,10 +18,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from surgery import __version__
-from surgery.console import Bars, out, print_analysis, print_comparison, print_heads, print_plan, print_results
+from surgery.console import (
+    Bars,
+    out,
+    print_analysis,
+    print_comparison,
+    print_heads,
+    print_model,
+    print_plan,
+    print_results,
+)
 from surgery.errors import SurgeryError, is_out_of_memory, reading, summary
 from surgery.files.atomic import is_full
 from surgery.recipe import AnalysisRecipe, Base, PretrainRecipe, Recipe, load_any, load_recipe, shipped, to_yaml
@@ -42,6 +50,7 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Recipe values to set, such as train.steps=100.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run of another recipe in this folder.")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the Python code in the checkpoint.")]
 Runs = Annotated[Path, typer.Option("--runs", help="Directory that holds the run folders.")]
 
 
@@ -173,9 +182,7 @@ def analyse(
 def inspect(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder or a Hub id.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the Python code in the checkpoint.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Print family, mixers, heads, parameters and cache size of a model."""
     from surgery.models.loading import load_config
@@ -183,27 +190,7 @@ def inspect(
     from surgery.models.sizes import meta_model, sizes_of
 
     config = load_config(Base(model=model, revision=revision, trust_remote_code=trust_remote_code))
-    family = family_of(config)
-    sizes = sizes_of(meta_model(config, trust_remote_code))
-    out.print(f"{model}: {config.model_type}, family {family.name}, geometry {geometry_of(config)}", highlight=False)
-    new = f", of which {sizes.new_parameters:,} in spliced heads" if sizes.new_parameters else ""
-    out.print(f"{sizes.parameters:,} parameters{new}", highlight=False)
-    sites = family.sites(config)
-    where = f"can be spliced into {len(sites)} layers" if sites else f"cannot be spliced: {family.refuses}"
-    out.print(f"attention {where}", highlight=False)
-    spliced = {site["layer"]: site for site in getattr(config, "splice", None) or []}
-    table = Table("mixer", "module", "kind", "heads", "head width", "groups", "state", "spliced heads")
-    for spec in family.mixers(config):
-        site = spliced.get(spec.layer) if spec.is_ssm else None
-        note = f"{site['heads']} {site['mode']}, init {site['init']}" if site else ""
-        heads = str(spec.num_heads) if spec.native_heads else f"{spec.num_heads} groups of channels"
-        table.add_row(spec.name, spec.path, spec.kind, heads, str(spec.head_dim), str(spec.num_groups),
-                      str(spec.state_size), note)  # fmt: skip
-    out.print(table)
-    table = Table("tokens", "state bytes", "KV bytes", title="Cache of one sequence, fp32")
-    for label, tokens in (("1k", 1024), ("32k", 32 * 1024), ("1M", 1024 * 1024)):
-        table.add_row(label, f"{sizes.state_bytes:,}", f"{sizes.kv_bytes(tokens):,}")
-    out.print(table)
+    print_model(model, geometry_of(config), config, family_of(config), sizes_of(meta_model(config, trust_remote_code)))
 
 
 @app.command()
@@ -212,9 +199,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Prompt text; \\n is a newline.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 16,
     sample: Annotated[bool, typer.Option("--sample", help="Sample instead of greedy decoding.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the Python code in the checkpoint.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Generate text with a checkpoint."""
     from surgery.models.loading import check_vocabulary, load_model, load_tokenizer
@@ -289,9 +274,7 @@ def compare(
 @app.command()
 def verify(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="An exported folder or a copy of one.")],
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the Python code in the checkpoint.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Verify an export: check every file and reload the model in stock transformers."""
     from surgery.export.verify import verify_folder
@@ -321,9 +304,7 @@ def publish(
     ] = None,
     pr: Annotated[bool, typer.Option("--pr", help="Open a pull request instead of committing to main.")] = False,
     message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the Python code in the checkpoint.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Upload an export to the Hub (private by default) and verify it. Safe to re-run."""
     from surgery.export.publish import publish as work

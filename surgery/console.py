@@ -122,6 +122,37 @@ def size_of(count: int) -> str:
     return f"{count:,} B"
 
 
+def print_model(name: str, geometry: str, config: Any, family: Any, sizes: Any) -> None:
+    """Print family, mixers, heads, parameters and cache size of a model.
+
+    Args:
+        name: folder or Hub id.
+        geometry: hash of the shapes, from `lookup.geometry_of`.
+        config: PreTrainedConfig of the model.
+        family: its `layouts.Family`.
+        sizes: its `sizes.Sizes`.
+    """
+    out.print(f"{name}: {config.model_type}, family {family.name}, geometry {geometry}", highlight=False)
+    new = f", of which {sizes.new_parameters:,} in spliced heads" if sizes.new_parameters else ""
+    out.print(f"{sizes.parameters:,} parameters{new}", highlight=False)
+    sites = family.sites(config)
+    where = f"can be spliced into {len(sites)} layers" if sites else f"cannot be spliced: {family.refuses}"
+    out.print(f"attention {where}", highlight=False)
+    spliced = {site["layer"]: site for site in getattr(config, "splice", None) or []}
+    table = Table("mixer", "module", "kind", "heads", "head width", "groups", "state", "spliced heads")
+    for spec in family.mixers(config):
+        site = spliced.get(spec.layer) if spec.is_ssm else None
+        note = f"{site['heads']} {site['mode']}, init {site['init']}" if site else ""
+        heads = str(spec.num_heads) if spec.native_heads else f"{spec.num_heads} groups of channels"
+        numbers = (str(n) for n in (spec.head_dim, spec.num_groups, spec.state_size))
+        table.add_row(spec.name, spec.path, spec.kind, heads, *numbers, note)
+    out.print(table)
+    table = Table("tokens", "state bytes", "KV bytes", title="Cache of one sequence, fp32")
+    for label, tokens in (("1k", 1024), ("32k", 32 * 1024), ("1M", 1024 * 1024)):
+        table.add_row(label, f"{sizes.state_bytes:,}", f"{sizes.kv_bytes(tokens):,}")
+    out.print(table)
+
+
 def print_heads(folder: Path, most: int = 10) -> None:
     """Print the best heads of a run and the cost of measuring them."""
     heads = json.loads((folder / "heads.json").read_text(encoding="utf-8"))

@@ -1,10 +1,10 @@
-"""Writes support-ticket lookups as JSONL, to fine-tune a hybrid on. Owns: their text.
+"""Write support-ticket lookups as JSONL, to fine-tune a hybrid on.
 
     python examples/tickets.py tickets.jsonl
 
-Each line is {"prompt", "answer", "answer_span"}: a dozen open tickets or two, each a customer and an agent's number,
-and the question who has one of them. `answer_span` says where the prompt holds the answer, so that a spliced head can
-be shown what to read. The same seed writes the same lines. Must never know: the library, models, tokenizers.
+Each line is {"prompt", "answer", "answer_span"}. The prompt lists 12 to 24 open tickets (customer and agent's number) and
+asks for the agent of one of them. `answer_span` is where the prompt contains the answer, to supervise the new head's
+attention. The same seed writes the same lines.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ def ticket_line(rng: Random, low: int = 12, high: int = 24) -> dict[str, Any]:
     customers: dict[str, None] = {}
     while len(customers) < count:
         customers["".join(rng.sample(SYLLABLES, 2)).capitalize()] = None
-    asked = rng.randrange(count)
+    chosen = rng.randrange(count)
     prompt, span = "Open tickets, customer and agent:\n", (0, 0)
     for place, (customer, agent) in enumerate(zip(customers, rng.sample(AGENTS, count), strict=True)):
         prompt += f"- {customer}:"
-        if place == asked:
+        if place == chosen:
             span = (len(prompt), len(prompt) + len(str(agent)))
         prompt += f"{agent}\n"
     answer = prompt[slice(*span)]
-    prompt += f"Which agent has the ticket of {list(customers)[asked]}?\n"
+    prompt += f"Which agent has the ticket of {list(customers)[chosen]}?\n"
     return {"prompt": prompt, "answer": answer, "answer_span": list(span)}
 
 
 def main() -> None:
-    """Parses the command line and writes the file."""
+    """Parse the command line and write the file."""
     parser = argparse.ArgumentParser(description="Write support-ticket lookups as JSONL.")
     parser.add_argument("path", type=Path, help="the file to write")
     parser.add_argument("--lines", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    rng = Random(given.seed)
-    with open(given.path, "w", encoding="utf-8") as file:
-        for _ in range(given.lines):
+    options = parser.parse_args()
+    rng = Random(options.seed)
+    with open(options.path, "w", encoding="utf-8") as file:
+        for _ in range(options.lines):
             file.write(json.dumps(ticket_line(rng)) + "\n")
-    print(f"wrote {given.lines} lines to {given.path}")
+    print(f"wrote {options.lines} lines to {options.path}")
 
 
 if __name__ == "__main__":

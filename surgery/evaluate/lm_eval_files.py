@@ -19,7 +19,7 @@ import yaml
 from surgery.lm_eval_tasks import FOLDER
 from surgery.probes.documents import Document, rng_of
 from surgery.probes.registry import PROBES, Options
-from surgery.scoring.answers import answers_of, listed, most_tokens
+from surgery.scoring.generation import answer_list, expected_answers, max_answer_tokens
 
 CALLED_BY_TASKS = ("data.py", "_ranked_yaml", "_generated_yaml")
 Maker = Callable[[Random], Document]
@@ -73,13 +73,13 @@ def write_tasks(
 
 def row_of(document: Document) -> dict[str, Any]:
     """`prompt`, `answers` to be said, `choices` and which is `gold`; `given`: what ranking puts behind the prompt."""
-    asked, last = listed(document), document.questions[-1]
-    answers, bounded = answers_of(document)
-    row: dict[str, Any] = {"prompt": document.text[: asked[0].answer[0]], "answers": answers, "bounded": bounded}
+    questions, last = answer_list(document), document.questions[-1]
+    answers, bounded = expected_answers(document)
+    row: dict[str, Any] = {"prompt": document.text[: questions[0].answer[0]], "answers": answers, "bounded": bounded}
     if last.choices:
         row |= {"choices": list(last.choices), "gold": last.gold}
-    if len(asked) > 1:
-        row["given"] = document.text[asked[0].answer[0] : last.answer[0]]
+    if len(questions) > 1:
+        row["given"] = document.text[questions[0].answer[0] : last.answer[0]]
     return row
 
 
@@ -91,7 +91,9 @@ def _task_files(folder: Path, name: str, documents: Sequence[Document]) -> list[
         found.append(f"surgery_{name}")
         _write(folder / f"{name}.yaml", {"include": "_ranked_yaml", "task": found[-1], **given})
     found.append(f"surgery_{name}_generated")
-    most = {"generation_kwargs": {"until": [], "do_sample": False, "max_gen_toks": max(map(most_tokens, documents))}}
+    most = {
+        "generation_kwargs": {"until": [], "do_sample": False, "max_gen_toks": max(map(max_answer_tokens, documents))}
+    }
     _write(folder / f"{name}_generated.yaml", {"include": "_generated_yaml", "task": found[-1], **given, **most})
     return found
 

@@ -1,7 +1,7 @@
-"""What every arm is asked. Owns: which documents, under which names. Must never know: models, scores.
+"""Prompts of an evaluation, the same for every arm.
 
-Facts and sentences come in disjoint halves: half 0 may be what a KL term saw, half 1 is what is scored; both are
-reported. A task's name has its sizes behind slashes: `kv_retrieval/16`, `needle_single/512/0.25` (tokens, depth).
+Facts and sentences come in disjoint halves: a KL term may see half 0, half 1 is held out. Both are reported. The name
+of a task has its sizes after slashes: `kv_retrieval/16`, `needle_single/512/0.25` (tokens, depth).
 """
 
 from __future__ import annotations
@@ -15,45 +15,46 @@ from surgery.data.encoding import EncodedBatch
 from surgery.probes.documents import Document, rng_of
 from surgery.probes.registry import Options
 from surgery.recipe import Evaluate, EvaluationTask
-from surgery.scoring.answers import until_end
-from surgery.scoring.ranking import until_query
+from surgery.scoring.generation import answer_batches
+from surgery.scoring.ranking import query_batches
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """What every arm is asked, by task and size.
+    """Prompts by task and size.
 
     Attributes:
-        choices: with choices; ranked by likelihood.
-        texts: for perplexity.
-        held_out: what the user's own data held out.
-        copied: with an answer and no choices; said, and counted token by token.
+        choices: questions with choices, ranked by likelihood.
+        texts: texts for perplexity.
+        held_out: documents that `holdout` keeps from training.
+        generation: questions without choices: the answer is generated, and its tokens are counted.
     """
 
     choices: Mapping[str, Sequence[Document]]
     texts: Mapping[str, Sequence[Document]]
     held_out: Mapping[str, Sequence[Document]] = field(default_factory=dict)
-    copied: Mapping[str, Sequence[Document]] = field(default_factory=dict)
+    generation: Mapping[str, Sequence[Document]] = field(default_factory=dict)
     _encoded: dict[tuple[str, int, bool], list[EncodedBatch]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def num_tasks(self) -> int:
-        """Of all kinds."""
-        return len(self.choices) + len(self.texts) + len(self.held_out) + len(self.copied)
+        """Number of tasks of all kinds."""
+        return len(self.choices) + len(self.texts) + len(self.held_out) + len(self.generation)
 
-    def batches(self, task: str, tokenizer: PreTrainedTokenizerBase, size: int, said: bool) -> list[EncodedBatch]:
-        """The prompts of a task, left-padded; encoded once for all arms, whose tokenizer is the same.
+    def batches(
+        self, task: str, tokenizer: PreTrainedTokenizerBase, size: int, with_answers: bool
+    ) -> list[EncodedBatch]:
+        """Left-padded batches of a task, encoded once for all arms: they have the same tokenizer.
 
         Args:
-            size: documents at once.
-            said: with their answers, as `say` takes them; else they end at the query, as `ranked` does.
+            size: documents of a batch.
+            with_answers: include the answers, as `generate_answers` takes them; else end at the query, for `ranked`.
         """
-        key = (task, size, said)
+        key = (task, size, with_answers)
         if key not in self._encoded:
-            documents = self.choices[task] if task in self.choices else self.copied[task]
-            self._encoded[key] = (
-                until_end(documents, tokenizer, size) if said else until_query(documents, tokenizer, size)
-            )
+            documents = self.choices[task] if task in self.choices else self.generation[task]
+            encode_batches = answer_batches if with_answers else query_batches
+            self._encoded[key] = encode_batches(documents, tokenizer, size)
         return self._encoded[key]
 
 
@@ -63,15 +64,15 @@ def make_prompts(
     held_out: Mapping[str, Sequence[Document]] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> PromptSet:
-    """All prompts of an evaluation, from the evaluation splits: no prompt of training is among them.
+    """Generate all prompts of an evaluation, from the evaluation splits: training never sees one of them.
 
     Args:
-        held_out: of the user's own data, by name: `held_out_documents`.
-        tokenizer: of the base; for tasks whose text depends on one (mqar, phonebook, needles).
+        held_out: documents of the user's own data, by name: `held_out_documents`.
+        tokenizer: tokenizer of the base, for tasks whose text depends on one (mqar, phonebook, needles).
 
     Raises:
-        ProbeError: more pairs than there are values, a length that its needles do not fit in, a tokenizer that is
-            needed and not given.
+        ProbeError: more pairs than there are values, a length that is too short for the needles, or no tokenizer where
+            a task needs one.
     """
     prompts: dict[str, dict[str, Sequence[Document]]] = {"choices": {}, "generation": {}, "perplexity": {}}
     for entry in section.tasks:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from surgery.errors import RecipeError
-from surgery.evaluate.evaluation import Arm, compare, evaluate_model
+from surgery.evaluate.evaluation import Arm, evaluate_model, p_values
 from surgery.evaluate.prompts import PromptSet, make_prompts
 from surgery.files.atomic import fingerprint, new_folder, read_json, write_json, write_text
 from surgery.files.lock import hold
@@ -266,8 +266,8 @@ def _results(arms: Mapping[str, Arm]) -> dict[str, Any]:
     return {
         "tasks": side_by_side(arms),
         "arms": {name: arm.summary for name, arm in arms.items()},
-        "base_is_better": {name: compare({"base": arms["base"], name: arms[name]}, name) for name in others},
-        "better_than_base": compare(arms, "base"),
+        "base_is_better": {name: p_values({"base": arms["base"], name: arms[name]}, name) for name in others},
+        "better_than_base": p_values(arms, "base"),
     }
 
 

@@ -21,7 +21,7 @@ from surgery import __version__
 from surgery.data.encoding import encode
 from surgery.errors import RunError, reading
 from surgery.evaluate.efficiency import efficiency
-from surgery.evaluate.evaluation import Arm, compare, evaluate_model, held_out_documents, side_by_side
+from surgery.evaluate.evaluation import Arm, compare_arms, evaluate_model, held_out_documents, p_values
 from surgery.evaluate.prompts import make_prompts
 from surgery.export.folder import export_model
 from surgery.export.model_card import card_of, model_card
@@ -281,8 +281,8 @@ def _write_results(run: Run, arms: dict[str, Arm], began: float, skipped: dict[s
     results = {
         "heads": [str(h) for h in run.plan().heads],
         "arms": summaries,
-        "p_values": compare(arms, "base"),
-        **side_by_side(arms, recipe.seed),
+        "p_values": p_values(arms, "base"),
+        **compare_arms(arms, recipe.seed),
         **({"skipped": skipped} if skipped else {}),
         "step_zero_gap": read_json(run.folder / "splice.json") if recipe.splice is not None else None,
         "seconds": {**seconds, "evaluate": round(time.perf_counter() - began, 2)},

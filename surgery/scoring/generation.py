@@ -1,103 +1,269 @@
-"""What a model says by itself: greedy answers to a user's own prompts. Owns: the answers, what counts as right.
+"""Generate answers greedily, and compare them with the expected ones.
 
-A choice among candidates is not asked for: students within 0.2 points of a teacher by likelihood were 21 points behind
-when generating (arXiv 2603.26556). Must never know: arms, files, which documents were held out.
+A generated text matches an answer if it begins with it and does not continue within the same number or word. Several
+answers in one list match if each occurs in the text (RULER's rule). The rule is about text, so it is the same for every
+tokenizer; `lm_eval_tasks/data.py` has it too.
+
+Greedy text begins with the answer exactly if each token of the answer is the likeliest one after those before it. So
+one pass over prompt and answer nearly always decides, and ranks the choices as well. Only what it leaves open (the same
+text in other tokens, or a list) is generated.
+
+Ranking alone can mislead: students within 0.2 points of a teacher by likelihood were 21 points behind in generation
+(arXiv 2603.26556).
+
+Shape legend: B prompts, T tokens, N positions from the first query on, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.encoding import EncodedBatch, encode
-from surgery.probes.documents import Document
+from surgery.probes.documents import Document, Question
+from surgery.scoring.ranking import ChoiceScores, check_logits, choice_scores, query_batches, ranked
+
+_SEPARATORS = " ,"  # between the answers of one list
+
+
+@dataclass(frozen=True)
+class GeneratedAnswers:
+    """Generated answers of B prompts.
+
+    Attributes:
+        correct: (B,) bool: the text matches the answer.
+        begun: (B,) bool: the text begins with the answer, whatever follows.
+        token_accuracy: (B,) share of the answer's tokens that are the likeliest after the right ones before them.
+        ranked: scores of the last question's choices; None if it has none.
+    """
+
+    correct: Tensor
+    begun: Tensor
+    token_accuracy: Tensor
+    ranked: ChoiceScores | None
+
+
+@torch.no_grad()
+def generate_answers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Document],
+    batches: Sequence[EncodedBatch],
+) -> GeneratedAnswers:
+    """Generate the last answer of each document, or the list that its last answers form, and rank its choices.
+
+    Args:
+        documents: all with choices, or all without.
+        batches: the same documents, from `answer_batches`.
+
+    Raises:
+        ProbeError: as `encode`.
+        ModelError: a logit is NaN or infinite.
+    """
+    matches: list[tuple[bool, bool]] = []
+    accuracies, scores = [], []
+    for cpu_batch in batches:
+        batch, chunk = cpu_batch.to(model.device), documents[len(matches) : len(matches) + len(cpu_batch)]
+        first_B = torch.tensor([len(d.questions) - len(answer_list(d)) for d in chunk], device=batch.query.device)
+        query_B = batch.query.gather(1, first_B[:, None])[:, 0]
+        start_B, N = query_B - query_B.min(), batch.input_ids.shape[1] - int(query_B.min())
+        arguments = {"attention_mask": batch.attention_mask, "use_cache": False, "logits_to_keep": N}
+        logits_BNV = model(batch.input_ids, **arguments).logits
+        check_logits(model, logits_BNV[:, -1])
+        likeliest_BN = logits_BNV.argmax(-1)
+        right_BN = likeliest_BN[:, :-1] == batch.input_ids[:, 1 - N :]
+        answer_BN = torch.arange(N - 1, device=start_B.device) >= start_B[:, None]
+        accuracies.append(((right_BN & answer_BN).sum(1) / answer_BN.sum(1)).cpu())
+        texts = _greedy_beginnings(batch.input_ids, likeliest_BN, right_BN | ~answer_BN, start_B, tokenizer)
+        undecided = [b for b, (d, text) in enumerate(zip(chunk, texts, strict=True)) if _is_undecided(d, text)]
+        for b, text in zip(undecided, _generated(model, tokenizer, [chunk[b] for b in undecided]), strict=True):
+            texts[b] = text
+        for document, text in zip(chunk, texts, strict=True):
+            answers, bounded = expected_answers(document)
+            matches.append((is_match(text, answers, bounded), is_match(text, answers, bounded=False)))
+        if chunk[0].questions[-1].choices:
+            scores.append(_choice_scores(model, tokenizer, chunk, batch, logits_BNV))
+    correct, begun = torch.tensor(matches).unbind(1)
+    fields = ("correct", "margin")
+    joined = ChoiceScores(*(torch.cat([getattr(s, name) for s in scores]) for name in fields)) if scores else None
+    return GeneratedAnswers(correct, begun, torch.cat(accuracies), joined)
+
+
+def answer_batches(
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, batch_size: int
+) -> list[EncodedBatch]:
+    """Left-padded batches of the documents, up to the end of their last answers."""
+    cut = [Document(d.task, d.text[: d.questions[-1].answer[1]], d.questions) for d in documents]
+    chunks = [cut[start : start + batch_size] for start in range(0, len(cut), batch_size)]
+    return [encode(chunk, tokenizer, padding_side="left") for chunk in chunks]
+
+
+def answer_list(document: Document) -> Sequence[Question]:
+    """The last question, and those before it whose answers form one list with its answer."""
+    questions, first = document.questions, len(document.questions) - 1
+    while first and not document.text[questions[first - 1].answer[1] : questions[first].answer[0]].strip(_SEPARATORS):
+        first -= 1
+    return questions[first:]
+
+
+def expected_answers(document: Document) -> tuple[list[str], bool]:
+    """Texts of the answers, and whether the answer has an end: a copied passage has none."""
+    questions = answer_list(document)
+    unbounded = questions[0].value is not None and questions[0].value == questions[0].segment
+    return [document.text[slice(*q.answer)].strip() for q in questions], not unbounded
+
+
+def is_match(text: str, answers: Sequence[str], bounded: bool) -> bool:
+    """True if a generated text begins with the answer, or holds all of several answers.
+
+    Args:
+        bounded: a number or word that continues after the answer does not match.
+    """
+    if len(answers) > 1:
+        return all(answer in text for answer in answers)
+    text, answer = text.lstrip(), answers[0]
+    if not text.startswith(answer):
+        return False
+    last, after = answer[-1], text[len(answer) : len(answer) + 1]
+    continues = (last.isdigit() and after.isdigit()) or (last.isalpha() and after.isalpha())
+    return not (bounded and continues)
+
+
+def max_answer_tokens(document: Document) -> int:
+    """Tokens that are enough for the answer and one more: one for each character."""
+    questions = answer_list(document)
+    return questions[-1].answer[1] - questions[0].answer[0] + 1
 
 
 def exact_matches(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], batch_size: int
 ) -> Tensor:
-    """(N,) bool: whether the text that the model goes on with is the answer, spaces at its ends aside.
+    """Generate the last answer of each document and compare it exactly, without spaces at the ends.
 
-    It may use as many tokens as the batch's longest answer. What comes behind its end token does not count; where the
-    documents themselves have none behind their answers, what comes behind as many tokens as the answer has.
+    Each text may have as many tokens as the longest answer of its batch. It ends at the end token; for documents
+    without one, after as many tokens as the answer has.
 
-    Args:
-        documents: with an answer each; only that of the last question is asked for.
+    Returns:
+        (N,) bool: the text equals the answer.
 
     Raises:
         ProbeError: a document has no question.
     """
-    found = []
+    matches = []
     for start in range(0, len(documents), batch_size):
         chunk = documents[start : start + batch_size]
         prompts = encode(chunk, tokenizer, padding_side="left", until_answer=True).to(model.device)
         lengths = _answer_lengths(chunk, tokenizer, prompts)
-        new_BN = greedy(model, prompts, max(lengths), tokenizer.eos_token_id)
+        new_BN = generate_greedy(model, prompts, max(lengths), tokenizer.eos_token_id)
         for document, ids, length in zip(chunk, new_BN.tolist(), lengths, strict=True):
-            found.append(_said(ids, tokenizer, document, length) == _answer(document, tokenizer))
-    return torch.tensor(found)
+            text = document.text[slice(*document.questions[-1].answer)]
+            if not _has_end_token(document, tokenizer):
+                ids = ids[:length]
+            else:
+                text = text.removesuffix(str(tokenizer.eos_token))
+                if tokenizer.eos_token_id in ids:
+                    ids = ids[: ids.index(tokenizer.eos_token_id)]
+            matches.append(str(tokenizer.decode(ids)).strip() == text.strip())
+    return torch.tensor(matches)
 
 
-def greedy(
-    model: PreTrainedModel, prompts: EncodedBatch, most: int, end: int | None = None, naive: bool = False
-) -> Tensor:
-    """(B,`most`) the likeliest tokens, one after the other; behind the token `end` nothing but `end`.
+def generate_greedy(model: PreTrainedModel, prompts: EncodedBatch, max_tokens: int, end: int | None = None) -> Tensor:
+    """(B,`max_tokens`) likeliest tokens, one after the other; after the token `end` nothing but `end`.
 
     Args:
         prompts: left-padded.
-        naive: every token from a whole pass over an unpadded row, without a cache.
+        end: id of the end token; generation never stops if None.
     """
-    if naive:
-        return _naive(model, prompts, most, end)
     fill = end if end is not None else 0
     settings = GenerationConfig(
-        max_new_tokens=most, do_sample=False, num_beams=1, repetition_penalty=1.0, eos_token_id=end, pad_token_id=fill
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        eos_token_id=end,
+        pad_token_id=fill,
     )
     ids = model.generate(prompts.input_ids, attention_mask=prompts.attention_mask, generation_config=settings)
     new_BN = ids[:, prompts.input_ids.shape[1] :]
-    return torch.nn.functional.pad(new_BN, (0, most - new_BN.shape[1]), value=fill)
+    return torch.nn.functional.pad(new_BN, (0, max_tokens - new_BN.shape[1]), value=fill)
 
 
-@torch.no_grad()
-def _naive(model: PreTrainedModel, prompts: EncodedBatch, most: int, end: int | None) -> Tensor:
-    rows = []
-    for ids_T, mask_T in zip(prompts.input_ids, prompts.attention_mask, strict=True):
-        row, ended = ids_T[mask_T.bool()][None], False
-        for _ in range(most):
-            token = model(row, use_cache=False).logits[:, -1:].argmax(-1)
-            token = torch.full_like(token, end) if ended and end is not None else token
-            ended = ended or token.item() == end
-            row = torch.cat([row, token], 1)
-        rows.append(row[0, -most:])
-    return torch.stack(rows)
+def _greedy_beginnings(
+    ids_BT: Tensor, likeliest_BN: Tensor, right_BN: Tensor, start_B: Tensor, tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
+    """The beginning of each greedy text: the answer's tokens while they are the likeliest, then the likeliest one."""
+    N = likeliest_BN.shape[1]
+    followed_B = right_BN.long().cumprod(1).sum(1)  # columns before the first wrong one
+    columns = (ids_BT[:, ids_BT.shape[1] - N :], likeliest_BN, start_B, followed_B)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return list(tokenizer.batch_decode([[*ids[start + 1 : end + 1], top[end]] for ids, top, start, end in rows]))
 
 
-def _ends(document: Document, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the end token follows its answer."""
+def _is_undecided(document: Document, beginning: str) -> bool:
+    """True if the rest of a text that starts with `beginning` decides whether it matches."""
+    answers, bounded = expected_answers(document)
+    if len(answers) > 1:
+        return not is_match(beginning, answers, bounded)
+    text, (answer,) = beginning.lstrip(), answers
+    return "\ufffd" in text or (answer.startswith(text) and (bounded or text != answer))
+
+
+def _generated(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]) -> list[str]:
+    """Greedy texts after the prompts."""
+    if not documents:
+        return []
+    firsts = [len(d.questions) - len(answer_list(d)) for d in documents]
+    cut = [Document(d.task, d.text, d.questions[: first + 1]) for d, first in zip(documents, firsts, strict=True)]
+    prompts = encode(cut, tokenizer, padding_side="left", until_answer=True).to(model.device)
+    new_BN = generate_greedy(model, prompts, max(map(max_answer_tokens, documents)), tokenizer.eos_token_id)
+    ids = [row[: max_answer_tokens(d)] for row, d in zip(new_BN.tolist(), documents, strict=True)]
+    return list(tokenizer.batch_decode(ids, skip_special_tokens=True))
+
+
+def _choice_scores(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    chunk: Sequence[Document],
+    batch: EncodedBatch,
+    logits_BNV: Tensor,
+) -> ChoiceScores:
+    """Choice scores from the same pass; from a pass of their own where choices differ in several tokens."""
+    if bool((batch.choice_rest >= 0).any()):
+        return ranked(model, query_batches(chunk, tokenizer, len(chunk)))
+    rows = torch.arange(len(chunk), device=logits_BNV.device)
+    last_B = (batch.gold >= 0).sum(1) - 1
+    column_B = batch.query[rows, last_B] - (batch.input_ids.shape[1] - logits_BNV.shape[1])
+    scores = choice_scores(logits_BNV[rows, column_B], batch)
+    return ChoiceScores(scores.correct.cpu(), scores.margin.cpu())
+
+
+def _has_end_token(document: Document, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """True if the end token follows the document's answer."""
     return tokenizer.eos_token is not None and document.text.endswith(str(tokenizer.eos_token))
-
-
-def _answer(document: Document, tokenizer: PreTrainedTokenizerBase) -> str:
-    text = document.text[slice(*document.questions[-1].answer)]
-    return (text.removesuffix(str(tokenizer.eos_token)) if _ends(document, tokenizer) else text).strip()
 
 
 def _answer_lengths(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, prompts: EncodedBatch
 ) -> list[int]:
-    """Tokens of each answer, the end token left out."""
-    asked = [Document(d.task, d.text[: d.questions[-1].answer[1]]) for d in documents]
-    whole = encode(asked, tokenizer).attention_mask.sum(1).tolist()
+    """Tokens of each answer without the end token."""
+    cut = [Document(d.task, d.text[: d.questions[-1].answer[1]]) for d in documents]
+    whole = encode(cut, tokenizer).attention_mask.sum(1).tolist()
     before = prompts.attention_mask.sum(1).tolist()
-    return [w - b - _ends(d, tokenizer) for w, b, d in zip(whole, before, documents, strict=True)]
+    return [w - b - _has_end_token(d, tokenizer) for w, b, d in zip(whole, before, documents, strict=True)]
 
 
-def _said(ids: list[int], tokenizer: PreTrainedTokenizerBase, document: Document, length: int) -> str:
-    if not _ends(document, tokenizer):
-        ids = ids[:length]
-    elif tokenizer.eos_token_id in ids:
-        ids = ids[: ids.index(tokenizer.eos_token_id)]
-    return str(tokenizer.decode(ids)).strip()
+__all__ = [
+    "GeneratedAnswers",
+    "answer_batches",
+    "answer_list",
+    "exact_matches",
+    "expected_answers",
+    "generate_answers",
+    "generate_greedy",
+    "is_match",
+    "max_answer_tokens",
+]

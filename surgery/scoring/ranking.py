@@ -60,10 +60,10 @@ def answer_choices(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], batch_size: int
 ) -> ChoiceScores:
     """Each document's last question, scored over its choices."""
-    return ranked(model, until_query(documents, tokenizer, batch_size))
+    return ranked(model, query_batches(documents, tokenizer, batch_size))
 
 
-def until_query(
+def query_batches(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, batch_size: int
 ) -> list[EncodedBatch]:
     """Left-padded batches of the documents, up to the query of their last questions."""

@@ -19,7 +19,7 @@ from surgery.lm_eval_tasks import FOLDER
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.probes.documents import rng_of
 from surgery.recipe import Base, LmEval
-from surgery.scoring.answers import say, until_end
+from surgery.scoring.generation import answer_batches, generate_answers
 
 pytest.importorskip("lm_eval")
 EXPORT = Path(__file__).parents[2] / "checkpoints" / "quickstart" / "export"
@@ -61,12 +61,12 @@ def test_the_command_gives_the_same_answers_prompt_by_prompt(tmp_path: Path) -> 
     base = Base(model=str(model))
     documents = [lm_eval_groups()["retrieval"][NAME](rng_of("lm_eval", 0, NAME, i)) for i in range(LIMIT)]
     tokenizer = load_tokenizer(base)
-    found = say(load_model(base).eval(), tokenizer, documents, until_end(documents, tokenizer, 8))
+    found = generate_answers(load_model(base).eval(), tokenizer, documents, answer_batches(documents, tokenizer, 8))
     assert found.ranked is not None
     assert samples(tmp_path, tasks[0], "acc") == found.ranked.correct.tolist()
-    assert samples(tmp_path, tasks[1], "exact_match") == found.said.tolist()
+    assert samples(tmp_path, tasks[1], "exact_match") == found.correct.tolist()
     assert samples(tmp_path, tasks[1], "begun") == found.begun.tolist()
-    assert 0 < found.said.sum() < found.ranked.correct.sum()
+    assert 0 < found.correct.sum() < found.ranked.correct.sum()
 
 
 def test_what_can_be_had_is_run_and_the_rest_says_why_not() -> None:
@@ -77,7 +77,9 @@ def test_what_can_be_had_is_run_and_the_rest_says_why_not() -> None:
     documents = [
         lm_eval_groups()["retrieval"]["kv_retrieval_4"](rng_of("lm_eval", 0, "kv_retrieval_4", i)) for i in range(8)
     ]
-    own = say(load_model(base).eval(), load_tokenizer(base), documents, until_end(documents, load_tokenizer(base), 8))
+    own = generate_answers(
+        load_model(base).eval(), load_tokenizer(base), documents, answer_batches(documents, load_tokenizer(base), 8)
+    )
     assert own.ranked is not None and found["surgery_kv_retrieval_4"]["n"] == 8
     assert found["surgery_kv_retrieval_4"]["acc,none"] == own.ranked.correct.double().mean()
     assert "no task" in found["no_such_task"]["skipped"]

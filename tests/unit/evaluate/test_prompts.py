@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 
 from surgery.errors import ProbeError
-from surgery.evaluate.evaluation import evaluate_model, side_by_side
+from surgery.evaluate.evaluation import compare_arms, evaluate_model
 from surgery.evaluate.prompts import make_prompts
 from surgery.probes.documents import Document
 from surgery.recipe import Evaluate
@@ -31,14 +31,14 @@ def section(tasks: list, **more: object) -> Evaluate:
 
 def test_every_task_at_every_size() -> None:
     prompts = make_prompts(section(EVERY), 0, tokenizer=pico_tokenizer())
-    named = [*prompts.choices, *prompts.copied, *prompts.texts]
+    named = [*prompts.choices, *prompts.generation, *prompts.texts]
     assert named == [
         "kv_retrieval/3", "mqar/4", "phonebook/4", "json_kv/3", "multi_hop/9", "needle_single/320/0",
         "needle_single/320/0.5", "needle_multi_key/320/1", "needle_multi_value/320/0.25", "needle_multi_query/350/0.5",
         "letter_choice", "option_text", "copying/3", "copying/4", "perplexity", "perplexity_seen",
     ]  # fmt: skip
     assert prompts.num_tasks == len(named)
-    for asked in (prompts.choices, prompts.copied, prompts.texts):
+    for asked in (prompts.choices, prompts.generation, prompts.texts):
         for task, documents in asked.items():
             assert len(documents) == 3 and {d.task for d in documents} <= {task.partition("/")[0], "sentence"}
 
@@ -89,11 +89,11 @@ def test_comparisons_and_the_gap_need_the_arms_they_are_of() -> None:
     given = section(["letter_choice"], examples=20)
     arms = {name: evaluate_model(pico_base(i, vocab_size=1024, layers=1), pico_tokenizer(), given, 0)
             for i, name in enumerate(["base", "no_splice", "hybrid", "teacher"])}  # fmt: skip
-    found = side_by_side(arms)
+    found = compare_arms(arms)
     assert list(found["comparisons"]["hybrid"]) == ["base", "no_splice", "teacher"]
     assert set(found["gap_closed"]) == {"letter_choice"}
     del arms["teacher"]
-    assert "gap_closed" not in side_by_side(arms)
+    assert "gap_closed" not in compare_arms(arms)
 
 
 def test_what_depends_on_a_tokenizer_asks_for_one() -> None:

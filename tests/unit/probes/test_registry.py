@@ -98,7 +98,7 @@ def test_evaluation_and_lm_eval_have_its_documents(planted: Probe) -> None:
     entry = {"task": "planted_copy", "pairs": [5]}
     prompts = make_prompts(Evaluate.model_validate({"tasks": [entry], "examples": 2}), 3)
     rng = rng_of("evaluate", 3, "planted_copy5", 1)
-    assert prompts.copied["planted_copy/5"][1] == planted.document(rng, "eval", Options(pairs=5))
+    assert prompts.generation["planted_copy/5"][1] == planted.document(rng, "eval", Options(pairs=5))
     makers = lm_eval_groups()["retrieval"]
     assert "planted_copy_8" in makers and "planted_copy_32" not in makers, "32 pairs are out of its bounds"
     assert makers["planted_copy_8"](rng_of(0)) == planted.document(rng_of(0), "eval", Options(pairs=8))

@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from surgery.evaluate.evaluation import compare, evaluate_model
+from surgery.evaluate.evaluation import evaluate_model, p_values
 from surgery.evaluate.prompts import PromptSet
 from surgery.probes.documents import Document, Question
 from surgery.recipe import Evaluate
-from surgery.scoring.generation import exact_matches, greedy
+from surgery.scoring.generation import exact_matches, generate_greedy
 from surgery.scoring.ranking import perplexity
 from surgery.stats import wilson
+from tests.support.oracles import naive_generate_greedy
 from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts, randomise
 from tests.support.samples import TEXT_PROMPTS
 
@@ -47,14 +48,14 @@ def said(model: PreTrainedModel, prompt: str, count: int) -> str:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_cache_says_what_whole_passes_say(name: str) -> None:
+def test_the_cache_generates_what_whole_passes_generate(name: str) -> None:
     """Left-padded together, or each prompt alone; with a token that ends two of the rows, and without."""
     model, batch = model_of(name), prompts()
-    free = greedy(model, batch, 4, naive=True)
-    assert torch.equal(greedy(model, batch, 4), free) and len(free.unique()) > 2
+    free = naive_generate_greedy(model, batch, 4)
+    assert torch.equal(generate_greedy(model, batch, 4), free) and len(free.unique()) > 2
     end = int(free[0, 1])
-    ended = greedy(model, batch, 4, end)
-    assert torch.equal(ended, greedy(model, batch, 4, end, naive=True))
+    ended = generate_greedy(model, batch, 4, end)
+    assert torch.equal(ended, naive_generate_greedy(model, batch, 4, end))
     assert ended[0].tolist() == [int(free[0, 0]), end, end, end]
 
 
@@ -133,4 +134,4 @@ def test_held_out_documents_stand_in_the_summary_beside_the_rest() -> None:
     assert arm.summary["held_out"]["texts.jsonl"] == expected
     assert torch.equal(arm.correct["held_out/rows.jsonl"], correct) and len(arm.correct) == 1
     assert calls == [(1, 2), (2, 2)]
-    assert compare({"base": arm, "other": arm}, "base")["other"] == {"held_out/rows.jsonl": 1.0}
+    assert p_values({"base": arm, "other": arm}, "base")["other"] == {"held_out/rows.jsonl": 1.0}

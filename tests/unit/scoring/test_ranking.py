@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from surgery.data.encoding import encode
 from surgery.errors import ModelError
 from surgery.probes.documents import Document
-from surgery.scoring.answers import say, until_end
+from surgery.scoring.generation import answer_batches, generate_answers
 from surgery.scoring.ranking import LARGEST, answer_choices, choice_scores, perplexity
 from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 from tests.support.samples import ASKING, sample, several_questions
@@ -133,10 +133,10 @@ def test_logits_that_are_no_numbers_are_refused(broken: str) -> None:
     else:
         model.backbone.norm_f.weight.data.mul_(1e20)
         model.lm_head.weight.data.mul_(1e30)
-    batches = until_end(ASKED, pico_tokenizer(), 4)
+    batches = answer_batches(ASKED, pico_tokenizer(), 4)
     scores = [
         lambda: answer_choices(model, pico_tokenizer(), ASKED, 4),
-        lambda: say(model, pico_tokenizer(), ASKED, batches),
+        lambda: generate_answers(model, pico_tokenizer(), ASKED, batches),
     ]
     if broken == "weight":  # an infinite loss is the largest
         scores.append(lambda: perplexity(model, pico_tokenizer(), PLAIN, 4))

@@ -1,4 +1,4 @@
-"""Said answers: one pass tells what generating tells; ranks are those of the prompt alone; the rule about text."""
+"""Generated answers: one pass decides what generation decides; ranks are those of the prompt; the rule about text."""
 
 from __future__ import annotations
 
@@ -15,8 +15,16 @@ from surgery.probes.documents import Document, Question, rng_of
 from surgery.probes.json_kv import json_kv_document
 from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.needle import needle_document
-from surgery.scoring.answers import answers_of, is_said, listed, most_tokens, say, until_end
+from surgery.scoring.generation import (
+    answer_batches,
+    answer_list,
+    expected_answers,
+    generate_answers,
+    is_match,
+    max_answer_tokens,
+)
 from surgery.scoring.ranking import answer_choices
+from tests.support.oracles import naive_generate_answers
 from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 from tests.support.samples import TEXT_PROMPTS, sample
 
@@ -53,15 +61,17 @@ def mixed(name: str) -> list[Document]:
 
 
 @pytest.mark.parametrize("name", ["base", "hybrid"])
-def test_one_pass_says_what_generating_says(name: str) -> None:
+def test_one_pass_decides_what_generation_decides(name: str) -> None:
     documents, tokenizer = mixed(name), pico_tokenizer()
-    batches = until_end(documents, tokenizer, 16)
-    fast, slow = (say(model_of(name), tokenizer, documents, batches, naive) for naive in (False, True))
-    assert torch.equal(fast.said, slow.said) and torch.equal(fast.begun, slow.begun)
+    fast = generate_answers(model_of(name), tokenizer, documents, answer_batches(documents, tokenizer, 16))
+    slow = naive_generate_answers(model_of(name), tokenizer, documents)
+    assert torch.equal(fast.correct, slow.correct) and torch.equal(fast.begun, slow.begun)
+    assert fast.ranked is not None and slow.ranked is not None
+    assert torch.equal(fast.ranked.correct, slow.ranked.correct)
     assert fast.begun[: 4 * len(TEXT_PROMPTS)].all() and not fast.begun.all()
-    assert not (fast.said & ~fast.begun).any()
-    alone = say(model_of(name), tokenizer, documents, until_end(documents, tokenizer, 1))
-    assert torch.equal(alone.said, fast.said)
+    assert not (fast.correct & ~fast.begun).any()
+    alone = generate_answers(model_of(name), tokenizer, documents, answer_batches(documents, tokenizer, 1))
+    assert torch.equal(alone.correct, fast.correct)
 
 
 def test_ranks_are_those_of_the_prompt_alone() -> None:
@@ -69,7 +79,7 @@ def test_ranks_are_those_of_the_prompt_alone() -> None:
     for documents in ([*sample("kv_retrieval", 4), *sample("letter_choice", 2)],
                       [json_kv_document(rng_of(i), 12, groups=(4,)) for i in range(3)]):  # fmt: skip
         expected = answer_choices(model, tokenizer, documents, 8)
-        found = say(model, tokenizer, documents, until_end(documents, tokenizer, 8)).ranked
+        found = generate_answers(model, tokenizer, documents, answer_batches(documents, tokenizer, 8)).ranked
         assert found is not None and torch.equal(found.correct, expected.correct)
         torch.testing.assert_close(found.margin, expected.margin, rtol=1e-3, atol=1e-4)
 
@@ -77,9 +87,9 @@ def test_ranks_are_those_of_the_prompt_alone() -> None:
 def test_tokens_are_counted_behind_the_right_ones() -> None:
     tokenizer, model = pico_tokenizer(), model_of("base")
     documents = [copying_document(rng_of("copy", i), 3 + i) for i in range(4)]
-    found = say(model, tokenizer, documents, until_end(documents, tokenizer, 4))
+    found = generate_answers(model, tokenizer, documents, answer_batches(documents, tokenizer, 4))
     assert found.ranked is None
-    for share, document in zip(found.tokens.tolist(), documents, strict=True):
+    for share, document in zip(found.token_accuracy.tolist(), documents, strict=True):
         batch = encode([document], tokenizer)
         with torch.no_grad():
             likeliest = model(batch.input_ids, use_cache=False).logits[0].argmax(-1)
@@ -90,10 +100,10 @@ def test_tokens_are_counted_behind_the_right_ones() -> None:
 
 def test_a_list_begins_at_its_first_answer() -> None:
     document = needle_document(rng_of(0), 600, len, "multi_value")
-    assert listed(document) == document.questions and len(answers_of(document)[0]) == 4
+    assert answer_list(document) == document.questions and len(expected_answers(document)[0]) == 4
     several = kv_document(rng_of(0), 5, questions=3)
-    assert listed(several) == several.questions[-1:]
-    assert most_tokens(several) == len(several.text[slice(*several.questions[-1].answer)]) + 1
+    assert answer_list(several) == several.questions[-1:]
+    assert max_answer_tokens(several) == len(several.text[slice(*several.questions[-1].answer)]) + 1
 
 
 @pytest.mark.parametrize(
@@ -114,12 +124,12 @@ def test_a_list_begins_at_its_first_answer() -> None:
     ],
 )
 def test_what_counts_as_said_here_and_in_lm_eval(text: str, answers: list[str], bounded: bool, said: bool) -> None:
-    assert is_said(text, answers, bounded) == said
+    assert is_match(text, answers, bounded) == said
     row = {"answers": answers, "bounded": bounded}
-    begun = float(is_said(text, answers, bounded=False))
+    begun = float(is_match(text, answers, bounded=False))
     assert said_in_lm_eval(row, [text]) == {"exact_match": float(said), "begun": begun}
 
 
 def test_a_copied_passage_has_no_end() -> None:
-    assert answers_of(copying_document(rng_of(1), 4))[1] is False
-    assert answers_of(kv_document(rng_of(1), 4))[1] is True
+    assert expected_answers(copying_document(rng_of(1), 4))[1] is False
+    assert expected_answers(kv_document(rng_of(1), 4))[1] is True

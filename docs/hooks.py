@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -71,7 +72,7 @@ def _targets(markdown: str, source: str) -> list[str]:
     return [_resolve(match["path"], source) for match in LINK.finditer(prose) if not _is_outside(match["path"])]
 
 
-def _outside_code(markdown: str, change, code: str | None = None) -> str:  # type: ignore[no-untyped-def]
+def _outside_code(markdown: str, change: Callable[[str], str], code: str | None = None) -> str:
     """Apply `change` to the text between code blocks and code spans, and keep these or put `code` in their place."""
     parts, end = [], 0
     for match in CODE.finditer(markdown):

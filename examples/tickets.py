@@ -2,9 +2,9 @@
 
     python examples/tickets.py tickets.jsonl
 
-Each line is {"prompt", "answer", "answer_span"}. The prompt lists 12 to 24 open tickets (customer and agent's number) and
-asks for the agent of one of them. `answer_span` is where the prompt contains the answer, to supervise the new head's
-attention. The same seed writes the same lines.
+Each line is {"prompt", "answer", "answer_span"}. The prompt lists 12 to 24 open tickets (customer and agent's number)
+and asks for the agent of one of them. `answer_span` is where the prompt contains the answer; it supervises the
+attention of a new head. The same seed writes the same lines.
 """
 
 from __future__ import annotations

@@ -97,8 +97,9 @@ def test_no_two_pages_differ_by_case_alone() -> None:
     assert len(names) == len(set(names))
 
 
-def test_the_api_page_has_every_public_name() -> None:
-    listed = re.findall(r"^::: surgery\.[\w.]+\.(\w+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+def test_the_api_pages_have_every_public_name() -> None:
+    pages = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("api.md", "api-recipes.md"))
+    listed = re.findall(r"^::: surgery\.[\w.]+\.(\w+)$", pages, re.MULTILINE)
     assert {*package.__all__} - {"__version__"} <= set(listed)
 
 

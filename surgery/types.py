@@ -23,7 +23,6 @@ Reads = Literal["segment_end", "answer_token"]
 Where = Literal["everywhere", "context", "segment", "segment_end", "answer_token", "query"]
 Fill = Literal["zero", "mean", "resample"]
 Mode = Literal["add", "replace"]
-Init = Literal["ssm", "random", "teacher"]
 Unit = Literal["head", "layer"]
 
 Letter = Literal["H", "A"]
@@ -209,14 +208,15 @@ class Graft:
     """What is spliced into one mixer: its heads, in order, with the position that each one reads.
 
     Attributes:
-        unit: `layer` puts a teacher's whole attention in the place of the mixer; `heads` are then the teacher's.
-        donors: with `init: teacher`: the teacher's head for each head, or its layer, such as `L17`.
+        init: the kind of branch, a name of `surgery.hybrid.branches.BRANCHES`; looked up where the branch is built.
+        unit: `layer` replaces the whole mixer by a teacher's attention; `heads` are then the teacher's.
+        donors: with `init: teacher`, the teacher's head for each head, or its layer, such as `L17`.
     """
 
     site: MixerSpec
     heads: tuple[int, ...]
     mode: Mode
-    init: Init
+    init: str
     reads: tuple[Reads, ...]
     unit: Unit = "head"
     donors: tuple[str, ...] = ()
@@ -224,7 +224,6 @@ class Graft:
     def __post_init__(self) -> None:
         for name, allowed, values in (
             ("mode", Mode, (self.mode,)),
-            ("init", Init, (self.init,)),
             ("unit", Unit, (self.unit,)),
             ("reads", Reads, self.reads),
         ):

@@ -80,7 +80,10 @@ def _export(
     with new_folder(folder) as new:
         exported = _as_exported(model, section)
         exported.generation_config = _generation_config(model, tokenizer)
-        exported.save_pretrained(new, max_shard_size=section.max_shard_size)
+        try:
+            exported.save_pretrained(new, max_shard_size=section.max_shard_size)
+        except ValueError as error:  # a class from outside the library that cannot travel
+            raise ModelError("export", type(exported).__name__, str(error)) from error
         tokenizer.save_pretrained(new)
         shutil.rmtree(new / "__pycache__", ignore_errors=True)
         _write_evidence(new, *evidence)

@@ -1,8 +1,12 @@
-"""The code that loading an export imports: computed from this library, compared byte for byte, and run from a private
-copy, so that nothing in the folder is run that is not installed here."""
+"""Check the code that loading an export imports, and load it from a private copy.
+
+The code has to equal this library's byte for byte, or be known by its sha256 as an earlier version's. Modules of
+installed plugins count as this library's.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,11 +18,12 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 
-import surgery.hybrid
 from surgery.errors import ModelError
+from surgery.export.earlier_modules import EARLIER
 from surgery.export.files import AGAIN, read_json_file, read_object, shown, visible_files
+from surgery.hybrid import CLASSES
+from surgery.hybrid.shipping import auto_map, outside_modules
 
-_LIBRARY = Path(surgery.hybrid.__file__).parent
 _TRUST = "Read it, and pass --trust-remote-code to run it."
 # Keys by which a JSON file names code, or files to load in the place of those that were checked.
 _CODE_KEYS = {
@@ -43,12 +48,15 @@ _IMPLEMENTATION_KEYS = {
 _IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
 
 
-def check_code(folder: Path, config: PreTrainedConfig, trust_remote_code: bool = False) -> None:
+def check_code(folder: Path, config: PreTrainedConfig, trust_remote_code: bool = False) -> dict[str, bytes]:
     """Compare the code that loading the folder would import with this library's.
+
+    Returns:
+        The modules that were checked, by name; empty with `trust_remote_code`.
 
     Raises:
         ModelError: a modelling file is missing; or, without trust, anything in the folder names or holds code that is
-            not this library's own.
+            not this library's.
     """
     maps = read_object(folder, "config.json").get("auto_map")
     maps = maps if isinstance(maps, Mapping) else {}
@@ -60,7 +68,7 @@ def check_code(folder: Path, config: PreTrainedConfig, trust_remote_code: bool =
     if (folder / "adapter_config.json").is_file():
         raise ModelError("adapter_config.json", "present", "transformers would load another base. Merge it first.")
     if trust_remote_code:
-        return
+        return {}
     classes = _classes_of(config)
     for name, target in maps.items():
         if target != classes.get(name):
@@ -70,32 +78,34 @@ def check_code(folder: Path, config: PreTrainedConfig, trust_remote_code: bool =
         if path.suffix == ".json":
             name = path.relative_to(folder).as_posix()
             _check_keys(name, read_json_file(folder, name), {"auto_map"} if name == "config.json" else set())
-    modules = _modules_of(config)
-    for path in sorted(folder.rglob("*.py")):
-        name = path.relative_to(folder).as_posix()
-        if name not in modules or modules[name].read_bytes() != path.read_bytes():
-            raise ModelError(shown(name), "not the module of this version of the library, byte for byte", _TRUST)
+    modules = {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*.py"))}
+    hashes = {name: hashlib.sha256(text).hexdigest() for name, text in modules.items()}
+    if not any(hashes.items() <= earlier.items() for earlier in EARLIER.values()):
+        expected = _modules_of(config)
+        for name, text in modules.items():
+            if expected.get(name) != text:
+                value = "not the module of this library, byte for byte, nor of an earlier version"
+                raise ModelError(shown(name), value, _TRUST)
+    return modules
 
 
 def _classes_of(config: PreTrainedConfig) -> dict[str, str]:
-    """`auto_map` as this library writes it for the config's type. Raises ModelError for a type that is another's."""
-    for classes in surgery.hybrid.CLASSES:
-        if classes[0] is type(config):
-            names = [f"{c.__module__.rpartition('.')[2]}.{c.__name__}" for c in classes]
-            return dict(zip(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), names, strict=True))
-    raise ModelError("config.json", f"model_type {config.model_type}", "No hybrid of this library has this type.")
+    """Return the `auto_map` that saving the config writes. Raises ModelError for a type of another library."""
+    if not any(config_class is type(config) for config_class, _, _ in CLASSES):
+        raise ModelError("config.json", f"model_type {config.model_type}", "No hybrid of this library has this type.")
+    return auto_map(config)
 
 
-def _modules_of(config: PreTrainedConfig) -> dict[str, Path]:
-    """The modules of this library that loading the config's classes imports, by their name in an export."""
-    module = sys.modules[type(config).__module__].__file__
-    assert module is not None
-    found = {Path(file).resolve() for file in (module, *get_relative_import_files(module))}
-    return {path.name: path for path in found if path.parent == _LIBRARY.resolve()}
+def _modules_of(config: PreTrainedConfig) -> dict[str, bytes]:
+    """Return the modules that saving the config's model writes, by name."""
+    file = sys.modules[type(config).__module__].__file__
+    assert file is not None
+    modules = {Path(path).name: Path(path).read_bytes() for path in (file, *get_relative_import_files(file))}
+    return {**modules, **outside_modules(config)}
 
 
 def _check_keys(name: str, data: Any, allowed: set[str]) -> None:
-    """Raises ModelError for a key at any depth that makes a loader import code; `allowed` are those of the top."""
+    """Raise ModelError for a key at any depth that makes a loader import code; `allowed` are those of the top."""
     stack = [("", data, allowed)]
     while stack:
         place, value, skip = stack.pop()
@@ -104,7 +114,7 @@ def _check_keys(name: str, data: Any, allowed: set[str]) -> None:
             field = f"{place}.{key}" if place else str(key)
             # A number is an entry of a vocabulary.
             names_code = key in _CODE_KEYS and key not in skip and inner and not _is_number(inner)
-            if names_code or (key in _IMPLEMENTATION_KEYS and not _is_own(inner)):
+            if names_code or (key in _IMPLEMENTATION_KEYS and not _is_built_in(inner)):
                 value = shown(f"{field[:80]} is {json.dumps(inner)[:80]}")
                 raise ModelError(shown(name), value, f"Loading it could run code from elsewhere. {_TRUST}")
             stack.append((field, inner, set()))
@@ -114,17 +124,20 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_own(implementation: Any) -> bool:
-    """Whether transformers has it, for the model or by the names of its parts."""
+def _is_built_in(implementation: Any) -> bool:
+    """Return whether transformers has this implementation, of the model or of its parts by name."""
     names = implementation.values() if isinstance(implementation, dict) else [implementation]
     return all(_is_number(name) or name in _IMPLEMENTATIONS for name in names)
 
 
 @contextmanager
-def private_copy(folder: Path, config: PreTrainedConfig) -> Iterator[Path]:
-    """A folder with nothing but the checked configs, the library's own modules, and links to the weights.
+def private_copy(folder: Path, config: PreTrainedConfig, modules: Mapping[str, bytes]) -> Iterator[Path]:
+    """A folder with the checked configs and modules only, and links to the weights.
 
-    Loading it instead of the export runs this library's code whatever happens to the export meanwhile.
+    Loading it instead of the export runs the checked code, also if the export changes in between.
+
+    Args:
+        modules: of `check_code`.
     """
     with TemporaryDirectory() as scratch:
         copy = Path(scratch, "export")
@@ -136,8 +149,8 @@ def private_copy(folder: Path, config: PreTrainedConfig) -> Iterator[Path]:
                 if name == "config.json":
                     data["auto_map"] = _classes_of(config)
                 (copy / name).write_text(json.dumps(data), encoding="utf-8")
-        for name, module in _modules_of(config).items():
-            (copy / name).write_bytes(module.read_bytes())
+        for name, text in modules.items():
+            (copy / name).write_bytes(text)
         for path in folder.glob("*.safetensors"):
             (copy / path.name).symlink_to(path.resolve())
         yield copy

@@ -6,8 +6,8 @@ Must never know: how a folder is written. Nothing of a folder is run before its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,14 @@ from surgery.errors import ModelError, PlanError, reading
 from surgery.export.files import AGAIN, RECORD, REFERENCE, check_entries, check_files, read_object
 from surgery.export.reload import compare, prompt_ids, read_reference, reload
 from surgery.export.shipped_code import check_code, private_copy
+from surgery.hybrid.attention import SplicedAttention
+from surgery.hybrid.branches import BRANCHES
 from surgery.models.loading import load_config
 from surgery.models.lookup import family_of, structure_of
 from surgery.models.spliced import plan_of_hybrid
 from surgery.models.tensor_files import Stored, inventory, read_tensors, weight_files
 from surgery.recipe import Base
+from surgery.registry import load_plugins
 from surgery.types import Plan, head_set_from_json, plan_from_json
 
 
@@ -33,12 +36,12 @@ def verify_folder(folder: Path | str, trust_remote_code: bool = False) -> dict[s
     transformers loads it and computes the reference's logits and text within `reload.TOLERANCE`. That takes four bytes
     a parameter.
 
-    Without `trust_remote_code` no code runs that is not installed here already: the folder has to name this library's
-    classes and hold its modules byte for byte, and what is loaded is a private copy with the library's own.
-    Symbolic links are refused in any case.
+    Without `trust_remote_code` only known code runs: the folder has to name this library's classes, and its modules
+    have to equal this library's, an earlier version's, or those of an installed plugin. They are loaded from a private
+    copy. Symbolic links are refused in any case.
 
     Args:
-        trust_remote_code: run whatever modelling files the folder brings.
+        trust_remote_code: run any modelling files that the folder holds, in a process of their own.
 
     Returns:
         What was checked: `files`, `tensors`, `agree` (the documents), `max_logit_difference` (a part of the logits'
@@ -50,7 +53,7 @@ def verify_folder(folder: Path | str, trust_remote_code: bool = False) -> dict[s
             documents disagree; it does not load, or computes another model; or it is no export at all.
     """
     folder, missing = Path(folder), list[str]()
-    config = _open(folder)
+    config = _open(folder, trust_remote_code)
     record = read_object(folder, RECORD)
     report: dict[str, Any] = {"files": None, "tensors": 0, "agree": []}
     if "files" in record:
@@ -63,10 +66,10 @@ def verify_folder(folder: Path | str, trust_remote_code: bool = False) -> dict[s
     report["agree"], unknown = check_agreement(folder, config)
     missing += unknown
     _check_generation(folder)
-    check_code(folder, config, trust_remote_code)
+    modules = check_code(folder, config, trust_remote_code)
     has_reference = (folder / REFERENCE).is_file()
     reference = read_reference(folder / REFERENCE, config.vocab_size) if has_reference else {}
-    with nullcontext(folder) if trust_remote_code else private_copy(folder, config) as checked:
+    with nullcontext(folder) if trust_remote_code else private_copy(folder, config, modules) as checked:
         found = reload(checked, reference.get("ids", prompt_ids(config.vocab_size)), ("float32",))
     if has_reference:
         report["max_logit_difference"], report["generated_tokens"] = compare(reference, found, "float32")
@@ -75,8 +78,8 @@ def verify_folder(folder: Path | str, trust_remote_code: bool = False) -> dict[s
     return {**report, "not_checked": missing}
 
 
-def _open(folder: Path) -> PreTrainedConfig:
-    """The config, by this library's own class. Raises ModelError where the folder is no export."""
+def _open(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
+    """Return the config, by this library's own class. Raises ModelError where the folder is no export."""
     if not folder.is_dir():
         raise ModelError("FOLDER", str(folder), "There is no such folder.")
     check_entries(folder)
@@ -87,11 +90,41 @@ def _open(folder: Path) -> PreTrainedConfig:
     if not (folder / RECORD).is_file():
         hint = f"It is a hybrid without {RECORD}, which every export has. Verify what `surgery export` wrote."
         raise ModelError("FOLDER", str(folder), hint)
-    with reading("config.json", None, AGAIN):
+    with reading("config.json", None, AGAIN), _standing_in(data["splice"], trust_remote_code):
         config = load_config(Base(model=str(folder)))
         if not isinstance(config.splice, list) or type(config.vocab_size) is not int or config.vocab_size < 1:
             raise TypeError(f"splice is no list, or vocab_size no count: {config.vocab_size}")
     return config
+
+
+@contextmanager
+def _standing_in(splice: Any, trust_remote_code: bool) -> Iterator[None]:
+    """With trust, let the config have attention branches that are not installed: their fields are not checked.
+
+    Raises:
+        ModelError: without trust, for a branch that is not installed.
+    """
+    load_plugins()
+    sites = [site for site in splice if isinstance(site, Mapping)] if isinstance(splice, list) else []
+    names = {site["init"] for site in sites if isinstance(site.get("init"), str)} - set(BRANCHES)
+    if names and not trust_remote_code:
+        hint = "No such attention branch is installed. Install the plugin that registers it, or read the modules of "
+        raise ModelError("config.json splice", f"init {', '.join(sorted(names))}", f"{hint}the export and {_TRUSTED}")
+    BRANCHES.update(dict.fromkeys(names, _Unchecked))
+    try:
+        yield
+    finally:
+        for name in names:
+            del BRANCHES[name]
+
+
+class _Unchecked(SplicedAttention):
+    """Stands for an attention branch that is not installed."""
+
+    fields: Mapping[str, Any] = {}
+
+
+_TRUSTED = "pass --trust-remote-code to run them."
 
 
 def _check_generation(folder: Path) -> None:

@@ -1,6 +1,6 @@
-"""The recurrence of a discrete Mamba-2, a token at a time and in chunks. Pure functions of tensors.
+"""The recurrence of a discrete Mamba-2, one token at a time and in chunks; pure functions of tensors.
 
-Shipped with every exported checkpoint that needs it, so it imports torch only. It must never know modules or caches.
+Shipped with every exported checkpoint that needs it, so it imports torch only.
 
     h_t = exp(log_decay_t) h_{t-1} + x_t B_t^T        y_t = h_t C_t
 
@@ -16,7 +16,7 @@ from torch import Tensor
 def scan_step(
     x_BHP: Tensor, key_BGN: Tensor, query_BGN: Tensor, log_decay_BH: Tensor, state_BHPN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One token of the recurrence: (B,H,P) without the skip, and the new state (B,H,P,N)."""
+    """Run one token: return (B,H,P) without the skip, and the new state (B,H,P,N)."""
     shared = x_BHP.shape[1] // key_BGN.shape[1]
     key_BHN, query_BHN = (k.repeat_interleave(shared, dim=1) for k in (key_BGN, query_BGN))
     state_BHPN = state_BHPN * log_decay_BH.exp()[..., None, None] + x_BHP[..., None] * key_BHN[:, :, None]
@@ -31,18 +31,18 @@ def chunked_scan(
     state_BHPN: Tensor,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence over many tokens as matrix products: (B,T,H,P) without the skip, and the last state (B,H,P,N).
+    """Run many tokens as matrix products: return (B,T,H,P) without the skip, and the last state (B,H,P,N).
 
-    Within a chunk tokens meet directly; between chunks one state is carried (arXiv 2405.21060, section 6). The largest
-    intermediate holds one L x L square a head and chunk.
+    Tokens of one chunk interact directly, and a state is carried between chunks (arXiv 2405.21060, section 6). The
+    largest intermediate has one L x L matrix a head and chunk.
 
     Args:
-        log_decay_BTH: logarithm of what is left of the state when a token arrives, not above 0.
+        log_decay_BTH: logarithm of the factor on the state at each token, not above 0.
         state_BHPN: the state before the first token.
     """
     T, G = x_BTHP.shape[1], key_BTGN.shape[2]
     size = min(chunk_size, T)
-    # Tokens without input and decay fill the last chunk: they leave the state as it is.
+    # The last chunk is filled with tokens without input and decay, which do not change the state.
     x, key, query = (F.pad(v, (0, 0, 0, 0, 0, -T % size)) for v in (x_BTHP, key_BTGN, query_BTGN))
     x_BCGRLP = x.unflatten(1, (-1, size)).unflatten(3, (G, -1)).permute(0, 1, 3, 4, 2, 5)
     key_BCGLN, query_BCGLN = (v.unflatten(1, (-1, size)).transpose(2, 3) for v in (key, query))
@@ -67,10 +67,10 @@ def chunked_scan(
 
 
 def _decays(log_XL: Tensor) -> Tensor:
-    """(...,L) -> (...,L,L): at [t,s] what is left at token t of what came in at s; 0 above the diagonal.
+    """(...,L) -> (...,L,L): at [t,s] the factor at token t on the input of token s; 0 above the diagonal.
 
-    Summed from s on, not as a difference of sums from the chunk's start: that loses the digits of a weak decay after a
-    strong one. Masked before the exponential, so that no gradient is NaN.
+    Each sum starts at s. A difference of two sums from the chunk's start would lose the digits of a weak decay after a
+    strong one. The mask comes before the exponential, so that no gradient is NaN.
     """
     L = log_XL.shape[-1]
     later = torch.ones(L, L, dtype=torch.bool, device=log_XL.device).tril(-1)

@@ -12,9 +12,10 @@ from transformers.models.bamba.modeling_bamba import (
     BambaPreTrainedModel,
 )
 
-from .attention import HybridInitMixin, HybridMixerMixin
-from .donor import BRANCHES
-from .mixins import HybridCausalLMMixin, HybridConfigMixin, HybridModelMixin, recorded
+from .causal_lm import HybridCausalLMMixin
+from .configuration import HybridConfigMixin
+from .mixer import HybridMixerMixin
+from .model import HybridInitMixin, HybridModelMixin, recorded
 
 
 class BambaHybridConfig(HybridConfigMixin, BambaConfig):
@@ -27,18 +28,17 @@ class BambaHybridConfig(HybridConfigMixin, BambaConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """What the cache keeps for each layer; `layers_block_type` still says what is built."""
+        """The kind of cache of each layer; `layers_block_type` stays the kind of block."""
         return self.cache_types(self.layers_block_type)
 
     def ssm_heads(self) -> tuple[int, int]:
-        """How many heads an SSM layer has, and their width."""
+        """Return how many heads an SSM layer has, and their width."""
         return self.mamba_n_heads, self.mamba_d_head
 
 
 class BambaHybridMixer(HybridMixerMixin, BambaMixer):
     """`BambaMixer` with a branch where the config splices one."""
 
-    branches = BRANCHES
     norm_by_group = True
 
 

@@ -14,15 +14,16 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
     GraniteMoeHybridPreTrainedModel,
 )
 
-from .attention import HybridInitMixin, HybridMixerMixin
-from .donor import BRANCHES
-from .mixins import HybridCausalLMMixin, HybridConfigMixin, HybridModelMixin, recorded
+from .causal_lm import HybridCausalLMMixin
+from .configuration import HybridConfigMixin
+from .mixer import HybridMixerMixin
+from .model import HybridInitMixin, HybridModelMixin, recorded
 
 
 class GraniteHybridConfig(HybridConfigMixin, GraniteMoeHybridConfig):
     """GraniteMoeHybridConfig and the field `splice`.
 
-    `layer_types` is stored, so here it is what the cache keeps, and what is built is read back from it.
+    `layer_types` is stored: it is the kind of cache of each layer here, and `layers_block_type` is computed from it.
     """
 
     model_type = "granitemoehybrid_hybrid"
@@ -36,18 +37,17 @@ class GraniteHybridConfig(HybridConfigMixin, GraniteMoeHybridConfig):
 
     @property
     def layers_block_type(self) -> list[str]:
-        """What is built: a spliced layer is an SSM layer."""
+        """The kind of block of each layer: a spliced one is an SSM layer."""
         return ["linear_attention" if kind == "hybrid" else kind for kind in self.layer_types]
 
     def ssm_heads(self) -> tuple[int, int]:
-        """How many heads an SSM layer has, and their width."""
+        """Return how many heads an SSM layer has, and their width."""
         return self.mamba_n_heads, self.mamba_d_head
 
 
 class GraniteHybridMixer(HybridMixerMixin, GraniteMoeHybridMambaLayer):
     """`GraniteMoeHybridMambaLayer` with a branch where the config splices one."""
 
-    branches = BRANCHES
     norm_by_group = True
 
 

@@ -1,13 +1,13 @@
 """Llamba, which transformers does not have: config, model and causal language model, with spliced heads or without.
 
-Shipped with every exported checkpoint, so it imports the standard library, torch and transformers only. It must never
-know how heads are found or planned. Configs and tensor names are those of the published checkpoints (Bick et al.,
-arXiv 2502.14458): Llama's blocks with a discrete Mamba-2 in attention's place (arXiv 2408.10189),
+Shipped with every exported checkpoint, so it imports the standard library, torch and transformers only. Configs
+and tensor names are those of the published checkpoints (Bick et al., arXiv 2502.14458): Llama's blocks with a discrete
+Mamba-2 instead of attention (arXiv 2408.10189),
 
     h_t = exp(-softplus(a_t)) h_{t-1} + x_t B_t^T        y_t = h_t C_t + D x_t
 
-with one a_t a head, straight from the input: no step size, no A, no norm. State and decay are fp32 whatever the weights
-are.
+with one a_t a head, computed from the input: no step size, no A, no norm. State and decay are fp32 for weights of any
+dtype.
 
 Shape legend: B batch, T tokens, D model width, I inner width (H heads of P), G key heads, N state width, V vocabulary.
 """
@@ -26,12 +26,15 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.utils.generic import maybe_autocast
 
-from .attention import HybridInitMixin, HybridMixerMixin, is_whole, splice_sites
+from .causal_lm import HybridCausalLMMixin
+from .configuration import HybridConfigMixin
 from .discrete_scan import chunked_scan, scan_step
-from .donor import BRANCHES, DonorMixer
-from .mixins import HybridCausalLMMixin, HybridConfigMixin, HybridModelMixin, RecordingMixin
+from .donor import DonorMixer
+from .mixer import HybridMixerMixin
+from .model import HybridInitMixin, HybridModelMixin, RecordingMixin
+from .sites import is_whole, splice_sites
 
-BLOCK_NORM_EPSILON = 1e-5  # of the norms in a block, whatever `norm_epsilon` says: that is the final norm's
+BLOCK_NORM_EPSILON = 1e-5  # of the norms in a block; `norm_epsilon` is the final norm's
 CONV_ACTIVATIONS = {"identity": nn.Identity, "silu": nn.SiLU, "swish": nn.SiLU}
 MLP_DEFAULTS = {"intermediate_size": 14336, "bias": False, "act_fn": "silu"}
 SSM_DEFAULTS = {
@@ -113,7 +116,7 @@ class LlambaConfig(HybridConfigMixin, PreTrainedConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """What the cache keeps for each layer."""
+        """The kind of cache of each layer."""
         return self.cache_types(["linear_attention"] * self.n_layer)
 
     num_heads = property(lambda self: self.ssm_cfg["n_v_heads"])
@@ -183,7 +186,7 @@ class LlambaMixer(nn.Module):
         return self.out_proj(y_BTI.to(u_BTD.dtype))
 
     def _convolve(self, mixed_BTI: Tensor, cache: Any) -> Tensor:
-        """The short causal convolution over [x|B|C]."""
+        """Run the short causal convolution over [x|B|C]."""
         mixed_BIT, T = mixed_BTI.transpose(1, 2), mixed_BTI.shape[1]
         if cache is not None:
             mixed_BIT = cache.update_conv_state(mixed_BIT, self.layer_idx, conv_kernel_size=self.conv_kernel_size)
@@ -192,7 +195,7 @@ class LlambaMixer(nn.Module):
         return self.act(self.conv1d(mixed_BIT)).transpose(1, 2)
 
     def _recur(self, mixed_BTI: Tensor, decay_BTH: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The recurrence and the skip, in fp32 at least: (B,T,H,P) and the last state (B,H,P,N)."""
+        """Run the recurrence and the skip in fp32 at least: (B,T,H,P) and the last state (B,H,P,N)."""
         dtype = torch.promote_types(mixed_BTI.dtype, torch.float32)
         x, key, query = mixed_BTI.to(dtype).split([self.intermediate_size, self.key_size, self.key_size], dim=-1)
         x_BTHP = x.unflatten(-1, (self.num_heads, self.head_dim))
@@ -208,7 +211,7 @@ class LlambaMixer(nn.Module):
         return y_BTHP + self.D[:, None] * x_BTHP, state
 
     def initialize(self) -> None:
-        """Initial values of what transformers does not know how to initialise."""
+        """Set initial values of the parameters that transformers cannot initialise."""
         init.ones_(self.D)
         init.kaiming_uniform_(self.conv1d.weight, a=math.sqrt(5))
         if self.z_bias is not None:
@@ -217,8 +220,6 @@ class LlambaMixer(nn.Module):
 
 class LlambaHybridMixer(HybridMixerMixin, LlambaMixer):
     """`LlambaMixer` with a branch where the config splices one."""
-
-    branches = BRANCHES
 
     def __init__(self, config: LlambaConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -272,7 +273,7 @@ class LlambaPreTrainedModel(HybridInitMixin, PreTrainedModel):
 
 
 class PlainLlambaModel(LlambaPreTrainedModel):
-    """The forward that `LlambaModel` prepares the arguments of."""
+    """The forward below `LlambaModel`, which prepares its arguments."""
 
     def __init__(self, config: LlambaConfig) -> None:
         super().__init__(config)
@@ -298,21 +299,22 @@ class PlainLlambaModel(LlambaPreTrainedModel):
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """(B,T,D) -> (B,T,D). There are no positions: `position_ids` is for `generate`, which passes them."""
+        """(B,T,D) -> (B,T,D). There are no positions; `generate` passes `position_ids` all the same."""
         if isinstance(attention_mask, dict):  # made by `generate` for a cache that compiles
             mask = attention_mask.get("linear_attention")
         else:
             mask = create_recurrent_attention_mask(self.config, inputs_embeds, attention_mask, past_key_values)
-        hidden, seen = inputs_embeds, []
+        hidden, block_inputs = inputs_embeds, []
         for block in self.layers:
-            seen.append(hidden)
+            block_inputs.append(hidden)
             hidden = block(hidden, past_key_values=past_key_values, attention_mask=mask, **kwargs)
         hidden = self.final_layernorm(hidden)
-        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
             past_key_values=past_key_values if use_cache else None,
-            hidden_states=(*seen, hidden) if wanted else None,
+            hidden_states=(*block_inputs, hidden) if output_hidden_states else None,
         )
 
 
@@ -323,7 +325,7 @@ class LlambaModel(HybridModelMixin, RecordingMixin, PlainLlambaModel):
 
 
 class PlainLlambaForCausalLM(LlambaPreTrainedModel):
-    """The forward that `LlambaForCausalLM` prepares the arguments of."""
+    """The forward below `LlambaForCausalLM`, which prepares its arguments."""
 
     _tied_weights_keys = {"lm_head.weight": "backbone.embedding.weight"}
 
@@ -351,7 +353,7 @@ class PlainLlambaForCausalLM(LlambaPreTrainedModel):
         return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
 
     def _supports_default_dynamic_cache(self) -> bool:
-        """Without attention layers `generate` must not make the cache: it asks the cache for a length, which raises."""
+        """Return False without attention layers: `generate` would ask its cache for a length, which raises."""
         return bool(self.config.splice)
 
     def forward(
@@ -364,8 +366,8 @@ class PlainLlambaForCausalLM(LlambaPreTrainedModel):
     ) -> CausalLMOutputWithPast:
         """Logits (B,T,V) in fp32. `labels` are shifted here; -100 is ignored."""
         output = self.backbone(input_ids, attention_mask=attention_mask, **kwargs)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        hidden = output.last_hidden_state[:, kept]
+        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        hidden = output.last_hidden_state[:, positions]
         logits = self.lm_head(hidden.to(self.lm_head.weight.dtype)).float()
         loss = None
         if labels is not None:

@@ -12,9 +12,10 @@ from transformers.models.mamba2.modeling_mamba2 import (
     Mamba2PreTrainedModel,
 )
 
-from .attention import HybridInitMixin, HybridMixerMixin
-from .donor import BRANCHES
-from .mixins import HybridConfigMixin, HybridModelMixin, MambaHybridCausalLMMixin, RecordingMixin
+from .causal_lm import MambaHybridCausalLMMixin
+from .configuration import HybridConfigMixin
+from .mixer import HybridMixerMixin
+from .model import HybridInitMixin, HybridModelMixin, RecordingMixin
 
 
 class Mamba2HybridConfig(HybridConfigMixin, Mamba2Config):
@@ -26,14 +27,13 @@ class Mamba2HybridConfig(HybridConfigMixin, Mamba2Config):
 
     @property
     def layer_types(self) -> list[str]:
-        """What the cache keeps for each layer."""
+        """The kind of cache of each layer."""
         return self.cache_types(["linear_attention"] * self.num_hidden_layers)
 
 
 class Mamba2HybridMixer(HybridMixerMixin, Mamba2Mixer):
     """`Mamba2Mixer` with a branch where the config splices one."""
 
-    branches = BRANCHES
     norm_by_group = True
 
 

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Block, Mamba2ForCausalLM, Mamba2Model, Mamba2RMSNorm
 from transformers.utils.output_capturing import OutputRecorder
 
-from .attention import SplicedAttention, SplicePass, eager_attention_forward
+from .attention import SplicedAttention, eager_attention_forward
 from .modeling_mamba2_hybrid import (
     Mamba2HybridConfig,
     Mamba2HybridForCausalLM,
@@ -28,6 +28,7 @@ from .modeling_mamba2_hybrid import (
     Mamba2HybridPreTrainedModel,
 )
 from .packing import convolved
+from .splice_pass import SplicePass
 
 # The keys of mamba_ssm's `attn_cfg` that are kept, and its defaults. `causal` has to be true and is not kept.
 ATTENTION_DEFAULTS = {
@@ -45,7 +46,7 @@ MLP_MULTIPLE = 128  # mamba_ssm rounds `d_intermediate` up to it
 
 
 class Mamba2AttnConfig(Mamba2HybridConfig):
-    """Mamba2HybridConfig, and what mamba_ssm's config says of attention and MLPs, under its names.
+    """Mamba2HybridConfig, and the fields of mamba_ssm's config for attention and MLPs, under its names.
 
     Fields:
         attn_layer_idx: layers whose mixer is attention.
@@ -61,14 +62,14 @@ class Mamba2AttnConfig(Mamba2HybridConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """What the cache keeps for each layer."""
-        own = "hybrid" if (self.attn_cfg or {}).get("d_conv") else "full_attention"
+        """The kind of cache of each layer."""
+        kind = "hybrid" if (self.attn_cfg or {}).get("d_conv") else "full_attention"
         attention = set(self.attn_layer_idx or ())
-        return self.cache_types([own if i in attention else "linear_attention" for i in range(self.num_hidden_layers)])
+        return self.cache_types([kind if i in attention else "linear_attention" for i in range(self.num_hidden_layers)])
 
 
 class AttentionWeights(nn.Identity):
-    """Where the weights pass, so that transformers can record them."""
+    """A module that the weights pass through, so that transformers can record them."""
 
 
 class MambaSsmAttention(nn.Module):
@@ -83,21 +84,21 @@ class MambaSsmAttention(nn.Module):
 
     def __init__(self, config: Mamba2AttnConfig, layer_idx: int) -> None:
         super().__init__()
-        own = {**ATTENTION_DEFAULTS, **(config.attn_cfg or {})}
+        fields = {**ATTENTION_DEFAULTS, **(config.attn_cfg or {})}
         self.config, self.layer_idx = config, layer_idx
-        self.num_heads = own["num_heads"]
-        self.num_kv_heads = own["num_heads_kv"] or self.num_heads
+        self.num_heads = fields["num_heads"]
+        self.num_kv_heads = fields["num_heads_kv"] or self.num_heads
         self.num_key_value_groups = self.num_heads // self.num_kv_heads
-        self.head_dim = own["head_dim"] or config.hidden_size // self.num_heads
-        self.scaling = own["softmax_scale"] or self.head_dim**-0.5
-        self.conv_kernel, self.rotary_dim = own["d_conv"], own["rotary_emb_dim"]
-        self.rotary_base, self.interleaved = own["rotary_emb_base"], own["rotary_emb_interleaved"]
+        self.head_dim = fields["head_dim"] or config.hidden_size // self.num_heads
+        self.scaling = fields["softmax_scale"] or self.head_dim**-0.5
+        self.conv_kernel, self.rotary_dim = fields["d_conv"], fields["rotary_emb_dim"]
+        self.rotary_base, self.interleaved = fields["rotary_emb_base"], fields["rotary_emb_interleaved"]
         self.widths = [self.head_dim * n for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
         channels = sum(self.widths)
-        self.in_proj = nn.Linear(config.hidden_size, channels, bias=own["qkv_proj_bias"])
+        self.in_proj = nn.Linear(config.hidden_size, channels, bias=fields["qkv_proj_bias"])
         if self.conv_kernel:
             self.conv1d = nn.Conv1d(channels, channels, self.conv_kernel, groups=channels)
-        self.out_proj = nn.Linear(self.widths[0], config.hidden_size, bias=own["out_proj_bias"])
+        self.out_proj = nn.Linear(self.widths[0], config.hidden_size, bias=fields["out_proj_bias"])
         self.weights = AttentionWeights()
 
     def forward(
@@ -113,7 +114,7 @@ class MambaSsmAttention(nn.Module):
         Args:
             cache_params: a transformers Cache, updated in place; None for none.
             attention_mask: (B,T), 0 on padding; None when there is none.
-            splice_pass: brings the causal mask; without one there must be no padding.
+            splice_pass: has the causal mask; without it no token may be padding.
         """
         past = 0 if cache_params is None else cache_params.get_seq_length(self.layer_idx)
         qkv_BTC = self.in_proj(hidden_states)
@@ -135,7 +136,7 @@ class MambaSsmAttention(nn.Module):
         return self.out_proj(mixed_BTHP.flatten(2))
 
     def _convolve(self, qkv_BTC: Tensor, cache: Any, padding: Tensor | None, documents: Tensor | None) -> Tensor:
-        """The short causal convolution over all channels, without activation; its state lies in the cache."""
+        """Run the short causal convolution over all channels, without activation; its state is in the cache."""
         if padding is not None:  # after the projection, whose bias padding would have too
             qkv_BTC = qkv_BTC * padding[:, :, None].to(qkv_BTC.dtype)
         x_BCT, T = qkv_BTC.transpose(1, 2), qkv_BTC.shape[1]
@@ -144,20 +145,20 @@ class MambaSsmAttention(nn.Module):
         return convolved(self.conv1d, self.conv_kernel, x_BCT, T, documents).transpose(1, 2)
 
     def _rotate(self, x_BHTP: Tensor, past: int | Tensor) -> Tensor:
-        """Rotary positions on the first `rotary_dim` dimensions; left padding only shifts all positions of a row."""
+        """Rotate the first `rotary_dim` dimensions by position; left padding only shifts all positions of a row."""
         dtype = torch.promote_types(x_BHTP.dtype, torch.float32)
         fraction_K = torch.arange(0, self.rotary_dim, 2, device=x_BHTP.device, dtype=dtype) / self.rotary_dim
         place_T = past + torch.arange(x_BHTP.shape[2], device=x_BHTP.device)
         angle_TK = place_T[:, None].to(dtype) * self.rotary_base**-fraction_K
         cos, sin = angle_TK.cos(), angle_TK.sin()
-        turned, kept = x_BHTP[..., : self.rotary_dim].to(dtype), x_BHTP[..., self.rotary_dim :]
+        rotated, rest = x_BHTP[..., : self.rotary_dim].to(dtype), x_BHTP[..., self.rotary_dim :]
         if self.interleaved:
-            first, second = turned[..., 0::2], turned[..., 1::2]
+            first, second = rotated[..., 0::2], rotated[..., 1::2]
         else:
-            first, second = turned.chunk(2, dim=-1)
+            first, second = rotated.chunk(2, dim=-1)
         parts = (first * cos - second * sin, first * sin + second * cos)
-        turned = torch.stack(parts, dim=-1).flatten(-2) if self.interleaved else torch.cat(parts, dim=-1)
-        return torch.cat((turned.to(x_BHTP.dtype), kept), dim=-1)
+        rotated = torch.stack(parts, dim=-1).flatten(-2) if self.interleaved else torch.cat(parts, dim=-1)
+        return torch.cat((rotated.to(x_BHTP.dtype), rest), dim=-1)
 
 
 class MambaSsmMLP(nn.Module):
@@ -180,7 +181,7 @@ class Mamba2AttnBlock(Mamba2Block):
 
     @classmethod
     def take_over(cls, block: Mamba2Block, config: Mamba2AttnConfig) -> None:
-        """Gives a block that is there already the two."""
+        """Add both to a block that the family has built."""
         block.__class__ = cls
         block.norm2 = Mamba2RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         block.mlp = MambaSsmMLP(config)
@@ -192,7 +193,7 @@ class Mamba2AttnBlock(Mamba2Block):
 
 
 class MaskedMamba2Model(Mamba2Model):
-    """Below `HybridModelMixin`, which makes masks only where there is a splice: attention layers always want them."""
+    """Below `HybridModelMixin`, which makes masks only where there is a splice. Attention layers always need them."""
 
     def forward(
         self,

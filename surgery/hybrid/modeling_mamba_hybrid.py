@@ -1,8 +1,8 @@
 """Mamba-1 with spliced attention heads: config, model and causal language model.
 
 Shipped with every exported checkpoint, so it imports the standard library, torch and transformers only. Everything
-but the branch is transformers' own Mamba-1 (arXiv 2312.00752). A head is a group of
-channels, and its branch reads the mixer's own streams.
+but the branch is transformers' own Mamba-1 (arXiv 2312.00752). A head is
+a group of channels, and copies of it read the mixer's own streams.
 """
 
 from transformers import GenerationMixin, MambaConfig
@@ -13,35 +13,34 @@ from transformers.models.mamba.modeling_mamba import (
     MambaPreTrainedModel,
 )
 
-from .attention import HybridInitMixin, StreamAttention, StreamMixerMixin
-from .donor import BRANCHES
-from .mixins import HybridConfigMixin, HybridModelMixin, MambaHybridCausalLMMixin, RecordingMixin
+from .causal_lm import MambaHybridCausalLMMixin
+from .configuration import HybridConfigMixin
+from .model import HybridInitMixin, HybridModelMixin, RecordingMixin
+from .streams import StreamAttention, StreamMixerMixin
 
 
 class MambaHybridConfig(HybridConfigMixin, MambaConfig):
     """MambaConfig and the fields `splice` and `channels_per_head`, the width of the channel groups."""
 
     model_type = "mamba_hybrid"
-    reads_streams = True
+    branch_variants = {"ssm": StreamAttention}
 
     splice: list | None = None
     channels_per_head: int = 64
 
     @property
     def layer_types(self) -> list[str]:
-        """What the cache keeps for each layer."""
+        """The kind of cache of each layer."""
         return self.cache_types(["linear_attention"] * self.num_hidden_layers)
 
     def ssm_heads(self) -> tuple[int, int]:
-        """How many channel groups a layer has, and their width."""
+        """Return how many channel groups a layer has, and their width."""
         width = min(self.channels_per_head, self.intermediate_size)
         return self.intermediate_size // width, width
 
 
 class MambaHybridMixer(StreamMixerMixin, MambaMixer):
     """`MambaMixer` with a branch where the config splices one."""
-
-    branches = {**BRANCHES, "ssm": StreamAttention}
 
 
 class MambaHybridPreTrainedModel(HybridInitMixin, MambaPreTrainedModel):
@@ -56,7 +55,7 @@ class MambaHybridModel(HybridModelMixin, RecordingMixin, MambaHybridPreTrainedMo
     """`MambaModel` whose mixers may have a branch."""
 
     cache_argument = "cache_params"
-    hands_down = False
+    passes_kwargs = False
     packs = False
 
     def __init__(self, config: MambaHybridConfig) -> None:

@@ -12,9 +12,10 @@ from transformers.models.nemotron_h.modeling_nemotron_h import (
     NemotronHPreTrainedModel,
 )
 
-from .attention import HybridInitMixin, HybridMixerMixin
-from .donor import BRANCHES
-from .mixins import HybridCausalLMMixin, HybridConfigMixin, HybridModelMixin, recorded
+from .causal_lm import HybridCausalLMMixin
+from .configuration import HybridConfigMixin
+from .mixer import HybridMixerMixin
+from .model import HybridInitMixin, HybridModelMixin, recorded
 
 
 class NemotronHHybridConfig(HybridConfigMixin, NemotronHConfig):
@@ -27,23 +28,21 @@ class NemotronHHybridConfig(HybridConfigMixin, NemotronHConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """What the cache keeps for each layer; `layers_block_type` still says what is built."""
+        """The kind of cache of each layer; `layers_block_type` stays the kind of block."""
         return self.cache_types(self.layers_block_type) if self.layers_block_type else self.layers_block_type
 
     @layer_types.setter
     def layer_types(self, value: list[str]) -> None:
-        """The parent sets the block types under this name."""
+        """Set the kinds of block: the parent uses this name."""
         self.layers_block_type = value
 
     def ssm_heads(self) -> tuple[int, int]:
-        """How many heads an SSM layer has, and their width."""
+        """Return how many heads an SSM layer has, and their width."""
         return self.mamba_num_heads, self.mamba_head_dim
 
 
 class NemotronHHybridMixer(HybridMixerMixin, NemotronHMamba2Mixer):
     """`NemotronHMamba2Mixer` with a branch where the config splices one."""
-
-    branches = BRANCHES
 
 
 class NemotronHHybridPreTrainedModel(HybridInitMixin, NemotronHPreTrainedModel):

@@ -2,7 +2,7 @@
 
 Shipped with every exported checkpoint, so it imports the standard library, torch and transformers only. Everything
 but the branch is transformers' own Zamba2 (arXiv 2411.15242). Layers with a shared transformer keep its keys and
-values in their cache slot and are not spliced.
+values in their slot of the cache, and cannot be spliced.
 """
 
 from transformers import GenerationMixin, Zamba2Config
@@ -13,9 +13,10 @@ from transformers.models.zamba2.modeling_zamba2 import (
     Zamba2PreTrainedModel,
 )
 
-from .attention import HybridInitMixin, HybridMixerMixin
-from .donor import BRANCHES
-from .mixins import HybridCausalLMMixin, HybridConfigMixin, HybridModelMixin, recorded
+from .causal_lm import HybridCausalLMMixin
+from .configuration import HybridConfigMixin
+from .mixer import HybridMixerMixin
+from .model import HybridInitMixin, HybridModelMixin, recorded
 
 
 class Zamba2HybridConfig(HybridConfigMixin, Zamba2Config):
@@ -28,18 +29,16 @@ class Zamba2HybridConfig(HybridConfigMixin, Zamba2Config):
 
     @property
     def layer_types(self) -> list[str]:
-        """What the cache keeps for each layer; `layers_block_type` still says what is built."""
+        """The kind of cache of each layer; `layers_block_type` stays the kind of block."""
         return self.cache_types(self.layers_block_type)
 
     def ssm_heads(self) -> tuple[int, int]:
-        """How many heads an SSM layer has, and their width."""
+        """Return how many heads an SSM layer has, and their width."""
         return self.n_mamba_heads, self.mamba_headdim
 
 
 class Zamba2HybridMixer(HybridMixerMixin, Zamba2MambaMixer):
     """`Zamba2MambaMixer` with a branch where the config splices one."""
-
-    branches = BRANCHES
 
 
 class Zamba2HybridPreTrainedModel(HybridInitMixin, Zamba2PreTrainedModel):

@@ -1,7 +1,6 @@
-"""Several documents in one row: where each of them begins, and a convolution that reaches into no other.
+"""Several documents in one row: their positions and masks, and a convolution that does not cross their borders.
 
-Shipped with every exported checkpoint, so it imports the standard library, torch and transformers only. It must never
-know how documents are chosen for a row.
+Shipped with every exported checkpoint, so it imports the standard library, torch and transformers only.
 
 Shape legend: B rows, T tokens, D model width, C channels, S tokens and the zeros between documents.
 """
@@ -15,34 +14,35 @@ from transformers.masking_utils import create_causal_mask
 
 
 def documents_of(seq_idx_BT: Tensor) -> Tensor:
-    """(B,T) int32: the document of its row that each token belongs to, counted from 0.
+    """Return (B,T) int32: the index of the document that each token belongs to, counted from 0 in every row.
 
-    One ends where the index changes. Kernels compare any two tokens' indices, so documents of a row may not share one.
+    A document ends where the index changes. Kernels compare the indices of any two tokens, so documents of a row must
+    have different ones.
     """
     begins_BT = F.pad(seq_idx_BT[:, 1:] != seq_idx_BT[:, :-1], (1, 0))
     return begins_BT.cumsum(1).to(torch.int32)
 
 
 def positions_of(documents_BT: Tensor) -> Tensor:
-    """(B,T) how many tokens of its own document stand before each token."""
+    """Return (B,T): how many tokens of its document come before each token."""
     index_BT = torch.arange(documents_BT.shape[1], device=documents_BT.device).expand(documents_BT.shape)
     begins_BT = F.pad(documents_BT[:, 1:] != documents_BT[:, :-1], (1, 0))
     return index_BT - index_BT.where(begins_BT, 0).cummax(1).values
 
 
 def packed_masks(config: Any, embeds_BTD: Tensor, positions_BT: Tensor) -> dict[str, Any]:
-    """The masks of rows of several documents, by kind of layer, in the form that families of several kinds take.
+    """Return the masks of rows of several documents by kind of layer, as families with several kinds take them.
 
-    Attention's is block-diagonal; scans are told by `seq_idx`. Not all families make these from positions themselves.
+    Attention's is block-diagonal; scans use `seq_idx` instead. Not all families make these masks from positions.
     """
     causal = create_causal_mask(config, embeds_BTD, None, None, position_ids=positions_BT)
     return {"full_attention": causal, "linear_attention": None}
 
 
 def convolved(conv1d: nn.Module, kernel: int, x_BCT: Tensor, length: int, documents_BT: Tensor | None = None) -> Tensor:
-    """The last `length` outputs of a causal convolution of that kernel. Before a text, or document, there are zeros.
+    """Return the last `length` outputs of a causal convolution, with zeros before a text or a document.
 
-    The module is called, so that weights that were put aside are brought.
+    It calls the module, so that hooks which load offloaded weights run.
     """
     past = kernel - 1
     if documents_BT is None:

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from surgery.errors import ModelError
-from surgery.hybrid.attention import is_whole
+from surgery.hybrid.sites import is_whole
 from surgery.interventions.hooks import hooked
 from surgery.models.lookup import family_of, mixer_of, structure_of
 

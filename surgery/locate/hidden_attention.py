@@ -30,7 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import ModelError, PlanError, ProbeError
-from surgery.hybrid.attention import is_whole, splice_sites
+from surgery.hybrid.sites import is_whole, splice_sites
 from surgery.interventions.hooks import Trace, record
 from surgery.locate.attention_shape import (
     Shares,

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from surgery import hybrid as h
-from surgery.hybrid.attention import is_whole
+from surgery.hybrid.sites import is_whole
 from surgery.models.layouts import Family
 from surgery.types import Letter, MixerSpec
 

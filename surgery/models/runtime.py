@@ -1,11 +1,13 @@
-"""What this process adds to a checkpoint. Owns: the length of Mamba-2's chunks without kernels, flaws of old releases.
+"""Settings of a loaded model that are not in its checkpoint: chunk lengths, gradients, and checks of the release.
 
-transformers' own scan builds a tensor of tokens x chunk x heads x state. With the published 256 tokens a chunk that is
-800 MB a layer and prompt at mamba2-130m's shape; 32 give the same numbers but for rounding, as fast or faster.
+transformers' own scan builds a tensor of tokens x chunk x heads x state. With the published 256 tokens a chunk it has
+800 MB a layer and prompt at mamba2-130m's shape. Chunks of 32 give the same numbers up to rounding, as fast or faster.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 from torch import nn
@@ -43,6 +45,23 @@ def restore_chunks(model: PreTrainedModel) -> None:
     """Sets the chunks that the config names, as whoever loads the checkpoint will have them."""
     for mixer, published in _chunked(model):
         mixer.chunk_size = published
+
+
+@contextmanager
+def requires_grad(value: bool, *models: nn.Module) -> Iterator[None]:
+    """Set `requires_grad` of all parameters inside the context, and restore it afterwards.
+
+    Compare bits with the same setting on both sides: it decides how torch multiplies a weight with a transposed stream
+    (at::matmul folds the batch, or not), as Mamba-1 has, and some CPUs round the two differently.
+    """
+    changed = [p for model in models for p in model.parameters() if p.requires_grad != value]
+    for parameter in changed:
+        parameter.requires_grad_(value)
+    try:
+        yield
+    finally:
+        for parameter in changed:
+            parameter.requires_grad_(not value)
 
 
 def _chunked(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:

@@ -1,4 +1,4 @@
-"""What a model weighs: parameters, state and KV bytes. Owns: the formulas. Must never know: weights.
+"""Count a model's parameters, and the bytes of state and KV cache that decoding needs; from configs, without weights.
 
 Shape legend: I inner width, G groups, N state width, H heads, P head width.
 """
@@ -13,18 +13,20 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import reading
-from surgery.hybrid.attention import SplicedAttention, is_whole
+from surgery.hybrid.attention import SplicedAttention
+from surgery.hybrid.branches import BRANCHES
+from surgery.hybrid.sites import is_whole
 from surgery.models.lookup import family_of, structure_of
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Counts of parameters, and bytes of what decoding keeps for one sequence.
+    """Counts of parameters, and bytes of the cache of one sequence.
 
     Attributes:
         parameters: all of them, tied ones once; `new_parameters` of them belong to spliced heads.
-        state_bytes: convolution and recurrent states, the branches' convolution states too; independent of length.
-        kv_bytes_per_token: keys and values, of the spliced layers and of the model's own attention, for each token.
+        state_bytes: convolution and recurrent states, with the branches' convolution states; independent of length.
+        kv_bytes_per_token: keys and values of one token, in the spliced layers and in the model's own attention.
     """
 
     parameters: int
@@ -33,11 +35,12 @@ class Sizes:
     kv_bytes_per_token: int
 
     def kv_bytes(self, tokens: int) -> int:
+        """Return the bytes of keys and values after that many tokens."""
         return self.kv_bytes_per_token * tokens
 
 
 def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model of this config at its true size, without memory for its weights.
+    """Build the model of this config at its true size, without memory for its weights.
 
     Raises:
         ModelError: its class cannot be built on this config.
@@ -49,7 +52,11 @@ def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
 
 
 def sizes_of(model: PreTrainedModel, itemsize: int = 4) -> Sizes:
-    """Counts on a model, which may be on the meta device. `itemsize`: bytes of a cached number."""
+    """Count on a model, which may be on the meta device.
+
+    Args:
+        itemsize: bytes of a cached number.
+    """
     branches = [m for m in model.modules() if isinstance(m, SplicedAttention)]
     new = sum(p.numel() for branch in branches for p in branch.parameters())
     splice: Sequence[dict[str, Any]] = getattr(model.config, "splice", None) or []
@@ -62,19 +69,18 @@ def sizes_of(model: PreTrainedModel, itemsize: int = 4) -> Sizes:
 
 
 def kv_bytes_per_token(splice: Sequence[dict[str, Any]], itemsize: int = 4) -> int:
-    """`itemsize * sum over spliced layers of heads * (d_qk + d_v)`; whole layers count as the model's own attention."""
-    branches = [site for site in splice if not is_whole(site)]
-    return itemsize * sum(len(site["heads"]) * (site["qk_width"] + site["v_width"]) for site in branches)
+    """Return the bytes that the branches keep for a token. Whole layers count as the model's own attention."""
+    return itemsize * sum(BRANCHES[site["init"]].kv_numel(site) for site in splice if not is_whole(site))
 
 
 def own_kv_bytes_per_token(config: PreTrainedConfig, itemsize: int = 4) -> int:
-    """Of the attention layers that the model has without a splice."""
+    """Return the bytes that the model's own attention layers keep for a token."""
     return itemsize * sum(structure_of(spec).kv_numel(spec) for spec in family_of(config).mixers(config))
 
 
 def state_bytes(config: PreTrainedConfig, itemsize: int = 4) -> int:
-    """Convolution and recurrent states, by mixer; the branches' convolution states."""
+    """Return the bytes of the mixers' convolution and recurrent states, and of the branches' convolution states."""
     total = sum(structure_of(spec).state_numel(spec) for spec in family_of(config).mixers(config))
     for site in getattr(config, "splice", None) or []:
-        total += len(site["heads"]) * (2 * site["qk_width"] + site["v_width"]) * site["conv_kernel"]
+        total += BRANCHES[site["init"]].state_numel(site)
     return total * itemsize

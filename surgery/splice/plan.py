@@ -1,7 +1,4 @@
-"""From a HeadSet to a Plan, and from a Plan to the config field `splice`. Owns: grouping heads into grafts.
-
-Pure: no weights, no files. Must never know: how heads were found, how a graft is put in.
-"""
+"""Turn a HeadSet into a Plan, and a Plan into the config field `splice`. Reads configs only: no weights, no files."""
 
 from __future__ import annotations
 
@@ -10,12 +7,15 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from surgery.errors import PlanError
-from surgery.models.donors import donor_fields, donor_mixers
-from surgery.models.lookup import family_of, geometry_of, structure_of
+from surgery.hybrid.branches import BRANCHES
+from surgery.hybrid.shipping import module_of
+from surgery.models.donors import donor_mixers
+from surgery.models.layouts import Family
+from surgery.models.lookup import family_of, geometry_of
+from surgery.models.registry import FAMILIES
 from surgery.recipe import Splice
-from surgery.types import Graft, HeadId, HeadSet, MixerSpec, Plan, Reads, ScoredHead
-
-CONV_KERNEL = 4  # of a randomly initialised branch; the short convolution of Mamba-2
+from surgery.splice.source import PlanSource
+from surgery.types import Graft, HeadId, HeadSet, MixerSpec, Plan, ScoredHead
 
 
 def make_plan(
@@ -25,26 +25,34 @@ def make_plan(
     seed: int = 0,
     teacher: PreTrainedConfig | None = None,
 ) -> Plan:
-    """Groups the chosen heads by layer.
+    """Group the chosen heads by layer.
 
     Args:
-        head_set: `chosen` says which heads and what each is to read.
-        config: of the model that is to be spliced.
+        head_set: `chosen` has the heads and the position that each one reads.
+        config: of the model to splice.
         teacher: config of the teacher, with `init: teacher`.
 
     Raises:
-        PlanError: no head is chosen; the heads were located in a model of another geometry, are out of range, or the
-            model is a hybrid; the teacher has no such head, or is not as wide as the model.
+        PlanError: no head is chosen; the heads were located in a model of another geometry, or are out of range; the
+            model is a hybrid; the teacher has no such head or another width; the branch cannot travel with exports.
     """
     splice = splice or Splice()
+    try:
+        module_of(branch_of(splice.init))
+    except ValueError as error:
+        raise PlanError("splice.init", splice.init, str(error)) from None
     geometry = geometry_of(config)
     if head_set.geometry != geometry:
         value = f"{head_set.geometry}, and the model's is {geometry}"
         raise PlanError("heads.json geometry", value, "The heads were located in another model. Locate again.")
     check_not_spliced(config)
     check_splices(config)
+    if splice.unit == "layer" and not _takes_layers(family_of(config)):
+        names = ", ".join(family.name for family in FAMILIES if _takes_layers(family))
+        raise PlanError("splice.unit", "layer", f"Only {names} models take whole layers. Set it to head.")
     if not head_set.chosen:
-        raise PlanError("heads.json chosen", [], "No head is chosen: nothing would be spliced. Name heads, or locate.")
+        hint = "No head is chosen, so nothing would be spliced. Set splice.heads, or locate again."
+        raise PlanError("heads.json chosen", [], hint)
     specs = {spec.layer: spec for spec in family_of(config).sites(config)}
     by_layer: dict[int, list[ScoredHead]] = {}
     for scored in head_set.chosen:
@@ -57,21 +65,17 @@ def make_plan(
     return Plan(head_set.model, geometry, grafts, seed, splice.teacher.model if splice.teacher else "")
 
 
-def _reads_of(scored: ScoredHead) -> Reads:
-    if scored.reads is None:
-        hint = "It was not measured what this head is to read: add sharpen to locate.methods, and locate again."
-        raise PlanError("heads.json", str(scored.head), hint)
-    return scored.reads
-
-
 def _graft(site: MixerSpec, heads: list[ScoredHead], splice: Splice, teacher: PreTrainedConfig | None) -> Graft:
-    """What goes into one mixer."""
-    if splice.unit == "layer" and site.kind not in TAKES_LAYERS:
-        raise PlanError("splice.unit", "layer", f"Whole layers can be put into {', '.join(TAKES_LAYERS)} models only.")
-    reads = tuple(_reads_of(s) for s in heads)
-    numbers = tuple(s.head.head for s in heads)
-    if splice.init != "teacher":
-        return Graft(site, numbers, splice.mode, splice.init, reads)
+    """Return the graft of one mixer."""
+    reads = []
+    for scored in heads:
+        if scored.reads is None:
+            hint = "The position that it reads was not measured. Add sharpen to locate.methods, and locate again."
+            raise PlanError("heads.json", str(scored.head), hint)
+        reads.append(scored.reads)
+    numbers = tuple(scored.head.head for scored in heads)
+    if not branch_of(splice.init).needs_teacher:
+        return Graft(site, numbers, splice.mode, splice.init, tuple(reads))
     assert teacher is not None and splice.teacher is not None
     names = splice.teacher.donors
     donors = tuple(HeadId.parse(names.get(str(s.head), f"L{s.head.layer}H{s.head.head}")) for s in heads)
@@ -79,31 +83,41 @@ def _graft(site: MixerSpec, heads: list[ScoredHead], splice: Splice, teacher: Pr
         if donor not in {head for spec in donor_mixers(teacher) for head in spec.heads}:
             raise PlanError("splice.teacher.donors", str(donor), "The teacher has no such head.")
     if splice.unit == "head":
-        return Graft(site, numbers, splice.mode, splice.init, reads, "head", tuple(map(str, donors)))
+        return Graft(site, numbers, splice.mode, splice.init, tuple(reads), "head", tuple(map(str, donors)))
     count = donor_mixers(teacher)[donors[0].layer].num_heads
-    return Graft(site, tuple(range(count)), "replace", "teacher", reads[:1] * count, "layer", (f"L{donors[0].layer}",))
+    same = (reads[0],) * count
+    return Graft(site, tuple(range(count)), "replace", "teacher", same, "layer", (f"L{donors[0].layer}",))
 
 
-TAKES_LAYERS = ("llamba",)
+def _takes_layers(family: Family) -> bool:
+    return family.hybrid is not None and family.hybrid[0].takes_layers
+
+
+def branch_of(init: str) -> type[Any]:
+    """Return the class of a branch. Raises PlanError where none is registered under this name."""
+    if init not in BRANCHES:
+        hint = f"Choose one of {', '.join(BRANCHES)}, or import the module that registers it (recipe key: plugins)."
+        raise PlanError("graft.init", repr(init), hint)
+    return BRANCHES[init]
 
 
 def check_not_spliced(config: PreTrainedConfig) -> None:
-    """Raises PlanError when the model is a hybrid already."""
+    """Raise PlanError where the model is a hybrid already."""
     if getattr(config, "splice", None):
         hint = "It is a hybrid already. Splice all heads into the base at once (splice.num_heads)."
         raise PlanError("base.model", config.model_type, hint)
 
 
 def check_splices(config: PreTrainedConfig) -> None:
-    """Raises PlanError when nothing can be spliced into models of this type."""
+    """Raise PlanError where nothing can be spliced into models of this type."""
     family = family_of(config)
     if family.hybrid is None:
-        hint = f"It can be inspected and located, not spliced: {family.refuses}"
+        hint = f"It can be inspected and located, but not spliced: {family.refuses}"
         raise PlanError("base.model", config.model_type, hint)
 
 
 def check_in_range(head: HeadId, config: PreTrainedConfig) -> None:
-    """Raises PlanError when the model has no such head, or none that can be spliced there."""
+    """Raise PlanError where the model has no such head, or nothing can be spliced there."""
     family = family_of(config)
     mixers = {spec.name: spec for spec in family.mixers(config)}
     spec = mixers.get(head.mixer)
@@ -112,24 +126,29 @@ def check_in_range(head: HeadId, config: PreTrainedConfig) -> None:
         raise PlanError("head", str(head), f"Heads go from {names[0]} to {names[-1]}.")
     if spec not in family.sites(config):
         layers = sorted({s.layer for s in family.sites(config)})
-        hint = f"That layer has keys and values of its own; layers that can be spliced: {layers}."
+        hint = f"That layer has keys and values already. Layers that can be spliced: {layers}."
         raise PlanError("head", str(head), hint)
 
 
 def check_sites(plan: Plan, config: PreTrainedConfig) -> None:
-    """Raises PlanError when there is no graft, one has no heads or is for no site of the model, or two are for one."""
+    """Check the grafts of a plan, which may come from an edited file.
+
+    Raises:
+        PlanError: there is no graft, one has no heads, an unknown branch or no site in the model, or two share a site.
+    """
     check_splices(config)
     if not plan.grafts or not all(graft.heads for graft in plan.grafts):
         value = [list(graft.heads) for graft in plan.grafts]
-        raise PlanError("plan.json grafts", value, "A graft of at least one head is needed. Plan again.")
+        raise PlanError("plan.json grafts", value, "It needs a graft of at least one head. Plan again.")
     sites = family_of(config).sites(config)
     layers = [site.layer for site in sites]
     for graft in plan.grafts:
         if graft.site not in sites:
             hint = (
-                f"No site of the model, or one with keys and values of its own. Layers that can be spliced: {layers}."
+                f"The model has no such site, or it has keys and values already. Layers that can be spliced: {layers}."
             )
             raise PlanError("plan.json site", graft.site.name, hint)
+        branch_of(graft.init)
     spliced = [graft.site.layer for graft in plan.grafts]
     if len(set(spliced)) < len(spliced):
         raise PlanError("plan.json grafts", f"layers {spliced}", "Put all heads of one layer into one graft.")
@@ -138,19 +157,22 @@ def check_sites(plan: Plan, config: PreTrainedConfig) -> None:
 def splice_field(
     plan: Plan, config: PreTrainedConfig, splice: Splice | None = None, teacher: PreTrainedConfig | None = None
 ) -> list[dict[str, Any]]:
-    """The config field `splice`: one plain entry for each graft; the one source of what is spliced where.
+    """Return the config field `splice`: one plain entry for each graft, the one source of what is spliced where.
 
     With `init: ssm` query and key are as wide as the state N, with `random` as `splice.random_width`, and values as
-    wide as the head; with `teacher` all are as wide as the teacher's.
+    wide as the head. With `teacher` all are as wide as the teacher's.
 
     Args:
-        config: of the base: what a branch takes over from it, such as biases.
+        config: of the base; a branch copies fields such as biases from it.
         teacher: config of the teacher, with `init: teacher`.
 
     Raises:
         PlanError: as `check_sites`.
     """
     check_sites(plan, config)
+    family = family_of(config)
+    assert family.hybrid is not None
+    variants = family.hybrid[0].branch_variants
     return [
         {
             "layer": graft.site.layer,
@@ -160,55 +182,10 @@ def splice_field(
             "init": graft.init,
             "unit": graft.unit,
             "reads": list(graft.reads),
-            **family_of(config).branch_fields(config),
-            **_branch_fields(graft, config, splice or Splice(), teacher),
+            **family.branch_fields(config),
+            **variants.get(graft.init, BRANCHES[graft.init]).plan_fields(
+                PlanSource(graft, config, splice or Splice(), teacher)
+            ),
         }
         for graft in plan.grafts
     ]
-
-
-def _branch_fields(
-    graft: Graft, config: PreTrainedConfig, splice: Splice, teacher: PreTrainedConfig | None
-) -> dict[str, Any]:
-    """What the branch is made of, where `init` decides."""
-    if graft.init == "teacher":
-        assert teacher is not None
-        spec, heads = donor_of(graft, teacher)
-        return {"donors": list(graft.donors), **donor_fields(teacher, spec, heads)}
-    copied = graft.init == "ssm"
-    fields: dict[str, Any] = {} if copied else {"activation": None}
-    return {
-        "qk_width": graft.site.state_size if copied else splice.random_width,
-        "v_width": graft.site.head_dim,
-        "conv_kernel": _conv_kernel(graft),
-        "gate": copied,
-        **fields,
-    }
-
-
-def donor_of(graft: Graft, teacher: PreTrainedConfig) -> tuple[MixerSpec, list[int] | None]:
-    """The teacher's attention that a graft comes from, and its heads there; None for all of a layer.
-
-    Raises:
-        PlanError: heads of different layers in one graft.
-    """
-    mixers = {spec.layer: spec for spec in donor_mixers(teacher)}
-    if graft.unit == "layer":
-        return mixers[int(graft.donors[0].removeprefix("L"))], None
-    heads = [HeadId.parse(name) for name in graft.donors]
-    if len({head.layer for head in heads}) > 1:
-        hint = "The donors of one layer's heads must come from one layer of the teacher."
-        raise PlanError("splice.teacher.donors", list(graft.donors), hint)
-    return mixers[heads[0].layer], [head.head for head in heads]
-
-
-def _conv_kernel(graft: Graft) -> int:
-    """Of the branch's own short convolution; a branch that reads the mixer's streams has none."""
-    if graft.init == "ssm":
-        return 0 if reads_streams(graft.site) else graft.site.conv_kernel
-    return CONV_KERNEL
-
-
-def reads_streams(site: MixerSpec) -> bool:
-    """Whether copies of a head would be copies of the layer, so that its branch reads the mixer's streams."""
-    return structure_of(site).weight_slices(site, 0).query is None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgery.hybrid.mixins import HybridModelMixin
+from surgery.hybrid.model import HybridModelMixin
 from surgery.hybrid.packing import packed_masks, positions_of
 from surgery.models.lookup import family_of
 

@@ -114,14 +114,14 @@ class TestLinearAttention:
     def test_is_the_sum_over_the_past_without_a_softmax(self) -> None:
         hybrid, branch = self.branch()
         u_BTD = torch.randn(2, 7, hybrid.config.hidden_size, generator=torch.Generator().manual_seed(0))
-        query, key, value = branch._qkv(u_BTD, None, None, None)
+        query, key, value = branch.project(u_BTD, None, None, None)
         mixed = torch.zeros(2, 7, branch.num_heads, branch.v_width)
         for b, h, t in np.ndindex(2, branch.num_heads, 7):
             for s in range(t + 1):
                 mixed[b, t, h] += (query[b, h, t] @ key[b, h, s]) * value[b, h, s]
         # The RMSNorm's epsilon is all that knows of the scale.
         branch.norm_eps = 0.0
-        assert torch.allclose(branch(u_BTD)[0], branch._put_out(mixed, u_BTD), atol=1e-4)
+        assert torch.allclose(branch(u_BTD)[0], branch.put_out(mixed, u_BTD), atol=1e-4)
 
     def test_keeps_the_weights_and_is_another_function(self) -> None:
         softmax = pico_hybrid([pico_site(1, [0, 2])])

@@ -27,11 +27,11 @@ from surgery.hybrid.attention import SplicedAttention
 from surgery.interventions.hooks import record
 from surgery.models.loading import load_model
 from surgery.models.lookup import family_of, geometry_of, mixer_of, structure_of
+from surgery.models.runtime import requires_grad
 from surgery.recipe import Base, Optimizer, Train
 from surgery.train.optimizer import adamw, spliced_parameters, trainable
 from surgery.train.trainer import Trainer
 from tests.support.battery import (
-    as_loaded,
     assert_cache_is_as_large_as_said,
     base,
     cache_of,
@@ -159,7 +159,7 @@ class TestRows:
 
         monkeypatch.setattr(branch_module, "eager_attention_forward", spy)
         queries = torch.tensor([[6, 13, -1], [0, 5, 13], [2, 9, 13]])
-        with torch.no_grad(), as_loaded(model):
+        with torch.no_grad(), requires_grad(True, model):
             given = {"attention_mask": batch.attention_mask, "use_cache": False, "splice_queries": queries}
             output = model(input_ids=batch.input_ids, **given)
         assert torch.equal(output.logits, logits(model, batch.input_ids, batch.attention_mask))
@@ -203,7 +203,7 @@ def decoded(model: Any, ids: Tensor, borders: tuple[int, ...], mask: Tensor | No
     argument = family_of(model.config).cache_argument
     for end in (*borders, ids.shape[1]):
         seen = None if mask is None else mask[:, :end]
-        with torch.no_grad(), as_loaded(model):
+        with torch.no_grad(), requires_grad(True, model):
             given = {"attention_mask": seen, argument: kept, "use_cache": True}
             output = model(input_ids=ids[:, start:end], **given)
         kept, start = cache_of(model, output), end
@@ -303,7 +303,7 @@ class TestExport:
         folder, _ = exports[name]
         shipped = {path.name: path.read_bytes() for path in folder.glob("*.py")}
         own = sys.modules[type(exported(name)).__module__]
-        assert {Path(own.__file__).name, "attention.py", "mixins.py"} <= set(shipped)
+        assert {Path(own.__file__).name, "attention.py", "mixer.py"} <= set(shipped)
         for file, content in shipped.items():
             assert content == (LIBRARY / file).read_bytes(), file
         maps = json.loads((folder / "config.json").read_text())["auto_map"]

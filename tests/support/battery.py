@@ -5,8 +5,6 @@ Models here are read by many tests; who changes one works on a copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor
 
 from surgery.models.lookup import family_of, geometry_of, structure_of
+from surgery.models.runtime import requires_grad
 from surgery.models.sizes import kv_bytes_per_token, own_kv_bytes_per_token, sizes_of, state_bytes
 from surgery.splice.graft import splice_model
 from surgery.types import Graft, MixerSpec, Plan
@@ -32,22 +31,9 @@ def base(name: str, **more: Any) -> Any:
     return pico_family(name, **more).requires_grad_(False)
 
 
-@contextmanager
-def as_loaded(*models: Any) -> Iterator[None]:
-    """Every parameter asks for a gradient, as loading leaves it: torch rounds otherwise where one does not."""
-    quiet = [p for model in models for p in model.parameters() if not p.requires_grad]
-    for parameter in quiet:
-        parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for parameter in quiet:
-            parameter.requires_grad_(False)
-
-
 @torch.no_grad()
 def logits(model: Any, ids: Tensor, mask: Tensor | None = None, **more: Any) -> Tensor:
-    with as_loaded(model):  # bits are compared
+    with requires_grad(True, model):  # as loading leaves it: bits are compared
         return model(input_ids=ids, attention_mask=mask, **{"use_cache": False, **more}).logits
 
 

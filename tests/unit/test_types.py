@@ -209,7 +209,7 @@ def test_malformed_head_set_is_refused(path: tuple[str | int, ...], value: Any) 
         (("grafts", 0, "heads"), 3),
         (("grafts", 0, "site", "colour"), "red"),
         (("grafts", 0, "mode"), "glue"),
-        (("grafts", 0, "init"), "magic"),
+        (("grafts", 0, "init"), 3),
         (("grafts", 0, "reads"), ["nothing", "answer_token"]),
         (("grafts", 0, "reads"), ["answer_token"]),
         (("seed",), None),

@@ -48,14 +48,14 @@ class LinearAttention(SplicedAttention):
             raise ValueError("LinearAttention: whole sequences without splice_queries only; pass use_cache=False.")
         if padding_mask is not None:
             u_BTD = u_BTD * padding_mask[:, :, None].to(u_BTD.dtype)
-        query, key, value = self._qkv(u_BTD, None, streams, positions)
+        query, key, value = self.project(u_BTD, None, streams, positions)
         seen_TT = torch.ones(u_BTD.shape[1], u_BTD.shape[1], dtype=torch.bool, device=u_BTD.device).tril()
         scores_BHTT = (query @ key.transpose(2, 3)).masked_fill(~seen_TT, 0.0)
         if padding_mask is not None:
             scores_BHTT = scores_BHTT * padding_mask[:, None, None, :].to(scores_BHTT.dtype)
         weights = scores_BHTT / scores_BHTT.abs().sum(-1, keepdim=True).clamp(min=1e-9)
         self.weights_BHTT = weights.abs()
-        return self._put_out((weights @ value).transpose(1, 2), u_BTD), weights
+        return self.put_out((weights @ value).transpose(1, 2), u_BTD), weights
 
 
 def make_linear(hybrid: PreTrainedModel) -> list[LinearAttention]:

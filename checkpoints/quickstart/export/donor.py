@@ -1,8 +1,8 @@
-"""Attention that was a Transformer's: single heads beside an SSM, or a whole layer in the place of one.
+"""Attention transplanted from a Transformer: single heads beside an SSM, or a whole layer instead of one.
 
-Shipped with every exported checkpoint, so it imports the standard library, torch and transformers only. The donor's
-rotary positions with their scaling, its biases and its grouped keys and values are kept; there is no convolution, no
-gate and no norm, since the donor had none.
+Shipped with every exported checkpoint, so it imports the standard library, torch and transformers only. It keeps the
+donor's rotary positions with their scaling, its biases and its grouped keys and values. It has no convolution, no gate
+and no norm, since the donor has none.
 
 Shape legend: B batch, T new tokens, H query heads, G key/value heads, K head width, D model width.
 """
@@ -16,9 +16,25 @@ from transformers import LlamaConfig
 from transformers import initialization as init
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
-from .attention import HybridMixerMixin, SplicedAttention, SplicePass
+from .attention import SplicedAttention
+from .branches import register_branch
+from .sites import FLAG, Check, at_least, wrong
+from .splice_pass import SplicePass
+
+ROPE: Check = (
+    lambda v: (
+        isinstance(v, Mapping)
+        and type(v.get("dim")) is int
+        and v["dim"] > 0
+        and v["dim"] % 2 == 0
+        and type(v.get("max_position_embeddings")) is int
+        and isinstance(v.get("parameters"), Mapping)
+    ),
+    "dim (an even number), parameters and max_position_embeddings",
+)
 
 
+@register_branch("teacher")
 class DonorAttention(SplicedAttention):
     """Softmax attention as in Llama, Qwen2 and GPT-NeoX.
 
@@ -28,16 +44,34 @@ class DonorAttention(SplicedAttention):
             `max_position_embeddings`.
     """
 
-    def _build_inputs(self, config: Any, site: Mapping[str, Any]) -> None:
+    fields: Mapping[str, Check] = {
+        "conv_kernel": at_least(0),
+        "kv_heads": at_least(1),
+        "out_bias": FLAG,
+        "rope": ROPE,
+    }
+    unit_scale = False
+    needs_teacher = True
+
+    @classmethod
+    def check_site(cls, name: str, site: Mapping[str, Any]) -> None:
+        """Check that the key/value heads divide the query heads."""
+        if len(site["heads"]) % site["kv_heads"]:
+            raise wrong(f"{name}.kv_heads", site["kv_heads"], f"a divisor of the {len(site['heads'])} heads")
+
+    @classmethod
+    def plan_fields(cls, source: Any) -> dict[str, Any]:
+        """Return the shape of the donor's attention."""
+        return source.donor_fields()
+
+    def build_inputs(self, config: Any, site: Mapping[str, Any]) -> None:
+        """Build the three projections and the rotary positions."""
         self.kv_heads, self.rope = site["kv_heads"], site["rope"]
         self.num_key_value_groups = self.num_heads // self.kv_heads
         widths = (self.num_heads * self.qk_width, self.kv_heads * self.qk_width, self.kv_heads * self.v_width)
         for name, width in zip(("q_proj", "k_proj", "v_proj"), widths, strict=True):
             self.add_module(name, nn.Linear(config.hidden_size, width, bias=site["bias"]))
         self.rotary = self._rotary()
-
-    def _build_output(self, config: Any, site: Mapping[str, Any]) -> None:
-        self.o_proj = nn.Linear(self.num_heads * self.v_width, config.hidden_size, bias=site["out_bias"])
 
     def _rotary(self) -> nn.Module:
         dim = self.rope["dim"]
@@ -51,20 +85,22 @@ class DonorAttention(SplicedAttention):
             )
         )
 
-    def _initialize_inputs(self) -> None:
+    def initialize_inputs(self) -> None:
+        """Draw weights with variance 1/fan-in; biases are 0."""
         for linear in (self.q_proj, self.k_proj, self.v_proj):
             init.normal_(linear.weight, std=linear.in_features**-0.5)
             if linear.bias is not None:
                 init.zeros_(linear.bias)
 
-    def restore_rotary(self) -> None:
-        """The frequencies are no weights: made again where the module was on no device."""
+    def fill(self, source: Any) -> None:
+        """Copy the donor's weights. Its rotary frequencies are no weights: compute them on the branch's device."""
         self.rotary = self._rotary().to(self.scale.device)
+        source.copy_donor(self)
 
-    def _qkv(
+    def project(
         self, u_BTD: Tensor, cache: Any, streams: Any, positions: Tensor | None, documents: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(B,H,T,K), (B,G,T,K), (B,G,T,V): queries and keys are turned, the query is scaled."""
+        """Project and rotate: (B,H,T,K), (B,G,T,K), (B,G,T,V), with the query scaled."""
         query, key, value = (
             linear(u_BTD).unflatten(-1, (heads, -1)).transpose(1, 2)
             for linear, heads in (
@@ -76,21 +112,22 @@ class DonorAttention(SplicedAttention):
         if positions is None:
             positions = torch.arange(u_BTD.shape[1], device=u_BTD.device)[None]
         cos, sin = self.rotary(query, positions)
-        query, key = self._turn(query, cos, sin), self._turn(key, cos, sin)
+        query, key = self._rotate(query, cos, sin), self._rotate(key, cos, sin)
         return query * self.scale[:, None, None], key, value
 
-    def _turn(self, x_BHTK: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
-        """Rotates the first R channels of every head."""
-        turned, rest = x_BHTK.tensor_split([cos_BTR.shape[-1]], dim=-1)
-        turned = turned * cos_BTR[:, None] + rotate_half(turned) * sin_BTR[:, None]
-        return torch.cat([turned, rest], dim=-1)
+    def _rotate(self, x_BHTK: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
+        """Rotate the first R channels of every head."""
+        rotated, rest = x_BHTK.tensor_split([cos_BTR.shape[-1]], dim=-1)
+        rotated = rotated * cos_BTR[:, None] + rotate_half(rotated) * sin_BTR[:, None]
+        return torch.cat([rotated, rest], dim=-1)
 
-    def _put_out(self, mixed_BTHV: Tensor, u_BTD: Tensor) -> Tensor:
+    def put_out(self, mixed_BTHV: Tensor, u_BTD: Tensor) -> Tensor:
+        """Project the heads' outputs: (B,T,H,V) -> (B,T,D)."""
         return self.o_proj(mixed_BTHV.flatten(2))
 
 
 class DonorMixer(nn.Module):
-    """A Transformer layer's attention where an SSM mixer was: no scan, no state; keys and values in the cache."""
+    """A Transformer layer's attention instead of an SSM mixer: no scan and no state, keys and values in the cache."""
 
     def __init__(self, config: Any, site: Mapping[str, Any], layer_idx: int) -> None:
         super().__init__()
@@ -105,17 +142,13 @@ class DonorMixer(nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         """(B,T,D) -> (B,T,D)."""
-        given = splice_pass or SplicePass()
+        splice_pass = splice_pass or SplicePass()
         return self.attention(
             hidden_states,
             cache_params,
             attention_mask,
-            given.causal,
-            given.rows,
-            positions=given.positions,
-            documents=given.documents,
+            splice_pass.causal,
+            splice_pass.rows,
+            positions=splice_pass.positions,
+            documents=splice_pass.documents,
         )[0]
-
-
-# The branch that each `init` makes.
-BRANCHES: Mapping[str, type[SplicedAttention]] = {**HybridMixerMixin.branches, "teacher": DonorAttention}

@@ -1,4 +1,4 @@
-"""The config field `splice`: what an entry must hold, checked when a config is built.
+"""Check the config field `splice` when a config is built, and find its entries.
 
 Shipped with every exported checkpoint, so it imports the standard library only.
 """
@@ -6,14 +6,18 @@ Shipped with every exported checkpoint, so it imports the standard library only.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-Check = tuple[Callable[[Any], bool], str]  # whether a value will do, and what would
+from .branches import BRANCHES
+
+Check = tuple[Callable[[Any], bool], str]  # accepts a value; the words of the message say which values it accepts
 
 
-def _whole(least: int) -> Check:
+def at_least(least: int) -> Check:
+    """Accept whole numbers of at least `least`."""
     return lambda v: type(v) is int and v >= least, f"a whole number of at least {least}"
 
 
-def _one_of(*choices: str | None) -> Check:
+def one_of(*choices: str | None) -> Check:
+    """Accept one of these names, or None where it is among them."""
     names = " or ".join("null" if c is None else repr(c) for c in choices)
     return lambda v: (v is None or isinstance(v, str)) and v in choices, names
 
@@ -27,114 +31,124 @@ def _heads(value: Any) -> bool:
     )
 
 
-_FLAG: Check = (lambda v: isinstance(v, bool), "true or false")
-_POSITIVE: Check = (lambda v: type(v) in (int, float) and 0 < v < float("inf"), "a positive number")
-_POSITIVE_OR_NONE: Check = (lambda v: v is None or _POSITIVE[0](v), "a positive number or null")
-_TEXTS: Check = (
+FLAG: Check = (lambda v: isinstance(v, bool), "true or false")
+POSITIVE: Check = (lambda v: type(v) in (int, float) and 0 < v < float("inf"), "a positive number")
+POSITIVE_OR_NONE: Check = (lambda v: v is None or POSITIVE[0](v), "a positive number or null")
+NAMES: Check = (
     lambda v: isinstance(v, (list, tuple)) and all(isinstance(text, str) for text in v),
     "a list of names, one for each head",
 )
-_ROPE: Check = (
-    lambda v: (
-        isinstance(v, Mapping)
-        and type(v.get("dim")) is int
-        and v["dim"] > 0
-        and v["dim"] % 2 == 0
-        and type(v.get("max_position_embeddings")) is int
-        and isinstance(v.get("parameters"), Mapping)
-    ),
-    "dim (an even number), parameters and max_position_embeddings",
-)
 
+# Fields of every entry; `init` is checked against the registered branches, which bring more fields.
 _ALWAYS: dict[str, Check] = {
-    "layer": _whole(0),
+    "layer": at_least(0),
     "heads": (_heads, "a list of heads, at least one and none twice"),
-    "head_dim": _whole(1),
-    "mode": _one_of("add", "replace"),
-    "init": _one_of("ssm", "random", "teacher"),
-    "reads": _TEXTS,
-    "qk_width": _whole(1),
-    "v_width": _whole(1),
-    "activation": _one_of("silu", None),
-    "gate": _FLAG,
-    "bias": _FLAG,
-    "norm_eps": _POSITIVE,
+    "head_dim": at_least(1),
+    "mode": one_of("add", "replace"),
+    "reads": NAMES,
+    "qk_width": at_least(1),
+    "v_width": at_least(1),
+    "activation": one_of("silu", None),
+    "gate": FLAG,
+    "bias": FLAG,
+    "norm_eps": POSITIVE,
 }
-_OPTIONAL: dict[str, Check] = {"unit": _one_of("head", "layer"), "gate_bias": _FLAG}
-_OF_CONVOLUTIONS: dict[str, Check] = {"conv_kernel": _whole(1), "conv_bias": _FLAG}
-_OF_STREAMS: dict[str, Check] = {"conv_kernel": _whole(0), "rank": _whole(1), "stream_eps": _POSITIVE_OR_NONE}
-_OF_DONORS: dict[str, Check] = {"conv_kernel": _whole(0), "kv_heads": _whole(1), "out_bias": _FLAG, "rope": _ROPE}
+_OPTIONAL: dict[str, Check] = {"unit": one_of("head", "layer"), "gate_bias": FLAG}
 
 
-def check_entries(splice: Any, streams: bool) -> None:
-    """Raises ValueError where an entry lacks a field or holds a value that no branch could be built from.
+def splice_sites(splice: list | None) -> dict[int, dict[str, Any]]:
+    """Return the entries of the config field `splice` by layer index."""
+    return {site["layer"]: site for site in splice or []}
+
+
+def is_whole(site: Mapping[str, Any]) -> bool:
+    """Return whether the branch replaces the layer's whole mixer."""
+    return site.get("unit", "head") == "layer"
+
+
+def check_entries(splice: Any, branch_class: Callable[[str], Any]) -> None:
+    """Check every entry by itself.
 
     Args:
         splice: the config field.
-        streams: whether copies of a head read the mixer's streams, as in Mamba-1.
+        branch_class: the class of a branch by `init`.
+
+    Raises:
+        ValueError: an entry lacks a field or holds a value that no branch can be built from.
     """
     if splice is None:
         return
     if not isinstance(splice, (list, tuple)):
-        raise _wrong("splice", splice, "a list of one entry for each spliced layer, or null")
-    seen: dict[int, int] = {}
+        raise wrong("splice", splice, "a list of one entry for each spliced layer, or null")
+    first_of_layer: dict[int, int] = {}
     for index, site in enumerate(splice):
         name = f"splice[{index}]"
         if not isinstance(site, Mapping):
-            raise _wrong(name, site, "a mapping of fields")
-        for field, check in _ALWAYS.items():
+            raise wrong(name, site, "a mapping of fields")
+        is_registered, names = one_of(*BRANCHES)
+        init = is_registered, f"{names}, or a branch whose module has been imported"
+        for field, check in {**_ALWAYS, "init": init}.items():
             _check(name, site, field, check)
-        own = {"ssm": _OF_STREAMS if streams else _OF_CONVOLUTIONS, "teacher": _OF_DONORS}
-        for field, check in own.get(site["init"], _OF_CONVOLUTIONS).items():
+        branch = branch_class(site["init"])
+        for field, check in branch.fields.items():
             _check(name, site, field, check)
         for field in _OPTIONAL.keys() & site.keys():
             _check(name, site, field, _OPTIONAL[field])
         if len(site["reads"]) != len(site["heads"]):
-            raise _wrong(f"{name}.reads", site["reads"], _TEXTS[1])
-        if site["init"] == "teacher" and len(site["heads"]) % site["kv_heads"]:
-            raise _wrong(f"{name}.kv_heads", site["kv_heads"], f"a divisor of the {len(site['heads'])} heads")
-        first = seen.setdefault(site["layer"], index)
+            raise wrong(f"{name}.reads", site["reads"], NAMES[1])
+        branch.check_site(name, site)
+        first = first_of_layer.setdefault(site["layer"], index)
         if first != index:
             hint = f"another layer (splice[{first}] has this one; list all heads of a layer in one entry)"
-            raise _wrong(f"{name}.layer", site["layer"], hint)
+            raise wrong(f"{name}.layer", site["layer"], hint)
 
 
-def check_places(splice: Any, layers: Sequence[int], num_heads: int, head_dim: int, whole: bool, streams: bool) -> None:
-    """Raises ValueError where an entry is for no site of the model; `check_entries` comes first.
+def check_places(
+    splice: Any,
+    layers: Sequence[int],
+    num_heads: int,
+    head_dim: int,
+    takes_layers: bool,
+    branch_class: Callable[[str], Any],
+) -> None:
+    """Check every entry against the model; `check_entries` comes first.
 
     Args:
-        layers: those that take a splice.
+        layers: those that can be spliced.
         num_heads, head_dim: of the model's SSM layers.
-        whole: whether attention may take the place of a whole mixer.
-        streams: as of `check_entries`.
+        takes_layers: whether attention may replace a whole mixer.
+        branch_class: as of `check_entries`.
+
+    Raises:
+        ValueError: an entry is for no site of the model.
     """
     for index, site in enumerate(splice or ()):
         name = f"splice[{index}]"
         if site["layer"] not in layers:
-            raise _wrong(f"{name}.layer", site["layer"], f"one of the layers that take a splice, {list(layers)}")
-        if site.get("unit", "head") == "layer":
-            if not whole:
-                raise _wrong(f"{name}.unit", "layer", "'head': this model takes single heads only")
+            raise wrong(f"{name}.layer", site["layer"], f"one of the layers that can be spliced, {list(layers)}")
+        if is_whole(site):
+            if not takes_layers:
+                raise wrong(f"{name}.unit", "layer", "'head': this model takes single heads only")
             for field, value in (("init", "teacher"), ("mode", "replace")):
                 if site[field] != value:
-                    raise _wrong(f"{name}.{field}", site[field], f"{value!r} with unit 'layer'")
+                    raise wrong(f"{name}.{field}", site[field], f"{value!r} with unit 'layer'")
             continue
         if max(site["heads"]) >= num_heads:
-            raise _wrong(f"{name}.heads", list(site["heads"]), f"heads from 0 to {num_heads - 1}")
-        widths = ("head_dim", "v_width") if streams and site["init"] == "ssm" else ("head_dim",)
-        for field in widths:
+            raise wrong(f"{name}.heads", list(site["heads"]), f"heads from 0 to {num_heads - 1}")
+        for field in branch_class(site["init"]).equal_widths:
             if site[field] != head_dim:
-                raise _wrong(f"{name}.{field}", site[field], f"{head_dim}, the width of the model's heads")
+                raise wrong(f"{name}.{field}", site[field], f"{head_dim}, the width of the model's heads")
 
 
 def _check(name: str, site: Mapping[str, Any], field: str, check: Check) -> None:
-    fits, what = check
+    accepts, accepted = check
     if field not in site:
-        raise ValueError(f"{name}.{field} is missing. It needs {what}.")
-    if not fits(site[field]):
-        raise _wrong(f"{name}.{field}", site[field], what)
+        raise ValueError(f"{name}.{field} is missing. It needs {accepted}.")
+    if not accepts(site[field]):
+        raise wrong(f"{name}.{field}", site[field], accepted)
 
 
-def _wrong(field: str, value: Any, what: str) -> ValueError:
+def wrong(field: str, value: Any, accepted: str) -> ValueError:
+    """Return the error for a value that a field does not accept."""
     text = repr(value)
-    return ValueError(f"{field}: {text if len(text) <= 80 else text[:77] + '...'}. It needs {what}.")
+    return ValueError(f"{field}: {text if len(text) <= 80 else text[:77] + '...'}. It needs {accepted}.")

@@ -42,11 +42,12 @@ def test_a_copy_holds_configs_modules_and_weights_alone(
 ) -> None:
     folder = tmp_path / "export"
     model = exported(folder, name, monkeypatch)
-    modules = {path.name for path in folder.glob("*.py")}
+    modules = check_code(folder, model.config)
+    assert set(modules) == {path.name for path in folder.glob("*.py")}
     for path in folder.glob("*.py"):
         path.write_text("raise SystemExit")
     (folder / "custom_generate").mkdir()
-    with private_copy(folder, model.config) as copy:
+    with private_copy(folder, model.config, modules) as copy:
         plain = {path.name for path in copy.iterdir() if not path.is_symlink()}
         linked = {path.name for path in copy.iterdir() if path.is_symlink()}
         assert plain == {"config.json", "generation_config.json", *modules}

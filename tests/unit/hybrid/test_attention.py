@@ -10,7 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgery.hybrid.attention import HybridMixerMixin, SplicedAttention, SpliceRows, StreamAttention, splice_sites
+from surgery.hybrid.attention import SplicedAttention
+from surgery.hybrid.mixer import HybridMixerMixin
+from surgery.hybrid.sites import splice_sites
+from surgery.hybrid.splice_pass import SpliceRows
+from surgery.hybrid.streams import StreamAttention
 from surgery.splice.plan import splice_field
 from tests.support.battery import plan_of
 from tests.support.pico import (

@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from surgery.hybrid import CLASSES
 from surgery.models.lookup import family_of
-from tests.support.battery import as_loaded, base, every_spliced, logits, shared, trained
+from surgery.models.runtime import requires_grad
+from tests.support.battery import base, every_spliced, logits, shared, trained
 from tests.support.pico import HIDDEN, VOCAB, pad, tokens
 
 CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-5}  # logits of these models are up to 30
@@ -96,7 +97,7 @@ class TestSaving:
         saved(model, tmp_path / "whole")
         body, info = AutoModel.from_pretrained(tmp_path / "whole", output_loading_info=True)
         assert type(body) is type(model.base_model) and model.base_model is not model and not info["missing_keys"]
-        with as_loaded(model):
+        with requires_grad(True, model):
             hidden = [m(tokens(), use_cache=False).last_hidden_state for m in (body, model.base_model)]
         assert torch.equal(*hidden)
         saved(body, tmp_path / "body")

@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surgery.hybrid import attention, mixins
-from surgery.hybrid.attention import SpliceRows
+import surgery.hybrid.attention
+import surgery.hybrid.model
 from surgery.hybrid.packing import convolved, documents_of, packed_masks, positions_of
+from surgery.hybrid.splice_pass import SpliceRows
 from tests.support.battery import base, spliced, trained
 from tests.support.kernels import with_kernels
 from tests.support.pico import PAD, pico_hybrid, pico_site, random_site, randomise, tokens
@@ -214,7 +215,7 @@ class TestModels:
         with torch.no_grad():
             expected = model(ids, **given).logits
             assert torch.equal(model(ids, position_ids=positions_of(index), **given).logits, expected)
-        with pytest.raises(ValueError, match="begin at 0 in every document"):
+        with pytest.raises(ValueError, match="start at 0 in every document"):
             model(ids, position_ids=torch.arange(T)[None], **given)
 
 
@@ -263,8 +264,8 @@ def _one_convolution(conv1d: nn.Module, kernel: int, x: Tensor, length: int, _: 
 LEAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "state": lambda patch: with_kernels(patch, reset_state=False),
     "convolution": lambda patch: with_kernels(patch, reset_convolution=False),
-    "mask": lambda patch: patch.setattr(mixins, "packed_masks", _plain_masks),
-    "convolution of the branch": lambda patch: patch.setattr(attention, "convolved", _one_convolution),
+    "mask": lambda patch: patch.setattr(surgery.hybrid.model, "packed_masks", _plain_masks),
+    "convolution of the branch": lambda patch: patch.setattr(surgery.hybrid.attention, "convolved", _one_convolution),
 }
 
 

@@ -128,7 +128,7 @@ class TestPlaces:
             if kind == "linear_attention":
                 assert rebuilt(config, moved).splice == moved
                 continue
-            with pytest.raises(ValueError, match=rf"^splice\[0\]\.layer: {layer}\. .*take a splice, \[0, "):
+            with pytest.raises(ValueError, match=rf"^splice\[0\]\.layer: {layer}\. .*can be spliced, \[0, "):
                 rebuilt(config, moved)
 
     def test_whole_layers(self, name: str) -> None:

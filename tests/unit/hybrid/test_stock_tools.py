@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
 
 import surgery.hybrid
-from surgery.hybrid.attention import StreamAttention
+from surgery.hybrid.streams import StreamAttention
 from surgery.models.lookup import family_of, mixer_of
 from tests.support.battery import base, cache_of, every_mode, every_spliced, logits, trained
 from tests.support.pico import tokens

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from surgery.errors import PlanError
-from surgery.models.lookup import family_of, geometry_of
+from surgery.hybrid.streams import StreamAttention
+from surgery.models.lookup import family_of, geometry_of, structure_of
 from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Splice
 from surgery.splice.graft import splice_model
-from surgery.splice.plan import check_in_range, check_not_spliced, check_sites, make_plan, reads_streams, splice_field
-from surgery.types import Graft, HeadId, HeadSet, Plan, ScoredHead
+from surgery.splice.plan import check_in_range, check_not_spliced, check_sites, make_plan, splice_field
+from surgery.types import Graft, HeadId, HeadSet, MixerSpec, Plan, ScoredHead
 from tests.support.battery import plan_of, spliced
 from tests.support.pico import (
     HEAD_DIM,
@@ -26,6 +27,11 @@ from tests.support.pico import (
     pico_hybrid,
     pico_site,
 )
+
+
+def copies_rows(site: MixerSpec) -> bool:
+    """Whether each head has rows of C, which a copy can take."""
+    return structure_of(site).weight_slices(site, 0).query is not None
 
 
 def chosen(*names: str, reads: Any = "segment_end", config: Any = None) -> HeadSet:
@@ -108,6 +114,12 @@ class TestCheckSites:
         with pytest.raises(PlanError, match=r"^plan\.json grafts: \[\]"):
             splice_model(pico_base(), dataclasses.replace(plan, grafts=()))
 
+    def test_a_branch_that_nobody_registered(self) -> None:
+        plan = make_plan(chosen("L1H2"), pico_config())
+        edited = dataclasses.replace(plan, grafts=(dataclasses.replace(plan.grafts[0], init="magic"),))
+        with pytest.raises(PlanError, match=r"^graft\.init: 'magic'\. Choose one of ssm, random, teacher, .*plugins"):
+            splice_field(edited, pico_config())
+
     def test_two_grafts_for_one_layer(self) -> None:
         """The second would silently take the place of the first."""
         plan = make_plan(chosen("L1H2"), pico_config())
@@ -167,10 +179,11 @@ class TestSpliceField:
     def test_what_reads_the_mixers_streams_has_no_convolution(self) -> None:
         for name in SPLICED_FAMILIES:
             config = pico_family_config(name)
-            site = family_of(config).sites(config)[0]
-            assert reads_streams(site) == (name in ("mamba", "falcon_mamba"))
+            site, hybrid = family_of(config).sites(config)[0], family_of(config).hybrid[0]
+            reads_streams = hybrid.branch_variants.get("ssm") is StreamAttention
+            assert reads_streams == (name in ("mamba", "falcon_mamba")) == (not copies_rows(site))
             fields = splice_field(plan_of(pico_family(name)), config)[0]
-            assert fields["conv_kernel"] == (0 if reads_streams(site) else site.conv_kernel)
+            assert fields["conv_kernel"] == (0 if reads_streams else site.conv_kernel)
 
 
 class TestPlanOfHybrid:

@@ -1,0 +1,135 @@
+"""The mixin that adds an attention branch to a family's SSM mixer.
+
+Shipped with every exported checkpoint, so it imports the standard library, torch and transformers only.
+
+Shape legend: B batch, T new tokens, D model width, I inner width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
+
+from .sites import splice_sites
+from .splice_pass import SplicePass
+
+
+class Watched:
+    """A projection of a mixer while the mixer runs: it silences heads in its input, or records its input and output.
+
+    It wraps the module that is there at the call, so that adapters and quantisers may replace it.
+
+    Args:
+        silenced: heads and their width, or None.
+        seen: a list that collects each input with its output, or None.
+    """
+
+    def __init__(self, module: nn.Module, silenced: tuple[list[int], int] | None = None, seen: Any = None) -> None:
+        self.module, self.silenced, self.seen = module, silenced, seen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def __call__(self, x_BTI: Tensor) -> Tensor:
+        if self.silenced is not None:
+            heads, width = self.silenced
+            keep_H = torch.ones(x_BTI.shape[-1] // width, dtype=x_BTI.dtype, device=x_BTI.device)
+            keep_H[heads] = 0
+            x_BTI = x_BTI * keep_H.repeat_interleave(width)
+        output = self.module(x_BTI)
+        if self.seen is not None:
+            self.seen.append((x_BTI, output))
+        return output
+
+
+class HybridMixerMixin:
+    """Put before a family's mixer class: `class HybridMixer(HybridMixerMixin, Mamba2Mixer)`.
+
+    It calls the mixer's own forward, so scans, kernels and parameter names stay.
+
+    Attributes:
+        one_by_one: set where the family's scan takes no initial state: several new tokens after a cache then run one
+            by one.
+        norm_by_group: set where the family's gated norm takes one mean square over all groups before transformers
+            5.23.
+    """
+
+    one_by_one = False
+    norm_by_group = False
+
+    @classmethod
+    def take_over(cls, mixer: nn.Module, config: Any) -> None:
+        """Turn a mixer that the family has built into one of this class, so that none is built twice."""
+        mixer.__class__ = cls
+        if cls.norm_by_group:
+            width = mixer.intermediate_size
+            mixer.norm = Zamba2RMSNormGated(width, width // mixer.n_groups, eps=mixer.norm.variance_epsilon)
+        mixer.splice_attention(config, mixer.layer_idx)
+
+    def splice_attention(self, config: Any, layer_idx: int) -> None:
+        """Build the branch that `config.splice` has for this layer, if any."""
+        site = splice_sites(config.splice).get(layer_idx)
+        self.attention = config.branch_class(site["init"])(config, site, layer_idx) if site else None
+        self.silenced = (list(site["heads"]), site["head_dim"]) if site and site["mode"] == "replace" else None
+        self.seen: list[tuple[Tensor, Tensor]] | None = None  # a list while the mixer runs
+        # The fused training kernels read the weights of out_proj and x_proj themselves: they would bring a silenced
+        # head back, and bypass a branch that reads there.
+        self.unfused = self.silenced is not None or (self.attention is not None and self.attention.reads_streams)
+
+    @property
+    def out_proj(self) -> Any:
+        """The output projection. It ignores a replaced head's channels, also where it has an adapter."""
+        module = nn.Module.__getattr__(self, "out_proj")
+        return module if self.seen is None or self.silenced is None else Watched(module, self.silenced)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cache_params: Any = None,
+        attention_mask: Any = None,
+        splice_pass: SplicePass | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """(B,T,D) -> (B,T,D): `ssm(u) + attention(u)`."""
+        if isinstance(attention_mask, SplicePass):  # Mamba-1's model passes no other argument down
+            splice_pass, attention_mask = attention_mask, attention_mask.padding
+        if self.attention is None:
+            return self._scan(hidden_states, cache_params, attention_mask, **kwargs)
+        splice_pass = splice_pass or SplicePass(attention_mask)
+        training, seen = self.training, []
+        self.training, self.seen = training and not self.unfused, seen
+        try:
+            output = self._scan(hidden_states, cache_params, attention_mask, **kwargs)
+        finally:
+            self.training, self.seen = training, None
+        streams = tuple(torch.cat(parts, dim=1) for parts in zip(*seen, strict=True)) or None
+        added, _ = self.attention(
+            hidden_states,
+            cache_params,
+            attention_mask,
+            splice_pass.causal,
+            splice_pass.rows,
+            streams,
+            splice_pass.positions,
+            splice_pass.documents,
+        )
+        return output + added
+
+    def _scan(self, hidden_states: Tensor, cache: Any, padding: Tensor | None, **kwargs: Any) -> Tensor:
+        """Run the family's own forward."""
+        T = hidden_states.shape[1]
+        # State 0 is the scan's; the cache has a second one, which not every branch fills.
+        continues = cache is not None and cache.has_previous_state(self.layer_idx, state_idx=0)
+        if not (self.one_by_one and T > 1 and continues):
+            return super().forward(hidden_states, cache_params=cache, attention_mask=padding, **kwargs)
+        steps = [
+            super(HybridMixerMixin, self).forward(
+                hidden_states[:, t : t + 1],
+                cache_params=cache,
+                attention_mask=None if padding is None else padding[:, t : t + 1],
+                **kwargs,
+            )
+            for t in range(T)
+        ]
+        return torch.cat(steps, dim=1)

@@ -1,0 +1,157 @@
+"""What a branch is built from: the base's heads, a seed, or a teacher's attention.
+
+`SplicedAttention.plan_fields` and `fill` receive these objects, so that branches need no import of this library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from surgery.errors import PlanError
+from surgery.hybrid.attention import SplicedAttention
+from surgery.models.donors import donor_fields, donor_mixers, donor_weights
+from surgery.models.lookup import structure_of
+from surgery.recipe import Splice
+from surgery.types import Graft, HeadId, MixerSpec
+
+
+def donor_of(graft: Graft, teacher: PreTrainedConfig) -> tuple[MixerSpec, list[int] | None]:
+    """Return the teacher's attention that a graft comes from, and its heads there; None for all heads of a layer.
+
+    Raises:
+        PlanError: heads of different layers in one graft.
+    """
+    mixers = {spec.layer: spec for spec in donor_mixers(teacher)}
+    if graft.unit == "layer":
+        return mixers[int(graft.donors[0].removeprefix("L"))], None
+    heads = [HeadId.parse(name) for name in graft.donors]
+    if len({head.layer for head in heads}) > 1:
+        hint = "The donors of one layer's heads must come from one layer of the teacher."
+        raise PlanError("splice.teacher.donors", list(graft.donors), hint)
+    return mixers[heads[0].layer], [head.head for head in heads]
+
+
+@dataclass(frozen=True)
+class PlanSource:
+    """What the config fields of a branch follow from: no weights.
+
+    Attributes:
+        graft: the site with its heads, mode and donors.
+        config: of the base.
+        splice: the recipe's section.
+        teacher: the teacher's config, for a branch with `needs_teacher`.
+    """
+
+    graft: Graft
+    config: PreTrainedConfig
+    splice: Splice
+    teacher: PreTrainedConfig | None = None
+
+    @property
+    def site(self) -> MixerSpec:
+        """The mixer: `head_dim`, `state_size`, `conv_kernel`, ..."""
+        return self.graft.site
+
+    @property
+    def random_width(self) -> int:
+        """`splice.random_width`."""
+        return self.splice.random_width
+
+    def donor_fields(self) -> dict[str, Any]:
+        """Return the fields of a branch that is the teacher's attention.
+
+        Raises:
+            PlanError: as `donor_of`; there is no teacher.
+        """
+        if self.teacher is None:
+            raise PlanError("splice.teacher", None, f"splice.init: {self.graft.init} needs a teacher. Set its model.")
+        return {"donors": list(self.graft.donors), **donor_fields(self.teacher, *donor_of(self.graft, self.teacher))}
+
+
+@dataclass(frozen=True)
+class HeadSource:
+    """What the weights of a branch are copied from.
+
+    Attributes:
+        graft: the site with its heads, mode and donors.
+        mixer: the base's mixer, whose heads are copied.
+        seed: of the plan.
+        teacher: the teacher's model, for a branch with `needs_teacher`.
+    """
+
+    graft: Graft
+    mixer: nn.Module
+    seed: int
+    teacher: PreTrainedModel | None = None
+
+    def copy(self, target: nn.Module | None, *parts: str) -> None:
+        """Copy the heads' rows, weights and biases, into a linear map or a convolution.
+
+        Args:
+            parts: fields of `HeadSlices` in the order of the target's rows; those with `conv_` are rows of the
+                mixer's convolution, the others of `in_proj`.
+
+        Raises:
+            PlanError: the mixer has no such rows, or the target has another shape.
+        """
+        structure = structure_of(self.graft.site)
+        slices = [structure.weight_slices(self.graft.site, head) for head in self.graft.heads]
+        rows = [getattr(head, part) for part in parts for head in slices]
+        source = self.mixer.conv1d if parts[0].startswith("conv_") else structure.in_proj(self.mixer)
+        if target is None or source is None or None in rows:
+            hint = f"Heads of {self.graft.site.kind} have no rows to copy as {', '.join(parts)}. Choose another branch."
+            raise PlanError("splice.init", self.graft.init, hint)
+        target.weight.copy_(self._fitting(torch.cat([source.weight[r] for r in rows]), target.weight, *parts))
+        if target.bias is not None:
+            target.bias.zero_()
+        if source.bias is not None:
+            target.bias.copy_(torch.cat([source.bias[r] for r in rows]))
+        gate_bias = structure.gate_bias(self.mixer)
+        if parts == ("gate",) and gate_bias is not None:
+            target.bias.add_(torch.cat([gate_bias[head.out] for head in slices]))
+
+    def copy_output(self, o_proj: nn.Linear) -> None:
+        """In `replace` mode, copy the heads' columns of the output projection times the weight of the norm before it.
+
+        Raises:
+            PlanError: the branch's values have another width than the heads.
+        """
+        if self.graft.mode == "add":
+            return
+        structure = structure_of(self.graft.site)
+        norm = structure.norm_weight(self.mixer)
+        folded = structure.out_proj(self.mixer).weight if norm is None else structure.out_proj(self.mixer).weight * norm
+        columns = [folded[:, structure.weight_slices(self.graft.site, head).out] for head in self.graft.heads]
+        o_proj.weight.copy_(self._fitting(torch.cat(columns, dim=1), o_proj.weight, "out"))
+
+    def copy_donor(self, branch: nn.Module) -> None:
+        """Copy the teacher's projections, under the names of `DonorAttention`."""
+        assert self.teacher is not None
+        weights = donor_weights(self.teacher, *donor_of(self.graft, self.teacher.config))
+        missing, unexpected = branch.load_state_dict(weights, strict=False)
+        assert missing == ["scale"] and not unexpected, (missing, unexpected)
+
+    def randomize(self, branch: SplicedAttention) -> None:
+        """Draw weights with variance 1/fan-in, seeded by the plan, the layer and the tensor; biases are 0."""
+        for name, parameter in branch.named_parameters():
+            if name.endswith("weight"):
+                key = f"{self.seed}:L{self.graft.site.layer}:{name}"
+                seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % 2**63
+                generator = torch.Generator().manual_seed(seed)
+                fan_in = parameter[0].numel()
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * fan_in**-0.5)
+            elif name.endswith("bias"):
+                parameter.zero_()
+        branch.scale.fill_(branch.initial_scale)
+
+    def _fitting(self, rows: torch.Tensor, weight: torch.Tensor, *parts: str) -> torch.Tensor:
+        if rows.shape != weight.shape:
+            value = f"{self.graft.init}, weights of {tuple(weight.shape)}"
+            raise PlanError("splice.init", value, f"The heads' {', '.join(parts)} are {tuple(rows.shape)}.")
+        return rows

@@ -1,8 +1,6 @@
-"""What takes the place of heads that are removed, and at which tokens. Owns: positions, baselines, that one hook.
+"""Ablate heads at chosen tokens: with zeros, their mean over the prompts, or their output in another prompt.
 
-A head's contribution is its block of columns of `out_proj`; removing it means that the block's input is something else:
-zeros, its mean over the prompts at the same distance from the query, or what it was in another prompt (resampling).
-Must never know: scores, how passes are shared.
+A head's contribution is its block of columns of `out_proj`. Ablating the head replaces the input of that block.
 
 Shape legend: B prompts, T tokens, I inner width (H heads of P), W variants folded into the batch, variant-major.
 """
@@ -25,17 +23,27 @@ from surgery.types import Fill, MixerSpec, Where
 
 
 @dataclass(frozen=True)
-class Removal:
-    """At which tokens a head is removed, and what takes its place."""
+class Ablation:
+    """Where a head is ablated, and what replaces its output.
+
+    Attributes:
+        where: the tokens, relative to the prompt's last question; see `token_mask`.
+        fill: the replacement; see `fill_values`.
+    """
 
     where: Where = "everywhere"
     fill: Fill = "zero"
 
 
-def tokens_of(batch: EncodedBatch, where: Where) -> Tensor:
-    """(B,T) bool: the tokens of left-padded prompts that end at the query; positions are of the last question.
+def token_mask(batch: EncodedBatch, where: Where) -> Tensor:
+    """Select tokens of left-padded prompts that end at the query, by their place in the last question.
 
-    `segment` is the gold segment from its first token to its end. A position that a prompt does not have (-1) is none.
+    Args:
+        where: `segment` is the gold segment from its first token to its end. A position that a prompt lacks (-1)
+            selects nothing.
+
+    Returns:
+        (B,T) bool
     """
     B, T = batch.input_ids.shape
     place_T = torch.arange(T, device=batch.input_ids.device)
@@ -51,11 +59,18 @@ def tokens_of(batch: EncodedBatch, where: Where) -> Tensor:
     return place_T == getattr(batch, where)[rows, last][:, None]
 
 
-def baseline(u_BTI: Tensor, batch: EncodedBatch, fill: Fill) -> Tensor | None:
-    """(B,T,I) what takes the place of heads whose clean outputs are `u_BTI`; None for zeros.
+def fill_values(u_BTI: Tensor, batch: EncodedBatch, fill: Fill) -> Tensor | None:
+    """Compute what replaces the outputs of ablated heads.
 
-    Prompts end at the query, so the same column is the same distance from it. `mean` is over the batch's prompts that
-    have a token there; `resample` takes the next prompt that has one, or its own where no other does.
+    Prompts end at the query, so the same column has the same distance from it in all prompts.
+
+    Args:
+        u_BTI: clean outputs of the heads.
+        fill: `mean` is over the batch's prompts that have a token there. `resample` takes the next prompt that has one,
+            or the prompt itself where no other has.
+
+    Returns:
+        (B,T,I); None for zeros.
     """
     if fill == "zero":
         return None
@@ -63,27 +78,27 @@ def baseline(u_BTI: Tensor, batch: EncodedBatch, fill: Fill) -> Tensor | None:
     if fill == "mean":
         total_TI, count_T1 = (u_BTI * real_BT1).sum(0), real_BT1.sum(0).clamp(min=1)
         return (total_TI / count_T1).to(u_BTI.dtype).expand_as(u_BTI)
-    other, found = u_BTI, torch.zeros_like(real_BT1)
+    other, is_filled = u_BTI, torch.zeros_like(real_BT1)
     for shift in range(1, len(batch)):
-        there = real_BT1.roll(-shift, 0) & ~found
-        other, found = torch.where(there, u_BTI.roll(-shift, 0), other), found | there
+        takes = real_BT1.roll(-shift, 0) & ~is_filled
+        other, is_filled = torch.where(takes, u_BTI.roll(-shift, 0), other), is_filled | takes
     return other
 
 
 @contextmanager
-def replaced(
+def ablated(
     model: PreTrainedModel,
     specs: Sequence[MixerSpec],
     heads: Mapping[str, Tensor],
     tokens_BT: Tensor,
     fills: Mapping[str, Tensor | None],
 ) -> Iterator[None]:
-    """Removes heads in the forward pass that runs inside.
+    """Ablate heads in the forward pass inside the context.
 
     Args:
-        heads: by `MixerSpec.name`, (W,H) bool: which are removed, in each variant.
-        tokens_BT: where.
-        fills: by name, (B,T,I) from `baseline`.
+        heads: by `MixerSpec.name`, (W,H) bool: heads to ablate, in each variant.
+        tokens_BT: bool, tokens at which they are ablated.
+        fills: by name, (B,T,I) from `fill_values`.
 
     Raises:
         ModelError: a mixer's `out_proj` was not called as a module.
@@ -98,9 +113,9 @@ def replaced(
 
 
 def _replace(heads_WH: Tensor, tokens_BT: Tensor, fill_BTI: Tensor | None, args: tuple) -> tuple:
-    """Of (W*B,T,I)."""
+    """Replace heads of (W*B,T,I)."""
     W, H = heads_WH.shape
     u_WBTHP = args[0].unflatten(0, (W, -1)).unflatten(-1, (H, -1))
-    gone_WBTH = heads_WH[:, None, None] & tokens_BT[None, :, :, None]
-    instead = 0 if fill_BTI is None else fill_BTI.unflatten(-1, (H, -1)).to(u_WBTHP.dtype)
-    return (torch.where(gone_WBTH[..., None], instead, u_WBTHP).flatten(3).flatten(0, 1), *args[1:])
+    mask_WBTH = heads_WH[:, None, None] & tokens_BT[None, :, :, None]
+    values = 0 if fill_BTI is None else fill_BTI.unflatten(-1, (H, -1)).to(u_WBTHP.dtype)
+    return (torch.where(mask_WBTH[..., None], values, u_WBTHP).flatten(3).flatten(0, 1), *args[1:])

@@ -1,7 +1,4 @@
-"""The arms that are made from other models by taking something away. Owns: spliced attention switched off.
-
-Must never know: prompts, scores.
-"""
+"""Switch spliced attention off."""
 
 from __future__ import annotations
 
@@ -21,23 +18,23 @@ HEADS_OFF = "hybrid_heads_off"
 
 @contextmanager
 def heads_off(model: PreTrainedModel) -> Iterator[None]:
-    """What was spliced in adds nothing, in every forward pass that runs inside; all other weights stay as trained.
+    """Zero the output of everything spliced in, in every forward pass inside the context.
 
-    A branch beside an SSM (`mode: add`) leaves that SSM; in `mode: replace` the silenced head stays silent; where a
-    whole layer was swapped, nothing takes its place.
+    All other weights stay as trained. With `mode: add` the SSM head still runs; with `mode: replace` the silenced head
+    stays silent; where a whole layer was swapped, the layer's mixer adds nothing.
 
     Raises:
-        ModelError: nothing is spliced into the model, or a hook did not fire.
+        ModelError: nothing is spliced into the model, or a hook never fired.
     """
     sites = {site["layer"]: site for site in getattr(model.config, "splice", None) or []}
     if not sites:
-        raise ModelError("splice", None, "Nothing is spliced into this model that could be switched off.")
+        raise ModelError("splice", None, "Nothing is spliced into this model. Use a hybrid.")
     specs = family_of(model.config).mixers(model.config)
     with hooked(model, specs) as hooks:
         for spec in [spec for spec in specs if spec.layer in sites]:
             mixer, whole = mixer_of(model, spec), is_whole(sites[spec.layer])
             if whole == spec.is_ssm:
-                continue  # another mixer of that layer
+                continue  # the layer's other mixer
             last = structure_of(spec).out_proj(mixer) if whole else mixer.attention.o_proj
             hooks.after(spec.layer, f"{spec.name} spliced", last, torch.zeros_like)
         yield

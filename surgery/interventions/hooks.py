@@ -1,7 +1,7 @@
-"""Reads a model while it runs, and changes single heads while it runs. Owns: every hook of the toolkit.
+"""Record a running model's activations, start its forward pass above a layer, and set hooks that must fire.
 
-Must never know: probes, statistics, what the numbers are for. A hook that was set and never fired is an error: fused
-kernels take raw weights, and a measurement without its intervention would be silently wrong.
+A hook that was set and never fired raises an error: fused kernels take raw weights, and a measurement without its
+intervention would be silently wrong.
 
 Shape legend: B prompts, T tokens, D model width, I inner width (H heads of P), W variants folded into the batch: row
 w*B + b of a batch is prompt b under variant w.
@@ -26,39 +26,39 @@ from surgery.types import MixerSpec
 
 
 @dataclass
-class Trace:
-    """What one forward pass showed, by `MixerSpec.name`.
+class ActivationCache:
+    """Activations of one forward pass, by `MixerSpec.name`.
 
     Attributes:
         heads: (B,T,I) the input of `out_proj`: every head's output, after the gated norm where there is one.
         scan: (B,T,I) the scan's output, skip included, before the gated norm; times the gate where there is none.
         projected: the output of `in_proj`.
         output: (B,T,D) the mixer's output.
-        below: by layer, (B,T,D) the residual stream that its block takes.
-        tuples: names of the mixers, and layers of the blocks, that put out a tuple.
+        residual: by layer, (B,T,D) the residual stream that the block takes.
+        tuples: names of the mixers, and layers of the blocks, whose output is a tuple.
     """
 
     heads: dict[str, Tensor] = field(default_factory=dict)
     scan: dict[str, Tensor] = field(default_factory=dict)
     projected: dict[str, Tensor] = field(default_factory=dict)
     output: dict[str, Tensor] = field(default_factory=dict)
-    below: dict[int, Tensor] = field(default_factory=dict)
+    residual: dict[int, Tensor] = field(default_factory=dict)
     tuples: set[str | int] = field(default_factory=set)
 
-    def followed_by(self, other: Trace) -> Trace:
-        """This pass and the one that went on from it, as if they were one."""
-        streams = ("heads", "scan", "projected", "output", "below")
+    def followed_by(self, later: ActivationCache) -> ActivationCache:
+        """Join this pass and the one that continued from its states, along the tokens."""
+        streams = ("heads", "scan", "projected", "output", "residual")
         joined = {
-            name: {k: torch.cat([x, getattr(other, name)[k]], 1) for k, x in getattr(self, name).items()}
+            name: {k: torch.cat([x, getattr(later, name)[k]], 1) for k, x in getattr(self, name).items()}
             for name in streams
         }
-        return Trace(**joined, tuples=self.tuples)
+        return ActivationCache(**joined, tuples=self.tuples)
 
 
 class Hooks:
-    """Forward hooks that are removed together, and that must all have fired.
+    """Forward hooks that are removed together, and that must all fire.
 
-    Some models use one module in several layers; a hook acts only while its own layer runs.
+    Some models use one module in several layers: a hook acts only while its own layer runs.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Hooks:
         self._layer = -1
 
     def enter(self, layer: int, block: nn.Module) -> None:
-        """Takes note when the block of `layer` begins."""
+        """Set the hook that notes when the block of `layer` begins."""
 
         def hook(_: nn.Module, __: tuple) -> None:
             self._layer = layer
@@ -75,7 +75,7 @@ class Hooks:
         self._handles.append(block.register_forward_pre_hook(hook))
 
     def before(self, layer: int, name: str, module: nn.Module, change: Callable[[tuple], tuple | None]) -> None:
-        """`change` sees the module's arguments and may replace them."""
+        """Call `change` with the module's positional arguments. What it returns replaces them, unless it is None."""
 
         def hook(_: nn.Module, args: tuple) -> tuple | None:
             if self._layer != layer:
@@ -86,31 +86,39 @@ class Hooks:
         self._waiting.add(name)
         self._handles.append(module.register_forward_pre_hook(hook))
 
-    def after(self, layer: int, name: str, module: nn.Module, see: Callable[[Any], Any]) -> None:
-        """`see` gets the module's output and may replace it."""
+    def after(self, layer: int, name: str, module: nn.Module, change: Callable[[Any], Any]) -> None:
+        """Call `change` with the module's output. What it returns replaces the output, unless it is None."""
 
         def hook(_: nn.Module, __: tuple, output: Any) -> Any:
             if self._layer != layer:
                 return None
             self._waiting.discard(name)
-            return see(output)
+            return change(output)
 
         self._waiting.add(name)
         self._handles.append(module.register_forward_hook(hook))
 
     def remove(self) -> None:
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
 
     def check(self) -> None:
+        """Raise ModelError if a hook never fired."""
         if self._waiting:
-            hint = "A fused kernel bypasses it, so nothing was measured. Run without that kernel, in eval mode."
+            hint = (
+                "A fused kernel bypasses this module, so nothing was measured. Run without that kernel, in eval mode."
+            )
             raise ModelError("hook", sorted(self._waiting)[0], hint)
 
 
 @contextmanager
 def hooked(model: PreTrainedModel, specs: Sequence[MixerSpec]) -> Iterator[Hooks]:
-    """Hooks for the forward passes that run inside. Raises ModelError when one of them did not fire."""
+    """Set hooks for the forward passes inside the context.
+
+    Raises:
+        ModelError: a hook never fired.
+    """
     hooks = Hooks()
     for layer in range(model.config.num_hidden_layers):
         hooks.enter(layer, block_of(model, layer, specs[0]))
@@ -122,86 +130,99 @@ def hooked(model: PreTrainedModel, specs: Sequence[MixerSpec]) -> Iterator[Hooks
 
 
 @contextmanager
-def record(model: PreTrainedModel, specs: Sequence[MixerSpec]) -> Iterator[Trace]:
-    """Fills a `Trace` from the forward pass that runs inside. Raises ModelError when a hook did not fire."""
-    trace = Trace()
+def record(model: PreTrainedModel, specs: Sequence[MixerSpec]) -> Iterator[ActivationCache]:
+    """Record the forward pass inside the context.
+
+    Yields:
+        A cache that the pass fills, for the mixers of `specs`.
+
+    Raises:
+        ModelError: a hook never fired.
+    """
+    cache = ActivationCache()
     with hooked(model, specs) as hooks:
         for spec in specs:
             mixer, structure, layer, name = mixer_of(model, spec), structure_of(spec), spec.layer, spec.name
             out_proj, reader = structure.out_proj(mixer), structure.scan_reader(mixer)
-            hooks.before(layer, f"{name} out_proj", out_proj, partial(_keep_input, trace.heads, name))
-            hooks.before(layer, f"{name} scan", reader, partial(_keep_input, trace.scan, name))
+            hooks.before(layer, f"{name} out_proj", out_proj, partial(store_input, cache.heads, name))
+            hooks.before(layer, f"{name} scan", reader, partial(store_input, cache.scan, name))
             in_proj = structure.in_proj(mixer)
             if in_proj is not None:
-                hooks.after(layer, f"{name} in_proj", in_proj, partial(_keep_output, trace.projected, name))
-            hooks.after(layer, f"{name} mixer", mixer, partial(_keep_form, trace.output, trace.tuples, name))
+                hooks.after(layer, f"{name} in_proj", in_proj, partial(store_output, cache.projected, name))
+            hooks.after(layer, f"{name} mixer", mixer, partial(_store_first, cache.output, cache.tuples, name))
             block = block_of(model, layer, spec)
-            hooks.before(layer, f"L{layer} block", block, partial(_keep_input, trace.below, layer))
+            hooks.before(layer, f"L{layer} block", block, partial(store_input, cache.residual, layer))
         for layer in range(model.config.num_hidden_layers):
-            block, seen = block_of(model, layer, specs[0]), partial(_keep_form, {}, trace.tuples, layer)
-            hooks.after(layer, f"L{layer} block's end", block, seen)
-        yield trace
+            note = partial(_store_first, {}, cache.tuples, layer)
+            hooks.after(layer, f"L{layer} block's end", block_of(model, layer, specs[0]), note)
+        yield cache
 
 
-def _keep_input(store: dict[Any, Tensor], name: str | int, args: tuple) -> None:
+def store_input(store: dict[Any, Tensor], name: str | int, args: tuple) -> None:
+    """Hook: keep a module's first argument under `name`."""
     store[name] = args[0].detach()
 
 
-def _keep_output(store: dict[Any, Tensor], name: str | int, output: Tensor) -> None:
+def store_output(store: dict[Any, Tensor], name: str | int, output: Tensor) -> None:
+    """Hook: keep a module's output under `name`."""
     store[name] = output.detach()
 
 
-def _keep_form(store: dict[Any, Tensor], tuples: set[str | int], name: str | int, output: Any) -> None:
-    """As `_keep_output`, of what may be a tuple."""
+def _store_first(store: dict[Any, Tensor], tuples: set[str | int], name: str | int, output: Any) -> None:
+    """As `store_output`, where the output may be a tuple: keep its first entry, and note the name in `tuples`."""
     if isinstance(output, tuple):
         tuples.add(name)
     store[name] = (output[0] if isinstance(output, tuple) else output).detach()
 
 
 @contextmanager
-def from_block(model: PreTrainedModel, spec: MixerSpec, trace: Trace, below: Tensor) -> Iterator[None]:
-    """The forward pass that runs inside begins at the block of `spec`: those below it are not run.
+def from_block(
+    model: PreTrainedModel, spec: MixerSpec, activations: ActivationCache, residual: Tensor
+) -> Iterator[None]:
+    """Start the forward pass inside the context at the block of `spec`, without running the blocks below.
 
-    All else, such as masks and positions, is the model's own forward.
+    Masks, positions and everything else are the model's own forward.
 
     Args:
-        trace: of a clean pass, for the form of the blocks' outputs.
-        below: (rows,T,D) the residual stream that the block takes.
+        activations: of a clean pass, for the form of the blocks' outputs.
+        residual: (rows,T,D) the residual stream that the block takes.
     """
     with ExitStack() as patches:
         for layer in range(spec.layer):
-            given = below if layer == spec.layer - 1 else None
-            block = block_of(model, layer, spec)
-            patches.enter_context(_instead(block, partial(_pass_by, given), layer in trace.tuples))
+            block, as_tuple = block_of(model, layer, spec), layer in activations.tuples
+            if layer == spec.layer - 1:
+                patches.enter_context(_replaced_once(block, lambda args: residual, as_tuple))
+            else:
+                patches.enter_context(_replaced_once(block, lambda args: args[0], as_tuple))
         yield
 
 
 @contextmanager
-def from_mixer(model: PreTrainedModel, spec: MixerSpec, trace: Trace, output: Tensor) -> Iterator[None]:
-    """The forward pass that runs inside begins in the middle: after one mixer, whose output is given.
+def from_mixer(model: PreTrainedModel, spec: MixerSpec, activations: ActivationCache, output: Tensor) -> Iterator[None]:
+    """Start the forward pass inside the context behind one mixer, with this output.
 
     The rest of its block, such as an MLP behind the mixer or a residual multiplier, is the model's own forward.
 
     Args:
-        trace: of the clean pass on the B prompts that the W*B rows of this one repeat.
-        output: (W*B,T,D) what the mixer puts out.
+        activations: of the clean pass on the B prompts that the W*B rows of this one repeat.
+        output: (W*B,T,D) the mixer's output.
     """
-    below = trace.below[spec.layer].repeat(len(output) // len(trace.below[spec.layer]), 1, 1)
-    as_tuple = spec.name in trace.tuples
-    with from_block(model, spec, trace, below), _instead(mixer_of(model, spec), lambda _: output, as_tuple):
+    residual = activations.residual[spec.layer]
+    residual = residual.repeat(len(output) // len(residual), 1, 1)
+    as_tuple = spec.name in activations.tuples
+    with (
+        from_block(model, spec, activations, residual),
+        _replaced_once(mixer_of(model, spec), lambda _: output, as_tuple),
+    ):
         yield
 
 
-def _pass_by(given: Tensor | None, args: tuple) -> Tensor:
-    return args[0] if given is None else given
-
-
 @contextmanager
-def _instead(module: nn.Module, result_of: Callable[[tuple], Tensor], as_tuple: bool) -> Iterator[None]:
-    """Replaces the forward of one module object for its first call; layers above may use the same module.
+def _replaced_once(module: nn.Module, result_of: Callable[[tuple], Tensor], as_tuple: bool) -> Iterator[None]:
+    """Replace the forward of one module object for its first call; layers above may use the same module.
 
     Args:
-        result_of: gets the positional arguments.
+        result_of: called with the positional arguments.
     """
     original, calls = module.forward, 0
 
@@ -217,19 +238,19 @@ def _instead(module: nn.Module, result_of: Callable[[tuple], Tensor], as_tuple: 
     try:
         yield
     finally:
-        del module.forward  # the class's own shows again
+        del module.forward  # the class's forward is visible again
     if not calls:
         raise ModelError("hook", type(module).__name__, "Its forward was never called, so nothing was measured.")
 
 
 @contextmanager
 def only_logits(model: PreTrainedModel, token_ids: Tensor) -> Iterator[None]:
-    """Inside, the language model's head gives the logits of these tokens alone, in their order: (...,U).
+    """Let the language model's head compute the logits of these tokens alone, in their order: (...,U).
 
-    What a model does with its logits afterwards, such as a scale, is still its own.
+    What a model does with its logits afterwards, such as a scale, is unchanged.
     """
     head = model.get_output_embeddings()
     weight = head.weight[token_ids]
     bias = None if head.bias is None else head.bias[token_ids]
-    with _instead(head, lambda args: F.linear(args[0], weight, bias), as_tuple=False):
+    with _replaced_once(head, lambda args: F.linear(args[0], weight, bias), as_tuple=False):
         yield

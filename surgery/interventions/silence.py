@@ -1,4 +1,4 @@
-"""Silence heads for good: their columns of the output projection become zero."""
+"""Silence heads permanently: set their columns of the output projection to zero."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from surgery.types import Graft
 
 @torch.no_grad()
 def silence(out_proj: nn.Linear, graft: Graft) -> None:
-    """Zeroes the heads' columns of `out_proj`. Training leaves them zero; merging into it needs this again."""
+    """Zero the heads' columns of `out_proj`. Training leaves them zero. Call it again after a merge."""
     for head in graft.heads:
         out_proj.weight[:, structure_of(graft.site).weight_slices(graft.site, head).out] = 0

@@ -1,14 +1,14 @@
-"""Rival ways to choose a head or a layer, for comparison with the sweep. Owns: their scores of one batch of prompts.
+"""Baselines for choosing a head or a layer: scores of one batch of prompts, to compare with the ablation sweep.
 
-Must never know: files, selection, statistics. All but `retrieval_score` are about the margin or the answer at the
-query, and positive where the model loses by the removal:
+All but `retrieval_score` are about the margin or the answer at the query, and positive where the model loses by the
+ablation:
 
 - `attribution`: attribution patching (Nanda 2023; Syed, Rager, Conmy, arXiv 2310.10348), all heads in one pass;
 - `integrated_gradients`: of one layer's head outputs, from 0 to their values (Sundararajan et al., arXiv 1703.01365);
 - `retrieval_score`: how often a head looks at the token that is to be copied (Wu et al., arXiv 2404.15574);
 - `layer_divergence`: KL of the answer's distribution without a mixer. KL-guided layer selection (arXiv 2512.20569)
-  gives a student one attention layer at a time and distils it towards a teacher, to see how far the KL falls; this is
-  what can be asked of a model without training.
+  gives a student one attention layer at a time and distils it towards a teacher, to see how far the KL falls. This is
+  the part of it that needs no training.
 
 Shape legend: B prompts, T tokens, H heads, V vocabulary, D width.
 """
@@ -26,9 +26,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import ModelError, ProbeError, RecipeError
-from surgery.interventions.hooks import Trace, from_mixer, hooked, record
-from surgery.interventions.scaling import factored, factored_output
-from surgery.locate.ablation_sweep import Sweep
+from surgery.interventions.hooks import ActivationCache, from_mixer, record
+from surgery.interventions.scaling import scaled, scaled_output
+from surgery.locate.ablation_sweep import CleanRun
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import Document
 from surgery.scoring.choices import arguments
@@ -36,71 +36,100 @@ from surgery.scoring.ranking import choice_scores
 from surgery.types import MixerSpec
 
 
-def attribution(sweep: Sweep) -> Tensor:
-    """The first-order estimate of what removing each head at every token costs.
+def attribution(run: CleanRun) -> Tensor:
+    """Estimate, to first order, the margin lost by ablating each head at every token.
 
     `sum over tokens and the head's channels of u * d margin / d u`, at the input of `out_proj`. One forward and one
-    backward pass for all heads; the activations of all layers are kept meanwhile, so choose the batch by that. What
-    normalises afterwards can turn its sign.
+    backward pass for all heads. The backward pass keeps the activations of all layers, so choose the batch size by
+    that. A norm behind the head can turn the sign of its score.
 
     Returns:
-        (heads, B) float32 on the CPU, in logits; heads in the order of `sweep.specs`.
+        (heads, B) float32 on the CPU, in logits; heads in the order of `run.specs`.
 
     Raises:
         ModelError: a fused kernel bypasses an `out_proj`.
     """
-    factors = {spec.name: _level(sweep, spec, 1.0) for spec in sweep.specs}
-    with torch.enable_grad(), factored(sweep.model, sweep.specs, factors):
-        slopes = _slopes(sweep, list(factors.values()))
+    factors = {spec.name: head_factors(run, spec, 1.0) for spec in run.specs}
+    with torch.enable_grad(), scaled(run.model, run.specs, factors):
+        slopes = margin_slopes(run, list(factors.values()))
     return torch.cat([slope_BH.T for slope_BH in slopes]).float().cpu()
 
 
-def integrated_gradients(sweep: Sweep, steps: int = 5, naive: bool = False) -> Tensor:
-    """The margin's change along the way from a layer without its heads to the layer as it is, shared out by head.
+def integrated_gradients(run: CleanRun, steps: int = 5) -> Tensor:
+    """Share out by head the margin's change from a layer without its heads to the layer as it is.
 
     For one mixer after the other, the gradient by its head outputs is averaged over `steps` scales of all of them, by
-    the midpoint rule. With many steps a mixer's heads sum to what removing them all costs. Each step is a forward and
+    the midpoint rule. With many steps a mixer's heads sum to what ablating them all costs. Each step is a forward and
     a backward pass from the mixer up.
 
     Args:
-        naive: whole passes instead.
+        steps: scales over which the gradient is averaged.
 
     Returns:
-        (heads, B) float32 on the CPU, in logits; heads in the order of `sweep.specs`.
+        (heads, B) float32 on the CPU, in logits; heads in the order of `run.specs`.
 
     Raises:
-        RecipeError: no step.
+        RecipeError: `steps` is below 1.
     """
     if steps < 1:
-        raise RecipeError("steps", steps, "Give 1 or more: how many scales the gradient is averaged over.")
-    scales = [(step + 0.5) / steps for step in range(steps)]
-    found = []
-    for spec in sweep.specs:
-        slopes = [_slope_at(sweep, spec, scale, naive) for scale in scales]
-        found.append(torch.stack(slopes).mean(0).T)
-    return torch.cat(found).float().cpu()
+        raise RecipeError("steps", steps, "Give 1 or more: the number of scales over which the gradient is averaged.")
+    attributions = []
+    for spec in run.specs:
+        slopes: list[Tensor] = []
+        for step in range(steps):
+            with torch.enable_grad():
+                factor_BH = head_factors(run, spec, (step + 0.5) / steps)
+                output_BTD = scaled_output(run.model, spec, run.prompt.activations, factor_BH)
+                with from_mixer(run.model, spec, run.prompt.activations, output_BTD):
+                    slopes += margin_slopes(run, [factor_BH])
+        attributions.append(torch.stack(slopes).mean(0).T)
+    return torch.cat(attributions).float().cpu()
 
 
 @torch.no_grad()
-def layer_divergence(sweep: Sweep, naive: bool = False) -> Tensor:
-    """How far the answer's distribution moves without a mixer: KL(clean || removed) over all V tokens at the query.
+def layer_divergence(run: CleanRun) -> Tensor:
+    """Measure how far the answer's distribution moves without a mixer: KL(clean || ablated) over all V tokens.
 
-    What the mixer puts out is replaced by the bias of its `out_proj`, at every token; an MLP behind it stays. One
-    forward pass from the mixer up for each.
-
-    Args:
-        naive: whole passes instead.
+    The mixer's output is replaced by the bias of its `out_proj`, at every token. An MLP behind it stays. One forward
+    pass from the mixer up for each.
 
     Returns:
-        (mixers, B) float32 on the CPU, in nats; in the order of `sweep.specs`.
+        (mixers, B) float32 on the CPU, in nats; in the order of `run.specs`.
     """
-    clean_BV = _logits(sweep).float().log_softmax(-1)
-    found = []
-    for spec in sweep.specs:
-        with _removed(sweep, spec, naive):
-            removed_BV = _logits(sweep).float().log_softmax(-1)
-        found.append((clean_BV.exp() * (clean_BV - removed_BV)).sum(-1).clamp(min=0))  # below it is rounding
-    return torch.stack(found).cpu()
+    clean_BV = logits_at_query(run).float().log_softmax(-1)
+    divergences = []
+    for spec in run.specs:
+        with from_mixer(run.model, spec, run.prompt.activations, bias_alone(run, spec)):
+            ablated_BV = logits_at_query(run).float().log_softmax(-1)
+        divergences.append((clean_BV.exp() * (clean_BV - ablated_BV)).sum(-1).clamp(min=0))  # below it is rounding
+    return torch.stack(divergences).cpu()
+
+
+def bias_alone(run: CleanRun, spec: MixerSpec) -> Tensor:
+    """(B,T,D) the output of a mixer that is nothing but the bias of its `out_proj`."""
+    output_BTD = torch.zeros_like(run.prompt.activations.output[spec.name])
+    bias = structure_of(spec).out_proj(mixer_of(run.model, spec)).bias
+    return output_BTD if bias is None else output_BTD + bias
+
+
+def logits_at_query(run: CleanRun) -> Tensor:
+    """(B,V) of a pass over the prompts."""
+    inputs = arguments(run.model, run.batch.input_ids, run.prompt.mask)
+    logits: Tensor = run.model(**inputs, use_cache=False, logits_to_keep=1).logits[:, -1]
+    return logits
+
+
+def head_factors(run: CleanRun, spec: MixerSpec, scale: float) -> Tensor:
+    """(B,H) a factor for every head of the mixer, with respect to which gradients are taken."""
+    u_BTI = run.prompt.activations.heads[spec.name]
+    dtype = torch.promote_types(u_BTI.dtype, torch.float32)
+    return torch.full((len(u_BTI), spec.num_heads), scale, dtype=dtype, device=u_BTI.device, requires_grad=True)
+
+
+def margin_slopes(run: CleanRun, factors: list[Tensor]) -> tuple[Tensor, ...]:
+    """Run the prompts and differentiate each prompt's margin by its own row of the factors, (B,H) each."""
+    margin_B = choice_scores(logits_at_query(run), run.batch).margin
+    return torch.autograd.grad(margin_B.sum(), factors)
 
 
 @torch.no_grad()
@@ -110,45 +139,44 @@ def retrieval_score(
     documents: Sequence[Document],
     hidden: bool = False,
 ) -> Tensor:
-    """How often each head looks at the very token that is to be copied: retrieval heads (arXiv 2404.15574).
+    """Measure how often each head attends most to the token that is to be copied: retrieval heads (arXiv 2404.15574).
 
-    The share of answer tokens for which the head's largest attention weight, at the token that predicts it, is on that
-    token inside the gold segment. The answers are given, not generated; answer tokens that do not stand in the segment
-    are left out. One pass for each document, unpadded.
+    The score is the share of answer tokens for which the head's largest attention weight, at the token that predicts
+    it, is on that token inside the gold segment. Answers are teacher-forced, not generated. Answer tokens that do not
+    occur in the segment are skipped. One pass for each document, unpadded.
 
     Args:
-        hidden: SSM heads too: by the size of what they mix in, `|a[t,s] x_s|` its hidden attention.
+        hidden: score SSM heads too, by the size of what they mix in, `|a[t,s] x_s|`, with `a` the hidden attention.
             That takes (channels,T,T) numbers a layer in Mamba-1, (H,T,T) elsewhere.
 
     Returns:
-        (heads,) float32 on the CPU, 0 to 1, in the order of the mixers; NaN for SSM heads unless `hidden`.
+        (heads,) float32 on the CPU, 0 to 1, in the order of the mixers; NaN for SSM heads without `hidden`.
 
     Raises:
-        ModelError: no attention head, and `hidden` is not set.
-        ProbeError: no answer token stands in a gold segment.
+        ModelError: the model has no attention head, and `hidden` is not set.
+        ProbeError: no answer token occurs in a gold segment.
     """
     specs = family_of(model.config).mixers(model.config)
     if not hidden and all(spec.is_ssm for spec in specs):
-        raise ModelError("model_type", model.config.model_type, "It has no attention head: ask for hidden attention.")
+        raise ModelError("model_type", model.config.model_type, "It has no attention head. Set hidden=True.")
     hits = {s.name: torch.full((s.num_heads,), torch.nan if s.is_ssm and not hidden else 0.0) for s in specs}
-    asked = 0
+    copied = 0
     for document in documents:
         batch = encode([document], tokenizer).to(model.device)
         queries_R, right_RT = _copies(batch)
         if not len(queries_R):
             continue
-        for name, places_HR in _read_most(model, specs, batch.input_ids, queries_R, hidden).items():
+        for name, places_HR in most_read(model, specs, batch.input_ids, queries_R, hidden).items():
             hits[name] += right_RT.gather(1, places_HR.T).sum(0).cpu()
-        asked += len(queries_R)
-    if not asked:
-        raise ProbeError(
-            "documents", f"{len(documents)} without a token to copy", "Give answers that stand in a segment."
-        )
-    return torch.cat([hits[spec.name] for spec in specs]) / asked
+        copied += len(queries_R)
+    if not copied:
+        hint = "Give documents whose answers occur in their gold segment."
+        raise ProbeError("documents", f"{len(documents)} without a token to copy", hint)
+    return torch.cat([hits[spec.name] for spec in specs]) / copied
 
 
 def _copies(batch: EncodedBatch) -> tuple[Tensor, Tensor]:
-    """Of one document: (R,) tokens that predict an answer token, (R,T) where that token stands in the gold segment."""
+    """Of one document: (R,) tokens that predict an answer token, (R,T) where that token is in the gold segment."""
     ids_T, answers_T, T = batch.input_ids[0], batch.answers[0], batch.input_ids.shape[1]
     places_T = torch.arange(T, device=ids_T.device)
     queries, right = [], []
@@ -165,22 +193,22 @@ def _copies(batch: EncodedBatch) -> tuple[Tensor, Tensor]:
     return torch.tensor(queries, device=ids_T.device), torch.stack(right)
 
 
-def _read_most(
+def most_read(
     model: PreTrainedModel, specs: Sequence[MixerSpec], ids_1T: Tensor, queries_R: Tensor, hidden: bool
 ) -> dict[str, Tensor]:
-    """By mixer, (H,R) the token that each head reads most at each query of one unpadded text."""
+    """Find the token that each head attends to most, at each query of one unpadded text: (H,R), by mixer."""
     ssm, attention = [s for s in specs if s.is_ssm and hidden], [s for s in specs if not s.is_ssm]
     with ExitStack() as stack:
-        trace = stack.enter_context(record(model, ssm)) if ssm else Trace()
-        found = stack.enter_context(_attention(model, attention, queries_R))
+        activations = stack.enter_context(record(model, ssm)) if ssm else ActivationCache()
+        places = stack.enter_context(_attention_argmax(model, attention, queries_R))
         model(ids_1T, use_cache=False, logits_to_keep=1)
     for spec in ssm:
-        found[spec.name] = _mixed_in(model, spec, trace.projected[spec.name], queries_R).argmax(-1)
-    return found
+        places[spec.name] = contribution_sizes(model, spec, activations.projected[spec.name], queries_R).argmax(-1)
+    return places
 
 
-def _mixed_in(model: PreTrainedModel, spec: MixerSpec, projected_1TC: Tensor, queries_R: Tensor) -> Tensor:
-    """(H,R,T) the size of what an SSM head mixes in from each token, squared: over channels, `(a[t,s] x_s)^2`."""
+def contribution_sizes(model: PreTrainedModel, spec: MixerSpec, projected_1TC: Tensor, queries_R: Tensor) -> Tensor:
+    """(H,R,T) the squared size of what an SSM head mixes in from each token: over channels, `(a[t,s] x_s)^2`."""
     mixer, structure = mixer_of(model, spec), structure_of(spec)
     streams = structure.streams(mixer, spec, projected_1TC)
     a_CRT = structure.hidden_attention(mixer, spec, streams)[0, :, queries_R]  # C: heads, or all their channels
@@ -192,15 +220,17 @@ def _mixed_in(model: PreTrainedModel, spec: MixerSpec, projected_1TC: Tensor, qu
 
 
 @contextmanager
-def _attention(model: PreTrainedModel, specs: Sequence[MixerSpec], queries_R: Tensor) -> Iterator[dict[str, Tensor]]:
-    """Fills in, for the pass that runs inside, (H,R) the token with the largest attention weight, by mixer.
+def _attention_argmax(
+    model: PreTrainedModel, specs: Sequence[MixerSpec], queries_R: Tensor
+) -> Iterator[dict[str, Tensor]]:
+    """Record, in the pass inside the context, (H,R) the token with the largest attention weight, by mixer.
 
-    The model attends by SDPA meanwhile, behind which queries and keys are seen; layers may share a module, so they
-    are told apart by their order.
+    The model uses SDPA inside, through a function that sees queries and keys. Layers may share a module, so they are
+    told apart by their order.
     """
-    found: dict[str, Tensor] = {}
+    places: dict[str, Tensor] = {}
     if not specs:
-        yield found
+        yield places
         return
     inside = {id(module) for spec in specs for module in mixer_of(model, spec).modules()}
     waiting = iter(specs)
@@ -208,22 +238,22 @@ def _attention(model: PreTrainedModel, specs: Sequence[MixerSpec], queries_R: Te
 
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **more: Any) -> Any:
         if id(module) in inside:
-            found[next(waiting).name] = _largest(query[0], key[0], mask, queries_R)
+            places[next(waiting).name] = _largest(query[0], key[0], mask, queries_R)
         return original(module, query, key, value, mask, **more)
 
     ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
     model.config._attn_implementation = "sdpa"
     try:
-        yield found
+        yield places
     finally:
         ALL_ATTENTION_FUNCTIONS["sdpa"] = original
         model.config._attn_implementation = implementation
-    if len(found) < len(specs):
-        raise ModelError("attention", specs[len(found)].name, "It was never called, so nothing was measured.")
+    if len(places) < len(specs):
+        raise ModelError("attention", specs[len(places)].name, "It was never called, so nothing was measured.")
 
 
 def _largest(query_HTK: Tensor, key_GTK: Tensor, mask: Tensor | None, queries_R: Tensor) -> Tensor:
-    """(H,R) where the softmax of the causal scores is largest; its scale does not matter."""
+    """(H,R) where the softmax of the causal scores is largest. Their scale does not matter."""
     H, T, _ = query_HTK.shape
     key_HTK = key_GTK.repeat_interleave(H // len(key_GTK), 0)
     scores_HRT = query_HTK[:, queries_R].float() @ key_HTK.float().transpose(1, 2)
@@ -231,53 +261,3 @@ def _largest(query_HTK: Tensor, key_GTK: Tensor, mask: Tensor | None, queries_R:
     if mask is not None:  # of a sliding window
         later_RT = later_RT | ~mask[0, 0, queries_R]
     return scores_HRT.masked_fill(later_RT, -torch.inf).argmax(-1)
-
-
-@contextmanager
-def _removed(sweep: Sweep, spec: MixerSpec, naive: bool) -> Iterator[None]:
-    """Of the mixer's output only the bias of its `out_proj` is left."""
-    mixer, output_BTD = mixer_of(sweep.model, spec), sweep.trace.output[spec.name]
-    left = torch.zeros_like(output_BTD)
-    bias = structure_of(spec).out_proj(mixer).bias
-    if bias is not None:
-        left += bias
-    if not naive:
-        with from_mixer(sweep.model, spec, sweep.trace, left):
-            yield
-        return
-    with hooked(sweep.model, sweep.specs) as hooks:
-        hooks.after(spec.layer, spec.name, mixer, lambda out: (left, *out[1:]) if isinstance(out, tuple) else left)
-        yield
-
-
-def _logits(sweep: Sweep) -> Tensor:
-    """(B,V) at the query."""
-    inputs = arguments(sweep.model, sweep.batch.input_ids, sweep.mask)
-    logits: Tensor = sweep.model(**inputs, use_cache=False, logits_to_keep=1).logits[:, -1]
-    return logits
-
-
-def _level(sweep: Sweep, spec: MixerSpec, scale: float) -> Tensor:
-    """(B,H) a factor for every head of the mixer, to take the gradient by."""
-    u_BTI = sweep.trace.heads[spec.name]
-    dtype = torch.promote_types(u_BTI.dtype, torch.float32)
-    return torch.full((len(u_BTI), spec.num_heads), scale, dtype=dtype, device=u_BTI.device, requires_grad=True)
-
-
-def _slopes(sweep: Sweep, factors: list[Tensor]) -> tuple[Tensor, ...]:
-    """The derivative of each prompt's margin by its own row of the factors, (B,H) each."""
-    margin_B = choice_scores(_logits(sweep), sweep.batch).margin
-    return torch.autograd.grad(margin_B.sum(), factors)
-
-
-def _slope_at(sweep: Sweep, spec: MixerSpec, scale: float, naive: bool) -> Tensor:
-    """(B,H) the derivative by a factor on each head, where all heads of the mixer are scaled."""
-    with torch.enable_grad():
-        factor_BH = _level(sweep, spec, scale)
-        if naive:
-            changed = factored(sweep.model, [spec], {spec.name: factor_BH})
-        else:
-            output_BTD = factored_output(sweep.model, spec, sweep.trace, factor_BH)
-            changed = from_mixer(sweep.model, spec, sweep.trace, output_BTD)
-        with changed:
-            return _slopes(sweep, [factor_BH])[0]

@@ -1,13 +1,14 @@
-"""The clean passes over all prompts, one batch in memory at a time. Owns: which prompts, and who measures them.
+"""Batches of prompts, run one at a time and shared among processes.
 
-Batches are dealt out to the processes in turn; what they found is gathered in the order of the batches, so that every
-process knows all of it and the numbers do not depend on how many there are.
+Batches are dealt to the processes in turn. Results are gathered in the order of the batches, so every process has all
+of them and the numbers do not depend on how many processes there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import distributed
@@ -15,22 +16,26 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import ModelError, SurgeryError, fitting
-from surgery.locate.ablation_sweep import Sweep, Variant
+from surgery.locate.ablation_sweep import CleanRun, Variant, change_at_query, run_clean
 from surgery.locate.scores import Record, plain
 from surgery.models.loading import check_vocabulary
 from surgery.probes.documents import Document, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Locate
+from surgery.recipe.methods import METHODS
 from surgery.scoring.ranking import ranked
 
-R = TypeVar("R")
 ROUNDING = 1e-3  # logits; what two exact computations of one margin may differ by
 
 
-class Prompts:
-    """Batches of prompts, and the model that they are put to.
+class PromptBatches:
+    """Batches of prompts for one model: left-padded, up to the query.
 
-    KV-retrieval prompts of evaluation words unless batches are given: left-padded, up to the query.
+    Args:
+        batches: used in the place of KV-retrieval prompts of evaluation words.
+
+    Attributes:
+        passes: full forward passes of one prompt so far, by all processes.
     """
 
     def __init__(
@@ -41,11 +46,10 @@ class Prompts:
         seed: int,
         batches: Sequence[EncodedBatch] | None = None,
     ) -> None:
-        self._model, self.tokenizer, self._size = model, tokenizer, section.batch_size
-        self._unchecked = bool({"query", "sharpen"} & set(section.methods))
-        at_query = {"query", "sharpen"} if section.fill == "zero" else {"sharpen"}
-        self._stepwise = set(section.methods) <= at_query and not section.backups
-        self.passes = 0.0  # full forward passes of one prompt, by all processes
+        self.model, self.tokenizer, self.section = model, tokenizer, section
+        self.passes = 0.0
+        self._passes_by_batch: dict[int, float] = {}  # by this process, since results were gathered last
+        self._is_checked = not any(METHODS[method].decode_step for method in section.methods)
         self._documents: list[list[Document]] | None = None
         if batches is None:
             check_vocabulary(tokenizer, model.config)
@@ -55,86 +59,91 @@ class Prompts:
             batches = [encode(chunk, tokenizer, padding_side="left", until_answer=True) for chunk in self._documents]
         self.batches = list(batches)
 
+    def __len__(self) -> int:
+        return len(self.batches)
+
     @property
     def chance(self) -> float:
         """Accuracy of guessing among the choices of each prompt's last question."""
         counts = torch.cat([(batch.choice_ids[:, -1] >= 0).sum(-1) for batch in self.batches])
         return float((1 / counts.clamp(min=1)).mean())
 
-    @property
-    def _smaller(self) -> str:
-        """What takes less memory."""
-        return "Lower it." if self._size > 1 else "Lower locate.pairs, or set a smaller base.dtype."
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
     def documents(self, index: int) -> list[Document] | None:
-        """The text of a batch; None where batches were given."""
+        """The text of a batch; None where encoded batches were passed."""
         return self._documents[index] if self._documents is not None else None
 
     def clean(self) -> list[Record]:
-        """The unchanged model on every prompt, in one plain pass, before anything is measured."""
+        """Score the clean model on every prompt, in one plain pass."""
+        with self.gathered() as records:
+            for index in self._share(range(len(self))):
+                batch = self.batches[index]
+                records[index] = Record(index, plain(ranked(self.model, [batch])))
+                self._passes_by_batch[index] = float(len(batch))
+        return list(records.values())
 
-        def one(index: int) -> tuple[int, Record, float]:
-            batch = self.batches[index]
-            return index, Record(index, plain(ranked(self._model, [batch]))), float(len(batch))
+    def clean_runs(self, indices: range | None = None) -> Iterator[tuple[int, CleanRun]]:
+        """Run the clean model on this process's share of the batches, one at a time.
 
-        return self._dealt(one, list(range(len(self.batches))))
+        Use it inside `gathered()`. All batches by default.
+        """
+        fill, methods = self.section.fill, self.section.methods
+        stepwise = all(METHODS[method].decode_step for method in methods) and not self.section.backups
+        stepwise = stepwise and (fill == "zero" or set(methods) == {"sharpen"})  # with a fill, `query` is no step
+        for index in self._share(range(len(self)) if indices is None else indices):
+            batch = self.batches[index].to(self.model.device)
+            if index == 0 and not self._is_checked:  # by one process alone
+                self._check_decode(batch[:2])
+                self._is_checked = True
+            run = run_clean(self.model, batch, stepwise)
+            yield index, run
+            self._passes_by_batch[index] = run.passes
 
-    def map(self, measure: Callable[[int, Sweep], R], batches: range | None = None) -> list[R]:
-        """What `measure(index, sweep)` gives for each batch, in their order; this process runs its share of them."""
+    @contextmanager
+    def gathered(self) -> Iterator[dict[int, Any]]:
+        """Gather results from all processes.
 
-        def one(index: int) -> tuple[int, R, float]:
-            sweep = self._sweep(index)
-            return index, measure(index, sweep), sweep.passes
+        Yields:
+            A dict for this process's results, by index of the batch. After the context it holds those of all
+            processes, in the order of the batches.
 
-        return self._dealt(one, list(batches if batches is not None else range(len(self.batches))))
-
-    def _dealt(self, one: Callable[[int], tuple[int, R, float]], asked: list[int]) -> list[R]:
-        """What `one` gives for each of these batches: its index, the result, and the passes that it took."""
-
-        def work(mine: list[int]) -> list[tuple[int, R, float]]:
-            with fitting("locate.batch_size", self._size, self._smaller):
-                return [one(index) for index in mine]
-
-        if not (distributed.is_available() and distributed.is_initialized()):
-            shares = [work(asked)]
-        else:
-            shares = self._shared(work, asked)
-        found = sorted((x for share in shares for x in share), key=lambda x: x[0])
-        self.passes += sum(passes for _, _, passes in found)
-        return [result for _, result, _ in found]
-
-    def _shared(self, work: Callable[[list[int]], R], asked: list[int]) -> list[R]:
-        """What each process makes of its share. An error of one is raised by all, or the others would wait for it."""
-        rank, processes = distributed.get_rank(), distributed.get_world_size()
-        own: tuple[R | None, str] = (None, "")
-        failure: SurgeryError | None = None
+        Raises:
+            SurgeryError: a process failed. All of them raise, or the others would wait for it.
+        """
+        results: dict[int, Any] = {}
+        size, failure = self.section.batch_size, None
+        hint = "Lower it." if size > 1 else "Lower locate.pairs, or set a smaller base.dtype."
         try:
-            own = (work(asked[rank::processes]), "")
+            with fitting("locate.batch_size", size, hint):
+                yield results
         except SurgeryError as error:
-            own, failure = (None, str(error)), error
-        shares: list[tuple[R | None, str]] = [(None, "")] * processes
-        distributed.all_gather_object(shares, own)
+            failure = error
+        shares = [(results, self._passes_by_batch, "" if failure is None else str(failure))]
+        if distributed.is_available() and distributed.is_initialized():
+            shares *= distributed.get_world_size()
+            distributed.all_gather_object(shares, shares[0])
         if failure is not None:
             raise failure
-        for other, (_, said) in enumerate(shares):
-            if said:
-                raise ModelError("locate", f"process {other}", said)
-        return [share for share, _ in shares if share is not None]
+        for process, (_, _, message) in enumerate(shares):
+            if message:
+                raise ModelError("locate", f"process {process}", message)
+        merged = {index: result for share, _, _ in shares for index, result in share.items()}
+        passes = {index: count for _, share, _ in shares for index, count in share.items()}
+        self.passes += sum(passes[index] for index in sorted(passes))
+        self._passes_by_batch = {}
+        results.clear()
+        results.update((index, merged[index]) for index in sorted(merged))
 
-    def _sweep(self, index: int) -> Sweep:
-        batch = self.batches[index].to(self._model.device)
-        if index == 0 and self._unchecked:  # by one process alone
-            self._check_decode(Sweep(self._model, batch[:2]))
-            self._unchecked = False
-        return Sweep(self._model, batch, stepwise=self._stepwise)
+    def _share(self, indices: range) -> range:
+        """This process's share of the batches."""
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return indices
+        return indices[distributed.get_rank() :: distributed.get_world_size()]
 
-    def _check_decode(self, sweep: Sweep) -> None:
-        """Measuring at the query needs a cached step that is the forward pass."""
-        clean = sweep.clean.margin
-        apart = float((sweep.at_query([Variant()])[0].margin - clean).abs().max())
-        if self._model.dtype == torch.float32 and apart > ROUNDING * max(1.0, float(clean.abs().max())):
-            hint = "Its cached decode step is not its forward pass (a finite time_step_limit does that)."
+    def _check_decode(self, batch: EncodedBatch) -> None:
+        """Raise ModelError if a cached decode step is not the forward pass, which changes at the query rely on."""
+        run = run_clean(self.model, batch)
+        clean = run.scores.margin
+        apart = float((change_at_query(run, [Variant()])[0].margin - clean).abs().max())
+        if self.model.dtype == torch.float32 and apart > ROUNDING * max(1.0, float(clean.abs().max())):
+            hint = "Its cached decode step differs from its forward pass (a finite time_step_limit does that)."
             raise ModelError("locate", f"{apart:.3g} logits apart", hint)

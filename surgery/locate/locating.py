@@ -1,7 +1,4 @@
-"""Where to operate. Owns: the order of measurements, roles, and what a HeadSet is made from.
-
-Must never know: files, splicing. The methods and what each costs: docs/LOCATE.md.
-"""
+"""Measure every head and choose those to splice. The methods and what each costs: docs/LOCATE.md."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,22 +14,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.encoding import EncodedBatch
 from surgery.errors import ModelError, ProbeError, RecipeError
-from surgery.interventions.ablation import Removal
-from surgery.locate.ablation_sweep import READS, Sweep, Variant
-from surgery.locate.batches import ROUNDING, Prompts
-from surgery.locate.methods import REMOVALS, Item, columns_of, items_of, measure
-from surgery.locate.redundancy import backups, pairs, together, without_over
-from surgery.locate.scores import Array, Record, Table, plain, scores_of
-from surgery.locate.search import rounds, survivors
-from surgery.locate.selection import RANKED_BY, Candidate, better_read, choose, rank
+from surgery.interventions.ablation import Ablation
+from surgery.locate.ablation_sweep import CleanRun, Variant, change_at_query
+from surgery.locate.batches import ROUNDING, PromptBatches
+from surgery.locate.methods import LocateBatch
+from surgery.locate.redundancy import ablate_in_turn, ablate_pairs, ablate_sets, ablate_together
+from surgery.locate.scores import Array, Record, Table, plain, roles_of, scores_of, spread
+from surgery.locate.selection import Candidate, better_read, choose, rank, ranking_of, search_rounds, still_candidates
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Locate, Splice
-from surgery.recipe.locate import NEEDS
-from surgery.stats import bootstrap_mean, holm, mcnemar, wilson
-from surgery.types import HeadSet, Interval, Role, ScoredGroup, ScoredHead
+from surgery.recipe.methods import METHODS, RANKINGS, Method
+from surgery.stats import bootstrap_mean, wilson
+from surgery.types import HeadId, HeadSet, MixerSpec, ScoredGroup, ScoredHead
 
 Progress = Callable[[int, int], None]
-_LEVEL = 0.05  # family-wise, over both role tests of all heads
+Item = tuple[HeadId, ...]  # heads that are changed together
 
 
 def locate_heads(
@@ -47,242 +43,249 @@ def locate_heads(
     batches: Sequence[EncodedBatch] | None = None,
     any_accuracy: bool = False,
 ) -> HeadSet:
-    """Measures every head on KV-retrieval and chooses those to splice.
+    """Measure every head on KV-retrieval prompts and choose those to splice.
 
     Under several processes (torch.distributed) each measures its share of the batches, and all return the same.
 
     Args:
-        section: methods and prompts; `splice.select` and `splice.num_heads` say what is chosen, and by what.
-        name, revision: what the HeadSet says it was measured on.
-        progress: called with (done, all) after each step of this process's work.
-        batches: other prompts, left-padded and ending at the query, in the place of the section's.
+        section: methods and prompts.
+        splice: `select` and `num_heads` choose the heads.
+        name: of the model, for the HeadSet.
+        revision: of the model, for the HeadSet.
+        progress: called with (done, all) after each step of this process.
+        batches: used in the place of the section's prompts: left-padded, ending at the query.
         any_accuracy: measure a base at chance or at ceiling too, where no head can be told from another.
 
     Raises:
         ProbeError: more pairs than values, or the base is at chance or at ceiling so that nothing can be measured.
-        ModelError: an unknown model type, a tokenizer of another model, logits that are no numbers, or a hook that
-            never fired.
-        RunError: not enough memory.
-        PlanError: what is asked for cannot be spliced.
+        ModelError: an unknown model type, a tokenizer of another model, logits that are NaN, or a hook that never
+            fired.
+        RunError: out of memory.
+        PlanError: the heads to choose cannot be spliced.
     """
     section, splice = section or Locate(), splice or Splice()
     training, began = model.training, time.perf_counter()
+    family = family_of(model.config)
+    specs, sites = family.mixers(model.config), family.sites(model.config)
     try:
-        prompts = Prompts(model.eval(), tokenizer, section, seed, batches)
-        found = _Locating(model, section, splice, seed, prompts, any_accuracy, progress).run()
+        prompts = PromptBatches(model.eval(), tokenizer, section, seed, batches)
+        _check_request(section, splice, prompts)
+        tick = _ticker(section, splice, len(prompts), progress)
+        if splice.select in RANKINGS and not any_accuracy:
+            check_clean(Table(prompts.clean()), section, prompts.chance)
+        table, alive = measure_heads(prompts, specs, sites, splice, tick)
+        check_moved(table)
+        heads, groups = _scored(table, alive, specs, section.layers, seed)
+        ranked = rank(heads, ranking_of(splice, section))
+        chosen = choose(ranked, sites, splice, section, seed, partial(measure_gains, prompts, tick))
+        groups += _redundancy(prompts, heads, chosen, seed, tick)
     finally:
         model.train(training)
-    cost = {"seconds": time.perf_counter() - began, **found.cost, "peak_bytes": peak_bytes()}
-    return HeadSet(
-        name, revision, geometry_of(model.config), found.ranked, found.chosen, splice.select, seed, found.clean,
-        found.groups, cost,
-    )  # fmt: skip
+    right, margin = table.clean_correct(), table.clean_margin()
+    accuracy = wilson(int(right.sum()), len(right))
+    clean = {"accuracy": accuracy, "margin": bootstrap_mean(margin[None], seed)[0]}
+    seconds = time.perf_counter() - began
+    cost = {"seconds": seconds, "prompts": float(len(right)), "passes": prompts.passes, "peak_bytes": peak_bytes()}
+    geometry = geometry_of(model.config)
+    return HeadSet(name, revision, geometry, ranked, chosen, splice.select, seed, clean, tuple(groups), cost)
+
+
+def _check_request(section: Locate, splice: Splice, prompts: PromptBatches) -> None:
+    """Raise an error for what cannot be measured with these settings."""
+    needed = RANKINGS[splice.select].name if splice.select in RANKINGS else None
+    if needed is not None and needed not in section.methods:
+        raise RecipeError("splice.select", splice.select, f"Add {needed} to locate.methods.")
+    if section.fill != "zero" and min(map(len, prompts.batches)) < 2:
+        hint = "A batch has one prompt and no other to take values from. Change locate.batch_size or locate.examples."
+        raise ProbeError("locate.fill", section.fill, hint)
+    for method in section.methods:
+        if METHODS[method].needs_text and prompts.documents(0) is None:
+            hint = "It reads the text of the prompts, which encoded batches lack. Leave `batches` out."
+            raise ProbeError("locate.methods", method, hint)
+
+
+def _ticker(section: Locate, splice: Splice, batches: int, progress: Progress | None) -> Callable[[], None]:
+    """Count the steps of this process, as many as there are if it measures every batch."""
+    methods = [METHODS[method] for method in section.methods]
+    per_batch = sum(len(method.columns) if method.changes_heads else 1 for method in methods)
+    further = splice.num_heads - 1 if splice.select == "sharpen" else 0
+    steps = batches * max(1, per_batch) + further + section.backups + (1 if section.backups else 0)
+    done = 0
+
+    def tick() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(min(done, steps), steps)
+
+    return tick
 
 
 def peak_bytes() -> float:
-    """The most memory that was in use: of the GPU if there is one, else of the process since it began."""
+    """Peak memory: of the GPU if there is one, else of the process since it started."""
     if torch.cuda.is_available():
         return float(torch.cuda.max_memory_allocated())
     unit = 1 if sys.platform == "darwin" else 1024
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
-@dataclass(frozen=True)
-class _Found:
-    ranked: tuple[ScoredHead, ...]
-    chosen: tuple[ScoredHead, ...]
-    clean: dict[str, Interval]
-    groups: tuple[ScoredGroup, ...]
-    cost: dict[str, float]
+def items_of(specs: Sequence[MixerSpec], layers: bool) -> list[Item]:
+    """List what is measured: every head by itself and, with `layers`, every mixer as a whole."""
+    heads: list[Item] = [(head,) for spec in specs for head in spec.heads]
+    return heads + ([spec.heads for spec in specs] if layers else [])
 
 
-class _Locating:
-    """One call of `locate`."""
+def measure_heads(
+    prompts: PromptBatches,
+    specs: Sequence[MixerSpec],
+    sites: Sequence[MixerSpec],
+    splice: Splice,
+    tick: Callable[[], None],
+) -> tuple[Table, list[int]]:
+    """Measure all items on all prompts; with a search, in rounds over the heads that are left.
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        section: Locate,
-        splice: Splice,
-        seed: int,
-        prompts: Prompts,
-        any_accuracy: bool,
-        progress: Progress | None,
-    ) -> None:
-        self.model, self.section, self.splice, self.seed = model, section, splice, seed
-        self.prompts, self.any_accuracy, self._progress = prompts, any_accuracy, progress
-        needed = NEEDS.get(splice.select)
-        if needed is not None and needed not in section.methods:
-            raise RecipeError("splice.select", splice.select, f"It needs {needed} among locate.methods.")
-        if section.fill != "zero" and min(map(len, prompts.batches)) < 2:
-            raise ProbeError(
-                "locate.fill", section.fill, "A batch has one prompt, and nothing to take from: resize them."
-            )
-        family = family_of(model.config)
-        self.specs, self.sites = family.mixers(model.config), family.sites(model.config)
-        self.items: list[Item] = items_of(self.specs, section.layers)
-        self.heads = [head for spec in self.specs for head in spec.heads]
-        self.done, self.steps = 0, self._count_steps()
+    Returns:
+        The scores, and the items that were measured on all prompts.
+    """
+    section = prompts.section
+    items = items_of(specs, section.layers)
+    heads = [head for spec in specs for head in spec.heads]
+    sizes = [len(batch) for batch in prompts.batches]
+    rounds = search_rounds(section.search.first, sum(sizes)) if section.search else [sum(sizes)]
+    alive, begin = list(range(len(items))), 0
+    records: list[Record] = []
+    for number, count in enumerate(rounds, start=1):
+        end = begin
+        while end < len(sizes) and sum(sizes[:end]) < count:
+            end += 1
+        with prompts.gathered() as measured:
+            for index, run in prompts.clean_runs(range(begin, end)):
+                documents = prompts.documents(index)
+                batch = LocateBatch(run, [items[i] for i in alive], section, prompts.tokenizer, documents)
+                measured[index] = measure_batch(batch, index, alive, len(items), tick)
+        records += measured.values()
+        begin = end
+        if number < len(rounds):
+            alive = still_candidates(Table(records), alive, heads, sites, section, splice, len(rounds) - 1)
+    return Table(records), alive
 
-    def _count_steps(self) -> int:
-        """How often `tick` is called, if every batch is measured here."""
-        given = self.splice.num_heads - 1 if self.splice.select == "sharpen" else 0
-        methods = len(columns_of(self.section)) + len(set(self.section.methods) - REMOVALS)
-        return len(self.prompts) * max(1, methods) + given + self.section.backups + (1 if self.section.backups else 0)
 
-    def tick(self) -> None:
-        self.done += 1
-        if self._progress is not None:
-            self._progress(min(self.done, self.steps), self.steps)
+def measure_batch(
+    batch: LocateBatch, index: int, alive: Sequence[int], num_items: int, tick: Callable[[], None]
+) -> Record:
+    """Run every method of the recipe on one batch.
 
-    def run(self) -> _Found:
-        ranks = self.splice.select in RANKED_BY
-        if ranks and not self.any_accuracy:
-            check_clean(Table(self.prompts.clean()), self.section, self.prompts.chance)
-        table, alive = self._measure()
-        check_moved(table)
-        scored, groups = self._score(table, alive)
-        ranked = rank(scored, self.splice.select if ranks else self._default_ranking())
-        chosen = choose(ranked, self.sites, self.splice, self.section, self.seed, self._gains)
-        groups += self._groups(scored, chosen)
-        n = len(table.clean_margin())
-        clean = {
-            "accuracy": wilson(int(table.clean_correct().sum()), n),
-            "margin": bootstrap_mean(table.clean_margin()[None], self.seed)[0],
-        }
-        return _Found(ranked, chosen, clean, tuple(groups), {"prompts": float(n), "passes": self.prompts.passes})
+    Args:
+        index: of the batch.
+        alive: the items that `batch.items` are; the others get NaN.
+    """
+    run = batch.run
+    record = Record(index, plain(run.scores))
+    shares = [1 - spec.layer / run.model.config.num_hidden_layers for spec in run.specs]
+    for method in (METHODS[name] for name in batch.section.methods):
+        scores = method.measure(batch)
+        _check_columns(method, scores)
+        for column in method.columns:
+            if column.effect is not None:
+                values = [plain(changed) for changed in scores[column.name]]
+                record.columns[column.name] = spread(values, alive, num_items)
+                tick()
+            else:
+                record.estimates[column.name] = _estimate(method, scores[column.name], run, num_items)
+        run.passes += (method.passes + method.passes_per_mixer * sum(shares)) * len(run.batch)
+        if not method.changes_heads:
+            tick()
+    return record
 
-    def _default_ranking(self) -> str:
-        """For a choice that no score makes: by the first method that ranks."""
-        measured = {"query": "aggregate", "context": "gather"}
-        ranking = [measured.get(method, method) for method in self.section.methods]
-        return "sharpen" if "sharpen" in ranking else next((m for m in ranking if m in RANKED_BY), "sharpen")
 
-    def _measure(self) -> tuple[Table, list[int]]:
-        """All prompts; with a search, in rounds, each over the heads that are left."""
-        alive, batches = list(range(len(self.items))), self.prompts.batches
-        records: list[Record] = []
-        search = self.section.search
-        plan = rounds(search.first, sum(map(len, batches))) if search else [sum(map(len, batches))]
-        begin, seen = 0, 0
-        for index, count in enumerate(plan):
-            end = begin
-            while end < len(batches) and seen < count:
-                seen += len(batches[end])
-                end += 1
-            now = list(alive)
+def _check_columns(method: Method, scores: dict[str, object]) -> None:
+    """Raise ModelError where a method returns other columns than it was registered with."""
+    names = [column.name for column in method.columns]
+    if set(scores) != set(names):
+        hint = f"It was registered with the columns {', '.join(names)}. Return exactly these."
+        raise ModelError("locate.methods", f"{method.name} returned {', '.join(scores) or 'nothing'}", hint)
 
-            def one(i: int, sweep: Sweep, now: list[int] = now) -> Record:
-                text = (self.prompts.documents(i), self.prompts.tokenizer)
-                return measure(sweep, i, self.items, now, self.section, *text, self.tick)
 
-            records += self.prompts.map(one, range(begin, end))
-            begin = end
-            if search and index + 1 < len(plan):
-                alive = self._still(Table(records), alive, search.risk, len(plan) - 1)
-        return Table(records), alive
+def _estimate(method: Method, values: object, run: CleanRun, num_items: int) -> Array:
+    """(C,B) from (heads,B); NaN for layers."""
+    heads, B = sum(spec.num_heads for spec in run.specs), len(run.batch)
+    array = torch.as_tensor(values).double().cpu().numpy()
+    if array.shape != (heads, B):
+        hint = f"Return one number for each head and prompt: shape ({heads}, {B})."
+        raise ModelError("locate.methods", f"{method.name} returned shape {array.shape}", hint)
+    whole = np.full((num_items, B), np.nan)
+    whole[:heads] = array
+    return whole
 
-    def _still(self, table: Table, alive: list[int], risk: float, num_rounds: int) -> list[int]:
-        """The heads that may still be among the best by the column that chooses; layers stay."""
-        method = self.splice.select if self.splice.select in RANKED_BY else self._default_ranking()
-        names = {"sharpen": READS, "aggregate": ("query",), "gather": ("context",)}.get(method, (method,))
-        sign = 1 if method == "sharpen" else -1
-        heads = [i for i in alive if i < len(self.heads)]
-        arms = [
-            table.estimate(c) if c in table.estimates else sign * (table.margin(c) - table.clean_margin())
-            for c in names
-        ]
-        several = self.splice.num_heads > 1 or self.section.backups > 0
-        keep = max(self.splice.num_heads, self.section.top_k if several else 1)
-        sites = {spec.name for spec in self.sites}
-        left = [i for i in alive if i >= len(self.heads)]
-        for spliced in (True, False):  # what cannot be spliced must not push out what can
-            kind = [i for i in heads if (self.heads[i].mixer in sites) == spliced]
-            left += survivors([arm[: len(self.heads)] for arm in arms], kind, keep, risk, num_rounds)
-        return sorted(left)
 
-    def _score(self, table: Table, alive: list[int]) -> tuple[tuple[ScoredHead, ...], list[ScoredGroup]]:
-        """Intervals for every head and column, its role by position, and the better column to read; layers too."""
-        scores = scores_of(table, dict.fromkeys(READS, 1), self.seed)
-        by_item = [
-            {name: column[i] for name, column in scores.items() if column[i].n > 0} for i in range(len(self.items))
-        ]
-        roles = roles_of(table, alive, len(self.heads))
-        heads = [ScoredHead(head, roles[i], better_read(by_item[i]), by_item[i]) for i, head in enumerate(self.heads)]
-        layers = [ScoredGroup("layer", self.items[i], by_item[i]) for i in range(len(self.heads), len(self.items))]
-        return tuple(heads), layers
+def _scored(
+    table: Table, alive: Sequence[int], specs: Sequence[MixerSpec], layers: bool, seed: int
+) -> tuple[list[ScoredHead], list[ScoredGroup]]:
+    """Intervals for every head and column, its role, and the position whose oracle read gains more; layers too."""
+    items, heads = items_of(specs, layers), items_of(specs, False)
+    scores = scores_of(table, seed)
+    by_item = [{name: column[i] for name, column in scores.items() if column[i].n > 0} for i in range(len(items))]
+    roles = roles_of(table, alive, len(heads))
+    scored = [ScoredHead(head, roles[i], better_read(by_item[i]), by_item[i]) for i, (head,) in enumerate(heads)]
+    groups = [ScoredGroup("layer", items[i], by_item[i]) for i in range(len(heads), len(items))]
+    return scored, groups
 
-    def _gains(self, options: Sequence[Candidate], taken: Sequence[Candidate]) -> Array:
-        """(options,N): what each perfect read adds to those already there."""
-        variants = [Variant(sharpen=tuple(taken)), *(Variant(sharpen=(*taken, option)) for option in options)]
 
-        def one(_: int, sweep: Sweep) -> Array:
-            return np.stack([plain(scores)[0] for scores in sweep.at_query(variants)])
+def measure_gains(
+    prompts: PromptBatches, tick: Callable[[], None], options: Sequence[Candidate], taken: Sequence[Candidate]
+) -> Array:
+    """Measure what each oracle read adds to those already there.
 
-        margins = np.concatenate(self.prompts.map(one), axis=1)
-        self.tick()
-        return margins[1:] - margins[0]
+    Returns:
+        (options,N)
+    """
+    variants = [Variant(oracle=tuple(taken)), *(Variant(oracle=(*taken, option)) for option in options)]
+    with prompts.gathered() as batches:
+        for index, run in prompts.clean_runs():
+            batches[index] = np.stack([plain(scores)[0] for scores in change_at_query(run, variants)])
+    margins = np.concatenate(list(batches.values()), axis=1)
+    tick()
+    return margins[1:] - margins[0]
 
-    def _groups(self, scored: Sequence[ScoredHead], chosen: Sequence[ScoredHead]) -> list[ScoredGroup]:
-        """Backups, pairs, and all chosen heads off."""
-        if not self.section.backups:
-            return []
-        without = without_over(self.prompts.map, Removal(self.section.where, self.section.fill))
-        whole = [s for s in scored if s.n == max(x.n for x in scored)]
-        ranked = rank(whole, "ablation")
-        found = backups(ranked, self.section.backups, self.section.top_k, without, self.seed, self.tick)
-        if {"query", "context"} <= set(self.section.methods):
-            found += pairs(whole, min(self.section.backups, 4), without, self.seed, self.tick)
-        return found + ([together([s.head for s in chosen], without, self.seed)] if chosen else [])
+
+def _redundancy(
+    prompts: PromptBatches,
+    heads: Sequence[ScoredHead],
+    chosen: Sequence[ScoredHead],
+    seed: int,
+    tick: Callable[[], None],
+) -> list[ScoredGroup]:
+    """Heads ablated in turn, in pairs, and all chosen heads together, if the recipe sets `backups`."""
+    section = prompts.section
+    if not section.backups:
+        return []
+    ablation = Ablation(section.where, section.fill)
+    most = max(s.n for s in heads)
+    measured = [s for s in heads if s.n == most]
+    sets = partial(ablate_sets, prompts, ablation)
+    groups = ablate_in_turn(rank(measured, "ablation"), section.backups, section.top_k, sets, seed, tick)
+    if {"query", "context"} <= set(section.methods):
+        groups += ablate_pairs(measured, min(section.backups, 4), sets, seed, tick)
+    return groups + ([ablate_together([s.head for s in chosen], sets, seed)] if chosen else [])
 
 
 def check_clean(table: Table, section: Locate, chance: float) -> None:
-    """Raises ProbeError where the base is at chance or at ceiling."""
+    """Raise ProbeError where the base is at chance or at ceiling."""
     right = table.clean_correct()
     accuracy = wilson(int(right.sum()), len(right))
     value = f"{section.pairs} (clean accuracy {accuracy.value:.2f})"
     if accuracy.low <= chance:
-        raise ProbeError(
-            "locate.pairs", value, "The base is at chance, so no head can be told from another: try fewer."
-        )
+        raise ProbeError("locate.pairs", value, "The base is at chance, so all heads look alike. Set fewer pairs.")
     if accuracy.value > 0.99:
-        raise ProbeError(
-            "locate.pairs", value, "The base is at ceiling, so no head can be told from another: try more."
-        )
+        raise ProbeError("locate.pairs", value, "The base is at ceiling, so all heads look alike. Set more pairs.")
 
 
 def check_moved(table: Table) -> None:
-    """Raises ModelError where removing heads changed nothing at all."""
+    """Raise ModelError where ablating heads changed nothing at all."""
     measured = [column for column in ("query", "ablation", "context") if column in table.columns]
     if not measured:
         return
     moved = np.nanmax(np.abs(table.margin(measured[0]) - table.clean_margin()))
     if float(moved) < ROUNDING:
-        hint = "Removing heads moves no logit: they are all zero, or a kernel bypasses the hooks."
+        hint = "Ablating heads moves no logit: their outputs are all zero, or a kernel bypasses the hooks."
         raise ModelError("locate", f"ablation at {measured[0]}", hint)
-
-
-def roles_of(table: Table, alive: Sequence[int], heads: int) -> list[Role]:
-    """Gather heads work on the context, Aggregate heads at the query.
-
-    By exact McNemar tests on the answers that a removal loses, one for each head and position, all Holm-corrected
-    together: the chance of calling any head of a model that does not retrieve is at most 0.05. Heads that a search
-    dropped count among the tests, and are not called; nor are positions that were not measured.
-    """
-    right, tested = table.clean_correct(), {i for i in alive if i < heads}
-    kinds = {"context": "gather", "query": "aggregate"}
-    asked = [(kind, i, column) for column, kind in kinds.items() if column in table.columns for i in range(heads)]
-    p_values = [mcnemar(right, table.correct(column)[i] > 0) if i in tested else 1.0 for _, i, column in asked]
-    called = {(kind, i) for (kind, i, _), passed in zip(asked, holm(p_values, _LEVEL), strict=True) if passed}
-    if not asked:
-        return ["unmeasured"] * heads
-    return [
-        _role(("gather", i) in called, ("aggregate", i) in called) if i in tested else "unmeasured"
-        for i in range(heads)
-    ]
-
-
-def _role(gathers: bool, aggregates: bool) -> Role:
-    if gathers and aggregates:
-        return "both"
-    return "gather" if gathers else "aggregate" if aggregates else "neither"

@@ -1,161 +1,190 @@
-"""Which measurement fills which column, batch by batch. Owns: the columns and what each method runs.
+"""The locating methods of this package, each a function that scores every head on one batch of prompts.
 
-Must never know: files, selection. An item is a single head, or all heads of a mixer; the rivals estimate heads alone.
-Shape legend: B prompts, C items.
+Recipes are validated with this module and without torch, so its functions import what they run.
+
+Shape legend: B prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-
-import numpy as np
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from surgery.errors import ProbeError
-from surgery.interventions.ablation import Removal
-from surgery.locate.ablation_sweep import READS, Sweep, Variant
-from surgery.locate.baselines import attribution, integrated_gradients, layer_divergence, retrieval_score
-from surgery.locate.hidden_attention import STRUCTURAL, structural_scores
-from surgery.locate.scores import Array, Record, plain, spread
-from surgery.models.lookup import family_of
-from surgery.probes.documents import Document
-from surgery.recipe import Locate
-from surgery.scoring.ranking import ChoiceScores
-from surgery.types import HeadId, MixerSpec
+from surgery.recipe.methods import METHODS, Column, Method, register_method
 
-# Margin in logits that the model loses, or gains, when ...
-COLUMNS = {
-    "ablation": "the head is removed at every token",
-    "query": "the head is removed at the query token alone",
-    "context": "the head is removed at every token but the query",
-    "segment_end": "the head reads the end of the gold segment perfectly, at the query",
-    "answer_token": "the head reads the gold value perfectly, at the query",
-}
-REMOVALS = {"ablation", "query", "context", "sharpen"}  # the methods that change single heads and fill these
-# In units of their own.
-ESTIMATES = {
-    "attribution": "margin that removing the head costs, to first order",
-    "integrated_gradients": "the same, by integrated gradients of its layer",
-    "layer_divergence": "KL of the answer's distribution when the head's whole layer is removed",
-    "retrieval_score": "how often the head looks at the token to be copied most",
-    **{name: f"hidden attention: {name.replace('_', ' ')}" for name in STRUCTURAL},
-}
-Item = tuple[HeadId, ...]
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from surgery.locate.ablation_sweep import CleanRun
+    from surgery.probes.documents import Document
+    from surgery.recipe import Locate
+    from surgery.scoring.ranking import ChoiceScores
+    from surgery.types import HeadId
+
+__all__ = ["METHODS", "Column", "LocateBatch", "Method", "register_method"]
+
+Scores = dict[str, "list[ChoiceScores]"]
 
 
-def _from_every_mixer(sweep: Sweep) -> float:
-    return sum(1 - spec.layer / sweep.model.config.num_hidden_layers for spec in sweep.specs)
+@dataclass(frozen=True)
+class LocateBatch:
+    """One batch of prompts, for a locating method.
 
-
-# What the estimates of one prompt cost in forward passes; a backward pass is taken for two.
-_PASSES: dict[str, Callable[[Sweep], float]] = {
-    "attribution": lambda sweep: 3.0,
-    "integrated_gradients": lambda sweep: 15 * _from_every_mixer(sweep),
-    "layer_divergence": lambda sweep: 1 + _from_every_mixer(sweep),
-    "retrieval_score": lambda sweep: 1.0,
-    "hidden_attention": lambda sweep: 1.0,
-}
-Run = Callable[[Sweep, list[Item]], list[ChoiceScores]]
-
-
-def items_of(specs: Sequence[MixerSpec], layers: bool) -> list[Item]:
-    """Every head by itself, then, if asked for, every mixer as a whole."""
-    heads: list[Item] = [(head,) for spec in specs for head in spec.heads]
-    return heads + ([spec.heads for spec in specs] if layers else [])
-
-
-def columns_of(section: Locate) -> dict[str, Run]:
-    """The columns of a recipe's methods, and what measures each."""
-    runs: dict[str, Run] = {}
-    for method in section.methods:
-        if method == "ablation":
-            runs["ablation"] = partial(_without, Removal(section.where, section.fill))
-        elif method == "context":
-            runs["context"] = partial(_without, Removal("context", section.fill))
-        elif method == "query" and section.fill == "zero":
-            runs["query"] = _ablated_at_query
-        elif method == "query":
-            runs["query"] = partial(_without, Removal("query", section.fill))
-        elif method == "sharpen":
-            runs |= {reads: partial(_sharpened, reads) for reads in READS}
-    return runs
-
-
-def _without(removal: Removal, sweep: Sweep, items: list[Item]) -> list[ChoiceScores]:
-    return sweep.without(items, removal)
-
-
-def _ablated_at_query(sweep: Sweep, items: list[Item]) -> list[ChoiceScores]:
-    return sweep.at_query([Variant(ablate=item) for item in items])
-
-
-def _sharpened(reads: str, sweep: Sweep, items: list[Item]) -> list[ChoiceScores]:
-    return sweep.at_query([Variant(sharpen=tuple((head, reads) for head in item)) for item in items])  # type: ignore[misc]
-
-
-def measure(
-    sweep: Sweep,
-    index: int,
-    items: Sequence[Item],
-    alive: Sequence[int],
-    section: Locate,
-    documents: Sequence[Document] | None,
-    tokenizer: PreTrainedTokenizerBase,
-    tick: Callable[[], None],
-) -> Record:
-    """One batch: every column for the items that are alive, NaN for the others.
-
-    Args:
-        documents: that the batch was made of; what the methods read that need text.
+    Attributes:
+        run: the clean model on the prompts, with its activations and caches.
+        items: sets of heads to change together: single heads, and all heads of a mixer with `locate.layers`. Heads
+            that a search has dropped are left out.
+        section: the recipe's.
+        documents: text of the prompts; None where encoded batches were passed to `locate_heads`.
     """
-    record = Record(index, plain(sweep.clean))
-    own = [items[i] for i in alive]
-    for column, run in columns_of(section).items():
-        record.columns[column] = spread([plain(s) for s in run(sweep, own)], alive, len(items))
-        tick()
-    for method in section.methods:
-        for column, values_HB in _estimates(method, sweep, documents, tokenizer).items():
-            heads = len(values_HB)
-            record.estimates[column] = np.full((len(items), values_HB.shape[1]), np.nan)
-            record.estimates[column][:heads] = values_HB
-        if method not in REMOVALS:
-            sweep.passes += _PASSES[method](sweep) * len(sweep.batch)
-            tick()
-    return record
+
+    run: CleanRun
+    items: Sequence[tuple[HeadId, ...]]
+    section: Locate
+    tokenizer: PreTrainedTokenizerBase
+    documents: Sequence[Document] | None
 
 
-def _estimates(
-    method: str, sweep: Sweep, documents: Sequence[Document] | None, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, Array]:
-    """Column -> (heads,B)."""
-    if method in ("attribution", "integrated_gradients"):
-        found = attribution(sweep) if method == "attribution" else integrated_gradients(sweep)
-        return {method: found.double().numpy()}
-    if method == "layer_divergence":
-        counts = torch.tensor([spec.num_heads for spec in sweep.specs])
-        return {method: layer_divergence(sweep).repeat_interleave(counts, 0).double().numpy()}
-    if method not in ("retrieval_score", "hidden_attention"):
-        return {}
-    if documents is None:
-        raise ProbeError("locate.methods", method, "It reads the prompts' text; batches alone do not hold it.")
-    if method == "retrieval_score":
-        return {method: _retrieval_scores(sweep.model, tokenizer, documents)}
-    found = structural_scores(sweep.model, tokenizer, documents, sweep.specs)
-    heads = [head for spec in sweep.specs for head in spec.heads]
-    return {name: np.stack([found[head][name] for head in heads]) for name in STRUCTURAL}
+@register_method("ablation", [Column("ablation", "removed at every token", effect="loss")], ranks=True)
+def ablation(batch: LocateBatch) -> Scores:
+    """Ablate each head at the tokens of `locate.where`."""
+    from surgery.interventions.ablation import Ablation
+    from surgery.locate.ablation_sweep import ablate
+
+    return {"ablation": ablate(batch.run, batch.items, Ablation(batch.section.where, batch.section.fill))}
 
 
-def _retrieval_scores(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]
-) -> Array:
-    """(heads,B), of SSM heads by their hidden attention."""
-    heads = sum(spec.num_heads for spec in family_of(model.config).mixers(model.config))
-    scores = []
-    for document in documents:
+@register_method(
+    "query",
+    [Column("query", "removed at the query token alone", effect="loss")],
+    ranks="aggregate",
+    decode_step=True,
+)
+def query(batch: LocateBatch) -> Scores:
+    """Ablate each head at the query: an Aggregate head does its work there."""
+    from surgery.interventions.ablation import Ablation
+    from surgery.locate.ablation_sweep import Variant, ablate, change_at_query
+
+    if batch.section.fill != "zero":
+        return {"query": ablate(batch.run, batch.items, Ablation("query", batch.section.fill))}
+    return {"query": change_at_query(batch.run, [Variant(ablate=tuple(item)) for item in batch.items])}
+
+
+@register_method("context", [Column("context", "removed at every token but the query", effect="loss")], ranks="gather")
+def context(batch: LocateBatch) -> Scores:
+    """Ablate each head before the query: a Gather head does its work there."""
+    from surgery.interventions.ablation import Ablation
+    from surgery.locate.ablation_sweep import ablate
+
+    return {"context": ablate(batch.run, batch.items, Ablation("context", batch.section.fill))}
+
+
+@register_method(
+    "sharpen",
+    [
+        Column("segment_end", "reading the end of the gold segment alone, at the query", effect="gain"),
+        Column("answer_token", "reading the gold value alone, at the query", effect="gain"),
+    ],
+    ranks=True,
+    decode_step=True,
+)
+def sharpen(batch: LocateBatch) -> Scores:
+    """Oracle read: let each head attend to exactly one token at the query."""
+    from surgery.locate.ablation_sweep import READS, Variant, change_at_query
+
+    scores: Scores = {}
+    for position in READS:
+        variants = [Variant(oracle=tuple((head, position) for head in item)) for item in batch.items]
+        scores[position] = change_at_query(batch.run, variants)
+    return scores
+
+
+@register_method(
+    "attribution",
+    [Column("attribution", "margin lost by ablating the head, to first order")],
+    ranks=True,
+    passes=3,
+)
+def attribution(batch: LocateBatch) -> dict[str, Tensor]:
+    """Attribution patching."""
+    from surgery.locate import baselines
+
+    return {"attribution": baselines.attribution(batch.run)}
+
+
+@register_method(
+    "integrated_gradients",
+    [Column("integrated_gradients", "margin lost by ablating the head, by integrated gradients of its layer")],
+    ranks=True,
+    passes_per_mixer=15,
+)
+def integrated_gradients(batch: LocateBatch) -> dict[str, Tensor]:
+    """Integrated gradients in 5 steps, each a forward and a backward pass."""
+    from surgery.locate import baselines
+
+    return {"integrated_gradients": baselines.integrated_gradients(batch.run)}
+
+
+@register_method(
+    "layer_divergence",
+    [Column("layer_divergence", "KL of the answer's distribution without the head's whole mixer", unit="nats")],
+    ranks=True,
+    passes=1,
+    passes_per_mixer=1,
+)
+def layer_divergence(batch: LocateBatch) -> dict[str, Tensor]:
+    """KL divergence without a mixer; every head of the mixer gets its score."""
+    import torch
+
+    from surgery.locate import baselines
+
+    num_heads = torch.tensor([spec.num_heads for spec in batch.run.specs])
+    return {"layer_divergence": baselines.layer_divergence(batch.run).repeat_interleave(num_heads, 0)}
+
+
+@register_method(
+    "retrieval_score",
+    [Column("retrieval_score", "how often the head attends most to the token to be copied", unit="share")],
+    passes=1,
+    needs_text=True,
+)
+def retrieval_score(batch: LocateBatch) -> dict[str, Tensor]:
+    """Retrieval heads; SSM heads by their hidden attention. NaN for prompts without a token to copy."""
+    import torch
+
+    from surgery.locate import baselines
+
+    run, scores = batch.run, []
+    for document in batch.documents or ():
         try:
-            scores.append(retrieval_score(model, tokenizer, [document], hidden=True))
-        except ProbeError:  # nothing of this answer stands in its segment, as the tokenizer cuts them
-            scores.append(torch.full((heads,), torch.nan))
-    return torch.stack(scores, 1).double().numpy()
+            scores.append(baselines.retrieval_score(run.model, batch.tokenizer, [document], hidden=True))
+        except ProbeError:  # no token of this answer is in its segment, as the tokenizer splits both
+            scores.append(torch.full((sum(spec.num_heads for spec in run.specs),), torch.nan))
+    return {"retrieval_score": torch.stack(scores, 1)}
+
+
+@register_method(
+    "hidden_attention",
+    [
+        Column("gather_score", "share of segment ends on their own segment, beyond the decay", unit="share"),
+        Column("aggregate_score", "the gold segment among all that the query reads", unit="share"),
+        Column("segment_share", "share of all segments in the query's row", unit="share"),
+        Column("entropy", "entropy of the query's row, 1 where it is uniform", unit="share"),
+        Column("effective_tokens", "exp of the entropy of the query's row", unit="tokens"),
+        Column("sharpness", "largest step between neighbouring tokens of the query's row", unit="share"),
+    ],
+    passes=1,
+    needs_text=True,
+)
+def hidden_attention(batch: LocateBatch) -> dict[str, Any]:
+    """Shape of each head's attention pattern, hidden or not."""
+    import numpy as np
+
+    from surgery.locate.hidden_attention import structural_scores
+
+    run, documents = batch.run, batch.documents or ()
+    scores = list(structural_scores(run.model, batch.tokenizer, documents, run.specs).values())
+    return {name: np.stack([columns[name] for columns in scores]) for name in scores[0]}

@@ -1,8 +1,8 @@
-"""Heads that stand in for one another. Owns: removal of heads given that others are gone, and of heads together.
+"""Ablate heads together, to find those that substitute for one another.
 
-A model with a duplicated Aggregate head loses nothing by either removal alone. So the most necessary heads are taken
-away one after the other, each the one that costs most given those before; Gather and Aggregate heads are tried in
-pairs; and all chosen heads at once. Must never know: models, files.
+A model with a duplicated Aggregate head loses nothing by ablating either of the two. So the most necessary heads are
+ablated one after the other, each the one that costs most given those before. Gather and Aggregate heads are ablated in
+pairs, and all chosen heads at once.
 """
 
 from __future__ import annotations
@@ -11,93 +11,99 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from surgery.interventions.ablation import Removal
-from surgery.locate.ablation_sweep import Sweep
+from surgery.interventions.ablation import Ablation
+from surgery.locate.ablation_sweep import ablate
+from surgery.locate.batches import PromptBatches
 from surgery.locate.scores import Array, plain
-from surgery.scoring.ranking import ChoiceScores
 from surgery.stats import bootstrap_mean
 from surgery.types import HeadId, Interval, ScoredGroup, ScoredHead
 
 # (sets of heads) -> for each (2,N): margins, right answers; all prompts, clean first.
-Without = Callable[[Sequence[Sequence[HeadId]]], tuple[Array, list[Array]]]
+AblateSets = Callable[[Sequence[Sequence[HeadId]]], tuple[Array, list[Array]]]
 
 
-def without_over(map_: Callable[[Callable[[int, Sweep], list[Array]]], list[list[Array]]], removal: Removal) -> Without:
-    """Removes sets of heads in every batch; `map_` is `Prompts.map`."""
-
-    def without(sets: Sequence[Sequence[HeadId]]) -> tuple[Array, list[Array]]:
-        def one(_: int, sweep: Sweep) -> list[Array]:
-            scores: list[ChoiceScores] = [sweep.clean, *sweep.without(sets, removal)]
-            return [plain(s) for s in scores]
-
-        joined = [np.concatenate(parts, axis=1) for parts in zip(*map_(one), strict=True)]
-        return joined[0], joined[1:]
-
-    return without
-
-
-def backups(
-    ranked: Sequence[ScoredHead], count: int, top_k: int, without: Without, seed: int, tick: Callable[[], None]
-) -> list[ScoredGroup]:
-    """The order in which heads go when each is the one that costs most given those before.
-
-    Args:
-        ranked: by ablation; the first `top_k` are candidates, and `count` of them go.
+def ablate_sets(
+    prompts: PromptBatches, ablation: Ablation, sets: Sequence[Sequence[HeadId]]
+) -> tuple[Array, list[Array]]:
+    """Ablate sets of heads in every batch.
 
     Returns:
-        One group a step: the heads that are off so far, the last one new. `ablation` is what all of them cost together,
-        `ablation_given` what the last one cost given the others, `alone` what the last one costs by itself.
+        (2,N) of the clean model, and of each set: margins, and 1 or 0 for right or wrong.
+    """
+    with prompts.gathered() as batches:
+        for index, run in prompts.clean_runs():
+            batches[index] = [plain(scores) for scores in (run.scores, *ablate(run, sets, ablation))]
+    clean, *changed = [np.concatenate(parts, axis=1) for parts in zip(*batches.values(), strict=True)]
+    return clean, changed
+
+
+def ablate_in_turn(
+    ranked: Sequence[ScoredHead], count: int, top_k: int, ablate_sets: AblateSets, seed: int, tick: Callable[[], None]
+) -> list[ScoredGroup]:
+    """Ablate heads one after the other, each the one that costs most given those before.
+
+    Args:
+        ranked: by ablation. The first `top_k` are candidates, and `count` of them are ablated.
+        tick: called after each step.
+
+    Returns:
+        One group a step: the heads ablated so far, the last one new. `ablation` is what all of them cost together,
+        `ablation_given` what the last one costs given the others, `alone` what the last one costs by itself.
     """
     candidates = list(ranked[:top_k])
     off: list[ScoredHead] = []
-    found: list[ScoredGroup] = []
+    groups: list[ScoredGroup] = []
     before: Array | None = None
     for _ in range(min(count, len(candidates))):
-        clean, removed = without([[*(s.head for s in off), s.head] for s in candidates])
-        worst = int(np.argmin([r[0].mean() for r in removed]))
+        clean, changed = ablate_sets([[*(s.head for s in off), s.head] for s in candidates])
+        worst = int(np.argmin([scores[0].mean() for scores in changed]))
         new = candidates.pop(worst)
         off.append(new)
         scores = {
-            **_losses(clean, removed[worst], "ablation", seed),
-            **_losses(clean if before is None else before, removed[worst], "ablation_given", seed),
+            **_losses(clean, changed[worst], "ablation", seed),
+            **_losses(clean if before is None else before, changed[worst], "ablation_given", seed),
             "alone": new.scores["ablation"],
         }
-        before = removed[worst]
-        found.append(ScoredGroup("backup", tuple(s.head for s in off), scores))
+        before = changed[worst]
+        groups.append(ScoredGroup("backup", tuple(s.head for s in off), scores))
         tick()
-    return found
+    return groups
 
 
-def pairs(
-    ranked: Sequence[ScoredHead], each: int, without: Without, seed: int, tick: Callable[[], None]
+def ablate_pairs(
+    scored: Sequence[ScoredHead], each: int, ablate_sets: AblateSets, seed: int, tick: Callable[[], None]
 ) -> list[ScoredGroup]:
-    """Gather x Aggregate: the `each` best of both kinds, off together.
+    """Ablate pairs of Gather and Aggregate heads.
 
-    Gather heads are those that the context ablation ranks first, Aggregate heads those of the query ablation. `alone`
-    is the sum of what the two cost one by one, `interaction` what the pair costs beyond that: negative for heads in one
-    chain, where either alone does the harm, positive for heads that stand in for one another.
+    Args:
+        each: number of heads of each kind: the best by the column `context`, and by `query`.
+
+    Returns:
+        Pairs, the most costly first. `alone` is the sum of what the two cost one by one, `interaction` what the pair
+        costs beyond that: negative for heads in one chain, where either alone does the harm, positive for heads that
+        substitute for one another.
     """
-    kinds = [sorted(ranked, key=lambda s: (-s.scores[c].value, s.head))[:each] for c in ("context", "query")]
-    sets = sorted({tuple(sorted({g.head, a.head})) for g in kinds[0] for a in kinds[1] if g.head != a.head})
-    if not sets:
+    best = [sorted(scored, key=lambda s: (-s.scores[c].value, s.head))[:each] for c in ("context", "query")]
+    pairs = sorted({tuple(sorted({g.head, a.head})) for g in best[0] for a in best[1] if g.head != a.head})
+    if not pairs:
         return []
-    singles = sorted({head for pair in sets for head in pair})
-    clean, removed = without([*([head] for head in singles), *sets])
-    alone = {head: clean[0] - r[0] for head, r in zip(singles, removed[: len(singles)], strict=True)}
-    found = []
-    for pair, off in zip(sets, removed[len(singles) :], strict=True):
+    singles = sorted({head for pair in pairs for head in pair})
+    clean, changed = ablate_sets([*([head] for head in singles), *pairs])
+    alone = {head: clean[0] - scores[0] for head, scores in zip(singles, changed[: len(singles)], strict=True)}
+    groups = []
+    for pair, both in zip(pairs, changed[len(singles) :], strict=True):
         summed = sum(alone[head] for head in pair)
-        more = bootstrap_mean(np.stack([summed, clean[0] - off[0] - summed]), seed)
-        scores = {**_losses(clean, off, "ablation", seed), "alone": more[0], "interaction": more[1]}
-        found.append(ScoredGroup("pair", pair, scores))
+        sums = bootstrap_mean(np.stack([summed, clean[0] - both[0] - summed]), seed)
+        scores = {**_losses(clean, both, "ablation", seed), "alone": sums[0], "interaction": sums[1]}
+        groups.append(ScoredGroup("pair", pair, scores))
     tick()
-    return sorted(found, key=lambda g: -g.scores["ablation"].value)
+    return sorted(groups, key=lambda g: -g.scores["ablation"].value)
 
 
-def together(heads: Sequence[HeadId], without: Without, seed: int) -> ScoredGroup:
-    """All of these heads off at once."""
-    clean, (off,) = without([heads])
-    return ScoredGroup("chosen", tuple(heads), _losses(clean, off, "ablation", seed))
+def ablate_together(heads: Sequence[HeadId], ablate_sets: AblateSets, seed: int) -> ScoredGroup:
+    """Ablate all of these heads at once."""
+    clean, (changed,) = ablate_sets([heads])
+    return ScoredGroup("chosen", tuple(heads), _losses(clean, changed, "ablation", seed))
 
 
 def _losses(before: Array, after: Array, name: str, seed: int) -> dict[str, Interval]:

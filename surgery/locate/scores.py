@@ -1,6 +1,6 @@
-"""What was measured, prompt by prompt. Owns: the arrays, and intervals over prompts. Must never know: models.
+"""Scores prompt by prompt, their intervals over prompts, and the roles of heads.
 
-An item is a set of heads measured together: a single head, or all of one mixer. A search stops measuring some of them
+An item is a set of heads measured together: a single head, or all of one mixer. A search stops measuring some items
 early, so an item's numbers may end before the last prompt: NaN from there on.
 
 Shape legend: N prompts, B prompts of one batch, C items.
@@ -8,28 +8,30 @@ Shape legend: N prompts, B prompts of one batch, C items.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from surgery.recipe.methods import all_columns
 from surgery.scoring.ranking import ChoiceScores
-from surgery.stats import bootstrap_mean
-from surgery.types import Interval
+from surgery.stats import bootstrap_mean, holm, mcnemar
+from surgery.types import Interval, Role
 
 Array = NDArray[np.float64]
+_LEVEL = 0.05  # family-wise, over both role tests of all heads
 
 
 @dataclass
 class Record:
-    """One batch.
+    """Scores of one batch.
 
     Attributes:
         index: of the batch, whichever process measured it.
         clean: (2,B) margins, and 1 or 0 for right or wrong.
         columns: column -> (C,2,B), the same of the changed models.
-        estimates: column -> (C,B) what a method says that removing the item costs, in its own unit.
+        estimates: column -> (C,B), numbers in the column's own unit.
     """
 
     index: int
@@ -39,12 +41,12 @@ class Record:
 
 
 def plain(scores: ChoiceScores) -> Array:
-    """(2,B)."""
+    """(2,B) margins, and 1 or 0 for right or wrong."""
     return np.stack([scores.margin.double().cpu().numpy(), scores.correct.double().cpu().numpy()])
 
 
 def spread(values: Sequence[Array], places: Sequence[int], items: int) -> Array:
-    """The measured items' values in an array of all items; NaN for the others."""
+    """Place the measured items' values in an array of all items; NaN for the others."""
     shape = values[0].shape if values else ()
     whole = np.full((items, *shape), np.nan)
     whole[list(places)] = np.stack(values)
@@ -52,17 +54,19 @@ def spread(values: Sequence[Array], places: Sequence[int], items: int) -> Array:
 
 
 class Table:
-    """All batches together, in their order."""
+    """The records of all batches, in the order of the batches."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         self._records = sorted(records, key=lambda record: record.index)
 
     @property
     def columns(self) -> tuple[str, ...]:
+        """Columns of changed models."""
         return tuple(self._records[0].columns)
 
     @property
     def estimates(self) -> tuple[str, ...]:
+        """Columns of numbers in units of their own."""
         return tuple(self._records[0].estimates)
 
     def clean_margin(self) -> Array:
@@ -85,31 +89,71 @@ class Table:
         """(C,N)"""
         return np.concatenate([r.estimates[column] for r in self._records], axis=1)
 
+    def effect(self, column: str) -> Array:
+        """(C,N) what speaks for a head: margin lost or gained, or an estimate as it is."""
+        if column in self.estimates:
+            return self.estimate(column)
+        return sign_of(column) * (self.margin(column) - self.clean_margin())
+
+
+def sign_of(column: str) -> int:
+    """+1 for a column of gains, -1 for one of losses."""
+    return 1 if all_columns()[column].effect == "gain" else -1
+
 
 def intervals(values_CN: Array, seed: int) -> list[Interval]:
-    """95% intervals of each row's mean over the prompts that it has."""
+    """95% intervals of each row's mean, over the prompts that the row has."""
     measured = ~np.isnan(values_CN)
-    found: dict[int, Interval] = {}
+    by_row: dict[int, Interval] = {}
     for count in np.unique(measured.sum(1)):
         rows = np.flatnonzero(measured.sum(1) == count)
-        own = values_CN[rows][:, measured[rows[0]]]
+        values = values_CN[rows][:, measured[rows[0]]]
         none = [Interval(0.0, 0.0, 0.0, 0)] * len(rows)
-        found |= dict(zip(rows.tolist(), bootstrap_mean(own, seed) if count else none, strict=True))
-    return [found[row] for row in range(len(values_CN))]
+        by_row |= dict(zip(rows.tolist(), bootstrap_mean(values, seed) if count else none, strict=True))
+    return [by_row[row] for row in range(len(values_CN))]
 
 
-def scores_of(table: Table, signs: Mapping[str, int], seed: int) -> dict[str, list[Interval]]:
-    """Column -> an interval for each item, in logits; `COLUMN_accuracy` beside it; estimates in their own unit.
+def scores_of(table: Table, seed: int) -> dict[str, list[Interval]]:
+    """Compute an interval for each column and item.
 
-    Args:
-        signs: +1 for columns of gains; losses otherwise.
+    Returns:
+        By column: margins in logits, each followed by `COLUMN_accuracy`; then estimates in their own unit.
     """
-    clean, right = table.clean_margin(), table.clean_correct()
+    right = table.clean_correct()
     scores: dict[str, list[Interval]] = {}
     for column in table.columns:
-        sign = signs.get(column, -1)
-        scores[column] = intervals(sign * (table.margin(column) - clean), seed)
-        scores[f"{column}_accuracy"] = intervals(sign * (table.correct(column) - right), seed)
+        scores[column] = intervals(table.effect(column), seed)
+        scores[f"{column}_accuracy"] = intervals(sign_of(column) * (table.correct(column) - right), seed)
     for column in table.estimates:
         scores[column] = intervals(table.estimate(column), seed)
     return scores
+
+
+def roles_of(table: Table, alive: Sequence[int], heads: int) -> list[Role]:
+    """Test which heads are Gather heads (needed in the context) and Aggregate heads (needed at the query).
+
+    Exact McNemar tests on the answers that an ablation loses, one for each head and position, all Holm-corrected
+    together: the chance of calling any head of a model that does not retrieve is at most 0.05. Heads that a search
+    dropped count among the tests and get no role; nor do positions that were not measured.
+
+    Args:
+        alive: items that were measured on all prompts.
+        heads: number of heads; they are the first items.
+    """
+    right, tested = table.clean_correct(), {i for i in alive if i < heads}
+    roles: dict[str, Role] = {"context": "gather", "query": "aggregate"}
+    tests = [(role, i, column) for column, role in roles.items() if column in table.columns for i in range(heads)]
+    if not tests:
+        return ["unmeasured"] * heads
+    p_values = [mcnemar(right, table.correct(column)[i] > 0) if i in tested else 1.0 for _, i, column in tests]
+    passed = {(role, i) for (role, i, _), is_rejected in zip(tests, holm(p_values, _LEVEL), strict=True) if is_rejected}
+
+    def role_of(head: int) -> Role:
+        if head not in tested:
+            return "unmeasured"
+        gathers, aggregates = (("gather", head) in passed), (("aggregate", head) in passed)
+        if gathers and aggregates:
+            return "both"
+        return "gather" if gathers else "aggregate" if aggregates else "neither"
+
+    return [role_of(head) for head in range(heads)]

@@ -1,58 +1,135 @@
-"""From scores to the heads that are spliced. Owns: ranking and choice. Must never know: how a score was measured.
+"""Rank heads by their scores, drop heads early in a search, and choose the heads to splice.
 
-Some methods rank by a score; `sharpen` takes the best head, and each further one by what it gains given those before.
+Shape legend: C heads, A arms (a head may enter by several columns), N prompts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import t
 
 from surgery.errors import PlanError
 from surgery.locate.ablation_sweep import READS
+from surgery.locate.scores import Table
 from surgery.probes.documents import rng_of
 from surgery.recipe import Locate, Splice
+from surgery.recipe.methods import METHODS, RANKINGS
 from surgery.stats import bootstrap_mean
 from surgery.types import HeadId, Interval, MixerSpec, Reads, ScoredHead
 
 Candidate = tuple[HeadId, Reads]
-# (candidates, those that read perfectly already) -> (candidates, N): what each gains, prompt by prompt.
+# (candidates, those with an oracle read already) -> (candidates, N): what each gains, prompt by prompt.
 Gains = Callable[[Sequence[Candidate], Sequence[Candidate]], np.ndarray]
 
 
 def better_read(scores: Mapping[str, Interval]) -> Reads | None:
-    """The column of the sharpen test with the larger gain; None where it was not measured."""
+    """The position whose oracle read gains more; None where it was not measured."""
     measured: list[Reads] = [reads for reads in READS if reads in scores]
     return max(measured, key=lambda reads: scores[str(reads)].value, default=None)
 
 
-def _sharpen(scored: ScoredHead) -> float:
-    return -np.inf if scored.reads is None else scored.scores[scored.reads].value
+def rank(heads: Sequence[ScoredHead], select: str) -> tuple[ScoredHead, ...]:
+    """Rank heads, the best first; those that a search has dropped come last.
 
+    Args:
+        select: a value of `splice.select` that ranks. A head counts by the best column of its method; by the column in
+            `reads`, where that is one of them.
+    """
+    columns = [column.name for column in RANKINGS[select].columns]
 
-def _by(column: str) -> Callable[[ScoredHead], float]:
     def value(scored: ScoredHead) -> float:
-        return scored.scores[column].value
+        names = [scored.reads] if scored.reads in columns else columns
+        return max((scored.scores[name].value for name in names if name in scored.scores), default=-math.inf)
 
-    return value
-
-
-RANKED_BY: dict[str, Callable[[ScoredHead], float]] = {
-    "sharpen": _sharpen,
-    "ablation": _by("ablation"),
-    "aggregate": _by("query"),
-    "gather": _by("context"),
-    "attribution": _by("attribution"),
-    "integrated_gradients": _by("integrated_gradients"),
-    "layer_divergence": _by("layer_divergence"),
-}
-
-
-def rank(heads: Sequence[ScoredHead], method: str) -> tuple[ScoredHead, ...]:
-    """Heads by what `method` ranks by, the best first; those that a search has dropped come last."""
     most = max((s.n for s in heads), default=0)
-    return tuple(sorted(heads, key=lambda s: (s.n < most, -RANKED_BY[method](s), s.head)))
+    return tuple(sorted(heads, key=lambda s: (s.n < most, -value(s), s.head)))
+
+
+def ranking_of(splice: Splice, section: Locate) -> str:
+    """The value of `splice.select` that ranks the heads: its own, or that of a measured method where it ranks none.
+
+    Among the measured methods `sharpen` (oracle read) comes first.
+    """
+    if splice.select in RANKINGS:
+        return splice.select
+    rankings = [METHODS[method].ranks for method in section.methods if METHODS[method].ranks]
+    return "sharpen" if "sharpen" in rankings or not rankings else rankings[0]
+
+
+def search_rounds(first: int, examples: int) -> list[int]:
+    """Prompts measured at the end of each round of a search: doubled, and all of them last."""
+    counts = []
+    while first < examples:
+        counts.append(first)
+        first *= 2
+    return [*counts, examples]
+
+
+def still_candidates(
+    table: Table,
+    alive: Sequence[int],
+    heads: Sequence[HeadId],
+    sites: Sequence[MixerSpec],
+    section: Locate,
+    splice: Splice,
+    rounds: int,
+) -> list[int]:
+    """Drop heads that cannot be among the best by the columns that choose. Layers stay.
+
+    Args:
+        alive: items that were measured so far.
+        sites: mixers that can be spliced. Heads of others compete among themselves.
+        rounds: number of times that heads are dropped.
+    """
+    assert section.search is not None
+    arms = [table.effect(column.name)[: len(heads)] for column in RANKINGS[ranking_of(splice, section)].columns]
+    several = splice.num_heads > 1 or section.backups > 0
+    keep = max(splice.num_heads, section.top_k if several else 1)
+    mixers = {spec.name for spec in sites}
+    left = [i for i in alive if i >= len(heads)]
+    for can_be_spliced in (True, False):
+        kind = [i for i in alive if i < len(heads) and (heads[i].mixer in mixers) == can_be_spliced]
+        left += survivors(arms, kind, keep, section.search.risk, rounds)
+    return sorted(left)
+
+
+def survivors(
+    arms_ACN: Sequence[NDArray[np.float64]], alive: Sequence[int], keep: int, risk: float, num_rounds: int
+) -> list[int]:
+    """Successive elimination: keep the heads that may still be among the best `keep`.
+
+    A head is dropped if it is worse than every one of the best k so far by a paired one-sided t-test, at a level that
+    all pairs of heads and all rounds share (Bonferroni). A head of the true best k is at least as good as one of any k
+    others, so it is dropped only if one of these tests rejects a true hypothesis: the chance of missing any of them is
+    at most `risk`, as far as means of margins are normal. Related: racing (Maron and Moore 1997) and successive halving
+    (Karnin et al. 2013), which drops half of them whatever the data are, without a risk stated beforehand.
+
+    Args:
+        arms_ACN: scores by prompt, the larger the better; a head counts by its best arm. NaN where dropped before.
+        alive: heads that were not dropped.
+        risk: of dropping one of the true best, over all rounds.
+    """
+    if len(alive) <= keep:
+        return list(alive)
+    scores_ACN = np.stack([arm[list(alive)] for arm in arms_ACN])
+    scores_ACN = scores_ACN[:, :, ~np.isnan(scores_ACN).any((0, 1))]
+    A, _, N = scores_ACN.shape
+    means_AC = scores_ACN.mean(-1)
+    best_C = means_AC.argmax(0)
+    order = np.argsort(-means_AC.max(0), kind="stable")
+    level = risk / (num_rounds * (A * arms_ACN[0].shape[0]) ** 2)
+    limit = float(t.isf(level, N - 1))
+    worse_AC = np.ones((A, scores_ACN.shape[1]), dtype=bool)
+    for best in order[:keep]:
+        lead_ACN = scores_ACN[best_C[best], best] - scores_ACN
+        error_AC = lead_ACN.std(-1, ddof=1) / math.sqrt(N)
+        worse_AC &= lead_ACN.mean(-1) > limit * error_AC + 1e-12
+    places = set(order[:keep].tolist()) | set(np.flatnonzero(~worse_AC.all(0)).tolist())
+    return [head for place, head in enumerate(alive) if place in places]
 
 
 def choose(
@@ -63,11 +140,12 @@ def choose(
     seed: int,
     gains: Gains,
 ) -> tuple[ScoredHead, ...]:
-    """The heads to splice, in order; none where nothing can be spliced.
+    """Choose the heads to splice, in order; none where nothing can be spliced.
 
     Args:
-        ranked: by the method of `splice.select`, where it has one.
-        gains: measures the further heads of `sharpen`.
+        ranked: by `splice.select`, where it ranks.
+        sites: mixers that can be spliced.
+        gains: measures the second and further heads of `sharpen`.
 
     Raises:
         PlanError: more heads than can be spliced, or a listed head that cannot.
@@ -100,14 +178,15 @@ def choose(
 
 
 def _next_given(chosen: Sequence[ScoredHead], candidates: Sequence[ScoredHead], gains: Gains, seed: int) -> ScoredHead:
-    """The head that gains most from a perfect read while those already chosen read perfectly."""
+    """The head that gains most from an oracle read while those already chosen have theirs."""
     taken = [(s.head, s.reads) for s in chosen if s.reads]
     left = [s for s in candidates if s.head not in {h for h, _ in taken}]
     if not left:
         raise PlanError("splice.num_heads", len(chosen) + 1, "Raise locate.top_k to at least that number.")
     options = [(s, reads) for s in left for reads in READS]
-    found = bootstrap_mean(gains([(s.head, reads) for s, reads in options], taken), seed)
-    best = max(range(len(options)), key=lambda i: found[i].value)
+    gain = bootstrap_mean(gains([(s.head, reads) for s, reads in options], taken), seed)
+    best = max(range(len(options)), key=lambda i: gain[i].value)
     head, reads = options[best]
-    scores = {**head.scores, "gain_given": found[best]}
-    return ScoredHead(head.head, head.role, reads, scores, tuple(h for h, _ in taken))
+    return ScoredHead(
+        head.head, head.role, reads, {**head.scores, "gain_given": gain[best]}, tuple(h for h, _ in taken)
+    )

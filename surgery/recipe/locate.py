@@ -1,80 +1,70 @@
-"""The part of a recipe that says what is measured, and what a choice of heads needs. Owns: its schema.
-
-Must never know: torch, models, how a measurement is made (locate). docs/LOCATE.md explains the methods.
-"""
+"""What is measured of every head, and how heads are ranked. The methods: docs/LOCATE.md."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
+from surgery.recipe.methods import METHODS, RANKINGS
 from surgery.recipe.section import Pairs, Positive, Section
+from surgery.registry import NameOf
 from surgery.types import Fill, Where
 
-Method = Literal[
-    "ablation", "query", "context", "sharpen", "hidden_attention", "attribution", "integrated_gradients",
-    "layer_divergence", "retrieval_score",
-]  # fmt: skip
-Select = Literal[
-    "sharpen", "aggregate", "gather", "ablation", "attribution", "integrated_gradients", "layer_divergence",
-    "random", "uniform", "list",
-]  # fmt: skip
-# What has to be measured for a choice.
-NEEDS: dict[str, str] = {
-    "sharpen": "sharpen", "aggregate": "query", "gather": "context", "ablation": "ablation",
-    **{name: name for name in ("attribution", "integrated_gradients", "layer_divergence")},
-}  # fmt: skip
+Method = Annotated[str, NameOf(METHODS)]
+Select = Annotated[str, NameOf(RANKINGS, extra=("random", "uniform", "list"))]
 
 
 class Search(Section):
-    """Heads that cannot be among the best are measured on few prompts."""
+    """Stop measuring heads that cannot be among the best."""
 
     first: Positive = Field(
-        32, description="Prompts before the first heads are dropped; then twice as many, and so on."
+        32, description="Prompts before heads are dropped for the first time. Each next round has twice as many."
     )
-    risk: float = Field(0.05, gt=0, lt=1, description="Of dropping one of the best heads, over the whole search.")
+    risk: float = Field(
+        0.05, gt=0, lt=1, description="Probability of dropping one of the best heads, over the whole search."
+    )
 
 
 class Locate(Section):
-    """Where to operate: exact ablation of every head, roles by position, the sharpen test, and their rivals."""
+    """Measure every head: exact ablation, roles by position, oracle reads (`sharpen`), and baselines."""
 
     methods: tuple[Method, ...] = Field(
         ("ablation", "query", "context", "sharpen"),
         min_length=1,
-        description="What is measured of every head: docs/LOCATE.md. [query, sharpen] is all that one decode step "
-        "shows, for large models on small machines.",
+        description="Measurements of every head (docs/LOCATE.md). `sharpen` is the oracle read. [query, sharpen] takes "
+        "one decode step a head: for large models on small machines.",
     )
-    pairs: Pairs = Field(24, description="Key-value pairs a prompt. Choose it so that the base is at 0.6-0.95.")
-    examples: Positive = Field(128, description="Prompts.")
-    batch_size: Positive = Field(32, description="Prompts at once.")
+    pairs: Pairs = Field(24, description="Key-value pairs per prompt. Choose it so that the base scores 0.6-0.95.")
+    examples: Positive = Field(128, description="Number of prompts.")
+    batch_size: Positive = Field(32, description="Prompts per batch.")
     where: Where = Field("everywhere", description="Tokens at which `ablation` removes a head.")
     fill: Fill = Field(
-        "zero", description="What takes its place: nothing, its mean over the prompts, another prompt's."
+        "zero", description="What replaces an ablated head: zeros, its mean over the prompts, or another prompt's."
     )
-    layers: bool = Field(False, description="Measure each layer as a whole beside its heads.")
+    layers: bool = Field(False, description="Measure each layer as a whole too.")
     search: Search | None = Field(None, description="Stop measuring heads that cannot be among the best.")
     top_k: Positive = Field(12, description="Heads that stay candidates for the second and further choices.")
     backups: int = Field(
-        0, ge=0, le=10**9, strict=True, description="How many of the most necessary heads to take away one after the "
-        "other, each given those before, and to try in pairs of Gather and Aggregate."
+        0, ge=0, le=10**9, strict=True, description="Redundancy: how many of the most necessary heads to ablate one "
+        "after the other, each given those before, and to ablate in pairs of Gather and Aggregate heads."
     )  # fmt: skip
 
     @field_validator("methods")
     @classmethod
     def _once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(value)) < len(value):
-            raise ValueError("the same method is listed twice")
+            raise ValueError("A method is listed twice. List each once.")
         return value
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Locate:
         if self.fill != "zero" and (self.batch_size == 1 or self.examples % self.batch_size == 1):
-            raise ValueError("`fill: mean` and `resample` take from the other prompts of a batch: change `batch_size`")
-        if self.search is not None and not set(NEEDS.values()) & set(self.methods):
-            raise ValueError("`search` needs a method that ranks heads, such as ablation or sharpen")
+            raise ValueError("`fill: mean` and `resample` need two prompts in every batch. Change `batch_size`.")
+        if self.search is not None and not any(METHODS[method].ranks for method in self.methods):
+            raise ValueError("`search` needs a method that ranks heads, such as ablation or sharpen.")
         if self.backups and "ablation" not in self.methods:
-            raise ValueError("`backups` needs `ablation` among the methods")
+            raise ValueError("`backups` needs `ablation` in `methods`.")
         if self.backups > self.top_k:
-            raise ValueError("`backups` are taken from the best `top_k` heads; ask for no more than those")
+            raise ValueError("`backups` must not exceed `top_k`: it takes heads from the best `top_k`.")
         return self

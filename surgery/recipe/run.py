@@ -7,7 +7,8 @@ from pydantic import Field, model_validator
 from surgery.recipe.base import Base, Checkpoint, Teacher
 from surgery.recipe.evaluate import Evaluate
 from surgery.recipe.export import Export, Hardware
-from surgery.recipe.locate import NEEDS, Locate
+from surgery.recipe.locate import Locate
+from surgery.recipe.methods import RANKINGS
 from surgery.recipe.section import Plugins, Section, Seed
 from surgery.recipe.splice import Splice
 from surgery.recipe.train import Train
@@ -34,9 +35,9 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _choice_is_measured(self) -> Recipe:
-        needed = NEEDS.get(self.splice.select) if self.splice is not None else None
-        if self.splice is not None and needed is not None and needed not in self.locate.methods:
-            raise ValueError(f"splice.select: {self.splice.select} needs {needed} in locate.methods")
+        select = self.splice.select if self.splice is not None else ""
+        if select in RANKINGS and RANKINGS[select].name not in self.locate.methods:
+            raise ValueError(f"splice.select: {select} needs {RANKINGS[select].name} in locate.methods.")
         return self
 
     @model_validator(mode="after")

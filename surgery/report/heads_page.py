@@ -1,8 +1,8 @@
-"""One page in which a reader explores a HeadSet, and the same as a table. Owns: `locate.html` and its data.
+"""Write a HeadSet as one page to explore (`locate.html`), and as a table (`heads.csv`).
 
-Must never know: models, torch, how a number was measured. The page is a single file that asks the network for nothing,
-opened from anywhere: `page.html`, `page.css`, `page_reading.js` and `page.js` beside this module, with the data inside.
-Its own policy forbids every request. Whatever comes from a tokenizer reaches the document as text, never as markup.
+The page is a single file that makes no network request, which its own policy forbids: `page.html`, `page.css`,
+`page_reading.js` and `page.js` of this folder, with the data inside. Text from a tokenizer reaches the document as
+text, never as markup.
 
 Shape legend: T tokens of a prompt.
 """
@@ -14,7 +14,7 @@ import html
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -23,30 +23,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surgery.files.atomic import write_text
+from surgery.recipe.methods import Column, all_columns, unit_of
 from surgery.report.figures.canvas import require
-from surgery.report.figures.heatmaps import PANELS
 from surgery.types import HeadId, HeadSet, Interval, ScoredHead
 
-LEVELS = 999  # shares are kept as whole numbers of this part of the largest one
-_NOTES = {
-    "retrieval_score": "how often the head looks at the token to be copied most",
-    "gather_score": "segments' ends on their own segment, beyond the decay",
-    "aggregate_score": "the gold segment among all that the query reads",
-    "segment_share": "all segments in the query's row",
-    "entropy": "of the query's row; 1 is uniform",
-    "sharpness": "largest step between neighbours in the query's row",
-}
+LEVELS = 999  # shares are stored as whole numbers of 1/999 of the largest one
+_FIRST = "query"  # the column that colours the map at first, where it was measured
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What heads read of one prompt.
+    """Attention of heads over one prompt.
 
     Attributes:
         tokens: T decoded tokens.
         marks: name (`segment end`) -> position in 0..T-1; `query` is the token whose rows these are.
-        rows: head's name -> shares (T,) of the query, 0 to 1.
-        matrices: for a few heads, (T,T): row t holds what token t reads; nothing above the diagonal.
+        rows: head's name -> (T,) shares of the query, 0 to 1.
+        matrices: for a few heads, (T,T): row t is what token t reads; zero above the diagonal.
     """
 
     tokens: tuple[str, ...]
@@ -57,38 +50,38 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptAttention:
-    """What heads read of a few prompts."""
+    """Attention of heads over a few prompts."""
 
     prompts: tuple[Prompt, ...] = ()
 
 
 def write_page(heads: HeadSet, attention: PromptAttention, path: Path, title: str = "") -> Path:
-    """Writes the page to `path` (`locate.html`) and returns it. Same values, same bytes.
+    """Write the page to `path` (`locate.html`) and return it. The same values give the same bytes.
 
     Args:
-        attention: rows of all heads or of some; `PromptAttention()` leaves that part of the page out.
+        attention: rows of all heads or of some. `PromptAttention()` omits that part of the page.
         title: heading and title of the page; names the model by default.
 
     Raises:
-        SurgeryError: no heads or no scores, a row or matrix of another size than its prompt or not of shares, a mark
-            outside the prompt, a name that is no head of the HeadSet.
+        SurgeryError: no heads or no scores; a row or matrix that is not of shares or not of its prompt's size; a mark
+            outside the prompt; a name that is no head of the HeadSet.
     """
-    require(bool(heads.heads), "heads.heads", "empty", "Give a HeadSet that holds every head; locate again.")
-    require(bool(_columns(heads)), "heads.heads", "no scores", "Locate again.")
+    require(bool(heads.heads), "heads.heads", "empty", "Give a HeadSet with every head. Run `surgery locate` again.")
+    require(bool(_columns(heads)), "heads.heads", "no scores", "Run `surgery locate` again.")
     names = {str(s.head) for s in heads.heads}
     data = {**_head_data(heads), "prompts": [_prompt_data(p, names) for p in attention.prompts]}
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for sign in "<>&":  # nothing in the data can end the element that holds it
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     parts = {
-        "TITLE": html.escape(title or f"Which heads retrieval hangs on: {heads.model}"),
+        "TITLE": html.escape(title or f"Retrieval scores of every head: {heads.model}"),
         "CSS": _asset("page.css"),
         "JS": _asset("page_reading.js") + _asset("page.js"),
         "DATA": text,
     }
     before, *rest = _asset("page.html").split("{{")
     pieces = [before]
-    for piece in rest:  # one pass: what is filled in is never looked into again
+    for piece in rest:  # one pass: inserted text is never searched for names
         name, _, after = piece.partition("}}")
         pieces += [parts[name], after]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,17 +90,17 @@ def write_page(heads: HeadSet, attention: PromptAttention, path: Path, title: st
 
 
 def write_csv(heads: HeadSet, path: Path) -> Path:
-    """Writes one row a head, best first: value, low and high of every score, empty where it was not measured."""
+    """Write one row a head, best first: value, low and high of every score, empty where it was not measured."""
     columns = _columns(heads)
     place = {s.head: i + 1 for i, s in enumerate(heads.chosen)}
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    ends = [f"{column}{end}" for column in columns for end in ("", "_low", "_high")]
+    ends = [f"{column.name}{end}" for column in columns for end in ("", "_low", "_high")]
     writer.writerow(["head", "layer", "index", "rank", "role", "reads", "chosen", "given", "n", *ends])
     for rank, scored in enumerate(_merged(heads), start=1):
-        found = [scored.scores.get(column) for column in columns]
-        values = [v for s in found for v in (("", "", "") if s is None else (s.value, s.low, s.high))]
-        n = next((s.n for s in found if s is not None), "")
+        scores = [scored.scores.get(column.name) for column in columns]
+        values = [v for s in scores for v in (("", "", "") if s is None else (s.value, s.low, s.high))]
+        n = next((s.n for s in scores if s is not None), "")
         given = " ".join(map(str, scored.given))
         head = scored.head
         writer.writerow(
@@ -123,7 +116,7 @@ def _asset(name: str) -> str:
 
 
 def _merged(heads: HeadSet) -> list[ScoredHead]:
-    """Every head in its order; a chosen one with what was measured when it was chosen."""
+    """Every head in its order; chosen heads with the scores measured when they were chosen."""
     chosen = {s.head: s for s in heads.chosen}
     return [
         ScoredHead(s.head, s.role, c.reads, {**s.scores, **c.scores}, c.given) if (c := chosen.get(s.head)) else s
@@ -131,25 +124,31 @@ def _merged(heads: HeadSet) -> list[ScoredHead]:
     ]
 
 
-def _columns(heads: HeadSet) -> list[str]:
-    """Every score of any head: those of locating first, then their accuracies, then others as they come."""
-    found = dict.fromkeys(name for s in _merged(heads) for name in s.scores)
-    known = [*PANELS, *(f"{name}_accuracy" for name in PANELS)]
-    return [name for name in known if name in found] + [name for name in found if name not in known]
+def _columns(heads: HeadSet) -> list[Column]:
+    """Every score of any head: columns with an effect first, then their accuracies, then others as they come."""
+    names = dict.fromkeys(name for s in _merged(heads) for name in s.scores)
+    registered = all_columns()
+    effects = [column for column in registered.values() if column.effect]
+    accuracies = [Column(f"{c.name}_accuracy", c.note, "accuracy", c.effect) for c in effects]
+    known = {column.name: column for column in (*effects, *accuracies)}
+    first = [column for name, column in known.items() if name in names]
+    unit = {True: "accuracy", False: "logits"}  # of columns whose method is not registered here
+    rest = [registered.get(n, Column(n, "", unit[n.endswith("_accuracy")])) for n in names if n not in known]
+    return first + rest
 
 
-def _unit(column: str) -> str:
-    """Columns of one unit share a scale."""
-    if column in ("effective_tokens", "layer_divergence"):
-        return "tokens" if column == "effective_tokens" else "nats"
-    if column in _NOTES:
-        return "share"
-    return "accuracy" if column.endswith("_accuracy") else "logits"
+def _column_data(column: Column) -> dict[str, str]:
+    """A column for the page: `caption` describes the coloured map, `heading` is short."""
+    heading = column.label.removesuffix(" accuracy") if column.unit == "accuracy" else column.label
+    unit = column.unit if column.effect else ""
+    return {
+        "key": column.name, "label": column.label, "heading": heading, "unit": column.unit, "unit_label": unit,
+        "note": column.note, "caption": column.caption,
+    }  # fmt: skip
 
 
 def _head_data(heads: HeadSet) -> dict[str, Any]:
     columns = _columns(heads)
-    notes = {**PANELS, **{f"{name}_accuracy": note for name, note in PANELS.items()}, **_NOTES}
     place: dict[HeadId, int] = {s.head: i + 1 for i, s in enumerate(heads.chosen)}
     rows = [
         {
@@ -162,7 +161,7 @@ def _head_data(heads: HeadSet) -> dict[str, Any]:
             "reads": s.reads,
             "place": place.get(s.head, 0),
             "given": [str(h) for h in s.given],
-            "scores": [_rounded(s.scores.get(column)) for column in columns],
+            "scores": [_rounded(s.scores.get(column.name)) for column in columns],
         }
         for rank, s in enumerate(_merged(heads), start=1)
     ]
@@ -170,7 +169,9 @@ def _head_data(heads: HeadSet) -> dict[str, Any]:
     return {
         **facts,
         "clean": {name: _rounded(value) for name, value in heads.clean.items()},
-        "columns": [{"key": c, "unit": _unit(c), "note": notes.get(c, "")} for c in columns],
+        "columns": [_column_data(column) for column in columns],
+        "units": {column.unit: asdict(unit_of(column.unit)) for column in columns},
+        "first": next((i for i, column in enumerate(columns) if column.name == _FIRST), 0),
         "heads": rows,
         "groups": [
             {
@@ -194,8 +195,8 @@ def _prompt_data(prompt: Prompt, names: set[str]) -> dict[str, Any]:
     T = len(prompt.tokens)
     for name, position in prompt.marks.items():
         require(0 <= position < T, f"marks[{name!r}]", position, f"Give 0 to {T - 1}.")
-    strangers = [name for name in (*prompt.rows, *prompt.matrices) if name not in names]
-    require(not strangers, "prompt.rows", str(strangers[:1]), "Name heads of the HeadSet.")
+    unknown = [name for name in (*prompt.rows, *prompt.matrices) if name not in names]
+    require(not unknown, "prompt.rows", str(unknown[:1]), "Name heads of the HeadSet.")
     rows = {name: _checked(row, (T,), f"rows[{name!r}]") for name, row in prompt.rows.items()}
     matrices = {name: _checked(m, (T, T), f"matrices[{name!r}]") for name, m in prompt.matrices.items()}
     return {
@@ -209,13 +210,13 @@ def _prompt_data(prompt: Prompt, names: set[str]) -> dict[str, Any]:
 def _checked(shares: NDArray[Any], shape: tuple[int, ...], field: str) -> NDArray[np.float64]:
     values = np.asarray(shares, dtype=np.float64)
     require(values.shape == shape, field, values.shape, f"Give one share a token: {shape}.")
-    fine = bool(np.isfinite(values).all()) and bool((values >= 0).all()) and bool((values <= 1 + 1e-6).all())
-    require(fine, field, "not shares", "Shares are numbers from 0 to 1.")
+    are_shares = np.isfinite(values).all() and (values >= 0).all() and (values <= 1 + 1e-6).all()
+    require(bool(are_shares), field, "not shares", "Shares are numbers from 0 to 1.")
     return values
 
 
 def _packed(rows: Sequence[NDArray[np.float64]]) -> dict[str, Any]:
-    """The largest share, and every share as a whole number of its 999th parts: three digits, small in the file."""
+    """The largest share, and every share as a whole number of 1/999 of it: three digits, small in the file."""
     top = max((float(row.max()) for row in rows if row.size), default=0.0)
     scale = LEVELS / top if top > 0 else 0.0
     return {"top": float(f"{top:.6g}"), "rows": [np.rint(row * scale).astype(int).tolist() for row in rows]}

@@ -2,19 +2,11 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const LETTERS = { gather: "G", aggregate: "A", both: "B" };
 const ROLES = ["gather", "aggregate", "both", "neither", "unmeasured"].filter((role) => DATA.heads.some((head) => head.role === role));
-const UNITS = {
-  logits: { title: "Answer margin, logits", digits: 2 },
-  accuracy: { title: "Accuracy, share of prompts", digits: 3 },
-  share: { title: "Shape of the attention, 0 to 1", digits: 3 },
-  tokens: { title: "Spread of the attention, tokens", digits: 1 },
-  nats: { title: "Divergence of the answer, nats", digits: 3 },
-};
 const PAGE = 100; // rows of the table at a time
 const BY_NAME = new Map(DATA.heads.map((head) => [head.name, head]));
-const state = { column: firstColumn(), sort: "rank", down: false, role: "all", find: "", rows: PAGE, open: null, prompt: 0 };
+const state = { column: DATA.first, sort: "rank", down: false, role: "all", find: "", rows: PAGE, open: null, prompt: 0 };
 
 const byId = (id) => document.getElementById(id);
-const label = (column) => column.key.replace(/_/g, " ");
 
 function el(tag, fields = {}, ...children) {
   const { style, ...rest } = fields;
@@ -33,17 +25,12 @@ function button(text, onclick, fields = {}) {
   return el("button", { type: "button", onclick, ...fields }, text);
 }
 
-function firstColumn() {
-  const found = DATA.columns.findIndex((column) => column.key === "query");
-  return found < 0 ? 0 : found;
-}
-
 function number(value, digits) {
   return value.toFixed(digits).replace(/^-(0\.?0*)$/, "$1").replace("-", "−");
 }
 
 function digitsOf(column) {
-  return UNITS[DATA.columns[column].unit].digits;
+  return DATA.units[DATA.columns[column].unit].digits;
 }
 
 function interval(score, digits) {
@@ -76,9 +63,9 @@ function ticks(low, high) {
   const rough = (high - low) / 7 || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough);
-  const found = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9; i++) found.push(i * step + 0); // + 0: no −0
-  return [found, Math.max(0, -Math.floor(Math.log10(step) + 1e-9))];
+  const at = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9; i++) at.push(i * step + 0); // + 0: no −0
+  return [at, Math.max(0, -Math.floor(Math.log10(step) + 1e-9))];
 }
 
 // ---- the map --------------------------------------------------------------------------------------------------------
@@ -120,11 +107,10 @@ function moveInMap(event) {
 }
 
 function paintMap() {
-  const { unit, note } = DATA.columns[state.column];
+  const { unit, caption } = DATA.columns[state.column];
   const digits = digitsOf(state.column);
   const limit = SCALES[unit].limit || 1;
-  const sign = unit !== "logits" && unit !== "accuracy" ? "" : /^(segment_end|answer_token)/.test(DATA.columns[state.column].key) ? "gained when the head " : "lost when the head is ";
-  byId("column-note").textContent = note ? `${UNITS[unit].title}: ${sign}${note}.` : UNITS[unit].title;
+  byId("column-note").textContent = caption;
   byId("column").value = state.column;
   for (const cell of byId("map").querySelectorAll("button")) {
     const head = BY_NAME.get(cell.dataset.head);
@@ -159,10 +145,10 @@ function open(name, byHand = true) {
     ["rank ", `${head.rank}`, ` of ${DATA.heads.length} by ${DATA.method}`],
     ["role: ", head.role, ""],
   ];
-  if (head.reads) facts.push(["gains more from the ", head.reads.replace("_", " "), ""]);
+  if (head.reads) facts.push(["better oracle read: ", head.reads.replace("_", " "), ""]);
   if (head.place) facts.unshift(["", `★ chosen, number ${head.place}`, head.given.length ? ` given ${head.given.join(", ")}` : ""]);
   byId("head-facts").replaceChildren(...facts.flatMap(([a, b, c], i) => [i ? " · " : "", a, el("b", {}, b), c]));
-  byId("head-scores").replaceChildren(...Object.keys(UNITS).filter((unit) => SCALES[unit]).map((unit) => scoresOf(head, unit)));
+  byId("head-scores").replaceChildren(...Object.keys(DATA.units).map((unit) => scoresOf(head, unit)));
   paintReading();
   paintMap();
   for (const row of byId("table").tBodies[0].rows) row.classList.toggle("open", row.dataset.head === name);
@@ -176,10 +162,10 @@ function openFromTable(name) {
 
 function scoresOf(head, unit) {
   const { low, high } = SCALES[unit];
-  const digits = UNITS[unit].digits;
+  const { title, digits } = DATA.units[unit];
   const place = (v) => `${(100 * (v - low)) / (high - low || 1)}%`;
   const [at, decimals] = ticks(low, high);
-  const box = el("div", { class: "unit" }, el("h3", {}, `${UNITS[unit].title}`));
+  const box = el("div", { class: "unit" }, el("h3", {}, title));
   for (const [c, column] of DATA.columns.entries()) {
     const score = head.scores[c];
     if (column.unit !== unit || !score) continue;
@@ -189,7 +175,7 @@ function scoresOf(head, unit) {
     for (const v of [least, most]) plot.append(el("span", { class: "end", style: { left: place(v) } }));
     plot.append(el("span", { class: "dot", style: { left: place(value) } }));
     const text = el("div", { class: "value" }, `${number(value, digits)} `, el("small", {}, interval(score, digits)));
-    const name = el("div", { class: "name" }, label(column).replace(" accuracy", ""), el("small", {}, column.note));
+    const name = el("div", { class: "name" }, column.heading, el("small", {}, column.note));
     box.append(el("div", { class: "score" }, name, plot, text));
   }
   if (box.children.length === 1) return el("div");
@@ -216,7 +202,7 @@ function compare(a, b) {
   const sign = state.down ? -1 : 1;
   if (score >= 0) {
     const [x, y] = [a.scores[score], b.scores[score]];
-    if (!x || !y) return (x ? 0 : 1) - (y ? 0 : 1); // what was not measured comes last, either way
+    if (!x || !y) return (x ? 0 : 1) - (y ? 0 : 1); // what was not measured comes last in both directions
     return sign * (x[0] - y[0]) || a.rank - b.rank;
   }
   if (state.sort === "name") return sign * (a.layer - b.layer || a.mixer.localeCompare(b.mixer) || a.index - b.index);
@@ -225,9 +211,9 @@ function compare(a, b) {
 }
 
 function visible() {
-  const asked = (head) => state.role === "all" || (state.role === "chosen" ? head.place > 0 : head.role === state.role);
-  const wanted = state.find.trim().toUpperCase();
-  return DATA.heads.filter((head) => asked(head) && head.name.startsWith(wanted)).sort(compare);
+  const hasRole = (head) => state.role === "all" || (state.role === "chosen" ? head.place > 0 : head.role === state.role);
+  const prefix = state.find.trim().toUpperCase();
+  return DATA.heads.filter((head) => hasRole(head) && head.name.startsWith(prefix)).sort(compare);
 }
 
 function paintTable() {
@@ -239,13 +225,13 @@ function paintTable() {
     th.firstChild.append(el("small", {}, `${unit} `, el("span", { "aria-hidden": "true" }, sorted ? (state.down ? "▼" : "▲") : "\u00a0")));
     return th;
   };
-  const columns = DATA.columns.map((c) => heading(c.key, label(c).replace(" accuracy", ""), c.unit === "logits" || c.unit === "accuracy" ? c.unit : "", ""));
+  const columns = DATA.columns.map((c) => heading(c.key, c.heading, c.unit_label, ""));
   byId("table").tHead.replaceChildren(el("tr", {}, ...PLAIN.map(([key, text, align]) => heading(key, text, "", align)), ...columns));
-  const found = visible();
-  byId("table").tBodies[0].replaceChildren(...found.slice(0, state.rows).map(rowOf));
-  byId("count").textContent = `${found.length} of ${DATA.heads.length} heads${found.length > state.rows ? `, the first ${state.rows} shown` : ""}`;
-  byId("more").hidden = found.length <= state.rows;
-  byId("more").textContent = `Show ${Math.min(PAGE, found.length - state.rows)} more`;
+  const heads = visible();
+  byId("table").tBodies[0].replaceChildren(...heads.slice(0, state.rows).map(rowOf));
+  byId("count").textContent = `${heads.length} of ${DATA.heads.length} heads${heads.length > state.rows ? `, the first ${state.rows} shown` : ""}`;
+  byId("more").hidden = heads.length <= state.rows;
+  byId("more").textContent = `Show ${Math.min(PAGE, heads.length - state.rows)} more`;
 }
 
 function rowOf(head) {
@@ -284,7 +270,7 @@ function buildGroups() {
 
 function buildFacts() {
   const facts = [["model", DATA.model], ["revision", DATA.revision], ["ranked by", DATA.method], ["probe seed", `${DATA.seed}`]];
-  for (const [name, score] of Object.entries(DATA.clean)) facts.push([`untouched ${name}`, `${number(score[0], 2)} ${interval(score, 2)}, ${score[3]} prompts`]);
+  for (const [name, score] of Object.entries(DATA.clean)) facts.push([`clean ${name}`, `${number(score[0], 2)} ${interval(score, 2)}, ${score[3]} prompts`]);
   byId("facts").replaceChildren(...facts.filter((fact) => fact[1]).flatMap(([name, value], i) => [i ? " · " : "", `${name} `, el("b", {}, value)]));
 }
 
@@ -294,7 +280,7 @@ function build() {
   buildGroups();
   for (const unit of Object.keys(SCALES)) {
     const options = DATA.columns.map((column, c) => [column, c]).filter(([column]) => column.unit === unit);
-    byId("column").append(el("optgroup", { label: UNITS[unit].title }, ...options.map(([column, c]) => el("option", { value: c }, label(column)))));
+    byId("column").append(el("optgroup", { label: DATA.units[unit].title }, ...options.map(([column, c]) => el("option", { value: c }, column.label))));
   }
   byId("column").addEventListener("change", (event) => ((state.column = Number(event.target.value)), paintMap()));
   byId("find").addEventListener("input", (event) => ((state.find = event.target.value), (state.rows = PAGE), paintTable()));
@@ -302,9 +288,9 @@ function build() {
   paintRoles();
   paintTable();
   const first = DATA.heads.find((head) => head.place === 1) ?? DATA.heads[0];
-  const asked = () => (BY_NAME.has(location.hash.slice(1)) ? location.hash.slice(1) : null);
-  open(asked() ?? first.name, false);
-  window.addEventListener("hashchange", () => asked() && open(asked(), false));
+  const linked = () => (BY_NAME.has(location.hash.slice(1)) ? location.hash.slice(1) : null);
+  open(linked() ?? first.name, false);
+  window.addEventListener("hashchange", () => linked() && open(linked(), false));
   window.addEventListener("resize", paintReading);
 }
 

@@ -1,5 +1,5 @@
 "use strict";
-// What the query token reads through the open head: bars, tinted tokens, the whole matrix. page.js follows in one script.
+// The open head's attention from the query token: bars, tinted tokens, the whole matrix. page.js follows in one script.
 const MARKS = ["#d98200", "#3f9b57", "#a4558a", "#5b6fc4"];
 const GLYPHS = { "\n": "⏎", "\t": "→", "\r": "␍", " ": "·" };
 
@@ -15,7 +15,7 @@ function paintReading() {
   const prompt = DATA.prompts[state.prompt];
   byId("reading").hidden = !prompt;
   if (!prompt) return;
-  byId("reading-title").textContent = `What the query token reads through ${state.open}`;
+  byId("reading-title").textContent = `Attention of ${state.open} from the query token`;
   byId("prompts").replaceChildren(
     ...DATA.prompts.map((_, i) => button(`Prompt ${i + 1}`, () => ((state.prompt = i), paintReading()), { "aria-pressed": String(i === state.prompt) })),
   );
@@ -31,8 +31,8 @@ function paintReading() {
   const entropy = -row.reduce((sum, v) => sum + (v > 0 ? v * Math.log(v) : 0), 0);
   const most = order.map((i) => `“${shown(prompt.tokens[i])}” ${number(row[i], 3)}`).join(", ");
   byId("most").textContent = packed
-    ? `Spread over ${number(Math.exp(entropy), 1)} of ${row.length} tokens (exp of the entropy). Read most: ${most}. The darkest tint is ${number(top, 3)}.`
-    : "This head's attention was not kept for this prompt.";
+    ? `Effective tokens: ${number(Math.exp(entropy), 1)} of ${row.length} (exp of the entropy). Largest shares: ${most}. The darkest tint is ${number(top, 3)}.`
+    : "This head's attention was not recorded for this prompt.";
   drawBars(row, top, marks);
   paintMatrix(prompt, marks);
 }
@@ -81,20 +81,20 @@ function drawBars(row, top, marks) {
   context.fillText("first token", left, height - 4);
   context.textAlign = "right";
   context.fillText("query", width - 14, height - 4);
-  const said = marks.map((m) => `${m.name} ${number(row[m.at], 3)}`).join(", ");
-  byId("bars").setAttribute("aria-label", `Shares of ${row.length} tokens; largest ${number(top, 3)}; ${said}`);
+  const shares = marks.map((m) => `${m.name} ${number(row[m.at], 3)}`).join(", ");
+  byId("bars").setAttribute("aria-label", `Shares of ${row.length} tokens; largest ${number(top, 3)}; ${shares}`);
 }
 
 function paintMatrix(prompt, marks) {
   const packed = prompt.matrices[state.open];
   const canvas = byId("matrix");
-  const kept = Object.keys(prompt.matrices);
+  const available = Object.keys(prompt.matrices);
   canvas.hidden = byId("matrix-at").hidden = !packed;
-  byId("matrix-box").hidden = !kept.length;
-  byId("matrix-title").textContent = `Every token's row in ${state.open}`;
+  byId("matrix-box").hidden = !available.length;
+  byId("matrix-title").textContent = `Attention matrix of ${state.open}`;
   if (!packed) {
-    const links = kept.flatMap((name, i) => [i ? ", " : "", button(name, () => open(name), { class: "link" })]);
-    byId("matrix-note").replaceChildren("The matrix is kept for these heads alone: ", ...links);
+    const links = available.flatMap((name, i) => [i ? ", " : "", button(name, () => open(name), { class: "link" })]);
+    byId("matrix-note").replaceChildren("The matrix is available for these heads: ", ...links);
     return;
   }
   const T = prompt.tokens.length;
@@ -113,15 +113,15 @@ function paintMatrix(prompt, marks) {
   const cell = size / T;
   for (const m of marks) {
     context.fillStyle = m.colour;
-    context.fillRect(m.at * cell, 0, Math.min(cell, 2), m.at * cell); // above the diagonal nothing is read
+    context.fillRect(m.at * cell, 0, Math.min(cell, 2), m.at * cell); // above the diagonal all shares are 0
     context.fillRect(m.at * cell + cell, m.at * cell, size, Math.min(cell, 2));
   }
-  byId("matrix-note").textContent = `Down: the token that reads; across: what it reads. White 0, dark ${number(packed.top, 2)}, by square root. Coloured: the marked tokens, from both sides.`;
+  byId("matrix-note").textContent = `Rows: the reading token. Columns: the token that is read. White is 0, dark is ${number(packed.top, 2)}; the scale is the square root. Coloured lines: the marked tokens.`;
   canvas.setAttribute("aria-label", `Attention matrix of ${state.open}, ${T} by ${T} tokens; arrow keys read single shares`);
   const cursor = [T - 1, marks[0] ? marks[0].at : 0];
-  const say = () => {
+  const describe = () => {
     const [t, s] = cursor;
-    const share = s <= t ? number((packed.rows[t][s] * packed.top) / 999, 3) : "nothing, it comes later";
+    const share = s <= t ? number((packed.rows[t][s] * packed.top) / 999, 3) : "nothing: it comes later";
     byId("matrix-at").textContent = `Token ${t} “${shown(prompt.tokens[t])}” reads token ${s} “${shown(prompt.tokens[s])}”: ${share}`;
   };
   const within = (v) => Math.min(Math.max(v, 0), T - 1);
@@ -129,14 +129,14 @@ function paintMatrix(prompt, marks) {
     const box = canvas.getBoundingClientRect();
     cursor[0] = within(Math.floor(((event.clientY - box.top) / box.height) * T));
     cursor[1] = within(Math.floor(((event.clientX - box.left) / box.width) * T));
-    say();
+    describe();
   };
   canvas.onkeydown = (event) => {
     const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
     if (!step) return;
     event.preventDefault();
     cursor.forEach((v, i) => (cursor[i] = within(v + step[i])));
-    say();
+    describe();
   };
-  say();
+  describe();
 }

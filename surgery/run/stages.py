@@ -29,7 +29,6 @@ from surgery.files.atomic import digest, fingerprint, new_folder, read_json, wri
 from surgery.interventions.heads_off import HEADS_OFF, heads_off
 from surgery.locate.hidden_attention import prompt_attention
 from surgery.locate.locating import locate_heads
-from surgery.locate.methods import COLUMNS
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.lookup import family_of
 from surgery.probes.documents import rng_of
@@ -119,8 +118,7 @@ def _locate(run: Run, key: str) -> None:
     write_json(run.folder / "heads.json", to_json(heads))  # before the figures and the page, which could fail
     write_csv(heads, run.folder / "heads.csv")
     with new_folder(run.folder / "figures" / "locate") as figures:
-        if any(column in scored.scores for scored in heads.heads for column in COLUMNS):
-            head_maps(heads, figures)
+        head_maps(heads, figures)
     write_page(heads, _hidden_attention(run, heads), run.folder / "locate.html")
 
 

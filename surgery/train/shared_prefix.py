@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgery.interventions.hooks import Trace, from_block
+from surgery.interventions.hooks import ActivationCache, from_block
 from surgery.models.lookup import block_of, family_of
 
 
@@ -91,7 +91,7 @@ class SharedPrefix:
     def skipped(self) -> Iterator[None]:
         """The model's forward that runs inside begins at `layer`, on the tokens of the last `base_logits`."""
         assert self._below is not None
-        with from_block(self.model, self._spec, Trace(tuples=self._tuples), self._below):
+        with from_block(self.model, self._spec, ActivationCache(tuples=self._tuples), self._below):
             yield
         self._below = None
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from surgery.errors import ModelError, PlanError
-from surgery.interventions.ablation import Removal
-from surgery.interventions.hooks import Trace, record
-from surgery.locate.ablation_sweep import READS, Sweep, Variant
+from surgery.interventions.ablation import Ablation
+from surgery.interventions.hooks import ActivationCache, record
+from surgery.locate.ablation_sweep import READS, CleanRun, Variant, ablate, change_at_query, run_clean
 from surgery.models.loading import load_model
 from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of, structure_of
 from surgery.models.runtime import check_release
@@ -38,6 +38,7 @@ from tests.support.battery import (
     plan_of,
     shared,
 )
+from tests.support.oracles import naive_ablate, naive_change_at_query
 from tests.support.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, prompts, tokens
 
 REFUSED = tuple(sorted(set(FAMILY_NAMES) - set(SPLICED_FAMILIES)))
@@ -78,8 +79,8 @@ SHAPES: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 @cache
-def sweep_of(name: str) -> Sweep:
-    return Sweep(base(name), prompts((9, 14, 12)))
+def run_of(name: str) -> CleanRun:
+    return run_clean(base(name), prompts((9, 14, 12)))
 
 
 @every_family
@@ -140,7 +141,7 @@ class TestLayout:
 
 
 @torch.no_grad()
-def _recurrence(model: Any, spec: MixerSpec, length: int) -> tuple[Any, Tensor, Trace]:
+def _recurrence(model: Any, spec: MixerSpec, length: int) -> tuple[Any, Tensor, ActivationCache]:
     """The streams of a mixer, the output of its scan rebuilt by hidden attention, and what was recorded."""
     with record(model, [spec]) as trace:
         logits(model, tokens(2, length))
@@ -188,46 +189,46 @@ def assert_same(fast: list[ChoiceScores], naive: list[ChoiceScores]) -> None:
 class TestLocate:
     @pytest.mark.parametrize("context_only", [False, True])
     def test_ablation_equals_the_naive_one(self, name: str, context_only: bool) -> None:
-        sweep = sweep_of(name)
-        for spec in sweep.specs:
-            heads, removal = [[h] for h in spec.heads], Removal("context" if context_only else "everywhere")
-            fast = sweep.without(heads, removal)
-            assert_same(fast, sweep.without(heads, removal, naive=True))
-            assert context_only or all((s.margin - sweep.clean.margin).abs().max() > 1e-3 for s in fast)
+        run = run_of(name)
+        for spec in run.specs:
+            heads, ablation = [[h] for h in spec.heads], Ablation("context" if context_only else "everywhere")
+            fast = ablate(run, heads, ablation)
+            assert_same(fast, naive_ablate(run, heads, ablation))
+            assert context_only or all((s.margin - run.scores.margin).abs().max() > 1e-3 for s in fast)
 
     def test_heads_of_several_layers_equal_the_naive_ones(self, name: str) -> None:
-        sweep = sweep_of(name)
-        heads = [head for spec in sweep.specs for head in spec.heads]
-        sets = [[heads[0], heads[-1]], heads[1:-1], *([*spec.heads] for spec in sweep.specs)]
-        removal = Removal(fill="mean")
-        assert_same(sweep.without(sets, removal), sweep.without(sets, removal, naive=True))
+        run = run_of(name)
+        heads = [head for spec in run.specs for head in spec.heads]
+        sets = [[heads[0], heads[-1]], heads[1:-1], *([*spec.heads] for spec in run.specs)]
+        ablation = Ablation(fill="mean")
+        assert_same(ablate(run, sets, ablation), naive_ablate(run, sets, ablation))
 
     def test_at_the_query_equals_the_naive_one(self, name: str) -> None:
-        sweep = sweep_of(name)
-        heads = [head for spec in sweep.specs for head in spec.heads]
+        run = run_of(name)
+        heads = [head for spec in run.specs for head in spec.heads]
         variants = [Variant(ablate=(head,)) for head in heads]
-        variants += [Variant(sharpen=((head, reads),)) for head in heads for reads in READS]
+        variants += [Variant(oracle=((head, reads),)) for head in heads for reads in READS]
         together = Variant(
-            ablate=(heads[0], heads[-1]), sharpen=((heads[1], "segment_end"), (heads[-2], "answer_token"))
+            ablate=(heads[0], heads[-1]), oracle=((heads[1], "segment_end"), (heads[-2], "answer_token"))
         )
-        fast = sweep.at_query([Variant(), *variants, together])
-        assert_same(fast, sweep.at_query([Variant(), *variants, together], naive=True))
-        torch.testing.assert_close(fast[0].margin, sweep.clean.margin, atol=1e-4, rtol=0)
-        assert all((s.margin - sweep.clean.margin).abs().max() > 1e-3 for s in fast[1:])
+        fast = change_at_query(run, [Variant(), *variants, together])
+        assert_same(fast, naive_change_at_query(run, [Variant(), *variants, together]))
+        torch.testing.assert_close(fast[0].margin, run.scores.margin, atol=1e-4, rtol=0)
+        assert all((s.margin - run.scores.margin).abs().max() > 1e-3 for s in fast[1:])
 
     def test_ablation_is_zeroed_columns_of_that_layer(self, name: str) -> None:
         """The weight itself is changed, of this layer alone where layers share it."""
-        sweep, model = sweep_of(name), copy.deepcopy(base(name))
-        for spec in sweep.specs:
+        run, model = run_of(name), copy.deepcopy(base(name))
+        for spec in run.specs:
             out_proj, found = structure_of(spec).out_proj(mixer_of(model, spec)), []
             whole = out_proj.weight
             for _, own in columns(spec):
                 out_proj.weight = nn.Parameter(whole.clone(), requires_grad=False)
                 out_proj.weight[:, own] = 0
-                changed = logits(model, sweep.batch.input_ids, sweep.batch.attention_mask)
-                found.append(choice_scores(changed[:, -1], sweep.batch))
+                changed = logits(model, run.batch.input_ids, run.batch.attention_mask)
+                found.append(choice_scores(changed[:, -1], run.batch))
             out_proj.weight = whole
-            assert_same(sweep.without([[h] for h in spec.heads]), found)
+            assert_same(ablate(run, [[h] for h in spec.heads]), found)
 
 
 class TestRefusal:

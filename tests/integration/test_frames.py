@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 #   below_cli: the deepest call, without the frames of cli.py. Goal: 11 for locate, 9 for train.
 #   deepest: the deepest call, with the command's own frames.
 BOUNDS = {
-    "locate": {"below_cli": 17, "deepest": 19},
+    "locate": {"below_cli": 11, "deepest": 12},
     "train": {"below_cli": 13, "deepest": 15},
 }
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import numpy as np
 import pytest
 import torch
 
 from bench.studies.null.study import allowed, calls, shuffled_labels
 from bench.studies.stability.study import Effects, agreement, halves, measure, probe_seeds, table
-from surgery.locate.ablation_sweep import Sweep, Variant
+from surgery.locate import scores
+from surgery.locate.ablation_sweep import Variant, change_at_query, run_clean
 from surgery.types import HeadId
 from tests.support.planted import answers, plant, planted_prompts, planted_tokenizer, scored_heads
 
-locating = import_module("surgery.locate.locating")
 SEEDS = 10
 
 
@@ -29,7 +27,7 @@ class TestNull:
         assert len(called) <= allowed(100)
 
     def test_needs_the_correction(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(locating, "holm", lambda p_values, level: [p <= level for p in p_values])
+        monkeypatch.setattr(scores, "holm", lambda p_values, level: [p <= level for p in p_values])
         assert sum(bool(calls("redrawn", seed, examples=150)) for seed in range(20)) > allowed(20)
 
     def test_bound_is_the_binomial_one(self) -> None:
@@ -46,9 +44,9 @@ class TestNull:
     def test_corrected_over_both_columns(self, lost: int, role: str) -> None:
         """16 heads by 2 columns: 2^-9 is above 0.05/32, and below the 0.05/16 of one column; 2^-10 is below both."""
         planted, batch = plant(0), planted_prompts(0, 32)
-        sweep = Sweep(planted.model, batch)
-        without = sweep.at_query([Variant(ablate=(planted.aggregate,))])[0]
-        rows = (sweep.clean.correct & ~without.correct).nonzero()[:lost, 0]
+        run = run_clean(planted.model, batch)
+        without = change_at_query(run, [Variant(ablate=(planted.aggregate,))])[0]
+        rows = (run.scores.correct & ~without.correct).nonzero()[:lost, 0]
         heads = scored_heads(planted.model, [batch[rows]], methods=("query", "context"))
         found = next(s for s in heads if s.head == planted.aggregate)
         assert (found.scores["query_accuracy"].value, found.scores["query_accuracy"].n) == (1.0, lost)

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.encoding import EncodedBatch, encode
+from surgery.interventions.ablation import Ablation
+from surgery.interventions.hooks import hooked
+from surgery.interventions.oracle_read import intervene
+from surgery.interventions.scaling import scaled
+from surgery.locate.ablation_sweep import (
+    CleanPass,
+    CleanRun,
+    Variant,
+    ablated_while_running,
+    changes_by_mixer,
+    run_changed,
+)
+from surgery.locate.baselines import bias_alone, head_factors, logits_at_query, margin_slopes
+from surgery.models.lookup import mixer_of
 from surgery.probes.documents import Document
 from surgery.scoring.generation import GeneratedAnswers, answer_list, expected_answers, is_match, max_answer_tokens
-from surgery.scoring.ranking import answer_choices
+from surgery.scoring.ranking import ChoiceScores, answer_choices
+from surgery.types import HeadId
 
 
 @torch.no_grad()
@@ -52,3 +69,62 @@ def naive_generate_answers(
     choices = bool(documents[0].questions[-1].choices)
     ranked = answer_choices(model, tokenizer, documents, len(documents)) if choices else None
     return GeneratedAnswers(correct, begun, torch.empty(0), ranked)
+
+
+@torch.no_grad()
+def naive_ablate(
+    run: CleanRun, sets: Sequence[Sequence[HeadId]], ablation: Ablation | None = None
+) -> list[ChoiceScores]:
+    """Run the whole model without each set of heads, replaced at the input of `out_proj`; logits of all tokens."""
+    whole, scores = replace(run, narrowed=None), []
+    for heads in sets:
+
+        def change(part: CleanPass, heads: Sequence[HeadId] = heads) -> AbstractContextManager[None]:
+            return ablated_while_running(whole, part, [heads], ablation or Ablation())
+
+        scores += run_changed(whole, run.prompt, 1, change)
+    return scores
+
+
+@torch.no_grad()
+def naive_change_at_query(run: CleanRun, variants: Sequence[Variant]) -> list[ChoiceScores]:
+    """Run the whole prompt through all blocks, changed at its end, for each variant; logits of all tokens."""
+    whole, scores = replace(run, narrowed=None), []
+    for variant in variants:
+        changes = changes_by_mixer(whole, [variant])
+
+        def change(part: CleanPass, changes: tuple = changes) -> AbstractContextManager[None]:
+            return intervene(run.model, run.specs, *changes) if part is run.prompt else nullcontext()
+
+        scores += run_changed(whole, run.prompt, 1, change)
+    return scores
+
+
+def naive_integrated_gradients(run: CleanRun, steps: int) -> Tensor:
+    """`integrated_gradients` by whole passes, the heads scaled while they run."""
+    attributions = []
+    for spec in run.specs:
+        slopes = []
+        for step in range(steps):
+            with torch.enable_grad():
+                factor_BH = head_factors(run, spec, (step + 0.5) / steps)
+                with scaled(run.model, [spec], {spec.name: factor_BH}):
+                    slopes += margin_slopes(run, [factor_BH])
+        attributions.append(torch.stack(slopes).mean(0).T)
+    return torch.cat(attributions).float().cpu()
+
+
+@torch.no_grad()
+def naive_layer_divergence(run: CleanRun) -> Tensor:
+    """`layer_divergence` by whole passes, the mixer's output replaced while it runs."""
+    clean_BV = logits_at_query(run).float().log_softmax(-1)
+    divergences = []
+    for spec in run.specs:
+        mixer, left = mixer_of(run.model, spec), bias_alone(run, spec)
+        with hooked(run.model, run.specs) as hooks:
+            hooks.after(
+                spec.layer, spec.name, mixer, lambda out, x=left: (x, *out[1:]) if isinstance(out, tuple) else x
+            )
+            ablated_BV = logits_at_query(run).float().log_softmax(-1)
+        divergences.append((clean_BV.exp() * (clean_BV - ablated_BV)).sum(-1).clamp(min=0))
+    return torch.stack(divergences).cpu()

@@ -6,11 +6,12 @@ import numpy as np
 
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Recipe, check_recipe
-from surgery.report.figures.heatmaps import PANELS
+from surgery.recipe.methods import all_columns
 from surgery.report.heads_page import Prompt
 from surgery.types import Graft, HeadId, HeadSet, Interval, Plan, Role, ScoredHead
 from tests.support.pico import pico_config
 
+EFFECTS = [column.name for column in all_columns().values() if column.effect]
 ROLES: tuple[Role, ...] = ("neither", "gather", "aggregate", "both")
 
 
@@ -19,7 +20,7 @@ def head_set(layers: int = 2, heads: int = 3, chosen: tuple[int, ...] = (4, 1)) 
     rng = np.random.default_rng(0)
     scored = []
     for i in range(layers * heads):
-        scores = {c: Interval(v := float(rng.normal()), v - 0.1, v + 0.1, 50) for c in PANELS}
+        scores = {c: Interval(v := float(rng.normal()), v - 0.1, v + 0.1, 50) for c in EFFECTS}
         role = ROLES[i % 4] if i < 8 else "neither"
         scored.append(ScoredHead(HeadId(i // heads, i % heads), role, "segment_end", scores))
     clean = {"accuracy": Interval(0.8, 0.7, 0.9, 50), "margin": Interval(1.5, 1.0, 2.0, 50)}

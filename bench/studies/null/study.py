@@ -24,8 +24,7 @@ from transformers import PreTrainedModel
 
 from bench.common import RUNS, parser, save
 from surgery.data.encoding import EncodedBatch
-from surgery.locate.locating import roles_of
-from surgery.locate.scores import Record, Table
+from surgery.locate.scores import Record, Table, roles_of
 from surgery.types import Role
 from tests.support.pico import pico_base
 from tests.support.planted import plant, planted_prompts, planted_tokenizer, scored_heads

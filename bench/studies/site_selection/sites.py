@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.studies.site_selection.arms import Budget
 from surgery.data.encoding import encode
-from surgery.locate.ablation_sweep import READS, Sweep
+from surgery.locate.ablation_sweep import READS, run_clean
 from surgery.locate.baselines import attribution, layer_divergence
 from surgery.locate.locating import locate_heads
 from surgery.locate.selection import rank
@@ -81,8 +81,8 @@ def _rivals(
     by_head, by_layer = [], []
     for start in range(0, len(documents), BATCH):
         chunk = documents[start : start + BATCH]
-        sweep = Sweep(model, encode(chunk, tokenizer, padding_side="left", until_answer=True))
-        by_head.append(attribution(sweep))
-        by_layer.append(layer_divergence(sweep))
+        run = run_clean(model, encode(chunk, tokenizer, padding_side="left", until_answer=True))
+        by_head.append(attribution(run))
+        by_layer.append(layer_divergence(run))
     means = torch.cat(by_head, 1).mean(1).tolist()
     return dict(zip(heads, means, strict=True)), torch.cat(by_layer, 1).mean(1).tolist()

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.common import RUNS, SHIPPED, load, parser, save
 from surgery.data.encoding import encode
-from surgery.locate.ablation_sweep import READS, Sweep, Variant
+from surgery.locate.ablation_sweep import READS, Variant, ablate, change_at_query, run_clean
 from surgery.models.lookup import family_of
 from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
@@ -46,9 +46,9 @@ def measure(
     found: dict[str, list[Effects]] = {"ablation": [], "sharpen": []}
     for start in range(0, examples, size):
         batch = encode(documents[start : start + size], tokenizer, padding_side="left", until_answer=True)
-        sweep = Sweep(model, batch)
-        found["ablation"].append(-_change(sweep.clean, sweep.without([[h] for h in heads]))[None])
-        reads = [_change(sweep.clean, sweep.at_query([Variant(sharpen=((h, r),)) for h in heads])) for r in READS]
+        run = run_clean(model, batch)
+        found["ablation"].append(-_change(run.scores, ablate(run, [[h] for h in heads]))[None])
+        reads = [_change(run.scores, change_at_query(run, [Variant(oracle=((h, r),)) for h in heads])) for r in READS]
         found["sharpen"].append(np.stack(reads))
     return {method: np.concatenate(parts, axis=-1) for method, parts in found.items()}
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from bench.common import CHECKPOINTS, RUNS, SHIPPED, load, parser, save
 from surgery.data.encoding import encode
 from surgery.errors import PlanError
-from surgery.locate.ablation_sweep import READS, Sweep, Variant
+from surgery.locate.ablation_sweep import READS, Variant, change_at_query, run_clean
 from surgery.models.lookup import family_of, geometry_of
 from surgery.probes.documents import Document, rng_of
 from surgery.probes.json_kv import UUID, json_kv_document
@@ -80,10 +80,10 @@ def sharpened(
     columns: dict[Reads, list[list[ChoiceScores]]] = {reads: [] for reads in READS}
     for start in range(0, len(documents), batch_size):
         batch = encode(documents[start : start + batch_size], tokenizer, padding_side="left", until_answer=True)
-        sweep = Sweep(model, batch.to(model.device))
-        clean.append(sweep.clean)
+        run = run_clean(model, batch.to(model.device))
+        clean.append(run.scores)
         for reads in READS:
-            columns[reads].append(sweep.at_query([Variant(sharpen=((head, reads),)) for head in heads]))
+            columns[reads].append(change_at_query(run, [Variant(oracle=((head, reads),)) for head in heads]))
     return _joined(clean), {r: [_joined(parts) for parts in zip(*c, strict=True)] for r, c in columns.items()}
 
 

@@ -1,4 +1,4 @@
-"""The map of all heads. Owns: the picture of a HeadSet. Must never know: models, torch, how heads were measured.
+"""Draw every head of a HeadSet as maps of layers by heads, one panel for each measured column.
 
 Shape legend: C columns of measurements, L layers that have heads, H heads (of the widest layer).
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,13 @@ from matplotlib.patheffects import withStroke
 from matplotlib.transforms import ScaledTranslation
 from numpy.typing import NDArray
 
+from surgery.recipe import Locate
+from surgery.recipe.methods import METHODS, Column, all_columns, unit_of
 from surgery.report.figures.canvas import INK, MUTED, POINTS, add_axes, add_heading, new_figure, require, save, style
 from surgery.types import HeadId, HeadSet, ScoredHead
 
 Point = NDArray[np.float64]  # (x, y)
 
-# Panel title of each of `locate.COLUMNS` (a test compares the names; importing them would import torch).
-PANELS = {
-    "ablation": "removed at every token",
-    "query": "removed at the query token alone",
-    "context": "removed at every token but the query",
-    "segment_end": "reads the end of the gold segment",
-    "answer_token": "reads the gold value",
-}
 _LETTERS = {"gather": "G", "aggregate": "A", "both": "B", "neither": "", "unmeasured": ""}
 _PER_ROW = 3
 _LEFT, _TOP, _GAP_X, _GAP_Y = 0.6, 1.4, 0.6, 1.2  # inches; `_GAP_Y` holds ticks, row heading and panel titles
@@ -39,21 +34,34 @@ _LEGEND_HEIGHT = 2.0
 
 
 @dataclass(frozen=True)
+class _Group:
+    """Panels under one heading, on one colour scale.
+
+    Attributes:
+        limit: end of the colour scale.
+    """
+
+    heading: str
+    columns: tuple[Column, ...]
+    limit: float
+
+
+@dataclass(frozen=True)
 class _Map:
     """Values and where they are drawn.
 
     Attributes:
-        values_CLH: logits; NaN where a layer has fewer heads, or where a column was not measured.
+        values_CLH: in the units of the columns; NaN where a layer has fewer heads, or where nothing was measured.
+        names: of the columns.
         layers: names of the rows: layer numbers, with an A where they are attention heads beside SSM heads.
         cell: width and height of a cell in inches.
-        limit: end of the colour scale, in logits.
         marks: (row, head, letters) of heads with a role; `chosen`: (row, head, name).
     """
 
     values_CLH: NDArray[np.float64]
+    names: tuple[str, ...]
     layers: tuple[str, ...]
     cell: tuple[float, float]
-    limit: float
     marks: tuple[tuple[int, int, str], ...]
     chosen: tuple[tuple[int, int, str], ...]
 
@@ -71,59 +79,112 @@ class _Map:
         """Width and height of a panel, inches."""
         return self.values_CLH.shape[2] * self.cell[0], self.values_CLH.shape[1] * self.cell[1]
 
+    def values_LH(self, column: Column) -> NDArray[np.float64]:
+        return np.asarray(self.values_CLH[self.names.index(column.name)])
+
+    def limit(self, columns: Sequence[Column]) -> float:
+        """The end of a colour scale for these columns."""
+        values_CLH = np.abs([self.values_LH(column) for column in columns])
+        return float(np.nanmax(values_CLH, initial=0.0)) or 1.0
+
+
+def panel_columns(head_set: HeadSet) -> list[Column]:
+    """The columns that are drawn: those of the default methods, and what else was measured."""
+    measured = {name for scored in head_set.heads for name in scored.scores}
+    default = {column.name for method in Locate().methods for column in METHODS[method].columns}
+    return [column for name, column in all_columns().items() if name in default | measured]
+
 
 @style()
 def head_maps(head_set: HeadSet, folder: Path) -> list[Path]:
-    """Draws every head in every column: `head_maps.png`, `.svg` and `.csv` in `folder`.
+    """Draw every head in every column: `head_maps.png`, `.svg` and `.csv` in `folder`.
 
-    One colour scale, in logits, serves all panels; columns that were not measured say so. Returns the paths written.
+    Margins lost and gained share one colour scale; other columns have one for each unit. Columns of the default methods
+    that were not measured say so.
+
+    Returns:
+        The paths written.
 
     Raises:
         SurgeryError: no heads, or a head without a column that others have.
     """
-    found = _layout(head_set)
-    width, height = found.size
-    pitch = height + _GAP_Y
-    full = (_LEFT + _PER_ROW * (width + _GAP_X), _TOP + pitch + max(height + 0.55, _LEGEND_HEIGHT))
+    columns = panel_columns(head_set)
+    heads = _layout(head_set, columns)
+    rows = [
+        (group, group.columns[i : i + _PER_ROW])
+        for group in _groups(heads, columns)
+        for i in range(0, len(group.columns), _PER_ROW)
+    ]
+    legend_row = next((r for r, (_, panels) in enumerate(rows) if len(panels) < _PER_ROW), len(rows))
+    width, height = heads.size
+    tops = [_TOP]
+    for row in range(max(len(rows), legend_row + 1)):
+        needed = _LEGEND_HEIGHT + 0.65 if row == legend_row else 0.0
+        tops.append(tops[-1] + max(height + _GAP_Y, needed))
+    bottom = tops[-1] - 0.65  # below the ticks of the last row
+    full = (_LEFT + _PER_ROW * (width + _GAP_X), bottom)
     figure = new_figure(*full)
-    note = "Each cell is one head: change of the answer margin (logit of the gold value minus the best other value)."
-    add_heading(figure, f"Which heads retrieval hangs on: {head_set.model}", note)
+    note = "Each cell is one head. Margin: logit of the gold value minus the best other value, at the query."
+    add_heading(figure, f"Retrieval scores of every head: {head_set.model}", note)
     image = None
-    for index, column in enumerate(PANELS):
-        row, place = divmod(index, _PER_ROW)
-        axes = add_axes(figure, _LEFT + place * (width + _GAP_X), _TOP + row * pitch, width, height)
-        image = _panel(axes, found, index, column)
-    for row, text in enumerate(("Margin lost when the head is removed", "Margin gained when the head reads perfectly")):
-        y = 1 - (_TOP + row * pitch - 0.55) / full[1]
-        figure.text((_LEFT - 0.45) / full[0], y, text, size=10, weight="bold", va="center")
-    _legend(figure, image, head_set, _LEFT + 2 * (width + _GAP_X), _TOP + pitch, width)
-    return save(figure, folder, "head_maps", _header(), _rows(head_set))
+    for (group, panels), top in zip(rows, tops, strict=False):
+        figure.text(
+            (_LEFT - 0.45) / full[0], 1 - (top - 0.55) / full[1], group.heading, size=10, weight="bold", va="center"
+        )
+        for place, column in enumerate(panels):
+            axes = add_axes(figure, _LEFT + place * (width + _GAP_X), top, width, height)
+            panel = _panel(axes, heads, column, group.limit)
+            image = panel if image is None else image
+    _legend(figure, image, head_set, _LEFT + 2 * (width + _GAP_X), tops[legend_row], width)
+    return save(figure, folder, "head_maps", _header(columns), _rows(head_set, columns))
+
+
+def _groups(heads: _Map, columns: Sequence[Column]) -> list[_Group]:
+    """Columns with an effect, on one scale; then the others by unit."""
+    effects = [column for column in columns if column.effect]
+    limit = heads.limit(effects)
+    headings = {"loss": "Margin lost when the head is removed", "gain": "Margin gained with an oracle read"}
+    groups = []
+    for effect, heading in headings.items():
+        of_kind = tuple(column for column in effects if column.effect == effect)
+        if of_kind:
+            groups.append(_Group(heading, of_kind, limit))
+    others = sorted((column for column in columns if not column.effect), key=lambda column: column.unit)
+    for unit, in_unit in groupby(others, key=lambda column: column.unit):
+        of_unit = tuple(in_unit)
+        limit = heads.limit(of_unit)
+        heading = f"{unit_of(unit).title}; colours from −{limit:.2g} to {limit:.2g}"
+        groups.append(_Group(heading, of_unit, limit))
+    return groups
 
 
 def _is_small(layers: int, heads: int) -> bool:
-    """Whether each cell has room for its number."""
+    """Return whether each cell has room for its number."""
     return layers <= 12 and heads <= 16
 
 
-def _layout(head_set: HeadSet) -> _Map:
-    """Checks the HeadSet and finds the size of its cells."""
-    require(bool(head_set.heads), "head_set.heads", "empty", "Give a HeadSet that holds every head; locate again.")
+def _layout(head_set: HeadSet, columns: Sequence[Column]) -> _Map:
+    """Check the HeadSet and choose the size of its cells."""
+    require(
+        bool(head_set.heads), "head_set.heads", "empty", "Give a HeadSet with every head. Run `surgery locate` again."
+    )
     mixers = {s.head.mixer: (s.head.layer, s.head.letter == "A") for s in head_set.heads}
-    names = sorted(mixers, key=lambda name: mixers[name])
-    layers = tuple(f"{mixers[name][0]}{'A' if mixers[name][1] else ''}" for name in names)
-    rows = {name: row for row, name in enumerate(names)}
+    in_order = sorted(mixers, key=lambda name: mixers[name])
+    layers = tuple(f"{mixers[name][0]}{'A' if mixers[name][1] else ''}" for name in in_order)
+    rows = {name: row for row, name in enumerate(in_order)}
+    names, again = tuple(column.name for column in columns), "Run `surgery locate` again."
     num_heads = max(s.head.head for s in head_set.heads) + 1
-    values_CLH = np.full((len(PANELS), len(layers), num_heads), np.nan)
+    values_CLH = np.full((len(columns), len(layers), num_heads), np.nan)
     measured = {column for scored in head_set.heads for column in scored.scores}
     for scored in head_set.heads:
-        for c, column in enumerate(PANELS):
-            if column not in measured:
+        for c, name in enumerate(names):
+            if name not in measured:
                 continue
-            require(column in scored.scores, f"scores of {scored.head}", f"no {column!r}", "Locate again.")
-            values_CLH[c, rows[scored.head.mixer], scored.head.head] = scored.scores[column].value
-    require(not np.isnan(values_CLH).all(), "head_set.heads", "no scores", "Locate again.")
-    strangers = [s.head for s in head_set.chosen if s.head.mixer not in rows or s.head.head >= num_heads]
-    require(not strangers, "head_set.chosen", str(strangers[:1]), "Chosen heads must be among the heads.")
+            require(name in scored.scores, f"scores of {scored.head}", f"no {name!r}", again)
+            values_CLH[c, rows[scored.head.mixer], scored.head.head] = scored.scores[name].value
+    require(not np.isnan(values_CLH).all(), "head_set.heads", "no scores", again)
+    unknown = [s.head for s in head_set.chosen if s.head.mixer not in rows or s.head.head >= num_heads]
+    require(not unknown, "head_set.chosen", str(unknown[:1]), "Chosen heads must be among the heads.")
     if _is_small(len(layers), num_heads):
         cell = (max(0.43, 3.0 / num_heads), 0.37)
     else:
@@ -131,21 +192,20 @@ def _layout(head_set: HeadSet) -> _Map:
         cell = (max(side, 3.0 / num_heads), min(side, 5.2 / len(layers)))
     marks = tuple((rows[s.head.mixer], s.head.head, _LETTERS[s.role]) for s in head_set.heads if _LETTERS[s.role])
     chosen = tuple((rows[s.head.mixer], s.head.head, str(s.head)) for s in head_set.chosen)
-    limit = float(np.nanmax(np.abs(values_CLH))) or 1.0
-    return _Map(values_CLH, layers, cell, limit, marks, chosen)
+    return _Map(values_CLH, names, layers, cell, marks, chosen)
 
 
-def _panel(axes: Axes, found: _Map, index: int, column: str) -> Any:
-    """One column's heat map with its ticks and marks; returns the image, for the colour bar."""
-    values_LH = found.values_CLH[index]
+def _panel(axes: Axes, heads: _Map, column: Column, limit: float) -> Any:
+    """Draw one column's heat map with its ticks and marks, and return the image, for the colour bar."""
+    values_LH = heads.values_LH(column)
     L, H = values_LH.shape
-    norm = Normalize(-found.limit, found.limit)
+    norm = Normalize(-limit, limit)
     image = axes.imshow(values_LH, cmap="RdBu", norm=norm, aspect="auto", interpolation="none")
-    axes.text(0, 1, column, transform=_above(axes, 17), size=9.5, weight="bold", va="bottom")
-    axes.text(0, 1, PANELS[column], transform=_above(axes, 5), size=8, color=MUTED, va="bottom")
-    axes.set_xticks(_sparse(H, found.cell[0]))
-    ticks = _sparse(L, found.cell[1])
-    axes.set_yticks(ticks, [found.layers[i] for i in ticks])
+    axes.text(0, 1, column.name, transform=_above(axes, 17), size=9.5, weight="bold", va="bottom")
+    axes.text(0, 1, _shortened(column.note, heads.size[0]), transform=_above(axes, 5), size=8, color=MUTED, va="bottom")
+    axes.set_xticks(_sparse(H, heads.cell[0]))
+    ticks = _sparse(L, heads.cell[1])
+    axes.set_yticks(ticks, [heads.layers[i] for i in ticks])
     axes.tick_params(labelsize=7.5, length=2, pad=2)
     axes.set_xlabel("head", size=8.5, labelpad=1)
     axes.set_ylabel("layer", size=8.5, labelpad=2)
@@ -154,13 +214,19 @@ def _panel(axes: Axes, found: _Map, index: int, column: str) -> Any:
     if np.isnan(values_LH).all():
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, size=9, color=MUTED, ha="center", va="center")
         return image
-    if found.is_small:
-        _write_cells(axes, values_LH, found)
+    if heads.is_small:
+        _write_cells(axes, values_LH, heads, limit)
     else:
-        _write_marks(axes, found)
-    for row, head, _ in found.chosen:
-        axes.add_patch(_outline(head, row, found.cell))
+        _write_marks(axes, heads)
+    for row, head, _ in heads.chosen:
+        axes.add_patch(_outline(head, row, heads.cell))
     return image
+
+
+def _shortened(note: str, inches: float) -> str:
+    """A note that fits above a panel, at 8 points."""
+    most = int((inches + _GAP_X) * 17)
+    return note if len(note) <= most else note[: note.rfind(" ", 0, most - 1)] + "…"
 
 
 def _above(axes: Axes, points: float) -> Any:
@@ -174,15 +240,15 @@ def _sparse(count: int, inches: float) -> list[int]:
     return list(range(0, count, step))
 
 
-def _write_cells(axes: Axes, values_LH: NDArray[np.float64], found: _Map) -> None:
-    """The number in each cell; letters of its role above left, the name of a chosen head below."""
-    digits = 1 if found.limit >= 10 else 2 if found.limit >= 0.1 else 3
-    names = {(row, head): name for row, head, name in found.chosen}
-    letters = {(row, head): text for row, head, text in found.marks}
+def _write_cells(axes: Axes, values_LH: NDArray[np.float64], heads: _Map, limit: float) -> None:
+    """Write the number in each cell, letters of its role above left, the name of a chosen head below."""
+    digits = 1 if limit >= 10 else 2 if limit >= 0.1 else 3
+    names = {(row, head): name for row, head, name in heads.chosen}
+    letters = {(row, head): text for row, head, text in heads.marks}
     for (row, head), value in np.ndenumerate(values_LH):
         if np.isnan(value):
             continue
-        ink = "white" if abs(value) > 0.6 * found.limit else INK
+        ink = "white" if abs(value) > 0.6 * limit else INK
         text = f"{round(float(value), digits) + 0.0:.{digits}f}".replace("-", "−")
         axes.text(head, row, text, size=7, color=ink, ha="center", va="center")
         if (row, head) in letters:
@@ -191,13 +257,13 @@ def _write_cells(axes: Axes, values_LH: NDArray[np.float64], found: _Map) -> Non
             axes.text(head, row + 0.43, names[row, head], size=5.5, weight="bold", color=ink, ha="center", va="bottom")
 
 
-def _write_marks(axes: Axes, found: _Map) -> None:
-    """Letters of roles on the cells, which are too small for numbers; names of chosen heads beside theirs."""
+def _write_marks(axes: Axes, heads: _Map) -> None:
+    """Write letters of roles on cells that are too small for numbers, and names of chosen heads beside theirs."""
     halo = [withStroke(linewidth=1.6, foreground="white")]
-    for row, head, text in found.marks:
+    for row, head, text in heads.marks:
         axes.text(
-            head + found.aside,
-            row - found.aside,
+            head + heads.aside,
+            row - heads.aside,
             text,
             size=5.5,
             weight="bold",
@@ -205,7 +271,7 @@ def _write_marks(axes: Axes, found: _Map) -> None:
             va="center",
             path_effects=halo,
         )
-    for (row, head, name), offset in zip(found.chosen, _offsets(found), strict=True):
+    for (row, head, name), offset in zip(heads.chosen, _offsets(heads), strict=True):
         axes.annotate(
             name,
             xy=(head, row),
@@ -221,20 +287,20 @@ def _write_marks(axes: Axes, found: _Map) -> None:
                 "linewidth": 0.7,
                 "color": INK,
                 "shrinkA": 0,
-                "shrinkB": POINTS * min(found.cell) / 2,
+                "shrinkB": POINTS * min(heads.cell) / 2,
             },
         )
 
 
-def _offsets(found: _Map) -> list[tuple[float, float]]:
-    """Where each chosen head's name goes, in points right of and above its cell: inside the panel, over nothing."""
-    cell, panel = np.array(found.cell) * POINTS, np.array(found.size) * POINTS
-    centres = [np.array([head + 0.5, row + 0.5]) * cell for row, head, _ in found.chosen]  # y downwards
-    letters = [np.array([head + 0.5 + found.aside, row + 0.5 - found.aside]) * cell for row, head, _ in found.marks]
+def _offsets(heads: _Map) -> list[tuple[float, float]]:
+    """Place each chosen head's name, in points right of and above its cell: inside the panel, over nothing else."""
+    cell, panel = np.array(heads.cell) * POINTS, np.array(heads.size) * POINTS
+    centres = [np.array([head + 0.5, row + 0.5]) * cell for row, head, _ in heads.chosen]  # y downwards
+    letters = [np.array([head + 0.5 + heads.aside, row + 0.5 - heads.aside]) * cell for row, head, _ in heads.marks]
     taken = [(centre, cell / 2 + 1) for centre in centres] + [(letter, np.full(2, 3.0)) for letter in letters]
     ring = [(0, -1), (1, -1), (-1, -1), (0, 1), (1, 1), (-1, 1), (1, 0), (-1, 0)]
     offsets = []
-    for (_, _, name), centre in zip(found.chosen, centres, strict=True):
+    for (_, _, name), centre in zip(heads.chosen, centres, strict=True):
         half = np.array([2.6 * len(name) + 1, 5.5])
         options = [np.array(d) * (half + cell / 2 + reach) for reach in (4, 12, 22, 34) for d in ring]
         options = _outwards(options, centre, centres)
@@ -252,7 +318,7 @@ def _offsets(found: _Map) -> list[tuple[float, float]]:
 
 
 def _outwards(options: Sequence[Point], centre: Point, centres: Sequence[Point]) -> list[Point]:
-    """The short offsets first, and of those the ones that lead away from neighbours, so that lines do not cross."""
+    """Sort offsets: short ones first, and of those the ones away from neighbours, so that lines do not cross."""
     near = [c for c in centres if float(np.linalg.norm(c - centre)) < POINTS]
     away = centre - np.mean(near, axis=0)
     away = away / (float(np.linalg.norm(away)) or 1.0)
@@ -265,7 +331,7 @@ def _outwards(options: Sequence[Point], centre: Point, centres: Sequence[Point])
 
 
 def _outline(head: float, row: float, cell: tuple[float, float]) -> Rectangle:
-    """The frame of a chosen head; around a small cell it stands off a little."""
+    """The frame of a chosen head, a little larger than a small cell."""
     pad_x, pad_y = (max(0.0, 0.04 - side / 10) / side for side in cell)
     size = (1 + 2 * pad_x, 1 + 2 * pad_y)
     corner = (head - 0.5 - pad_x, row - 0.5 - pad_y)
@@ -275,23 +341,23 @@ def _outline(head: float, row: float, cell: tuple[float, float]) -> Rectangle:
 
 
 def _legend(figure: Figure, image: Any, head_set: HeadSet, left: float, top: float, width: float) -> None:
-    """The colour bar and what the marks mean, in the place of a sixth panel; left, top and width in inches."""
+    """Draw the colour bar and the meaning of the marks, in the place of a panel. Left, top and width are in inches."""
     bar = figure.colorbar(image, cax=add_axes(figure, left, top, min(width, 3.6), 0.14), orientation="horizontal")
     bar.ax.tick_params(labelsize=7.5, length=2, pad=2)
     bar.outline.set(linewidth=0.6, edgecolor="#bbbbbb")
-    bar.ax.set_title("one scale for all panels, logits", size=8.5, loc="left", pad=4)
+    bar.ax.set_title("margin lost or gained, logits", size=8.5, loc="left", pad=4)
     prompts = max(s.n for s in head_set.heads)
     clean = "".join(
         f", {name} {head_set.clean[name].value:.2f}" for name in ("accuracy", "margin") if name in head_set.clean
     )
     entries = (
-        ("", "blue: lost by removing it (top), gained by its read (bottom)"),
+        ("", "blue: lost without the head, gained by its oracle read"),
         ("", "red: the opposite"),
         ("□", "chosen for splicing"),
-        ("G", "Gather head: its work on the context is needed"),
-        ("A", "Aggregate head: its work at the query is needed"),
-        ("B", "both of these"),
-        ("", f"untouched model: {prompts} prompts{clean}"),
+        ("G", "Gather head: needed before the query"),
+        ("A", "Aggregate head: needed at the query"),
+        ("B", "both"),
+        ("", f"clean model: {prompts} prompts{clean}"),
     )
     full_width, full_height = figure.get_size_inches()
     for line, (symbol, text) in enumerate(entries):
@@ -300,22 +366,22 @@ def _legend(figure: Figure, image: Any, head_set: HeadSet, left: float, top: flo
         figure.text((left + 0.22 * bool(symbol)) / full_width, y, text, size=8, color=INK, va="center")
 
 
-def _header() -> list[str]:
-    columns = [f"{column}{end}" for column in PANELS for end in ("", "_low", "_high")]
-    return ["head", "layer", "index", "role", "reads", "chosen", "n", *columns]
+def _header(columns: Sequence[Column]) -> list[str]:
+    names = [f"{column.name}{end}" for column in columns for end in ("", "_low", "_high")]
+    return ["head", "layer", "index", "role", "reads", "chosen", "n", *names]
 
 
-def _rows(head_set: HeadSet) -> Sequence[Sequence[Any]]:
+def _rows(head_set: HeadSet, columns: Sequence[Column]) -> Sequence[Sequence[Any]]:
     """One row a head, in the HeadSet's order; `chosen` is its place among the chosen, from 1, or empty."""
     place: dict[HeadId, int] = {s.head: i + 1 for i, s in enumerate(head_set.chosen)}
     return [
         [s.head, s.head.layer, s.head.head, s.role, s.reads or "", place.get(s.head, ""), s.n]
-        + [value for column in PANELS for value in _cells(s, column)]
+        + [value for column in columns for value in _cells(s, column.name)]
         for s in head_set.heads
     ]
 
 
 def _cells(scored: ScoredHead, column: str) -> tuple[Any, Any, Any]:
     """Value and interval; empty where the column was not measured."""
-    found = scored.scores.get(column)
-    return ("", "", "") if found is None else (found.value, found.low, found.high)
+    interval = scored.scores.get(column)
+    return ("", "", "") if interval is None else (interval.value, interval.low, interval.high)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from surgery.errors import ModelError
-from surgery.interventions.hooks import Trace, from_mixer, record
-from surgery.interventions.oracle_read import PerfectRead, intervene
+from surgery.interventions.hooks import ActivationCache, from_mixer, record
+from surgery.interventions.oracle_read import OracleRead, intervene
 from surgery.models.cache import expand_cache
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.types import MixerSpec
@@ -67,7 +67,7 @@ class TestRecord:
         residual = (model.get_input_embeddings()(ids), *plain.hidden_states)
         for layer, name in ((0, "L0H"), (2, "L2H")):
             mixer = model.backbone.layers[layer].mixer
-            assert torch.equal(trace.below[layer], residual[layer])
+            assert torch.equal(trace.residual[layer], residual[layer])
             torch.testing.assert_close(trace.output[name], residual[layer + 1] - residual[layer])
             assert trace.scan[name].shape == trace.heads[name].shape == (2, 21, HEADS * HEAD_DIM)
             gate = trace.projected[name][..., : HEADS * HEAD_DIM]
@@ -77,7 +77,7 @@ class TestRecord:
                     normed[..., head * HEAD_DIM : (head + 1) * HEAD_DIM] = 0
             torch.testing.assert_close(trace.heads[name], normed)
         stored = (trace.scan, trace.projected, trace.heads, trace.output)
-        assert all(set(store) == {"L0H", "L2H"} for store in stored) and set(trace.below) == {0, 2}
+        assert all(set(store) == {"L0H", "L2H"} for store in stored) and set(trace.residual) == {0, 2}
         assert not trace.tuples
 
     @every_model
@@ -115,7 +115,7 @@ class TestRecord:
         for name in ("L0H", "L2H"):
             with intervene(model, SPECS, {name: off(1, (0, 1))}, {}), record(model, SPECS) as changed:
                 outputs.append(logits(model, ids))
-            assert torch.equal(changed.below[2], trace.below[2]) == (name == "L2H")
+            assert torch.equal(changed.residual[2], trace.residual[2]) == (name == "L2H")
         assert all((output - plain)[:, -1].abs().max() > 1e-3 for output in outputs)
 
 
@@ -131,7 +131,7 @@ class TestFromMixer:
     every_kind = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
 
     @staticmethod
-    def _clean(model: Any, batch: Any) -> tuple[Tensor, Trace, tuple[MixerSpec, ...]]:
+    def _clean(model: Any, batch: Any) -> tuple[Tensor, ActivationCache, tuple[MixerSpec, ...]]:
         specs = family_of(model.config).mixers(model.config)
         with record(model, specs) as trace:
             return logits(model, batch.input_ids, attention_mask=batch.attention_mask), trace, specs
@@ -232,7 +232,7 @@ class TestHooks:
     @pytest.mark.parametrize("fires", [False, True])
     def test_an_exception_passes_and_leaves_no_hook(self, fires: bool) -> None:
         model = pico_base()
-        read = PerfectRead(off(1, (0, 1)), torch.zeros(1, 2, HEADS, HEAD_DIM))
+        read = OracleRead(off(1, (0, 1)), torch.zeros(1, 2, HEADS, HEAD_DIM))
         for context in (
             lambda: record(model, SPECS),
             lambda: intervene(model, SPECS, {"L0H": off(1, (0, 2))}, {"L1H": read}),
@@ -290,7 +290,7 @@ class TestIntervene:
     def test_a_perfect_read_replaces_what_is_mixed_and_keeps_the_skip(self, make: Any) -> None:
         model, ids, spec = make(), tokens(), family_of(make().config).mixers(make().config)[1]
         value = torch.randn(2, 2, HEADS, HEAD_DIM)
-        read = PerfectRead(off(2, (0, 1), (1, 0), (1, 3)), value)
+        read = OracleRead(off(2, (0, 1), (1, 0), (1, 3)), value)
         with record(model, [spec]) as clean:
             logits(model, ids)
         seen: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Every fast path of the sweep equals its naive one: same margins, on padded prompts, on a base and on a hybrid."""
+"""Every fast path of the run equals its naive one: same margins, on padded prompts, on a base and on a hybrid."""
 
 from __future__ import annotations
 
@@ -8,12 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgery.interventions.ablation import Removal, baseline, tokens_of
+from surgery.interventions.ablation import Ablation, fill_values, token_mask
 from surgery.interventions.hooks import record
-from surgery.locate.ablation_sweep import READS, Sweep, Variant
+from surgery.locate.ablation_sweep import (
+    READS,
+    CleanRun,
+    Variant,
+    ablate,
+    change_at_query,
+    contribution,
+    oracle_values,
+    run_clean,
+)
 from surgery.models.lookup import mixer_of, structure_of
 from surgery.scoring.ranking import ChoiceScores, choice_scores
 from surgery.types import HeadId, MixerSpec
+from tests.support.oracles import naive_ablate, naive_change_at_query
 from tests.support.pico import HEAD_DIM, HEADS, pico_base, pico_hybrid, pico_site, prompts, random_site
 
 MODELS = {
@@ -25,19 +35,19 @@ BATCHES = {"padded": (9, 14, 12), "level": (11, 11)}
 every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
 every_batch = pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES.keys())
 SINGLE = [Variant(ablate=(HeadId(layer, h),)) for layer in range(3) for h in range(HEADS)]
-SINGLE += [Variant(sharpen=((HeadId(layer, h), r),)) for layer in range(3) for h in range(HEADS) for r in READS]
+SINGLE += [Variant(oracle=((HeadId(layer, h), r),)) for layer in range(3) for h in range(HEADS) for r in READS]
 COMBINED = [
     Variant(),
     Variant(ablate=(HeadId(0, 1), HeadId(0, 2), HeadId(2, 3))),
-    Variant(sharpen=((HeadId(0, 0), "segment_end"), (HeadId(2, 3), "answer_token"))),
-    Variant(sharpen=((HeadId(1, 0), "segment_end"), (HeadId(1, 3), "answer_token"))),
-    Variant(ablate=(HeadId(0, 0), HeadId(1, 1)), sharpen=((HeadId(2, 1), "answer_token"),)),
-    Variant(ablate=(HeadId(2, 0),), sharpen=((HeadId(0, 2), "segment_end"), (HeadId(1, 2), "segment_end"))),
+    Variant(oracle=((HeadId(0, 0), "segment_end"), (HeadId(2, 3), "answer_token"))),
+    Variant(oracle=((HeadId(1, 0), "segment_end"), (HeadId(1, 3), "answer_token"))),
+    Variant(ablate=(HeadId(0, 0), HeadId(1, 1)), oracle=((HeadId(2, 1), "answer_token"),)),
+    Variant(ablate=(HeadId(2, 0),), oracle=((HeadId(0, 2), "segment_end"), (HeadId(1, 2), "segment_end"))),
 ]
 
 
-def sweep_of(make: Any, lengths: tuple[int, ...] = BATCHES["padded"], memory: int = 2**29) -> Sweep:
-    return Sweep(make(), prompts(lengths), memory)
+def run_of(make: Any, lengths: tuple[int, ...] = BATCHES["padded"]) -> CleanRun:
+    return run_clean(make(), prompts(lengths))
 
 
 def assert_same(fast: list[ChoiceScores], naive: list[ChoiceScores]) -> None:
@@ -52,20 +62,20 @@ def each(spec: MixerSpec) -> list[list[HeadId]]:
     return [[head] for head in spec.heads]
 
 
-def moved(sweep: Sweep, scores: list[ChoiceScores]) -> list[float]:
+def moved(run: CleanRun, scores: list[ChoiceScores]) -> list[float]:
     """How far each of these is from the clean margins."""
-    return [float((s.margin - sweep.clean.margin).abs().max()) for s in scores]
+    return [float((s.margin - run.scores.margin).abs().max()) for s in scores]
 
 
 @every_model
 @every_batch
 def test_clean_is_the_models_own_score(lengths: tuple[int, ...], make: Any) -> None:
-    sweep, batch = sweep_of(make, lengths), prompts(lengths)
+    run, batch = run_of(make, lengths), prompts(lengths)
     for b in range(len(batch)):  # each prompt by itself, without padding
         ids = batch.input_ids[b][batch.attention_mask[b].bool()][None]
         with torch.no_grad():
-            alone = choice_scores(sweep.model(ids, use_cache=False).logits[:, -1], batch[b : b + 1])
-        torch.testing.assert_close(alone.margin, sweep.clean.margin[b : b + 1], atol=1e-4, rtol=0)
+            alone = choice_scores(run.model(ids, use_cache=False).logits[:, -1], batch[b : b + 1])
+        torch.testing.assert_close(alone.margin, run.scores.margin[b : b + 1], atol=1e-4, rtol=0)
 
 
 @every_model
@@ -73,11 +83,11 @@ def test_clean_is_the_models_own_score(lengths: tuple[int, ...], make: Any) -> N
 @pytest.mark.parametrize("context_only", [False, True])
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_removal_equals_naive(layer: int, context_only: bool, lengths: tuple[int, ...], make: Any) -> None:
-    sweep, removal = sweep_of(make, lengths), Removal("context" if context_only else "everywhere")
-    fast = sweep.without(each(sweep.specs[layer]), removal)
-    assert_same(fast, sweep.without(each(sweep.specs[layer]), removal, naive=True))
-    silent = {0} if layer == 2 and "replace" in str(getattr(sweep.model.config, "splice", "")) else set()
-    for head, distance in enumerate(moved(sweep, fast)):
+    run, ablation = run_of(make, lengths), Ablation("context" if context_only else "everywhere")
+    fast = ablate(run, each(run.specs[layer]), ablation)
+    assert_same(fast, naive_ablate(run, each(run.specs[layer]), ablation))
+    silent = {0} if layer == 2 and "replace" in str(getattr(run.model.config, "splice", "")) else set()
+    for head, distance in enumerate(moved(run, fast)):
         nothing = head in silent or (layer == 2 and context_only)  # above the last layer only the query is read
         assert distance < 1e-4 if nothing else distance > 1e-3, (head, distance)
 
@@ -96,31 +106,31 @@ SETS = [
 @pytest.mark.parametrize("where", WHERE)
 def test_sets_of_heads_equal_naive(where: Any, fill: Any, make: Any) -> None:
     """Several heads, whole layers, heads of several layers, at chosen tokens, with each thing in their place."""
-    sweep, removal = sweep_of(make), Removal(where, fill)
-    fast = sweep.without(SETS, removal)
-    assert_same(fast, sweep.without(SETS, removal, naive=True))
-    assert max(moved(sweep, fast)) > 1e-3
+    run, ablation = run_of(make), Ablation(where, fill)
+    fast = ablate(run, SETS, ablation)
+    assert_same(fast, naive_ablate(run, SETS, ablation))
+    assert max(moved(run, fast)) > 1e-3
 
 
 @every_model
 def test_a_set_at_the_query_is_the_decode_step(make: Any) -> None:
-    """Two ways to the same removal."""
-    sweep = sweep_of(make)
-    assert_same(sweep.without(SETS, Removal("query")), sweep.at_query([Variant(ablate=tuple(s)) for s in SETS]))
+    """Two ways to the same ablation."""
+    run = run_of(make)
+    assert_same(ablate(run, SETS, Ablation("query")), change_at_query(run, [Variant(ablate=tuple(s)) for s in SETS]))
 
 
 @every_model
 @every_batch
 def test_one_pass_and_a_step_equal_two_passes(lengths: tuple[int, ...], make: Any) -> None:
     """The clean query as a decode step; the recorded streams are those of the whole pass."""
-    whole = sweep_of(make, lengths)
-    step = Sweep(whole.model, whole.batch, stepwise=True)
+    whole = run_of(make, lengths)
+    step = run_clean(whole.model, whole.batch, stepwise=True)
     assert step.passes == whole.passes / 2
-    assert_same([step.clean], [whole.clean])
-    assert_same(step.at_query(SINGLE + COMBINED), whole.at_query(SINGLE + COMBINED))
-    assert_same(step.without(SETS), whole.without(SETS))
-    for name in ("heads", "scan", "projected", "output", "below"):
-        here, there = getattr(step.trace, name), getattr(whole.trace, name)
+    assert_same([step.scores], [whole.scores])
+    assert_same(change_at_query(step, SINGLE + COMBINED), change_at_query(whole, SINGLE + COMBINED))
+    assert_same(ablate(step, SETS), ablate(whole, SETS))
+    for name in ("heads", "scan", "projected", "output", "residual"):
+        here, there = getattr(step.prompt.activations, name), getattr(whole.prompt.activations, name)
         assert here.keys() == there.keys()
         for key in here:
             torch.testing.assert_close(here[key], there[key], atol=1e-4, rtol=1e-4)
@@ -128,11 +138,11 @@ def test_one_pass_and_a_step_equal_two_passes(lengths: tuple[int, ...], make: An
 
 def test_the_tokens_that_are_meant() -> None:
     batch = prompts(BATCHES["padded"])
-    everywhere, context, query = (tokens_of(batch, w) for w in ("everywhere", "context", "query"))
+    everywhere, context, query = (token_mask(batch, w) for w in ("everywhere", "context", "query"))
     assert everywhere.all() and torch.equal(context, ~query) and query.nonzero()[:, 1].eq(batch.query[:, -1]).all()
     for name in ("segment_end", "answer_token"):
-        assert torch.equal(tokens_of(batch, name).nonzero()[:, 1], getattr(batch, name)[:, -1])
-    for b, row in enumerate(tokens_of(batch, "segment")):
+        assert torch.equal(token_mask(batch, name).nonzero()[:, 1], getattr(batch, name)[:, -1])
+    for b, row in enumerate(token_mask(batch, "segment")):
         start, end = int(batch.segment_start[b, -1]), int(batch.segment_end[b, -1])
         assert row.nonzero()[:, 0].tolist() == list(range(start, end + 1))
 
@@ -142,8 +152,8 @@ def test_baselines_are_of_the_same_distance_from_the_query_and_of_real_tokens() 
     T = batch.input_ids.shape[1]
     u = torch.arange(3.0)[:, None, None] * 100 + torch.arange(float(T))[:, None]
     real = batch.attention_mask.bool()
-    mean, other = baseline(u, batch, "mean"), baseline(u, batch, "resample")
-    assert baseline(u, batch, "zero") is None
+    mean, other = fill_values(u, batch, "mean"), fill_values(u, batch, "resample")
+    assert fill_values(u, batch, "zero") is None
     for t in range(T):
         there = [b for b in range(3) if real[b, t]]
         assert float(mean[0, t, 0]) == pytest.approx(sum(100 * b + t for b in there) / len(there))
@@ -155,12 +165,12 @@ def test_baselines_are_of_the_same_distance_from_the_query_and_of_real_tokens() 
 def test_16_bit_models_subtract_in_32() -> None:
     """The contribution is summed in fp32 and the stream rounded once: exactly, whatever the width of the weights."""
     model = pico_base().to(torch.bfloat16)
-    sweep = Sweep(model, prompts((11, 11)))
-    spec, head = sweep.specs[1], 2
-    own = sweep._contribution(sweep.prompt, spec, [head], "zero")
+    run = run_clean(model, prompts((11, 11)))
+    spec, head = run.specs[1], 2
+    own = contribution(model, run.prompt, spec, [head], "zero")
     columns = structure_of(spec).weight_slices(spec, head).out
     weight = structure_of(spec).out_proj(mixer_of(model, spec)).weight.double()[:, columns]
-    exact = sweep.trace.heads[spec.name].double()[..., columns] @ weight.T
+    exact = run.prompt.activations.heads[spec.name].double()[..., columns] @ weight.T
     assert own.dtype == torch.float32
     assert float((own.double() - exact).abs().max()) < 1e-5 * float(exact.abs().max())
 
@@ -168,28 +178,27 @@ def test_16_bit_models_subtract_in_32() -> None:
 @every_model
 @every_batch
 def test_at_query_equals_naive(lengths: tuple[int, ...], make: Any) -> None:
-    sweep = sweep_of(make, lengths)
-    fast = sweep.at_query(SINGLE + COMBINED)
-    assert_same(fast, sweep.at_query(SINGLE + COMBINED, naive=True))
-    assert moved(sweep, fast)[len(SINGLE)] < 1e-4, "no change at all"
-    assert sum(distance > 1e-3 for distance in moved(sweep, fast)) >= len(SINGLE + COMBINED) - 4
+    run = run_of(make, lengths)
+    fast = change_at_query(run, SINGLE + COMBINED)
+    assert_same(fast, naive_change_at_query(run, SINGLE + COMBINED))
+    assert moved(run, fast)[len(SINGLE)] < 1e-4, "no change at all"
+    assert sum(distance > 1e-3 for distance in moved(run, fast)) >= len(SINGLE + COMBINED) - 4
 
 
 @every_model
 def test_chunks_change_nothing(make: Any) -> None:
     """One variant at a time, or an uneven last group."""
-    whole = sweep_of(make)
+    run = run_of(make)
     for memory in (1, 300_000):
-        parts = sweep_of(make, memory=memory)
-        for spec in whole.specs:
-            assert_same(parts.without(each(spec)), whole.without(each(spec)))
-        assert_same(parts.at_query(COMBINED), whole.at_query(COMBINED))
+        for spec in run.specs:
+            assert_same(ablate(run, each(spec), memory=memory), ablate(run, each(spec)))
+        assert_same(change_at_query(run, COMBINED, memory), change_at_query(run, COMBINED))
 
 
 @every_model
 def test_query_ablation_is_zeroed_columns_at_the_query(make: Any) -> None:
     """Against a hook of this test's own."""
-    sweep = sweep_of(make)
+    run = run_of(make)
     heads = (HeadId(0, 1), HeadId(1, 3))
 
     def zero(head: int) -> Any:
@@ -200,60 +209,60 @@ def test_query_ablation_is_zeroed_columns_at_the_query(make: Any) -> None:
 
         return hook
 
-    handles = [
-        sweep.model.backbone.layers[h.layer].mixer.out_proj.register_forward_pre_hook(zero(h.head)) for h in heads
-    ]
+    handles = [run.model.backbone.layers[h.layer].mixer.out_proj.register_forward_pre_hook(zero(h.head)) for h in heads]
     with torch.no_grad():
-        logits = sweep.model(sweep.batch.input_ids, attention_mask=sweep.mask, use_cache=False).logits[:, -1]
+        logits = run.model(run.batch.input_ids, attention_mask=run.prompt.mask, use_cache=False).logits[:, -1]
     for handle in handles:
         handle.remove()
-    assert_same(sweep.at_query([Variant(ablate=heads)]), [choice_scores(logits, sweep.batch)])
+    assert_same(change_at_query(run, [Variant(ablate=heads)]), [choice_scores(logits, run.batch)])
 
 
 @every_model
 @pytest.mark.parametrize("reads", READS)
 def test_perfect_value_is_the_gold_tokens_at_the_usual_size(reads: Any, make: Any) -> None:
     """Parallel to the gold token's own value; as long as what the head mixes in at the query, in root mean square."""
-    sweep = sweep_of(make)
-    for spec in sweep.specs:
-        perfect = sweep.perfect_values(spec, reads)
-        mixed = torch.stack([_mixed(sweep, spec, b) for b in range(3)])
+    run = run_of(make)
+    for spec in run.specs:
+        perfect = oracle_values(run, spec, reads)
+        mixed = torch.stack([_mixed(run, spec, b) for b in range(3)])
         torch.testing.assert_close(perfect.norm(dim=-1), mixed.pow(2).sum(-1).mean(0).sqrt().expand(3, -1))
-        streams = structure_of(spec).streams(mixer_of(sweep.model, spec), spec, sweep.trace.projected[spec.name])
+        streams = structure_of(spec).streams(
+            mixer_of(run.model, spec), spec, run.prompt.activations.projected[spec.name]
+        )
         for b in range(3):
-            x = streams.x[b, getattr(sweep.batch, reads)[b, -1]]
+            x = streams.x[b, getattr(run.batch, reads)[b, -1]]
             cosine = torch.nn.functional.cosine_similarity(perfect[b], x, dim=-1)
             torch.testing.assert_close(cosine, torch.ones(HEADS))
 
 
-def _mixed(sweep: Sweep, spec: MixerSpec, b: int) -> Tensor:
+def _mixed(run: CleanRun, spec: MixerSpec, b: int) -> Tensor:
     """(H,P) what each head mixes in at the query of prompt b, from the hidden attention of the prompt alone."""
-    ids = sweep.batch.input_ids[b][sweep.batch.attention_mask[b].bool()][None]
-    structure, mixer = structure_of(spec), mixer_of(sweep.model, spec)
-    with torch.no_grad(), record(sweep.model, [spec]) as trace:
-        sweep.model(ids, use_cache=False)
+    ids = run.batch.input_ids[b][run.batch.attention_mask[b].bool()][None]
+    structure, mixer = structure_of(spec), mixer_of(run.model, spec)
+    with torch.no_grad(), record(run.model, [spec]) as trace:
+        run.model(ids, use_cache=False)
         streams = structure.streams(mixer, spec, trace.projected[spec.name])
         return torch.einsum("hs,shp->hp", structure.hidden_attention(mixer, spec, streams)[0, :, -1], streams.x[0])
 
 
 @every_model
 def test_leaves_the_model_and_its_own_state_alone(make: Any) -> None:
-    sweep = sweep_of(make)
-    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in sweep.model.modules()]
-    before = {k: v.clone() for k, v in sweep.model.state_dict().items()}
-    first = sweep.at_query(SINGLE)
-    for spec in sweep.specs:
-        sweep.without(each(spec))
-        sweep.without(each(spec), naive=True)
-    assert_same(sweep.at_query(SINGLE), first)
-    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in sweep.model.modules()]
-    assert all(torch.equal(v, before[k]) for k, v in sweep.model.state_dict().items())
+    run = run_of(make)
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in run.model.modules()]
+    before = {k: v.clone() for k, v in run.model.state_dict().items()}
+    first = change_at_query(run, SINGLE)
+    for spec in run.specs:
+        ablate(run, each(spec))
+        naive_ablate(run, each(spec))
+    assert_same(change_at_query(run, SINGLE), first)
+    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in run.model.modules()]
+    assert all(torch.equal(v, before[k]) for k, v in run.model.state_dict().items())
 
 
 def test_prompts_do_not_reach_each_other() -> None:
     """A prompt's margins under ablation do not depend on what else is in its batch."""
     model, batch = pico_base(), prompts()
-    whole, pair = (Sweep(model, b) for b in (batch, batch[1:]))
+    whole, pair = (run_clean(model, b) for b in (batch, batch[1:]))
     for spec in whole.specs:
-        for one, other in zip(whole.without(each(spec)), pair.without(each(spec)), strict=True):
+        for one, other in zip(ablate(whole, each(spec)), ablate(pair, each(spec)), strict=True):
             torch.testing.assert_close(one.margin[1:], other.margin, atol=1e-4, rtol=0)

@@ -1,4 +1,4 @@
-"""The rivals are what their formulas say: derivatives, integrals, divergences and largest weights, on every structure.
+"""Baselines are what their formulas say: derivatives, integrals, divergences and largest weights, on every structure.
 
 Checked against whole passes with hooks of this file's own, on left-padded prompts.
 """
@@ -19,8 +19,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import ModelError, ProbeError, RecipeError
 from surgery.interventions.hooks import record
-from surgery.locate import baselines as rivals
-from surgery.locate.ablation_sweep import Sweep
+from surgery.locate import baselines
+from surgery.locate.ablation_sweep import CleanRun, run_clean
 from surgery.locate.baselines import attribution, integrated_gradients, layer_divergence, retrieval_score
 from surgery.models.lookup import block_of, family_of, mixer_of, structure_of
 from surgery.probes.documents import Document, Question, Writer, rng_of
@@ -28,6 +28,7 @@ from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.sentences import sentence
 from surgery.scoring.choices import arguments
 from surgery.types import MixerSpec
+from tests.support.oracles import naive_integrated_gradients, naive_layer_divergence
 from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts, tokens
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -41,16 +42,16 @@ MODELS: dict[str, Callable[[], Any]] = {
 every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
 
 
-def sweep_of(make: Callable[[], Any], batch: EncodedBatch | None = None) -> Sweep:
+def run_of(make: Callable[[], Any], batch: EncodedBatch | None = None) -> CleanRun:
     """In double precision, but for what the models themselves compute in single."""
-    return Sweep(make().double(), prompts() if batch is None else batch)
+    return run_clean(make().double(), prompts() if batch is None else batch)
 
 
 @contextmanager
-def changed(sweep: Sweep, spec: MixerSpec, module: nn.Module, change: Callable[[Any], Any], after: bool) -> Iterator:
+def changed(run: CleanRun, spec: MixerSpec, module: nn.Module, change: Callable[[Any], Any], after: bool) -> Iterator:
     """Replaces a module's first argument, or its output, while the block of `spec` runs and in no other."""
     inside = [False]
-    block = block_of(sweep.model, spec.layer, spec)
+    block = block_of(run.model, spec.layer, spec)
     handles = [block.register_forward_pre_hook(lambda *_: inside.__setitem__(0, True))]
     handles.append(block.register_forward_hook(lambda *_: inside.__setitem__(0, False)))
     if after:
@@ -64,12 +65,12 @@ def changed(sweep: Sweep, spec: MixerSpec, module: nn.Module, change: Callable[[
             handle.remove()
 
 
-def whole_logits(sweep: Sweep, repeats: int = 1) -> Tensor:
+def whole_logits(run: CleanRun, repeats: int = 1) -> Tensor:
     """(repeats*B,V) at the query, by whole passes of the model."""
-    mask = None if sweep.mask is None else sweep.mask.repeat(repeats, 1)
-    inputs = arguments(sweep.model, sweep.batch.input_ids.repeat(repeats, 1), mask)
+    mask = None if run.prompt.mask is None else run.prompt.mask.repeat(repeats, 1)
+    inputs = arguments(run.model, run.batch.input_ids.repeat(repeats, 1), mask)
     with torch.no_grad():
-        return sweep.model(**inputs, use_cache=False).logits[:, -1].double()
+        return run.model(**inputs, use_cache=False).logits[:, -1].double()
 
 
 def margins(logits_RV: Tensor, batch: EncodedBatch) -> Tensor:
@@ -81,38 +82,38 @@ def margins(logits_RV: Tensor, batch: EncodedBatch) -> Tensor:
                                      -torch.inf).amax(2)  # fmt: skip
 
 
-def scaled_margins(sweep: Sweep, spec: MixerSpec, factors_RH: Tensor) -> Tensor:
+def scaled_margins(run: CleanRun, spec: MixerSpec, factors_RH: Tensor) -> Tensor:
     """(R,B) with the heads of one mixer multiplied, at every token."""
-    each_H = factors_RH.repeat_interleave(len(sweep.batch), 0)
+    each_H = factors_RH.repeat_interleave(len(run.batch), 0)
 
     def scale(u: Tensor) -> Tensor:
         return u * each_H.repeat_interleave(u.shape[-1] // spec.num_heads, 1)[:, None].to(u.dtype)
 
-    out_proj = structure_of(spec).out_proj(mixer_of(sweep.model, spec))
-    with changed(sweep, spec, out_proj, scale, after=False):
-        return margins(whole_logits(sweep, len(factors_RH)), sweep.batch)
+    out_proj = structure_of(spec).out_proj(mixer_of(run.model, spec))
+    with changed(run, spec, out_proj, scale, after=False):
+        return margins(whole_logits(run, len(factors_RH)), run.batch)
 
 
 @every_model
 def test_attribution_is_the_derivative_by_a_factor_on_the_head(make: Any) -> None:
-    sweep, step = sweep_of(make), 1e-3
+    run, step = run_of(make), 1e-3
     found = []
-    for spec in sweep.specs:
+    for spec in run.specs:
         moves = step * torch.eye(spec.num_heads)
-        up, down = scaled_margins(sweep, spec, 1 + torch.cat([moves, -moves])).chunk(2)
+        up, down = scaled_margins(run, spec, 1 + torch.cat([moves, -moves])).chunk(2)
         found.append((up - down) / (2 * step))
     slopes = torch.cat(found).float()
-    assert attribution(sweep).shape == (sum(spec.num_heads for spec in sweep.specs), len(sweep.batch))
-    torch.testing.assert_close(attribution(sweep), slopes, atol=2e-3 * float(slopes.abs().max()), rtol=0)
+    assert attribution(run).shape == (sum(spec.num_heads for spec in run.specs), len(run.batch))
+    torch.testing.assert_close(attribution(run), slopes, atol=2e-3 * float(slopes.abs().max()), rtol=0)
 
 
 @every_model
 def test_integrated_gradients_equal_whole_passes(make: Any) -> None:
-    sweep = sweep_of(make)
-    sweep.specs = sweep.specs[1:4]
-    fast, naive = integrated_gradients(sweep, 2), integrated_gradients(sweep, 2, naive=True)
+    run = run_of(make)
+    run.specs = run.specs[1:4]
+    fast, naive = integrated_gradients(run, 2), naive_integrated_gradients(run, 2)
     torch.testing.assert_close(fast, naive, atol=1e-4 * float(naive.abs().max()), rtol=0)
-    assert (fast - attribution(sweep)).abs().max() > 1e-2 * float(naive.abs().max())
+    assert (fast - attribution(run)).abs().max() > 1e-2 * float(naive.abs().max())
 
 
 @pytest.mark.parametrize(
@@ -122,43 +123,43 @@ def test_integrated_gradients_equal_whole_passes(make: Any) -> None:
 )  # fmt: skip
 def test_with_many_steps_a_mixers_heads_sum_to_its_effect(seed: int, mixer: str, name: str) -> None:
     """Completeness: within 1% of the largest change."""
-    sweep = sweep_of(MODELS[name], prompts(seed=seed))
-    sweep.specs = tuple(spec for spec in sweep.specs if spec.name == mixer)
-    lost = effect_of(sweep, sweep.specs[0])
-    total = integrated_gradients(sweep, 24).sum(0)
+    run = run_of(MODELS[name], prompts(seed=seed))
+    run.specs = tuple(spec for spec in run.specs if spec.name == mixer)
+    lost = effect_of(run, run.specs[0])
+    total = integrated_gradients(run, 24).sum(0)
     torch.testing.assert_close(total, lost, atol=1e-2 * float(lost.abs().max()), rtol=0)
 
 
-def effect_of(sweep: Sweep, spec: MixerSpec) -> Tensor:
+def effect_of(run: CleanRun, spec: MixerSpec) -> Tensor:
     """(B,) the margin that is lost without all heads of a mixer."""
-    ends = scaled_margins(sweep, spec, torch.tensor([[1.0], [0.0]]).expand(2, spec.num_heads))
+    ends = scaled_margins(run, spec, torch.tensor([[1.0], [0.0]]).expand(2, spec.num_heads))
     return (ends[0] - ends[1]).float()
 
 
 def test_what_is_normalised_right_away_has_no_gradient() -> None:
     """Zamba2 normalises what its attention puts out, with no residual beside it: its scale does not matter, until 0."""
-    sweep = sweep_of(MODELS["zamba2"])
-    sweep.specs = tuple(spec for spec in sweep.specs if spec.name == "L3A")
-    lost = effect_of(sweep, sweep.specs[0])
+    run = run_of(MODELS["zamba2"])
+    run.specs = tuple(spec for spec in run.specs if spec.name == "L3A")
+    lost = effect_of(run, run.specs[0])
     assert lost.abs().min() > 0.5
-    assert attribution(sweep).sum(0).abs().max() < 1e-3
-    assert (integrated_gradients(sweep, 5).sum(0) / lost).abs().max() < 0.1
+    assert attribution(run).sum(0).abs().max() < 1e-3
+    assert (integrated_gradients(run, 5).sum(0) / lost).abs().max() < 0.1
 
 
 @every_model
 def test_layer_divergence_equals_whole_passes(make: Any) -> None:
-    sweep = sweep_of(make)
-    torch.testing.assert_close(layer_divergence(sweep), layer_divergence(sweep, naive=True), atol=1e-5, rtol=1e-3)
+    run = run_of(make)
+    torch.testing.assert_close(layer_divergence(run), naive_layer_divergence(run), atol=1e-5, rtol=1e-3)
 
 
 @every_model
 def test_layer_divergence_is_the_definition(make: Any) -> None:
     """Against a hook of this test's own: the mixer's output is replaced by the bias of its `out_proj`."""
-    sweep = sweep_of(make)
-    sweep.specs = sweep.specs[:3]
-    expected, clean = [], whole_logits(sweep).log_softmax(-1)
-    for spec in sweep.specs:
-        mixer = mixer_of(sweep.model, spec)
+    run = run_of(make)
+    run.specs = run.specs[:3]
+    expected, clean = [], whole_logits(run).log_softmax(-1)
+    for spec in run.specs:
+        mixer = mixer_of(run.model, spec)
         bias = structure_of(spec).out_proj(mixer).bias
 
         def empty(out: Any, bias: Tensor | None = bias) -> Any:
@@ -166,10 +167,10 @@ def test_layer_divergence_is_the_definition(make: Any) -> None:
             left = torch.zeros_like(first) + (0 if bias is None else bias)
             return (left, *out[1:]) if isinstance(out, tuple) else left
 
-        with changed(sweep, spec, mixer, empty, after=True):
-            removed = whole_logits(sweep).log_softmax(-1)
+        with changed(run, spec, mixer, empty, after=True):
+            removed = whole_logits(run).log_softmax(-1)
         expected.append((clean.exp() * (clean - removed)).sum(-1).float())
-    torch.testing.assert_close(layer_divergence(sweep), torch.stack(expected), atol=1e-5, rtol=1e-3)
+    torch.testing.assert_close(layer_divergence(run), torch.stack(expected), atol=1e-5, rtol=1e-3)
 
 
 @torch.no_grad()
@@ -177,11 +178,11 @@ def test_the_bias_of_out_proj_is_left() -> None:
     """A mixer that puts out its bias alone is not missed."""
     model = pico_base(use_bias=True)
     model.backbone.layers[1].mixer.out_proj.weight.zero_()
-    sweep = Sweep(model, prompts())
-    found = layer_divergence(sweep)
+    run = run_clean(model, prompts())
+    found = layer_divergence(run)
     assert model.backbone.layers[1].mixer.out_proj.bias.abs().max() > 0.1
     assert found[1].max() < 1e-6 < 1e-3 < found[[0, 2]].min()
-    assert attribution(sweep)[4:8].abs().max() == 0
+    assert attribution(run)[4:8].abs().max() == 0
 
 
 @every_model
@@ -190,7 +191,7 @@ def test_a_prompt_scores_as_it_does_alone_and_unpadded(make: Any) -> None:
     row, shift = batch[:1], int((batch.attention_mask[0] == 0).sum())
     by_token = {k: getattr(row, k)[:, shift:] for k in ("input_ids", "attention_mask", "answers")}
     places = {k: getattr(row, k) - shift for k in ("query", "segment_start", "segment_end", "answer_token")}
-    alone, padded = sweep_of(make, replace(row, **by_token, **places)), sweep_of(make, batch)
+    alone, padded = run_of(make, replace(row, **by_token, **places)), run_of(make, batch)
     assert shift > 0
     for score in (attribution, layer_divergence):
         torch.testing.assert_close(score(alone), score(padded)[:, :1], atol=1e-4, rtol=1e-3)
@@ -198,35 +199,35 @@ def test_a_prompt_scores_as_it_does_alone_and_unpadded(make: Any) -> None:
 
 def test_behind_a_gated_norm_attribution_may_have_the_wrong_sign() -> None:
     """The mean over the prompts, by more than a third of a logit: no reason to trust it for choosing."""
-    sweep = Sweep(pico_base(seed=1), prompts())
-    ablated = [scaled_margins(sweep, spec, 1 - torch.eye(spec.num_heads)) for spec in sweep.specs]
-    estimate, effect = attribution(sweep).mean(1), (sweep.clean.margin - torch.cat(ablated)).mean(1)
+    run = run_clean(pico_base(seed=1), prompts())
+    ablated = [scaled_margins(run, spec, 1 - torch.eye(spec.num_heads)) for spec in run.specs]
+    estimate, effect = attribution(run).mean(1), (run.scores.margin - torch.cat(ablated)).mean(1)
     assert ((estimate < -0.33) & (effect > 0.33)).any()
 
 
 @every_model
-def test_rivals_leave_the_model_alone(make: Any) -> None:
+def test_baselines_leave_the_model_alone(make: Any) -> None:
     model = make()
-    sweep = Sweep(model, prompts())
+    run = run_clean(model, prompts())
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    attribution(sweep), integrated_gradients(sweep, 1), layer_divergence(sweep), layer_divergence(sweep, naive=True)
+    attribution(run), integrated_gradients(run, 1), layer_divergence(run), naive_layer_divergence(run)
     assert all(p.grad is None for p in model.parameters())
     assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
 def test_gradients_flow_with_frozen_weights_and_without_a_gradient_mode() -> None:
-    sweep = Sweep(pico_base(), prompts())
+    run = run_clean(pico_base(), prompts())
     with torch.no_grad():
-        found = attribution(sweep)
-    sweep.model.requires_grad_(False)
-    torch.testing.assert_close(attribution(sweep), found)
+        found = attribution(run)
+    run.model.requires_grad_(False)
+    torch.testing.assert_close(attribution(run), found)
     assert found.abs().min() > 0
 
 
 def test_no_step_is_refused() -> None:
     with pytest.raises(RecipeError, match="steps"):
-        integrated_gradients(Sweep(pico_base(), prompts()), 0)
+        integrated_gradients(run_clean(pico_base(), prompts()), 0)
 
 
 # The retrieval-head score.
@@ -249,7 +250,7 @@ def test_the_token_read_most_is_that_of_eager_attention(more: dict[str, Any], na
     model, ids = pico_family(name, **more), tokens(1, 21)
     specs = [s for s in family_of(model.config).mixers(model.config) if not s.is_ssm]
     with torch.no_grad():
-        found = rivals._read_most(model, specs, ids, torch.arange(21), hidden=False)
+        found = baselines.most_read(model, specs, ids, torch.arange(21), hidden=False)
         model.set_attn_implementation("eager")
         weights = [w for w in model(ids, use_cache=False, output_attentions=True).attentions if w is not None]
     assert list(found) == [s.name for s in specs]
@@ -268,7 +269,7 @@ def test_what_an_ssm_head_reads_most_is_what_it_mixes_in_most_of(name: str) -> N
     with torch.no_grad():
         streams = structure.streams(mixer, spec, trace.projected[spec.name])
         weights = structure.hidden_attention(mixer, spec, streams)[0]
-        sizes = rivals._mixed_in(model, spec, trace.projected[spec.name], queries).sqrt()
+        sizes = baselines.contribution_sizes(model, spec, trace.projected[spec.name], queries).sqrt()
     width = len(weights) // spec.num_heads
     for head in range(spec.num_heads):
         for r, t in enumerate(queries.tolist()):
@@ -328,7 +329,7 @@ def test_every_token_of_an_answer_is_asked_for(tokenizer: PreTrainedTokenizerBas
     part = Document("copy", text + "bami", (Question((25, 29), (), 0, segment=(0, 8), value=(0, 4)),))
     for document, count in ((long, None), (part, 1)):
         batch = encode([document], tokenizer)
-        queries, right = rivals._copies(batch)
+        queries, right = baselines._copies(batch)
         answer = batch.answers[0].nonzero()[:, 0].tolist()
         assert len(answer) > 1
         assert len(queries) == (count or len(answer))
@@ -355,7 +356,7 @@ def test_attention_is_given_back_even_after_an_error() -> None:
     model, before = pico_family("llama"), dict(ALL_ATTENTION_FUNCTIONS.items())
     model.set_attn_implementation("eager")
     specs = family_of(model.config).mixers(model.config)
-    with pytest.raises(RuntimeError, match="stop"), rivals._attention(model, specs, torch.tensor([0])):
+    with pytest.raises(RuntimeError, match="stop"), baselines._attention_argmax(model, specs, torch.tensor([0])):
         raise RuntimeError("stop")
     assert model.config._attn_implementation == "eager"
     assert dict(ALL_ATTENTION_FUNCTIONS.items()) == before
@@ -364,7 +365,7 @@ def test_attention_is_given_back_even_after_an_error() -> None:
 def test_attention_that_never_ran_is_an_error() -> None:
     model = pico_family("llama")
     specs = family_of(model.config).mixers(model.config)
-    with pytest.raises(ModelError, match="L0H"), rivals._attention(model, specs, torch.tensor([0])):
+    with pytest.raises(ModelError, match="L0H"), baselines._attention_argmax(model, specs, torch.tensor([0])):
         pass
 
 

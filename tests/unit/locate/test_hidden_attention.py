@@ -16,12 +16,12 @@ from surgery.errors import PlanError, ProbeError
 from surgery.interventions.hooks import record
 from surgery.locate.attention_shape import aggregate_score, entropy, gather_score, sharpness
 from surgery.locate.hidden_attention import (
-    STRUCTURAL,
     head_matrices,
     prompt_attention,
     segment_spans,
     structural_scores,
 )
+from surgery.locate.methods import METHODS
 from surgery.models.layouts import Streams
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import Document, rng_of
@@ -224,7 +224,7 @@ class TestSegments:
 
     @pytest.mark.parametrize("task", ["letter_choice", "closed_book", "sentence"])
     def test_other_tasks_have_none(self, task: str) -> None:
-        with pytest.raises(ProbeError, match=r"documents: .*lines of kv_retrieval"):
+        with pytest.raises(ProbeError, match=r"documents: .*documents of kv_retrieval"):
             segment_spans(sample(task, 1)[0], pico_tokenizer())
 
 
@@ -236,7 +236,7 @@ class TestScores:
         found = structural_scores(model, pico_tokenizer(), documents(), mixers(model))
         assert list(found) == all_heads(model)
         for columns in found.values():
-            assert columns.keys() == STRUCTURAL.keys()
+            assert list(columns) == [column.name for column in METHODS["hidden_attention"].columns]
             for values in columns.values():
                 assert values.shape == (3,) and np.isfinite(values).all() and len(set(values)) == 3
 

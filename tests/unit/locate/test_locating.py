@@ -11,18 +11,21 @@ import pytest
 import torch
 
 from surgery.errors import ModelError, PlanError, ProbeError, RecipeError, RunError
+from surgery.locate.ablation_sweep import Variant
 from surgery.locate.locating import locate_heads
-from surgery.locate.methods import COLUMNS
-from surgery.locate.scores import Record, Table
+from surgery.locate.scores import Record, Table, roles_of
 from surgery.locate.selection import rank
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Locate, Splice
+from surgery.recipe.methods import all_columns
 from surgery.types import HeadId, HeadSet, Interval, MixerSpec, ScoredHead, head_set_from_json, to_json
 from tests.support.errors import NO_MEMORY, failing
+from tests.support.oracles import naive_ablate, naive_change_at_query
 from tests.support.pico import pico_base, pico_family, pico_tokenizer
 
 locating = import_module("surgery.locate.locating")
 choosing = import_module("surgery.locate.selection")
+COLUMNS = [column.name for column in all_columns().values() if column.effect]
 PROMPTS = Locate(pairs=4, examples=6, batch_size=4)
 
 
@@ -96,26 +99,22 @@ class TestRank:
 
 class TestRole:
     def test_by_both_tests(self) -> None:
-        found = {(g, a): locating._role(g, a) for g in (False, True) for a in (False, True)}
-        assert found == {
-            (False, False): "neither",
-            (True, False): "gather",
-            (False, True): "aggregate",
-            (True, True): "both",
-        }
+        """Answers lost at the query, in the context, at both, at neither."""
+        roles = roles_of(table_of(query=[0, 1, 0, 1], context=[1, 0, 0, 1]), range(4), 4)
+        assert roles == ["aggregate", "gather", "both", "neither"]
 
     def test_from_the_prompts_that_are_lost(self) -> None:
         """The first head is needed at the query, the second in the context, the third nowhere; two batches."""
-        found = locating.roles_of(table_of(query=[0, 1, 1], context=[1, 0, 1]), range(3), 3)
+        found = roles_of(table_of(query=[0, 1, 1], context=[1, 0, 1]), range(3), 3)
         assert found == ["aggregate", "gather", "neither"]
 
     def test_what_was_not_measured_is_not_called(self) -> None:
         lost = {"query": [0, 1, 1], "context": [1, 0, 1]}
         all_right = table_of(query=[1] * 3)
-        assert locating.roles_of(all_right, [], 3) == ["unmeasured"] * 3
-        assert locating.roles_of(table_of(**lost), [1, 2], 3) == ["unmeasured", "gather", "neither"]
-        assert locating.roles_of(table_of(query=lost["query"]), range(3), 3) == ["aggregate", "neither", "neither"]
-        assert locating.roles_of(table_of(ablation=[0, 0, 0]), range(3), 3) == ["unmeasured"] * 3
+        assert roles_of(all_right, [], 3) == ["unmeasured"] * 3
+        assert roles_of(table_of(**lost), [1, 2], 3) == ["unmeasured", "gather", "neither"]
+        assert roles_of(table_of(query=lost["query"]), range(3), 3) == ["aggregate", "neither", "neither"]
+        assert roles_of(table_of(ablation=[0, 0, 0]), range(3), 3) == ["unmeasured"] * 3
 
     def test_both_positions_share_one_error(self) -> None:
         """Six answers lost are p = 1/64: below 0.05 for one position of one head, and not for two positions of two."""
@@ -123,7 +122,7 @@ class TestRole:
         lost[:6] = 0
 
         def roles(heads: int, *columns: str) -> list[str]:
-            return locating.roles_of(table_of(**{c: [lost, *[1] * (heads - 1)] for c in columns}), range(heads), heads)
+            return roles_of(table_of(**{c: [lost, *[1] * (heads - 1)] for c in columns}), range(heads), heads)
 
         assert roles(1, "query") == ["aggregate"] and roles(3, "query")[0] == "aggregate"
         assert roles(1, "query", "context") == ["both"]
@@ -219,7 +218,7 @@ class TestLocate:
     def test_what_can_be_known_first_is_refused_before_any_head_is_measured(
         self, fault: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(locating, "measure", lambda *_: pytest.fail("heads were measured"))
+        monkeypatch.setattr(locating, "measure_heads", lambda *_: pytest.fail("heads were measured"))
         model = pico_base(vocab_size=61, layers=2) if fault == "tokenizer" else self._model()
         if fault == "nan":
             model.backbone.layers[0].mixer.D.data[1] = torch.nan
@@ -262,14 +261,14 @@ class TestLocate:
     @pytest.mark.parametrize("select", ["sharpen", "ablation", "gather", "attribution"])
     def test_what_was_not_measured_does_not_choose(self, select: Any) -> None:
         section = PROMPTS.model_copy(update={"methods": ("query",)})
-        with pytest.raises(RecipeError, match=rf"splice\.select: {select}\. It needs \w+ among"):
+        with pytest.raises(RecipeError, match=rf"splice\.select: {select}\. Add \w+ to locate\.methods"):
             locate_heads(self._model(), pico_tokenizer(), section, Splice(select=select))
 
     def test_chance_is_that_of_the_prompts(self) -> None:
         """Four choices a prompt, whatever the section says of pairs."""
-        prompts = locating.Prompts(self._model(), pico_tokenizer(), PROMPTS, 0)
+        prompts = locating.PromptBatches(self._model(), pico_tokenizer(), PROMPTS, 0)
         wider = PROMPTS.model_copy(update={"pairs": 24})
-        assert locating.Prompts(self._model(), pico_tokenizer(), wider, 0, prompts.batches).chance == 0.25
+        assert locating.PromptBatches(self._model(), pico_tokenizer(), wider, 0, prompts.batches).chance == 0.25
 
     def test_a_baseline_needs_other_prompts(self) -> None:
         section = PROMPTS.model_copy(update={"fill": "mean", "examples": 5})
@@ -321,13 +320,15 @@ class TestLocate:
         """Ablation columns are what is lost, sharpen columns what is gained: against one naive margin each."""
         model = self._model()
         found = {s.head: s for s in locate_heads(model, pico_tokenizer(), PROMPTS).heads}
-        prompts, head = locating.Prompts(model, pico_tokenizer(), PROMPTS, 0), HeadId(0, 2)
+        prompts, head = locating.PromptBatches(model, pico_tokenizer(), PROMPTS, 0), HeadId(0, 2)
 
-        def mean(run: Any) -> float:
-            return float(torch.cat(prompts.map(lambda _, s: run(s).margin - s.clean.margin)).mean())
+        def mean(changed: Any) -> float:
+            return float(
+                torch.cat([changed(run)[0].margin - run.scores.margin for _, run in prompts.clean_runs()]).mean()
+            )
 
-        lost = mean(lambda s: s.without([[head]], naive=True)[0])
-        gained = mean(lambda s: s.at_query([locating.Variant(sharpen=((head, "segment_end"),))], naive=True)[0])
+        lost = mean(lambda run: naive_ablate(run, [[head]]))
+        gained = mean(lambda run: naive_change_at_query(run, [Variant(oracle=((head, "segment_end"),))]))
         assert found[head].scores["ablation"].value == pytest.approx(-lost, abs=1e-4)
         assert found[head].scores["segment_end"].value == pytest.approx(gained, abs=1e-4)
 

@@ -7,12 +7,13 @@ from dataclasses import asdict
 import pytest
 
 from surgery.locate.locating import locate_heads
-from surgery.locate.methods import COLUMNS
 from surgery.recipe import Locate, Splice
+from surgery.recipe.methods import all_columns
 from surgery.types import Interval
 from tests.support.pico import pico_family, pico_tokenizer
 
 CONTEXT = {"ablation", "context"}
+EFFECTS = {column.name for column in all_columns().values() if column.effect}
 
 
 def agree(one: Interval, other: Interval) -> bool:
@@ -28,7 +29,7 @@ def test_columns_at_the_query_are_the_same(name: str) -> None:
     query = locate_heads(model, tokenizer, section.model_copy(update={"methods": ("query", "sharpen")}), splice)
     for full, part in zip(whole.heads, query.heads, strict=True):
         assert full.head == part.head
-        assert {c for c in full.scores if c in COLUMNS} - {c for c in part.scores if c in COLUMNS} == CONTEXT
+        assert {c for c in full.scores if c in EFFECTS} - {c for c in part.scores if c in EFFECTS} == CONTEXT
         assert all(agree(full.scores[column], part.scores[column]) for column in part.scores)
     assert {head.role for head in query.heads} <= {"aggregate", "neither"}
     assert [head.head for head in query.chosen] == [head.head for head in whole.chosen]

@@ -1,4 +1,4 @@
-"""Removal of heads given others: order, pairs, what they cost beyond their parts; on made-up losses and a model."""
+"""Ablation of heads given others: order, pairs, what they cost beyond their parts; on made-up losses and a model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from surgery.locate.locating import locate_heads
-from surgery.locate.redundancy import backups, pairs, together
+from surgery.locate.redundancy import ablate_in_turn, ablate_pairs, ablate_together
 from surgery.recipe import Locate, Splice
 from surgery.types import HeadId, Interval, ScoredHead, head_set_from_json, to_json
 from tests.support.pico import pico_base, pico_tokenizer
@@ -42,7 +42,7 @@ RANKED = [scored(A, context=2.0), scored(C, query=1.0), scored(D, query=0.9), sc
 def test_each_is_the_worst_given_those_before() -> None:
     """A costs most alone; then C, and then D, whose loss alone said nothing of what it costs once C is gone."""
     ticks: list[int] = []
-    found = backups(RANKED, 3, 4, without, 0, lambda: ticks.append(1))
+    found = ablate_in_turn(RANKED, 3, 4, without, 0, lambda: ticks.append(1))
     assert [g.heads for g in found] == [(A,), (A, C), (A, C, D)] and len(ticks) == 3
     assert [g.scores["ablation_given"].value for g in found] == pytest.approx([2, 1, 6])
     assert [g.scores["ablation"].value for g in found] == pytest.approx([2, 3, 9])
@@ -51,28 +51,28 @@ def test_each_is_the_worst_given_those_before() -> None:
 
 
 def test_only_the_first_are_candidates() -> None:
-    found = backups(RANKED, 9, 2, without, 0, lambda: None)
+    found = ablate_in_turn(RANKED, 9, 2, without, 0, lambda: None)
     assert [g.heads[-1] for g in found] == [A, C]
 
 
 def test_pairs_say_what_they_cost_beyond_their_parts() -> None:
     """The best two by context are A and, by name, B; the best two by query are C and D."""
-    found = pairs(RANKED, 2, without, 0, lambda: None)
+    found = ablate_pairs(RANKED, 2, without, 0, lambda: None)
     by_heads = {g.heads: g.scores for g in found}
     assert set(by_heads) == {(A, C), (A, D), (B, C), (B, D)}
     assert all(s["interaction"].value == pytest.approx(0) for s in by_heads.values())
     swapped = [scored(C, context=2.0), scored(D, query=2.0)]
-    (pair,) = pairs(swapped, 1, without, 0, lambda: None)
+    (pair,) = ablate_pairs(swapped, 1, without, 0, lambda: None)
     assert pair.heads == (C, D) and pair.scores["interaction"].value == pytest.approx(5)
     assert pair.scores["alone"].value == pytest.approx(2) and pair.scores["ablation"].value == pytest.approx(7)
 
 
 def test_one_head_makes_no_pair() -> None:
-    assert pairs([scored(A, context=1.0, query=1.0)], 1, without, 0, lambda: None) == []
+    assert ablate_pairs([scored(A, context=1.0, query=1.0)], 1, without, 0, lambda: None) == []
 
 
 def test_all_together() -> None:
-    group = together([A, C, D], without, 0)
+    group = ablate_together([A, C, D], without, 0)
     assert group.kind == "chosen" and group.scores["ablation"].value == pytest.approx(9)
 
 

@@ -23,14 +23,14 @@ def test_batches_are_put_in_order_whoever_measured_them() -> None:
 
 
 def test_losses_and_gains_have_their_signs() -> None:
-    scores = scores_of(Table([record(0, [1.0, -2.0]), record(1, [3.0])]), {"segment_end": 1}, 0)
+    scores = scores_of(Table([record(0, [1.0, -2.0]), record(1, [3.0])]), 0)
     assert scores["query"][0].value == 1.0 and scores["segment_end"][0].value == -1.0
     assert scores["query_accuracy"][0].value == pytest.approx(-1 / 3)
     assert scores["attribution"][0].value == pytest.approx(-1 / 3)
 
 
 def test_what_was_not_measured_has_no_prompts() -> None:
-    scores = scores_of(Table([record(0, [1.0, 2.0])]), {}, 0)
+    scores = scores_of(Table([record(0, [1.0, 2.0])]), 0)
     assert [i.n for i in scores["query"]] == [2, 0]
 
 

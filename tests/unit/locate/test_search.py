@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import numpy as np
 import pytest
 
+from surgery.locate import selection
 from surgery.locate.locating import locate_heads
-from surgery.locate.search import rounds, survivors
+from surgery.locate.selection import search_rounds, survivors
 from surgery.models.lookup import family_of
 from surgery.recipe import Locate, Search, Splice
 from tests.support.pico import pico_base, pico_family, pico_tokenizer
-
-locating = import_module("surgery.locate.locating")
 
 
 def drawn(means: list[float], n: int, seed: int, spread: float = 1.0) -> np.ndarray:
@@ -27,7 +24,7 @@ def drawn(means: list[float], n: int, seed: int, spread: float = 1.0) -> np.ndar
     [(32, 1000, [32, 64, 128, 256, 512, 1000]), (32, 32, [32]), (32, 33, [32, 33]), (64, 20, [20])],
 )
 def test_rounds_double_and_end_at_all_prompts(first: int, examples: int, expected: list[int]) -> None:
-    assert rounds(first, examples) == expected
+    assert search_rounds(first, examples) == expected
 
 
 def test_drops_what_is_clearly_worse_and_nothing_else() -> None:
@@ -57,7 +54,7 @@ def test_prompts_that_dropped_heads_did_not_see_are_no_hindrance() -> None:
 
 def test_the_risk_is_kept() -> None:
     """Four rounds over heads of which the best is best by very little: it is lost in at most 5% of 200 searches."""
-    lost, steps = 0, rounds(16, 128)
+    lost, steps = 0, search_rounds(16, 128)
     for seed in range(200):
         scores, alive = drawn([0.3, *[0.25] * 15], 128, seed), list(range(16))
         for count in steps[:-1]:
@@ -68,7 +65,7 @@ def test_the_risk_is_kept() -> None:
     assert lost <= 10
 
 
-def test_the_risk_is_kept_for_several_against_noisy_rivals() -> None:
+def test_the_risk_is_kept_for_several_against_noisy_competitors() -> None:
     """The second best is quiet and close to a rival whose scores spread widely and may seem better for a while."""
     lost = 0
     for seed in range(200):
@@ -88,7 +85,7 @@ class TestLocateWithASearch:
             asked.append(list(alive))
             return list(alive)
 
-        monkeypatch.setattr(locating, "survivors", note)
+        monkeypatch.setattr(selection, "survivors", note)
         model = pico_family("bamba", vocab_size=1024)
         sites = {spec.name for spec in family_of(model.config).sites(model.config)}
         heads = [head for spec in family_of(model.config).mixers(model.config) for head in spec.heads]
@@ -113,7 +110,7 @@ class TestLocateWithASearch:
             kept.append(sorted(alive, key=lambda i: -np.nanmean(arms[0][i]))[: len(alive) // 2])
             return sorted(kept[-1])
 
-        monkeypatch.setattr(locating, "survivors", half)
+        monkeypatch.setattr(selection, "survivors", half)
         section = self.SECTION.model_copy(update={"search": Search(first=8)})
         found = locate_heads(model, tokenizer, section, splice, any_accuracy=True)
         full, counts = {s.head: s for s in whole.heads}, sorted(s.n for s in found.heads)

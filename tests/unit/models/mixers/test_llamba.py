@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgery.interventions.hooks import Trace, record
+from surgery.interventions.hooks import ActivationCache, record
 from surgery.models.layouts import Structure
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.types import MixerSpec
@@ -27,7 +27,7 @@ def of(model: Any, layer: int = 1) -> tuple[Structure, MixerSpec, Any]:
 
 
 @torch.no_grad()
-def traced(model: Any, ids: Tensor, cache: Any = None) -> Trace:
+def traced(model: Any, ids: Tensor, cache: Any = None) -> ActivationCache:
     """What every layer showed."""
     with record(model, family_of(model.config).mixers(model.config)) as trace:
         model(ids, past_key_values=cache, use_cache=cache is not None)

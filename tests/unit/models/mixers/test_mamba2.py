@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from surgery.interventions.hooks import Trace, record
+from surgery.interventions.hooks import ActivationCache, record
 from surgery.models.layouts import Structure
 from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of, structure_of
 from surgery.types import MixerSpec
@@ -32,7 +32,7 @@ def of(model: Any, layer: int = 1) -> tuple[Structure, MixerSpec, Any]:
 
 
 @torch.no_grad()
-def traced(model: Any, ids: Tensor, mask: Tensor | None = None, cache: Any = None) -> Trace:
+def traced(model: Any, ids: Tensor, mask: Tensor | None = None, cache: Any = None) -> ActivationCache:
     """What every layer showed."""
     with record(model, family_of(model.config).mixers(model.config)) as trace:
         model(ids, attention_mask=mask, cache_params=cache, use_cache=cache is not None)
@@ -116,7 +116,7 @@ class TestSlices:
 
 class TestStreams:
     @staticmethod
-    def _rebuilt(model: Any, layer: int, trace: Trace) -> Tensor:
+    def _rebuilt(model: Any, layer: int, trace: ActivationCache) -> Tensor:
         structure, spec, mixer = of(model, layer)
         streams = structure.streams(mixer, spec, trace.projected[spec.name])
         weights = structure.hidden_attention(mixer, spec, streams)

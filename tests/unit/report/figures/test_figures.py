@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import csv
 import math
 from collections.abc import Callable
@@ -14,13 +13,12 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-import surgery
 from surgery.report.figures import canvas
 from surgery.report.figures.attention import attention_map
 from surgery.report.figures.curves import accuracy_by_pairs, training_curve
-from surgery.report.figures.heatmaps import PANELS, head_maps
-from surgery.types import HeadId, HeadSet, ScoredHead
-from tests.support.reports import head_set
+from surgery.report.figures.heatmaps import head_maps, panel_columns
+from surgery.types import HeadId, HeadSet, Interval, ScoredHead
+from tests.support.reports import EFFECTS, head_set
 
 
 @pytest.fixture(autouse=True)
@@ -88,14 +86,18 @@ def test_head_maps_csv_holds_every_head_and_interval(tmp_path: Path) -> None:
     assert {row["head"]: row["chosen"] for row in rows if row["chosen"]} == {"L1H1": "1", "L0H1": "2"}
 
 
-def test_the_panels_are_the_columns_of_locate() -> None:
-    source = Path(surgery.__path__[0], "locate", "methods.py").read_text(encoding="utf-8")
-    columns = next(
-        ast.literal_eval(node.value)
-        for node in ast.parse(source).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "COLUMNS"
-    )
-    assert list(PANELS) == list(columns)
+def test_panels_are_the_default_columns_and_what_else_was_measured(tmp_path: Path) -> None:
+    assert [column.name for column in panel_columns(head_set())] == EFFECTS
+    heads = head_set()
+    more = {"entropy": Interval(0.5, 0.4, 0.6, 50), "attribution": Interval(40.0, 30.0, 50.0, 50)}
+    heads = replace(heads, heads=tuple(replace(s, scores={**s.scores, **more}) for s in heads.heads))
+    png, svg, table = head_maps(heads, tmp_path)
+    assert {"entropy", "attribution_low"} <= set(rows_of(table)[0])
+    text = svg.read_text()
+    # Columns with an effect keep their scale; the others have one for each unit.
+    assert "Attention pattern (0 to 1); colours from −0.5 to 0.5" in text
+    assert "Answer margin (logits); colours from −40 to 40" in text
+    assert imread(png).shape[0] > imread(head_maps(head_set(), tmp_path / "default")[0]).shape[0]
 
 
 @pytest.mark.parametrize("layers, heads", [(1, 1), (4, 8), (24, 24), (64, 80)])

@@ -1,0 +1,154 @@
+"""The registry of locating methods: what each one measures, and what it costs.
+
+Recipes, tables, figures and pages are derived from it. It imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from surgery.errors import RecipeError
+from surgery.registry import Registry
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How a unit is shown.
+
+    Attributes:
+        title: heading of scores in this unit.
+        digits: after the decimal point.
+    """
+
+    title: str
+    digits: int
+
+
+_UNITS = {
+    "logits": Unit("Answer margin (logits)", 2),
+    "accuracy": Unit("Accuracy (share of prompts)", 3),
+    "share": Unit("Attention pattern (0 to 1)", 3),
+    "tokens": Unit("Attention spread (tokens)", 1),
+    "nats": Unit("Divergence of the answer (nats)", 3),
+}
+
+
+def unit_of(name: str) -> Unit:
+    """Look up how a unit is shown. Columns may have units of their own."""
+    return _UNITS.get(name, Unit(name[:1].upper() + name[1:], 3))
+
+
+@dataclass(frozen=True)
+class Column:
+    """A score that a method gives every head.
+
+    Columns of one unit share a scale.
+
+    Attributes:
+        name: its key in `scores` of heads.json.
+        note: one line on what it measures. With an effect it completes "margin lost with the head ...".
+        unit: `logits`, `share`, `tokens`, `nats`, or any other name.
+        effect: set where the method returns scores of the changed model. The column is then the margin lost or gained
+            against the clean model, and `NAME_accuracy` the accuracy. None where it returns the numbers themselves.
+    """
+
+    name: str
+    note: str
+    unit: str = "logits"
+    effect: Literal["loss", "gain"] | None = None
+
+    @property
+    def label(self) -> str:
+        return self.name.replace("_", " ")
+
+    @property
+    def caption(self) -> str:
+        """One sentence for a page."""
+        title = unit_of(self.unit).title
+        if self.effect is not None:
+            return f"{title} {'lost' if self.effect == 'loss' else 'gained'} with the head {self.note}."
+        return f"{title}: {self.note}." if self.note else f"{title}."
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to score heads, as `register_method` describes it.
+
+    Attributes:
+        measure: called with a `surgery.locate.methods.LocateBatch`.
+        ranks: the value of `splice.select` that ranks heads by it; empty where it ranks none.
+    """
+
+    name: str
+    columns: tuple[Column, ...]
+    measure: Callable[[Any], Any]
+    ranks: str = ""
+    passes: float = 0.0
+    passes_per_mixer: float = 0.0
+    decode_step: bool = False
+    needs_text: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("__module__", "__qualname__"):  # what the registry names in errors
+            object.__setattr__(self, name, getattr(self.measure, name))
+
+    @property
+    def changes_heads(self) -> bool:
+        """Whether the method returns scores of changed models, for single heads and for whole layers."""
+        return any(column.effect for column in self.columns)
+
+
+_OURS = ("surgery.locate.methods",)
+METHODS: Registry[Method] = Registry("locating method", _OURS)
+RANKINGS: Registry[Method] = Registry("way to select heads", _OURS)  # by the value of splice.select
+
+
+def register_method(
+    name: str,
+    columns: Sequence[Column],
+    *,
+    ranks: bool | str = False,
+    passes: float = 0.0,
+    passes_per_mixer: float = 0.0,
+    decode_step: bool = False,
+    needs_text: bool = False,
+) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """Register a function that scores every head on one batch of prompts.
+
+    The function takes a `surgery.locate.methods.LocateBatch` and returns a dict by column. For a column with an effect
+    its value is a list with one `ChoiceScores` of the changed model for each of `batch.items`; for others it is an
+    array or tensor of shape (heads, prompts), heads in the order of `batch.run.specs`.
+
+    Args:
+        name: for `locate.methods`.
+        columns: what the function returns; all with an effect, or none.
+        ranks: let `splice.select` rank heads by the best of these columns, under the method's name or another one.
+        passes: full forward passes a prompt; a backward pass counts as two. `ablate` and `change_at_query` count
+            theirs.
+        passes_per_mixer: passes for each mixer, from that mixer up.
+        decode_step: heads are changed at the query alone, by decode steps from cached states. The clean query can
+            then be a decode step too, which saves half of the clean passes.
+        needs_text: the function reads `batch.documents`.
+
+    Raises:
+        RecipeError: another method has this name, or a method has columns with and without an effect, or none.
+    """
+    if len({column.effect is None for column in columns}) != 1:
+        raise RecipeError("locating method", name, "Give it columns: all with an effect, or all without.")
+
+    def register(measure: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        select = name if ranks is True else ranks or ""
+        method = Method(name, tuple(columns), measure, select, passes, passes_per_mixer, decode_step, needs_text)
+        METHODS.register(name, method)
+        if select:
+            RANKINGS.register(select, method)
+        return measure
+
+    return register
+
+
+def all_columns() -> dict[str, Column]:
+    """Every column of every method, by name, in the order of registration."""
+    return {column.name: column for _, method in METHODS.items() for column in method.columns}

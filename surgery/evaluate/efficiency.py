@@ -1,7 +1,7 @@
-"""What a model costs to run: reading a prompt, writing tokens, memory. Owns: the timings and what is compared.
+"""Measure time and memory of models: prefill, decoding, states, keys and values.
 
-Models are timed in turn, in the same run, on the same random tokens: a ratio says more than a number of tokens a second
-does, which is this machine's. Must never know: accuracy, files.
+Models are timed in turn, in one run, on the same random tokens. Ratios between models carry over to other machines;
+tokens per second do not.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Cost:
-    """One model at one size: `rows` prompts of `tokens` tokens each.
+    """Cost of one model at one size.
 
     Attributes:
-        first_token: seconds until the first new token is known, median of the repeats.
-        decode: seconds for each new token after it (all rows at once).
-        spread: the larger interquartile range of the two, over its median; differences within it are none.
-        peak_bytes: most bytes alive beside the weights while the prompt is read: of CUDA's allocator, or on a CPU of
-            all tensors that operations made.
-        state_bytes: convolution and recurrent states of all rows. `kv_bytes`: keys and values after the prompt.
+        first_token: seconds to the first new token, median of the repeats.
+        decode: seconds for each later token (all rows at once).
+        spread: the larger interquartile range of the two, divided by its median. Smaller differences mean nothing.
+        peak_bytes: peak memory of the prefill besides the weights: of CUDA's allocator, or on a CPU of all tensors that
+            operations create.
+        state_bytes: convolution and recurrent states of all rows.
+        kv_bytes: keys and values after the prompt.
     """
 
     first_token: float
@@ -51,7 +52,7 @@ class Cost:
     kv_bytes: int
 
     def as_json(self, rows: int, tokens: int) -> dict[str, float]:
-        """With tokens a second beside the seconds."""
+        """The entry of `results.json`, with tokens per second."""
         return {
             "rows": rows,
             "tokens": tokens,
@@ -68,31 +69,30 @@ class Cost:
 def efficiency(
     models: Mapping[str, PreTrainedModel], section: Efficiency, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Times every model at every size.
+    """Measure every model at every size.
 
     Args:
-        models: arm -> model, the first one is what the others are compared with. All are on one device. A Transformer
-            like the first is added if the section says so.
-        progress: called with (done, all) after each size.
+        models: arm -> model, all on one device. With `section.transformer`, a Transformer like the first is added.
+        progress: called with (done, total) after each size.
 
     Returns:
         As in `results.json`: `arms`, arm -> a list of costs by size; `parameters`, arm -> count; `device`, `dtype`,
-        `threads`, and all three in words, `where`.
+        `threads`, and all three as text, `where`.
 
     Raises:
-        RunError: a size does not fit in memory.
+        RunError: out of memory.
     """
     first = next(iter(models.values()))
     if section.transformer:
         like = transformer_like(first.config, sum(p.numel() for p in first.parameters()))
         models = {**models, TRANSFORMER: like.to(first.device)}
     sizes = [(rows, tokens) for rows in section.batch_sizes for tokens in section.lengths]
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in models}
+    arms: dict[str, list[dict[str, float]]] = {name: [] for name in models}
     for done, (rows, tokens) in enumerate(sizes):
-        with fitting("evaluate.efficiency", f"{rows} prompts of {tokens} tokens", "Leave this size out."):
+        with fitting("evaluate.efficiency", f"{rows} prompts of {tokens} tokens", "Remove this size."):
             measured = costs(models, rows, tokens, section)
         for name, cost in measured.items():
-            found[name].append(cost.as_json(rows, tokens))
+            arms[name].append(cost.as_json(rows, tokens))
         if progress is not None:
             progress(done + 1, len(sizes))
     cuda, dtype = first.device.type == "cuda", str(first.dtype).removeprefix("torch.")
@@ -100,7 +100,7 @@ def efficiency(
     threads = None if cuda else torch.get_num_threads()
     cores = f", {threads} thread{'s' if threads > 1 else ''}" if threads else ""
     return {
-        "arms": found,
+        "arms": arms,
         "parameters": {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()},
         "device": device,
         "threads": threads,
@@ -113,69 +113,69 @@ def efficiency(
 
 @torch.no_grad()
 def costs(models: Mapping[str, PreTrainedModel], rows: int, tokens: int, section: Efficiency) -> dict[str, Cost]:
-    """Every model at one size, in turn: warmed up once with its memory measured, then timed `repeats` times."""
+    """Measure models at one size: one warm-up each, in which memory is measured, then `repeats` rounds of timings."""
     vocabulary = min(model.config.get_text_config().vocab_size for model in models.values())
     ids = torch.randint(vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(0))
     training = {name: model.training for name, model in models.items()}
-    readers = {name: _Reader(model.eval(), ids.to(model.device)) for name, model in models.items()}
-    memory = {name: reader.memory() for name, reader in readers.items()}
+    timers = {name: _Timer(model.eval(), ids.to(model.device)) for name, model in models.items()}
+    memory = {name: timer.memory() for name, timer in timers.items()}
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
     for _ in range(section.repeats):
-        for name, reader in readers.items():
-            seconds[name].append(reader.timed(section.new_tokens))
-    found = {}
+        for name, timer in timers.items():
+            seconds[name].append(timer.time(section.new_tokens))
+    measured = {}
     for name, model in models.items():
         model.train(training[name])
         first, decode = ([each[i] for each in seconds[name]] for i in (0, 1))
         spread = max(spread_of(first), spread_of(decode))
-        found[name] = Cost(median(first), median(decode) / section.new_tokens, spread, *memory[name])
-    return found
+        measured[name] = Cost(median(first), median(decode) / section.new_tokens, spread, *memory[name])
+    return measured
 
 
-class _Reader:
-    """Reads one prompt and goes on with it."""
+class _Timer:
+    """Prefills one batch of prompts and decodes greedily after it."""
 
     def __init__(self, model: PreTrainedModel, ids_BT: Tensor) -> None:
         self.model, self.ids_BT = model, ids_BT
         self.argument = family_of(model.config).cache_argument
 
-    def read(self) -> tuple[Tensor, Any]:
-        """(B,1) the likeliest next token of each row, and the cache."""
+    def prefill(self) -> tuple[Tensor, Any]:
+        """(B,1) likeliest next token of each row, and the cache."""
         output = self.model(**arguments(self.model, self.ids_BT, None), use_cache=True, logits_to_keep=1)
         return output.logits[:, -1:].argmax(-1), output[self.argument]
 
-    def write(self, token_B1: Tensor, cache: Any, count: int) -> Tensor:
-        """(B,1) the last of so many more tokens."""
+    def decode(self, token_B1: Tensor, cache: Any, count: int) -> Tensor:
+        """(B,1) last of `count` more tokens."""
         for past in range(count):
-            given = arguments(self.model, token_B1, None, self.ids_BT.shape[1] + past)
-            output = self.model(**given, **{self.argument: cache}, use_cache=True)
+            inputs = arguments(self.model, token_B1, None, self.ids_BT.shape[1] + past)
+            output = self.model(**inputs, **{self.argument: cache}, use_cache=True)
             token_B1 = output.logits[:, -1:].argmax(-1)
         return token_B1
 
-    def timed(self, new_tokens: int) -> tuple[float, float]:
-        """Seconds until the first token, and of `new_tokens` more."""
+    def time(self, new_tokens: int) -> tuple[float, float]:
+        """Seconds to the first token, and for `new_tokens` more."""
         began = self._clock()
-        token_B1, cache = self.read()
+        token_B1, cache = self.prefill()
         halfway = self._clock()
-        self.write(token_B1, cache, new_tokens)
+        self.decode(token_B1, cache, new_tokens)
         return halfway - began, self._clock() - halfway
 
     def memory(self) -> tuple[int, int, int]:
-        """Bytes at the peak beside the weights, of states, of keys and values. Warms up, decoding too."""
+        """Bytes of the peak besides the weights, of states, and of keys and values. Warms up both phases."""
         gc.collect()
         if self.ids_BT.is_cuda:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            token_B1, cache = self.read()
+            token_B1, cache = self.prefill()
             peak = torch.cuda.max_memory_allocated() - before
         else:
             with Meter(belongings(self.model)) as meter:
-                token_B1, cache = self.read()
+                token_B1, cache = self.prefill()
             peak = meter.peak
-        states, grown = cache_tensors(cache)
-        found = peak, sum(t.nbytes for t in states), sum(t.nbytes for t in grown)
-        self.write(token_B1, copy.deepcopy(cache), 1)
-        return found
+        states, keys_values = cache_tensors(cache)
+        state_bytes, kv_bytes = sum(t.nbytes for t in states), sum(t.nbytes for t in keys_values)
+        self.decode(token_B1, copy.deepcopy(cache), 1)
+        return peak, state_bytes, kv_bytes
 
     def _clock(self) -> float:
         if self.ids_BT.is_cuda:
@@ -184,7 +184,7 @@ class _Reader:
 
 
 def spread_of(values: list[float]) -> float:
-    """The interquartile range over the median."""
+    """Interquartile range divided by the median."""
     if len(values) < 2:
         return 0.0
     low, _, high = quantiles(values, n=4, method="inclusive")
@@ -192,22 +192,20 @@ def spread_of(values: list[float]) -> float:
 
 
 def transformer_like(config: PreTrainedConfig, parameters: int, seed: int = 0) -> PreTrainedModel:
-    """A Llama of random weights: the model's width, depth and vocabulary, its MLP as wide as the parameters allow.
-
-    What it says is noise; what it costs is a Transformer's.
+    """A Llama of random weights with the width, depth and vocabulary of a model, to compare costs with.
 
     Args:
-        parameters: how many it should have, as nearly as its shape allows.
+        parameters: number of parameters to approximate, by the width of the MLP.
     """
-    given = config.get_text_config()
-    width, layers = given.hidden_size, given.num_hidden_layers
+    shape = config.get_text_config()
+    width, layers = shape.hidden_size, shape.num_hidden_layers
     heads = max(1, width // _HEAD_DIM)
     while width % heads or width // heads % 2:
         heads -= 1
-    tied = bool(given.tie_word_embeddings)
-    rest = parameters - given.vocab_size * width * (1 if tied else 2) - layers * 4 * width * width
-    shape = LlamaConfig(
-        vocab_size=given.vocab_size,
+    tied = bool(shape.tie_word_embeddings)
+    rest = parameters - shape.vocab_size * width * (1 if tied else 2) - layers * 4 * width * width
+    llama = LlamaConfig(
+        vocab_size=shape.vocab_size,
         hidden_size=width,
         num_hidden_layers=layers,
         num_attention_heads=heads,
@@ -220,7 +218,7 @@ def transformer_like(config: PreTrainedConfig, parameters: int, seed: int = 0) -
         eos_token_id=None,
     )
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(shape, dtype=given.dtype)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(llama, dtype=shape.dtype)
     return model.eval()
 
 

@@ -1,7 +1,7 @@
-"""Tasks of lm-eval, on a model in memory. Owns: which ran, which could not and why, their numbers.
+"""Run tasks of lm-eval on a model in memory.
 
-lm-eval is an extra, and most data sets of its tasks are on the Hub: what cannot be had is skipped, and the result says
-so with the reason. Must never know: arms, files.
+lm-eval is an optional dependency, and most of its data sets are on the Hub. A task that is not available is skipped,
+and the result has the reason.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-_NO_LIMIT = 1 << 20  # lm-eval cuts prompts at 2048 tokens if a config says nothing; state-space models have no limit
+_NO_LIMIT = 1 << 20  # by default lm-eval cuts prompts at 2048 tokens; state-space models have no limit
 
 
 def run_lm_eval(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: LmEval
 ) -> dict[str, dict[str, Any]]:
-    """Every task's numbers under lm-eval's own names, with `n` documents; or `skipped`, the reason.
-
-    A group or a tag gives its own line, if it has one, and one for each of its tasks.
+    """Run each task.
 
     Args:
         model: on its device, in eval mode.
+
+    Returns:
+        Task -> lm-eval's metrics and `n` documents, or `skipped` with the reason. A group or tag has an entry for each
+        of its tasks, and its own if lm-eval aggregates it.
     """
     if find_spec("lm_eval") is None:
         absent = "lm-eval is not installed: pip install 'ssm-surgery[eval]'"
@@ -40,31 +42,32 @@ def run_lm_eval(
 
     length = section.max_length or getattr(model.config, "max_position_embeddings", None) or _NO_LIMIT
     lm = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=section.batch_size, max_length=length)
-    # Some tasks cut their texts to a length in tokens, and ask for the tokenizer by its place.
+    # Some tasks cut their texts to a length in tokens, and load the tokenizer by its name.
     manager = TaskManager(include_path=str(FOLDER), metadata={"tokenizer": tokenizer.name_or_path})
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for task in section.tasks:
-        reason = _missing(manager, task)
-        found |= {task: {"skipped": reason}} if reason else _numbers(lm, manager, task, section)
-    return found
+        reason = _why_unavailable(manager, task)
+        results |= {task: {"skipped": reason}} if reason else _metrics(lm, manager, task, section)
+    return results
 
 
-def _missing(manager: TaskManager, task: str) -> str | None:
-    """Why a task cannot be run; None if it can."""
+def _why_unavailable(manager: TaskManager, task: str) -> str | None:
+    """The reason why a task cannot run; None if it can."""
     if task not in manager.all_tasks:
         return "lm-eval has no task, group or tag of this name"
     try:
         manager.load([task])
-    except Exception as error:  # whatever the Hub, a data set, or a package that a task alone needs may raise
+    except Exception as error:  # from the Hub, a data set, or a package that only this task needs
         text = " ".join(str(error).split())
-        return f"its data cannot be had here: {type(error).__name__}: {text[:300]}"
+        return f"its data is not available: {type(error).__name__}: {text[:300]}"
     return None
 
 
-def _numbers(lm: HFLM, manager: TaskManager, task: str, section: LmEval) -> dict[str, dict[str, Any]]:
+def _metrics(lm: HFLM, manager: TaskManager, task: str, section: LmEval) -> dict[str, dict[str, Any]]:
+    """Numeric results of a task, or of each task of a group."""
     from lm_eval.evaluator import simple_evaluate
 
-    given = simple_evaluate(
+    output = simple_evaluate(
         model=lm,
         tasks=[task],
         num_fewshot=section.num_fewshot,
@@ -73,13 +76,13 @@ def _numbers(lm: HFLM, manager: TaskManager, task: str, section: LmEval) -> dict
         log_samples=False,
         bootstrap_iters=0,
     )
-    results: Mapping[str, Mapping[str, Any]] = given["results"] | given.get("groups", {})
-    counts = given["n-samples"]
-    found = {}
+    results: Mapping[str, Mapping[str, Any]] = output["results"] | output.get("groups", {})
+    counts = output["n-samples"]
+    metrics = {}
     for name, row in results.items():
         numbers = {key: value for key, value in row.items() if isinstance(value, (int, float))}
-        found[name] = numbers | ({"n": counts[name]["effective"]} if name in counts else {})
-    return found
+        metrics[name] = numbers | ({"n": counts[name]["effective"]} if name in counts else {})
+    return metrics
 
 
 __all__ = ["run_lm_eval"]

@@ -1,7 +1,6 @@
-"""Writes probes as tasks of lm-eval: prompts as JSONL, one task file for ranking and one for saying, two groups.
+"""Write probes as tasks of lm-eval: prompts as JSONL, task files for ranking and for generation, and groups.
 
-`python -c "from surgery.evaluate.lm_eval_files import write_tasks; write_tasks()"` makes those of
-`surgery/lm_eval_tasks` again. Owns: which probes are shipped, their rows. Must never know: models, tokenizers.
+`python -c "from surgery.evaluate.lm_eval_files import write_tasks; write_tasks()"` rewrites `surgery/lm_eval_tasks`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from surgery.probes.documents import Document, rng_of
 from surgery.probes.registry import PROBES, Options
 from surgery.scoring.generation import answer_list, expected_answers, max_answer_tokens
 
-CALLED_BY_TASKS = ("data.py", "_ranked_yaml", "_generated_yaml")
+SHARED_FILES = ("data.py", "_ranked_yaml", "_generated_yaml")  # included by the task files
 Maker = Callable[[Random], Document]
 
 
@@ -49,30 +48,31 @@ def write_tasks(
     examples: int = 100,
     seed: int = 0,
 ) -> None:
-    """Every task as `surgery_NAME` (ranked, if it has choices) and `surgery_NAME_generated`; groups as `surgery_GROUP`.
+    """Write tasks for lm-eval: `surgery_NAME` (ranked, if it has choices), `surgery_NAME_generated`, `surgery_GROUP`.
 
     Args:
-        folder: gets what lm-eval needs besides, so that `--include_path` may name it.
-        groups: group -> name -> what makes one document; the shipped ones if not said.
+        folder: pass it to lm-eval's `--include_path`.
+        groups: group -> task -> function that generates one document; `lm_eval_groups()` by default.
         examples: prompts of each task.
     """
     groups = groups if groups is not None else lm_eval_groups()
     folder.mkdir(parents=True, exist_ok=True)
-    for name in CALLED_BY_TASKS:
+    for name in SHARED_FILES:
         if folder.resolve() != FOLDER:
             shutil.copyfile(FOLDER / name, folder / name)
     for group, makers in groups.items():
         names = []
         for name, make in makers.items():
             documents = [make(rng_of("lm_eval", seed, name, i)) for i in range(examples)]
-            lines = (json.dumps(row_of(d), separators=(",", ":")) for d in documents)
-            (folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-            names += _task_files(folder, name, documents)
+            names += _write_task(folder, name, documents)
         _write(folder / f"surgery_{group}.yaml", {"group": f"surgery_{group}", "task": names})
 
 
 def row_of(document: Document) -> dict[str, Any]:
-    """`prompt`, `answers` to be said, `choices` and which is `gold`; `given`: what ranking puts behind the prompt."""
+    """One row of a task: `prompt`, expected `answers`, `choices` with the index `gold`.
+
+    In a list of answers, `given` has all but the last: ranking appends them to the prompt.
+    """
     questions, last = answer_list(document), document.questions[-1]
     answers, bounded = expected_answers(document)
     row: dict[str, Any] = {"prompt": document.text[: questions[0].answer[0]], "answers": answers, "bounded": bounded}
@@ -83,19 +83,21 @@ def row_of(document: Document) -> dict[str, Any]:
     return row
 
 
-def _task_files(folder: Path, name: str, documents: Sequence[Document]) -> list[str]:
-    """Their names."""
-    given = {"dataset_kwargs": {"file": f"{name}.jsonl"}}
-    found = []
+def _write_task(folder: Path, name: str, documents: Sequence[Document]) -> list[str]:
+    """Write the prompts and task files. Return the names of the tasks."""
+    lines = (json.dumps(row_of(d), separators=(",", ":")) for d in documents)
+    (folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    data = {"dataset_kwargs": {"file": f"{name}.jsonl"}}
+    tasks = []
     if documents[0].questions[-1].choices:
-        found.append(f"surgery_{name}")
-        _write(folder / f"{name}.yaml", {"include": "_ranked_yaml", "task": found[-1], **given})
-    found.append(f"surgery_{name}_generated")
-    most = {
+        tasks.append(f"surgery_{name}")
+        _write(folder / f"{name}.yaml", {"include": "_ranked_yaml", "task": tasks[-1], **data})
+    tasks.append(f"surgery_{name}_generated")
+    limit = {
         "generation_kwargs": {"until": [], "do_sample": False, "max_gen_toks": max(map(max_answer_tokens, documents))}
     }
-    _write(folder / f"{name}_generated.yaml", {"include": "_generated_yaml", "task": found[-1], **given, **most})
-    return found
+    _write(folder / f"{name}_generated.yaml", {"include": "_generated_yaml", "task": tasks[-1], **data, **limit})
+    return tasks
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Says where the tasks are."""
+"""Print the folder of the tasks."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""What the task files beside this one call: rows, and what counts as said. Must never import surgery.
+"""Functions that the task files in this folder call: load the rows, and score a generated text.
 
-lm-eval loads this file by its path, wherever the folder is. The standard library and `datasets`, which lm-eval has.
+lm-eval loads this file by its path, so it imports the standard library and `datasets` only.
 """
 
 import json
@@ -11,20 +11,25 @@ import datasets
 
 
 def rows(file: str, **model_arguments: Any) -> dict[str, datasets.Dataset]:
-    """The prompts of one task. lm-eval adds what it knows of the model, which they do not depend on.
+    """Load the prompts of one task. `ranked` is the prompt for choices: it includes earlier answers of a list.
 
-    `ranked` is the prompt that choices are scored behind: in a list of answers, behind all of them but the last.
+    Args:
+        file: name of a JSONL file in this folder.
+        model_arguments: added by lm-eval; not used.
     """
     text = (Path(__file__).parent / file).read_text(encoding="utf-8")
-    found = [json.loads(line) for line in text.splitlines()]
-    for row in found:
+    prompts = [json.loads(line) for line in text.splitlines()]
+    for row in prompts:
         row["ranked"] = row["prompt"] + row.pop("given", "")
-    return {"test": datasets.Dataset.from_list(found)}
+    return {"test": datasets.Dataset.from_list(prompts)}
 
 
 def said(row: dict[str, Any], texts: list[str]) -> dict[str, float]:
-    """`exact_match`: the text begins with the answer, and does not go on within the same number or word (if `bounded`).
-    `begun`: it begins with it, whatever follows. Of several answers each has to stand in it.
+    """Score one generated text.
+
+    Returns:
+        `exact_match`: the text begins with the answer and, if `bounded`, does not continue within the same number or
+        word. `begun`: it begins with the answer, whatever follows. Of several answers, each must occur in the text.
     """
     (text,), answers = texts, row["answers"]
     if len(answers) > 1:
@@ -32,5 +37,5 @@ def said(row: dict[str, Any], texts: list[str]) -> dict[str, float]:
         return {"exact_match": every, "begun": every}
     text, answer = text.lstrip(), answers[0]
     begun, last, after = text.startswith(answer), answer[-1], text[len(answer) : len(answer) + 1]
-    goes_on = (last.isdigit() and after.isdigit()) or (last.isalpha() and after.isalpha())
-    return {"exact_match": float(begun and not (row["bounded"] and goes_on)), "begun": float(begun)}
+    continues = (last.isdigit() and after.isdigit()) or (last.isalpha() and after.isalpha())
+    return {"exact_match": float(begun and not (row["bounded"] and continues)), "begun": float(begun)}

@@ -32,11 +32,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: type[R] =
         RecipeError: the file is missing or not YAML, or a key is unknown, duplicate or has an invalid value.
     """
     data = read_mapping(Path(path), overrides)
-    load_plugins(_modules(data))
+    load_plugins(plugin_modules(data))
     return check_recipe(data, kind)
 
 
-def _modules(data: dict[str, Any]) -> list[str]:
+def plugin_modules(data: dict[str, Any]) -> list[str]:
     """The modules that a recipe lists under `plugins`. Validation refuses other names."""
     listed = data.get("plugins")
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []

@@ -83,7 +83,7 @@ def test_what_can_be_had_is_run_and_the_rest_says_why_not() -> None:
     assert own.ranked is not None and found["surgery_kv_retrieval_4"]["n"] == 8
     assert found["surgery_kv_retrieval_4"]["acc,none"] == own.ranked.correct.double().mean()
     assert "no task" in found["no_such_task"]["skipped"]
-    assert found["winogrande"]["skipped"].startswith("its data cannot be had here")
+    assert found["winogrande"]["skipped"].startswith("its data is not available")
     json.dumps(found)
 
 

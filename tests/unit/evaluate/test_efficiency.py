@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from surgery.errors import RunError
-from surgery.evaluate.efficiency import TRANSFORMER, _Reader, costs, efficiency, transformer_like
+from surgery.evaluate.efficiency import TRANSFORMER, _Timer, costs, efficiency, transformer_like
 from surgery.models.sizes import sizes_of
 from surgery.recipe import Efficiency
 from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site
@@ -72,12 +72,12 @@ def test_the_transformer_has_the_width_and_about_the_parameters(share: float) ->
 def test_what_is_timed_is_greedy_decoding() -> None:
     model = pico_hybrid([pico_site(1, [2])]).eval()
     whole = torch.randint(1, 61, (2, 9), generator=torch.Generator().manual_seed(1))
-    reader = _Reader(model, whole)
+    reader = _Timer(model, whole)
     with torch.no_grad():
         for _ in range(4):
             whole = torch.cat([whole, model(whole, use_cache=False).logits[:, -1:].argmax(-1)], 1)
-        first, cache = reader.read()
-        last = reader.write(first, cache, 3)
+        first, cache = reader.prefill()
+        last = reader.decode(first, cache, 3)
     assert torch.equal(torch.cat([first, last], 1), whole[:, [9, 12]])
 
 

@@ -87,5 +87,5 @@ def test_a_size_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(measuring, "costs", costs)
     section = Efficiency(lengths=(16,), batch_sizes=(3,), transformer=False)
-    with pytest.raises(RunError, match=r"evaluate\.efficiency: 3 prompts of 16 tokens\. Out of memory\. Leave"):
+    with pytest.raises(RunError, match=r"evaluate\.efficiency: 3 prompts of 16 tokens\. Out of memory\. Remove"):
         efficiency({"base": pico_base()}, section)

@@ -52,6 +52,10 @@ Overrides = Annotated[
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run of another recipe in this folder.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the Python code in the checkpoint.")]
 Runs = Annotated[Path, typer.Option("--runs", help="Directory that holds the run folders.")]
+Plugins = Annotated[
+    list[str] | None,
+    typer.Option("--plugin", metavar="MODULE", help="Import a module that registers an export format. Repeatable."),
+]
 
 
 @app.command()
@@ -275,11 +279,12 @@ def compare(
 def verify(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="An exported folder or a copy of one.")],
     trust_remote_code: TrustRemoteCode = False,
+    plugins: Plugins = None,
 ) -> None:
     """Verify an export: check every file and reload the model in stock transformers."""
     from surgery.export.verify import verify_folder
 
-    found = verify_folder(folder, trust_remote_code)
+    found = verify_folder(folder, trust_remote_code, plugins or ())
     if found["files"] is not None:
         out.print(f"{found['files']} files match the export record", highlight=False)
     out.print(f"{found['tensors']} tensors are present and finite; {', '.join(found['agree'])} agree", highlight=False)
@@ -305,6 +310,7 @@ def publish(
     pr: Annotated[bool, typer.Option("--pr", help="Open a pull request instead of committing to main.")] = False,
     message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
     trust_remote_code: TrustRemoteCode = False,
+    plugins: Plugins = None,
 ) -> None:
     """Upload an export to the Hub (private by default) and verify it. Safe to re-run."""
     from surgery.export.publish import publish as work
@@ -312,7 +318,7 @@ def publish(
     def say(line: str) -> None:
         out.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    done = work(folder, repo_id, public, revision, pr, message, trust_remote_code, say=say)
+    done = work(folder, repo_id, public, revision, pr, message, trust_remote_code, say=say, plugins=plugins or ())
     for label, names in (("removed", done.removed), ("not changed", done.kept)):
         if names:
             say(f"{label}: {', '.join(names)}")

@@ -1,5 +1,4 @@
-"""The files of an exported folder, as a stranger may have left them: plain ones only, those that are listed, and
-documents whose errors name them."""
+"""Read the files of an exported folder that may come from someone else: list, hash and compare them."""
 
 from __future__ import annotations
 
@@ -15,13 +14,17 @@ from surgery.errors import ModelError, reading
 
 RECORD, REFERENCE = "export.json", "reference.safetensors"
 AGAIN = "Download it again, or export again."
-# A file that a loader could load although nobody listed it.
-LOADED = (".py", ".json", ".safetensors", ".bin", ".pt", ".pth", ".jinja")
+# Suffixes of files that transformers or torch could load.
+LOADABLE = (".py", ".json", ".safetensors", ".bin", ".pt", ".pth", ".jinja")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def read_json_file(folder: Path, name: str) -> Any:
-    """Raises ModelError where the file is missing, not UTF-8, not JSON, or nested too deeply."""
+    """Parse a JSON file.
+
+    Raises:
+        ModelError: the file is missing, not UTF-8, not JSON, or nested too deeply.
+    """
     if not (folder / name).is_file():
         raise ModelError(name, "missing", AGAIN)
     with reading(name, "not JSON", AGAIN):
@@ -29,49 +32,53 @@ def read_json_file(folder: Path, name: str) -> Any:
 
 
 def read_object(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON object. Raises ModelError as `read_json_file`."""
+    """Parse a JSON file that holds an object.
+
+    Raises:
+        ModelError: as `read_json_file`, or the file holds something else.
+    """
     data = read_json_file(folder, name)
     if not isinstance(data, dict):
-        raise ModelError(name, type(data).__name__, f"It should be a JSON object. {AGAIN}")
+        raise ModelError(name, type(data).__name__, f"Expected a JSON object. {AGAIN}")
     return data
 
 
 def check_entries(folder: Path) -> None:
-    """Refuse links and special files, hidden ones too: what they stand for is no part of the folder.
+    """Refuse symbolic links and special files, hidden ones included: they point outside the folder.
 
     Raises:
-        ModelError: names the first entry that is neither a plain file nor a folder.
+        ModelError: names the first entry that is neither a regular file nor a folder.
     """
     for path in sorted(folder.rglob("*")):
         mode = path.lstat().st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
             value = "a symbolic link" if stat.S_ISLNK(mode) else "a special file"
-            hint = "An export holds plain files only. Replace it with a copy of the file, or remove it."
+            hint = "An export holds regular files only. Replace it with a copy of the file, or remove it."
             raise ModelError(shown(path.relative_to(folder).as_posix()), value, hint)
 
 
 def visible_files(folder: Path) -> list[Path]:
-    """Files in order, without the hidden ones and compiled Python that version control and download tools leave."""
-    found = []
+    """List the files in order, without hidden ones and compiled Python, which other tools leave behind."""
+    files = []
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts
         if path.is_file() and not any(p.startswith(".") or p == "__pycache__" for p in parts):
-            found.append(path)
-    return found
+            files.append(path)
+    return files
 
 
 def fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
-    """`sha256` and `size` of every file below the folder by its relative path, but `export.json` and hidden ones."""
-    found = {}
+    """Map the relative path of every visible file except export.json to its `sha256` and `size`."""
+    entries = {}
     for path in visible_files(folder):
         name = path.relative_to(folder).as_posix()
         if name != RECORD:
-            found[name] = {"sha256": sha256_of(path), "size": path.stat().st_size}
-    return found
+            entries[name] = {"sha256": sha256_of(path), "size": path.stat().st_size}
+    return entries
 
 
 def sha256_of(path: Path) -> str:
-    """The hex digest of a file's bytes."""
+    """Hex SHA-256 of a file."""
     total = hashlib.sha256()
     with open(path, "rb") as file:
         for block in iter(lambda: file.read(1 << 20), b""):
@@ -79,18 +86,22 @@ def sha256_of(path: Path) -> str:
     return total.hexdigest()
 
 
-def check_files(folder: Path, listed: Any) -> list[str]:
-    """Compare every file with what is listed; give a sentence on files that are not, and do no harm.
+def check_files(folder: Path, listed: Any, loadable: tuple[str, ...] = ()) -> list[str]:
+    """Compare every file with its entry in export.json.
 
     Args:
         listed: `files` of export.json.
+        loadable: suffixes of files that a loader reads, beside `LOADABLE`.
+
+    Returns:
+        A sentence on files that are not listed and that no loader reads; empty if there are none.
 
     Raises:
-        ModelError: names the first file that is missing, of another length or content, or that a loader would load
-            although it is not listed; or the list is malformed.
+        ModelError: names the first file that is missing, of another size or content, or loadable and not listed; or
+            the list is malformed.
     """
     if not isinstance(listed, Mapping):
-        raise ModelError(RECORD, f"files: {type(listed).__name__}", f"It should be an object. {AGAIN}")
+        raise ModelError(RECORD, f"files: {type(listed).__name__}", f"Expected a JSON object. {AGAIN}")
     for name, expected in listed.items():
         _check_entry(name, expected)
         path = folder / name
@@ -98,33 +109,33 @@ def check_files(folder: Path, listed: Any) -> list[str]:
             raise ModelError(name, "missing", f"{RECORD} lists it. {AGAIN}")
         size = path.stat().st_size
         if size != expected["size"]:
-            value = f"{size} bytes long, and {RECORD} says {expected['size']}"
-            raise ModelError(name, value, f"It is cut off or changed. {AGAIN}")
+            value = f"{size} bytes long, but {RECORD} lists {expected['size']}"
+            raise ModelError(name, value, f"It is truncated or changed. {AGAIN}")
         if sha256_of(path) != expected["sha256"]:
-            raise ModelError(name, f"another sha256 than {RECORD} lists", f"It was changed. {AGAIN}")
+            raise ModelError(name, f"sha256 differs from {RECORD}", f"The file has changed. {AGAIN}")
     extra = [p.relative_to(folder).as_posix() for p in visible_files(folder)]
     extra = sorted(set(extra) - set(listed) - {RECORD})
     for name in extra:
-        if Path(name).suffix in LOADED:
-            hint = "It was added later, and could be loaded. Remove it."
+        if Path(name).suffix in (*LOADABLE, *loadable):
+            hint = "It was added after the export and could be loaded. Remove it."
             raise ModelError(shown(name), f"not listed in {RECORD}", hint)
     return [f"{', '.join(map(shown, extra))}: not listed in {RECORD}"] if extra else []
 
 
 def _check_entry(name: str, expected: Any) -> None:
-    """Raises ModelError where a name could point out of the folder, or its entry is no size and sha256."""
+    """Raises ModelError if a name could point outside the folder, or its entry lacks a size or sha256."""
     path = PurePosixPath(name)
     is_plain = name.isprintable() and "\\" not in name and path.as_posix() == name and ".." not in path.parts
     if not is_plain or not path.parts or path.is_absolute():
-        raise ModelError(shown(name), "missing", f"{RECORD} lists it, and it is no path inside the folder. {AGAIN}")
+        raise ModelError(shown(name), "missing", f"{RECORD} lists it, but the path is not inside the folder. {AGAIN}")
     size, digest = (expected.get("size"), expected.get("sha256")) if isinstance(expected, Mapping) else (None, None)
     if type(size) is not int or size < 0:
-        raise ModelError(RECORD, f"files: {name}: size {str(size)[:40]!r}", f"It should be a number of bytes. {AGAIN}")
+        raise ModelError(RECORD, f"files: {name}: size {str(size)[:40]!r}", f"Expected a number of bytes. {AGAIN}")
     if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
         value = f"files: {name}: sha256 {str(digest)[:40]!r}"
-        raise ModelError(RECORD, value, f"It should be 64 hexadecimal digits. {AGAIN}")
+        raise ModelError(RECORD, value, f"Expected 64 hexadecimal digits. {AGAIN}")
 
 
 def shown(name: str) -> str:
-    """A file's name as one line of an error can hold it."""
+    """Quote a file name that would break an error into several lines."""
     return name if name.isprintable() else repr(name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -35,7 +35,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from surgery import __version__
 from surgery.errors import ModelError, SurgeryError
-from surgery.export.files import LOADED, check_entries, sha256_of, visible_files
+from surgery.export.files import LOADABLE, check_entries, sha256_of, visible_files
 from surgery.export.verify import verify_folder
 from surgery.files.secret_scan import search, secrets_of_environment
 
@@ -80,6 +80,7 @@ def publish(
     endpoint: str | None = None,
     say: Callable[[str], None] = lambda line: None,
     sleep: Callable[[float], None] = time.sleep,
+    plugins: Sequence[str] = (),
 ) -> Published:
     """Puts an export on the Hub in one commit, downloads it and compares every file.
 
@@ -110,7 +111,7 @@ def publish(
         )
     # Before the checks: a file that changes after them is not what the Hub is to give back.
     sums = {name: sha256_of(path) for name, path in published_files(folder).items()}
-    for sentence in verify_folder(folder, trust_remote_code)["not_checked"]:
+    for sentence in verify_folder(folder, trust_remote_code, plugins)["not_checked"]:
         say(f"not checked: {sentence}")
     files = published_files(folder)
     check_private(files, folder, token)
@@ -257,7 +258,7 @@ class _Hub:
         there = {entry.path: entry for entry in listed if isinstance(entry, RepoFile)}
         new = [name for name in files if name not in there or not _is_same(there[name], files[name], sums[name])]
         others = [name for name in sorted(there) if name not in files and name != ".gitattributes"]
-        removed = [name for name in others if name.endswith(LOADED)]
+        removed = [name for name in others if name.endswith(LOADABLE)]
         return new, removed, [name for name in others if name not in removed]
 
     def _head(self, revision: str, kept: list[str], url: str | None = None) -> _Sent:

@@ -1,13 +1,9 @@
-"""Loads an exported folder as a stranger would, in a process that cannot import this library. Owns: that process, and
-the reference that travels with an export, by which another machine tells whether it computes the same model.
+"""Load an exported folder in a process that cannot import this library, and compare with the stored reference.
 
-Must never know: what a folder has to hold, how it was written. It runs the folder's modelling files: whoever calls it
-has to trust them.
+This runs the folder's modelling files: check them first, or pass a private copy. The reference is computed in fp32,
+which holds every stored precision exactly. Two machines then differ by fp32 rounding only, and the tolerance is small.
 
-The reference is computed in fp32 whatever the weights are stored in, since fp32 holds them exactly: so what is left
-between two machines is rounding in fp32, and the tolerance can be small.
-
-Shape legend: B prompts, T tokens, V vocabulary, K kept entries of it, N new tokens.
+Shape legend: B prompts, T tokens, V vocabulary, K stored vocabulary entries, N new tokens.
 """
 
 from __future__ import annotations
@@ -25,25 +21,35 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from surgery.errors import ModelError
+from surgery.export.files import AGAIN
 from surgery.files.secret_scan import SECRET_NAME
 
-# Of the standard deviation of the kept logits. Other orders of summation, and fp64, were at most 4e-5 of it away; 1%
-# more of the new heads' output was 9e-3 away at least, new heads off 0.7. docs/CONFORMANCE.md has the numbers.
+# As a fraction of the logits' standard deviation. Other summation orders and fp64 differ by at most 4e-5; scaling the
+# new heads' output by 1.01 differs by at least 9e-3, disabling them by 0.7. docs/CONFORMANCE.md has the measurements.
 TOLERANCE = 1e-3
-_KEPT = 64  # logits a token, evenly spaced over the vocabulary
+_STORED = 64  # logits per token, evenly spaced over the vocabulary
 _PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 2, 24, 8
 
-# What a stranger's machine would do. For each dtype asked for: logits (B,T,V), the prompt and its greedy continuation
-# (1,T+N), and the logits (N,V) that it was chosen by.
+SAMPLE = "The value of the key 'miku' is 42.\n"  # encoded with the reloaded tokenizer
+
+# For each dtype: logits (B,T,V), the first prompt with its greedy continuation (1,T+N), and the logits (N,V) of the new
+# tokens. The tokenizer is loaded without code of its own.
 RELOAD = """
-import sys
+import json, os, sys
 sys.modules["surgery"] = None
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
-folder, ids, out, *dtypes = sys.argv[1:]
-ids, found = load_file(ids)["ids"], {}
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder, ids, out, sample, *dtypes = sys.argv[1:]
+ids, results = load_file(ids)["ids"], {}
+settings = os.path.join(folder, "tokenizer_config.json")
+if os.path.isfile(settings) and not json.load(open(settings, encoding="utf-8")).get("auto_map"):
+    try:
+        tokens = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)(sample)["input_ids"]
+    except BaseException as error:  # a panic in Rust is not an Exception
+        sys.exit(f"the tokenizer does not load: {type(error).__name__}: {' '.join(str(error).split())}")
+    results["tokenizer"] = torch.tensor(tokens, dtype=torch.int64)
 for dtype in dtypes:
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, trust_remote_code=True, use_safetensors=True, dtype=dtype, output_loading_info=True
@@ -56,121 +62,132 @@ for dtype in dtypes:
         logits = model.eval()(ids, use_cache=False).logits
         text = model.generate(ids[:1], return_dict_in_generate=True, **options)
     steps = torch.cat(text.logits).float()
-    found |= {f"{dtype}.logits": logits, f"{dtype}.text": text.sequences, f"{dtype}.steps": steps}
-save_file(found, out)
+    results |= {f"{dtype}.logits": logits, f"{dtype}.text": text.sequences, f"{dtype}.steps": steps}
+save_file(results, out)
 """
 
 
 def prompt_ids(vocab_size: int) -> Tensor:
-    """The prompts (B,T) of every check: random tokens, always the same."""
+    """Random prompts (B,T), the same in every check."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, vocab_size, (_PROMPTS, _PROMPT_TOKENS), generator=generator)
 
 
 def reload(folder: Path, ids_BT: Tensor, dtypes: Sequence[str]) -> dict[str, Tensor]:
-    """Loads the folder in a clean process, once for each dtype, and computes there. It runs the folder's own code.
+    """Load model and tokenizer in a clean process and compute logits there. This runs the folder's own code.
+
+    The process is offline and gets no secrets of the environment.
 
     Args:
-        dtypes: `auto` for what is stored, or `float32`, which takes four bytes a parameter.
+        dtypes: `auto` for the stored precision, or `float32`, which takes four bytes per parameter.
 
     Returns:
-        `DTYPE.logits` (B,T,V), `DTYPE.text` (1,T+N) and `DTYPE.steps` (N,V) in fp32.
+        For each dtype `DTYPE.logits` (B,T,V), `DTYPE.text` (1,T+N) and `DTYPE.steps` (N,V) in fp32; and `tokenizer`,
+        the token ids of `SAMPLE`, unless the folder has no tokenizer or one that needs code.
 
     Raises:
-        ModelError: it does not load, or tensors are missing, left over or misshapen.
+        ModelError: model or tokenizer do not load, or tensors are missing, unexpected or misshapen.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        given, found = Path(scratch, "ids.safetensors"), Path(scratch, "found.safetensors")
-        save_file({"ids": ids_BT}, given)
-        command = [sys.executable, "-c", RELOAD, str(folder.resolve()), str(given), str(found), *dtypes]
+        prompts, results = Path(scratch, "ids.safetensors"), Path(scratch, "results.safetensors")
+        save_file({"ids": ids_BT}, prompts)
+        command = [sys.executable, "-c", RELOAD, str(folder.resolve()), str(prompts), str(results), SAMPLE, *dtypes]
         extra = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(Path(scratch, "modules"))}
         done = subprocess.run(command, capture_output=True, text=True, env=_environment(extra), cwd=scratch)
         if done.returncode != 0:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise ModelError("reloading", last[:300], "The folder does not load in stock transformers.")
-        return load_file(found)
+            raise ModelError(
+                "reloading",
+                last[:300],
+                "The folder does not load in stock transformers. Export again, or download it again.",
+            )
+        return load_file(results)
 
 
-def make_reference(ids_BT: Tensor, found: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
-    """What another machine compares with: a few logits of every token, and a greedy continuation with its margins.
+def make_reference(ids_BT: Tensor, reloaded: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
+    """Select what another machine compares with: some logits of every token, and a greedy continuation with margins.
 
     Args:
-        found: of `reload`; `dtype` names the pass that computed in fp32.
+        reloaded: result of `reload`.
+        dtype: the pass of `reloaded` that computed in fp32.
 
     Returns:
         `ids` (B,T), `vocabulary` (K,), `logits` (B,T,K), `text` (N,), `margins` (N,): best minus second-best logit.
     """
-    logits_BTV, steps_NV = found[f"{dtype}.logits"].float(), found[f"{dtype}.steps"]
+    logits_BTV, steps_NV = reloaded[f"{dtype}.logits"].float(), reloaded[f"{dtype}.steps"]
     V = logits_BTV.shape[-1]
-    vocabulary_K = torch.arange(0, V, max(1, V // _KEPT))[:_KEPT]
+    vocabulary_K = torch.arange(0, V, max(1, V // _STORED))[:_STORED]
     best_N2 = steps_NV.topk(2, dim=-1).values
     return {
         "ids": ids_BT,
         "vocabulary": vocabulary_K,
         "logits": logits_BTV[..., vocabulary_K].contiguous(),
-        "text": found[f"{dtype}.text"][0, ids_BT.shape[1] :].contiguous(),
+        "text": reloaded[f"{dtype}.text"][0, ids_BT.shape[1] :].contiguous(),
         "margins": best_N2[:, 0] - best_N2[:, 1],
     }
 
 
 def read_reference(file: Path, vocab_size: int) -> dict[str, Tensor]:
-    """Of `make_reference`, from a file.
+    """Load and check a reference that `make_reference` computed.
 
     Raises:
-        ModelError: it is broken, or holds something else: other tensors, shapes or dtypes, tokens out of range.
+        ModelError: the file is damaged, or holds other tensors, shapes or dtypes, or tokens out of range.
     """
-    again = "Download it again, or export again."
     try:
         reference = load_file(file)
     except SafetensorError as error:
-        raise ModelError(file.name, str(error), f"It is broken. {again}") from None
+        raise ModelError(file.name, str(error), f"The file is damaged. {AGAIN}") from None
     if set(reference) != {"ids", "vocabulary", "logits", "text", "margins"}:
-        raise ModelError(file.name, sorted(reference), f"It is no reference. {again}")
+        raise ModelError(file.name, sorted(reference), f"These are not the tensors of a reference. {AGAIN}")
     B, T, K, N = _PROMPTS, _PROMPT_TOKENS, reference["vocabulary"].numel(), reference["text"].numel()
     shapes = {"ids": (B, T), "vocabulary": (K,), "logits": (B, T, K), "text": (N,), "margins": (N,)}
     for name, tensor in reference.items():
         is_tokens = name in ("ids", "vocabulary", "text")
         dtype = torch.int64 if is_tokens else torch.float32
-        if tensor.dtype != dtype or tensor.shape != shapes[name] or not 0 < K <= _KEPT or not 0 < N <= _NEW_TOKENS:
+        if tensor.dtype != dtype or tensor.shape != shapes[name] or not 0 < K <= _STORED or not 0 < N <= _NEW_TOKENS:
             value = f"{name} is {tuple(tensor.shape)} {tensor.dtype}"
-            raise ModelError(file.name, value, f"It should be {shapes[name]} {dtype}. {again}")
+            raise ModelError(file.name, value, f"Expected {shapes[name]} {dtype}. {AGAIN}")
         if is_tokens and not bool(((tensor >= 0) & (tensor < vocab_size)).all()):
             value = f"{name} from {tensor.min()} to {tensor.max()}"
-            raise ModelError(file.name, value, f"Tokens are 0 to {vocab_size - 1}. {again}")
+            raise ModelError(file.name, value, f"Token ids are 0 to {vocab_size - 1}. {AGAIN}")
     return reference
 
 
-def compare(reference: Mapping[str, Tensor], found: Mapping[str, Tensor], dtype: str) -> tuple[float, int]:
-    """The largest difference of the logits, as a part of their standard deviation, and how many new tokens agree.
+def compare(reference: Mapping[str, Tensor], reloaded: Mapping[str, Tensor], dtype: str) -> tuple[float, int]:
+    """Compare the result of `reload` with a reference.
 
-    Tokens are compared up to the first one whose margin is within twice the tolerance: rounding may choose otherwise
-    there, and what follows is another text.
+    New tokens are compared up to the first one whose margin is within twice the tolerance: there rounding may select
+    another token, and the text after it differs.
+
+    Returns:
+        The largest difference of the logits as a fraction of their standard deviation, and the number of new tokens
+        that agree.
 
     Raises:
-        ModelError: the logits are further apart than `TOLERANCE`, or a token differs in spite of its margin.
+        ModelError: the logits differ by more than `TOLERANCE`, or a token differs in spite of its margin.
     """
-    logits_BTK = found[f"{dtype}.logits"].float()[..., reference["vocabulary"]]
+    logits_BTK = reloaded[f"{dtype}.logits"].float()[..., reference["vocabulary"]]
     spread = max(float(reference["logits"].std()), 1e-30)
     difference = float((logits_BTK - reference["logits"]).abs().max()) / spread
     if not difference <= TOLERANCE:
         value = f"logits differ from reference.safetensors by {difference:.2g} of their standard deviation"
-        hint = f"It is another model, or another one is computed here; rounding is below {TOLERANCE:g}."
+        hint = f"The folder or this machine computes another model: rounding stays below {TOLERANCE:g}."
         raise ModelError("reloading", value, hint)
-    new, agree = found[f"{dtype}.text"][0, reference["ids"].shape[1] :].tolist(), 0
+    new, agree = reloaded[f"{dtype}.text"][0, reference["ids"].shape[1] :].tolist(), 0
     for expected, margin in zip(reference["text"].tolist(), reference["margins"].tolist(), strict=True):
         if margin <= 2 * TOLERANCE * spread:
             break
         if new[agree : agree + 1] != [expected]:
-            value = f"generated token {agree} is not the one in reference.safetensors"
-            raise ModelError("reloading", value, "Decoding computes another model here than where it was exported.")
+            value = f"generated token {agree} differs from reference.safetensors"
+            raise ModelError("reloading", value, "Decoding computes another model here than at the export.")
         agree += 1
     return difference, agree
 
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment without secrets and launchers, and `extra`."""
-    kept = {k: v for k, v in os.environ.items() if k not in _LAUNCHER and not SECRET_NAME.search(k)}
-    return {**kept, **extra}
+    """This process's environment without secrets and launcher variables, updated with `extra`."""
+    plain = {k: v for k, v in os.environ.items() if k not in _LAUNCHER and not SECRET_NAME.search(k)}
+    return {**plain, **extra}
 
 
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -24,8 +24,8 @@ from surgery.export.files import AGAIN, read_json_file, read_object, shown, visi
 from surgery.hybrid import CLASSES
 from surgery.hybrid.shipping import auto_map, outside_modules
 
-_TRUST = "Read it, and pass --trust-remote-code to run it."
-# Keys by which a JSON file names code, or files to load in the place of those that were checked.
+_TRUST = "Read it first, then pass --trust-remote-code to run it."
+# JSON keys that name code, or files to load instead of those that were checked.
 _CODE_KEYS = {
     "attribute_map",
     "auto_map",
@@ -39,13 +39,18 @@ _CODE_KEYS = {
     "transformers_weights",
     "use_kernels",
 }
-# Keys that name an implementation, for which transformers may fetch a kernel from the Hub; and those it has itself.
+# Keys that name an implementation: transformers may fetch a kernel from the Hub for one that it does not have itself.
 _IMPLEMENTATION_KEYS = {
     f"{prefix}{kind}_implementation{suffix}"
     for kind in ("attn", "experts")
     for prefix, suffix in (("", ""), ("_", ""), ("_", "_internal"))
 }
-_IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
+_BUILT_IN = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
+
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
 
 
 def check_code(folder: Path, config: PreTrainedConfig, trust_remote_code: bool = False) -> dict[str, bytes]:
@@ -55,8 +60,8 @@ def check_code(folder: Path, config: PreTrainedConfig, trust_remote_code: bool =
         The modules that were checked, by name; empty with `trust_remote_code`.
 
     Raises:
-        ModelError: a modelling file is missing; or, without trust, anything in the folder names or holds code that is
-            not this library's.
+        ModelError: a modelling file is missing; or, without `trust_remote_code`, the folder names or holds code that
+            is not this library's.
     """
     maps = read_object(folder, "config.json").get("auto_map")
     maps = maps if isinstance(maps, Mapping) else {}
@@ -64,9 +69,13 @@ def check_code(folder: Path, config: PreTrainedConfig, trust_remote_code: bool =
         module = str(maps.get(name, "")).rpartition(".")[0]
         if not module or not (folder / f"{module}.py").is_file():
             value = f"auto_map.{name} names {maps.get(name) or 'nothing'}"
-            raise ModelError("config.json", value, f"The modelling file is missing from the folder. {AGAIN}")
+            raise ModelError("config.json", value, f"This modelling file is missing from the folder. {AGAIN}")
     if (folder / "adapter_config.json").is_file():
-        raise ModelError("adapter_config.json", "present", "transformers would load another base. Merge it first.")
+        raise ModelError(
+            "adapter_config.json",
+            "present",
+            "transformers would load the adapter and its base instead. Merge it first.",
+        )
     if trust_remote_code:
         return {}
     classes = _classes_of(config)
@@ -92,7 +101,7 @@ def check_code(folder: Path, config: PreTrainedConfig, trust_remote_code: bool =
 def _classes_of(config: PreTrainedConfig) -> dict[str, str]:
     """Return the `auto_map` that saving the config writes. Raises ModelError for a type of another library."""
     if not any(config_class is type(config) for config_class, _, _ in CLASSES):
-        raise ModelError("config.json", f"model_type {config.model_type}", "No hybrid of this library has this type.")
+        raise ModelError("config.json", f"model_type {config.model_type}", "This library has no hybrid of this type.")
     return auto_map(config)
 
 
@@ -105,18 +114,22 @@ def _modules_of(config: PreTrainedConfig) -> dict[str, bytes]:
 
 
 def _check_keys(name: str, data: Any, allowed: set[str]) -> None:
-    """Raise ModelError for a key at any depth that makes a loader import code; `allowed` are those of the top."""
+    """Raise ModelError for a key at any depth that makes a loader import code.
+
+    Args:
+        allowed: such keys that are accepted at the top level.
+    """
     stack = [("", data, allowed)]
     while stack:
         place, value, skip = stack.pop()
         items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         for key, inner in items:
             field = f"{place}.{key}" if place else str(key)
-            # A number is an entry of a vocabulary.
+            # A key with a number is an entry of a vocabulary.
             names_code = key in _CODE_KEYS and key not in skip and inner and not _is_number(inner)
             if names_code or (key in _IMPLEMENTATION_KEYS and not _is_built_in(inner)):
                 value = shown(f"{field[:80]} is {json.dumps(inner)[:80]}")
-                raise ModelError(shown(name), value, f"Loading it could run code from elsewhere. {_TRUST}")
+                raise ModelError(shown(name), value, f"Loading it could run other code. {_TRUST}")
             stack.append((field, inner, set()))
 
 
@@ -127,14 +140,14 @@ def _is_number(value: Any) -> bool:
 def _is_built_in(implementation: Any) -> bool:
     """Return whether transformers has this implementation, of the model or of its parts by name."""
     names = implementation.values() if isinstance(implementation, dict) else [implementation]
-    return all(_is_number(name) or name in _IMPLEMENTATIONS for name in names)
+    return all(_is_number(name) or name in _BUILT_IN for name in names)
 
 
 @contextmanager
 def private_copy(folder: Path, config: PreTrainedConfig, modules: Mapping[str, bytes]) -> Iterator[Path]:
-    """A folder with the checked configs and modules only, and links to the weights.
+    """Yield a temporary folder of the checked configs, tokenizer and modules, and links to the weights.
 
-    Loading it instead of the export runs the checked code, also if the export changes in between.
+    Loading it runs the checked code, even if the export changes meanwhile.
 
     Args:
         modules: of `check_code`.
@@ -149,6 +162,11 @@ def private_copy(folder: Path, config: PreTrainedConfig, modules: Mapping[str, b
                 if name == "config.json":
                     data["auto_map"] = _classes_of(config)
                 (copy / name).write_text(json.dumps(data), encoding="utf-8")
+        for path in folder.iterdir():
+            if path.name in _TOKENIZER_FILES or path.suffix == ".model":
+                (copy / path.name).write_bytes(path.read_bytes())
+                if path.suffix == ".json":
+                    _check_keys(path.name, read_json_file(copy, path.name), set())
         for name, text in modules.items():
             (copy / name).write_bytes(text)
         for path in folder.glob("*.safetensors"):

@@ -42,7 +42,8 @@ def kind_of(folder: Path) -> Kind | None:
     for kind in _CALLED:
         if marked == kind:
             return kind
-    if "checked_without_surgery" in read_mapping(folder / "export.json"):
+    record = read_mapping(folder / "export.json")
+    if "checked_without_surgery" in record or {"format", "versions", "files"} <= record.keys():
         return "export"
     if (folder / "recipe.yaml").is_file() and (folder / ".stages").is_dir():
         return "run"

@@ -1,31 +1,40 @@
-"""Schema of the sections `export` and `hardware`."""
+"""Recipe sections for the export, and for the hardware that `--dry-run` estimates for."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from surgery.recipe.section import Positive, Section
+from surgery.registry import NameOf, Registry
+
+# Export formats by name. `surgery.export.formats` defines their base class and registers ours; it imports no torch.
+EXPORT_FORMATS: Registry[Any] = Registry("export format", ("surgery.export.formats",))
 
 
 class Export(Section):
-    """The exported checkpoint, which loads in stock transformers."""
+    """The exported folder: its format and the precision of its weights."""
 
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    format: Annotated[str, NameOf(EXPORT_FORMATS)] = Field(
+        "transformers", description="A registered export format. Default: safetensors for stock transformers."
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Precision of the stored weights.")
     license: str | None = Field(
-        None, description="Licence in the model card. By default the licence of the base's card."
+        None, description="License for the model card. Default: the license in the base model's card."
     )
     max_shard_size: str = Field(
-        "50GB", pattern=r"^[1-9][0-9]{0,5}(KB|MB|GB|TB)$", description="Maximum size of one weight file."
+        "50GB",
+        pattern=r"^[1-9][0-9]{0,5}(KB|MB|GB|TB)$",
+        description="Larger weights are split into files of this size.",
     )
 
 
 class Hardware(Section):
-    """The hardware of the run. Only `--dry-run` uses it, to estimate whether the run fits."""
+    """The machine to estimate for. Only `--dry-run` uses it."""
 
-    gpu: str | None = Field(None, description="Name of the GPU, such as A100-80GB.")
+    gpu: str | None = Field(None, description="GPU name, such as A100-80GB.")
     count: Positive = Field(
         1, description="Number of GPUs. Each holds the whole model and its share of a step's documents."
     )
-    memory_gib: float | None = Field(None, gt=0, le=10**6, description="Memory of one GPU in GiB.")
+    memory_gib: float | None = Field(None, gt=0, le=10**6, description="Memory of one GPU, in GiB.")

@@ -1,4 +1,4 @@
-"""Names and cells under which a run's results are shown."""
+"""Labels and table cells under which the numbers of results.json are displayed."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from typing import Any
 
 from surgery.probes.registry import PROBES
 from surgery.recipe import Recipe
+from surgery.recipe.export import EXPORT_FORMATS
 from surgery.recipe.public import public_name
 
-_ARMS = {
+# Keys of `arms` in results.json, in the order of the table's columns, with their labels.
+ARM_LABELS = {
     "base": "base",
-    "no_splice": "same training, no splice",
-    "hybrid_heads_off": "this hybrid, new heads off",
-    "hybrid": "**this hybrid**",
+    "no_splice": "control (trained, no splice)",
+    "hybrid_heads_off": "hybrid, attention off",
+    "hybrid": "hybrid",
 }
 
-
-Place = tuple[str, ...]  # where a number is in an arm of results.json: ("kv_retrieval", "16")
+Place = tuple[str, ...]  # keys that lead to a number in an arm of results.json: ("kv_retrieval", "16")
 
 
 def entries(tree: Mapping[str, Any], path: Place = ()) -> Iterator[tuple[Place, Mapping[str, Any]]]:
-    """Everything that an arm was measured by: a share of right answers, or a perplexity."""
+    """Yield the path and the entry of every accuracy and perplexity in an arm of results.json."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             if "accuracy" in value or "perplexity" in value:
@@ -32,7 +33,7 @@ def entries(tree: Mapping[str, Any], path: Place = ()) -> Iterator[tuple[Place, 
 
 
 def label_of(path: Place, entry: Mapping[str, Any]) -> str:
-    """What a row of the table is called."""
+    """Row label of an entry."""
     task, *rest = path
     if task == "held_out" and rest:
         name = ", ".join(rest)
@@ -43,22 +44,22 @@ def label_of(path: Place, entry: Mapping[str, Any]) -> str:
 
 
 def ordered_arms(arms: Iterable[str]) -> list[str]:
-    """This hybrid comes last, arms that are not known here before the base."""
-    known = list(_ARMS)
+    """Sort arms for display: unknown ones such as a teacher first, then base, control, and the hybrid last."""
+    known = list(ARM_LABELS)
     return sorted(arms, key=lambda arm: (known.index(arm) if arm in known else -1, arm))
 
 
-def arm_name(arm: str, recipe: Recipe) -> str:
-    """What a column of the table is called, in Markdown."""
+def arm_label(arm: str, recipe: Recipe) -> str:
+    """Column label of an arm. With `splice: null`, base and control are named by their models."""
     if recipe.splice is None and arm == "base":
-        return f"{public_name(recipe.base.model)}, before"
+        return f"{public_name(recipe.base.model)}, before training"
     if recipe.splice is None and arm == "no_splice" and recipe.control is not None:
-        return f"{public_name(recipe.control.model)}, same training"
-    return _ARMS.get(arm, arm.replace("_", " "))
+        return f"control ({public_name(recipe.control.model)}, same training)"
+    return ARM_LABELS.get(arm, arm.replace("_", " "))
 
 
 def cell_of(entry: Mapping[str, Any] | None) -> str:
-    """A share with its interval, or a perplexity."""
+    """Format an accuracy with its interval, or a perplexity."""
     if entry is None:
         return "not measured"
     if "accuracy" not in entry:
@@ -68,25 +69,24 @@ def cell_of(entry: Mapping[str, Any] | None) -> str:
 
 
 def perplexity_text(value: float) -> str:
-    """Three decimals, as far as anyone reads them."""
+    """Format a perplexity with three decimals, or in scientific notation from a million on."""
     return f"{value:.3f}" if value < 1e6 else f"{value:.1e}"
 
 
 def limits_of(recipe: Recipe) -> tuple[str, ...]:
-    """What was trained on, and what a user has to know, a sentence or two each."""
+    """Limits of the model that a user must know, one or two sentences each."""
     sources = [source for stage in recipe.train.sequence for source in stage.sources]
     tasks = sorted({source.task for source in sources if source.task})
     data = [f"generated text ({', '.join(tasks)})"] * bool(tasks) + own_data(recipe)
     trained = "Trained further" if recipe.splice is None else "Trained"
     return (
-        f"{trained} for {recipe.train.num_all_steps} steps on {' and '.join(data)}, and on nothing else.",
-        "The probes are generated: short words and invented facts. They show retrieval, not usefulness.",
-        "Keys and values are kept for the spliced layers: memory grows with length there, unlike in the base.",
-        "Assisted decoding refuses stateful models. vLLM and SGLang do not load head-level hybrids.",
-        "Needs transformers 5.21 or newer: older ones decode such layers wrongly.",
+        f"{trained} for {recipe.train.num_all_steps} steps, only on {' and '.join(data)}.",
+        "The probes are generated from short words and invented facts. They measure retrieval, not usefulness.",
+        "The spliced layers store keys and values for every token: unlike the base, memory grows with length there.",
+        *EXPORT_FORMATS[recipe.export.format].limits,
     )
 
 
 def own_data(recipe: Recipe) -> list[str]:
-    """The public names of the user's own data."""
+    """Public names of the user's data sets and files, sorted."""
     return sorted({public_name(data.path) for data in recipe.train.own_data})

@@ -40,7 +40,7 @@ from surgery.report.figures.costs import costs_by_length
 from surgery.report.figures.curves import accuracy_by_pairs, training_curve
 from surgery.report.figures.heatmaps import head_maps
 from surgery.report.heads_page import PromptAttention, write_csv, write_page
-from surgery.report.run_report import Facts, write_report
+from surgery.report.run_report import ReportInputs, write_report
 from surgery.run.context import Run
 from surgery.scoring.ranking import answer_choices
 from surgery.splice.graft import splice_model, step_zero_gap
@@ -289,7 +289,9 @@ def _write_results(run: Run, arms: dict[str, Arm], began: float, skipped: dict[s
         **({"efficiency": costs} if costs else {}),
     }
     write_json(run.folder / "results.json", results)
-    write_report(Facts(recipe, run.plan(), run.heads(), results, run.folder / "figures"), run.folder / "report.html")
+    write_report(
+        ReportInputs(recipe, run.plan(), run.heads(), results, run.folder / "figures"), run.folder / "report.html"
+    )
 
 
 def _efficiency(run: Run, figures: Path) -> dict[str, Any] | None:
@@ -335,7 +337,6 @@ def _export(run: Run, key: str) -> None:
         to_yaml(shared),
         results,
         run.folder / "figures",
-        overwrite=True,
         page=run.folder / "report.html",
     )
 

@@ -62,13 +62,19 @@ class Outsider:
 def serve(address: str) -> None:
     """Answers until it is terminated."""
     import torch
-    from transformers import AutoModelForCausalLM, dynamic_module_utils
+    from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
     from transformers.models.auto import modeling_auto
 
     torch.set_num_threads(1)
     for name in ("mamba", "mamba2", "bamba", "falcon_mamba", "zamba2", "nemotron_h", "granitemoehybrid"):
         __import__(f"transformers.models.{name}.modeling_{name}")
-    assert AutoModelForCausalLM and dynamic_module_utils and modeling_auto and "surgery" not in sys.modules
+    assert (
+        AutoModelForCausalLM
+        and AutoTokenizer
+        and dynamic_module_utils
+        and modeling_auto
+        and "surgery" not in sys.modules
+    )
     with socket.socket(socket.AF_UNIX) as line:
         line.bind(f"{address}.new")
         line.listen()

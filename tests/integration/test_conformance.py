@@ -24,9 +24,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.import_utils import is_serve_available
 
+from surgery.export import transformers_folder
+from surgery.export.folder import export_model
 from tests.integration.conftest import ROOT
 from tests.support.battery import trained
-from tests.support.exports import exporting, in_this_process
+from tests.support.exports import in_this_process
 from tests.support.pico import SPLICED_FAMILIES, pico_hybrid, pico_site, pico_tokenizer, random_site
 
 
@@ -39,8 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.backbone.layers[2].mixer.out_proj.weight[:, :16] = 0
         model.get_input_embeddings().weight.mul_(0.1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exporting, "reload", in_this_process)
-        exporting.export_model(model, pico_tokenizer(), there)
+        patch.setattr(transformers_folder, "reload", in_this_process)
+        export_model(model, pico_tokenizer(), there)
     return there
 
 

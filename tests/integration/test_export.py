@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
 
-import surgery.export.verify as verifying
 import surgery.hybrid
 from surgery.errors import RunError
+from surgery.export import transformers_folder
 from surgery.export.files import RECORD, REFERENCE, fingerprints
 from surgery.export.folder import export_model
 from surgery.export.reload import TOLERANCE, make_reference, read_reference, reload
@@ -27,7 +27,7 @@ from surgery.recipe import Base, Export
 from tests.integration.conftest import RECIPE, SMALL
 from tests.integration.conftest import surgery as command
 from tests.support.battery import every_spliced, logits, trained
-from tests.support.exports import edit, exporting, in_this_process, list_again, refusal, written
+from tests.support.exports import edit, in_this_process, list_again, refusal, written
 from tests.support.pico import tokens
 
 LIBRARY = Path(surgery.hybrid.__file__).parent
@@ -193,8 +193,7 @@ def test_the_same_run_gives_the_same_bytes(finished: Path, tmp_path: Path) -> No
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads here in the place of a clean process, for many small folders."""
-    for module in (exporting, verifying):
-        monkeypatch.setattr(module, "reload", in_this_process)
+    monkeypatch.setattr(transformers_folder, "reload", in_this_process)
 
 
 @every_spliced

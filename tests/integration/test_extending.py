@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 from tests.integration.conftest import BASE, ROOT
+from tests.support.pico import pico_base, pico_tokenizer
 
 HEADINGS = (
     "A probe",
@@ -106,3 +110,70 @@ def test_an_installed_plugin_is_in_the_schema(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     assert '"reversal"' in done.stdout
+
+
+# A run of seconds: one listed head, one step, one probe.
+TINY = """
+name: tiny
+base: {model: ./base}
+locate: {methods: [sharpen], pairs: 4, examples: 2, batch_size: 2}
+splice: {select: list, heads: [L1H2]}
+train: {steps: 1, no_splice: false, sources: [{task: kv_retrieval, rows: 2, weights: {answer: 1.0}}]}
+evaluate: {tasks: [kv_retrieval], pairs: [4], examples: 2, sentences: 2}
+"""
+
+
+def write_tiny(folder: Path, heading: str, module: str) -> None:
+    """A pico base, the example of a section as MODULE.py, and recipe.yaml: a tiny run with the section's own keys."""
+    base = pico_base(vocab_size=1024, layers=2)
+    base.save_pretrained(folder / "base")
+    pico_tokenizer().save_pretrained(folder / "base")
+    (folder / f"{module}.py").write_text(block(heading))
+    recipe = yaml.safe_load(TINY) | yaml.safe_load(block(heading, "yaml"))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+
+
+def command(*words: str, cwd: Path, path: Path | None) -> subprocess.CompletedProcess[str]:
+    """`surgery WORDS` in a process of its own; `path` joins its import path."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *([path] if path else [])]))}
+    asked = [sys.executable, "-m", "surgery", *words]
+    return subprocess.run(asked, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_an_export_format_from_outside(tmp_path: Path) -> None:
+    """A run writes it; `verify` needs the plugin on the command line, names it, and imports nothing on its own."""
+    assert len(block("An export format").splitlines()) <= 40
+    write_tiny(tmp_path, "An export format", "npz_format")
+    done = command("run", "recipe.yaml", cwd=tmp_path, path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "tiny"
+    weights = load_file(run / "trained" / "model.safetensors")
+    with np.load(run / "export" / "weights.npz") as arrays:
+        assert all(np.array_equal(arrays[name], tensor.numpy()) for name, tensor in weights.items())
+    record = json.loads((run / "export" / "export.json").read_text())
+    assert (record["format"], record["plugin"]) == ("npz", "npz_format") and "weights.npz" in record["files"]
+    assert "numpy.load" in (run / "export" / "README.md").read_text()
+
+    # A stranger's copy, with a module of the recorded name inside: it must not be imported.
+    copy = Path(shutil.copytree(run / "export", tmp_path / "copy"))
+    mark = tmp_path / "it ran"
+    (copy / "npz_format.py").write_text(f"open({str(mark)!r}, 'w')")
+    alone = command("verify", ".", cwd=copy, path=None)
+    assert alone.returncode == 2 and "pass --plugin npz_format" in alone.stderr and not mark.exists()
+    assert len(alone.stderr.splitlines()) == 1
+    (copy / "npz_format.py").unlink()
+
+    verified = command("verify", str(copy), "--plugin", "npz_format", cwd=tmp_path, path=tmp_path)
+    assert verified.returncode == 0, verified.stderr
+    assert f"{len(record['files'])} files" in verified.stdout and "plan.json, heads.json, README.md" in verified.stdout
+    (copy / "other.npz").write_bytes(b"")
+    unlisted = command("verify", str(copy), "--plugin", "npz_format", cwd=tmp_path, path=tmp_path)
+    assert unlisted.returncode == 2 and unlisted.stderr.startswith("error: other.npz: not listed")
+    (copy / "other.npz").unlink()
+    changed = dict(np.load(copy / "weights.npz")) | {"lm_head.weight": np.zeros(3)}
+    np.savez(copy / "weights.npz", **changed)
+    assert "weights.npz" in command("verify", str(copy), "--plugin", "npz_format", cwd=tmp_path, path=tmp_path).stderr
+    missing = command("verify", str(copy), "--plugin", "no_such_module", cwd=tmp_path, path=None)
+    assert missing.returncode == 2 and "no_such_module" in missing.stderr
+    again = command("run", "recipe.yaml", "export.format=nzp", cwd=tmp_path, path=tmp_path)
+    assert again.returncode == 2 and "Did you mean npz?" in again.stderr

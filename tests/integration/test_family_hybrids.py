@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,9 @@ from torch import Tensor, nn
 
 import surgery.hybrid
 import surgery.hybrid.attention as branch_module
-from surgery.export.reload import RELOAD
+from surgery.export import transformers_folder
+from surgery.export.folder import export_model
+from surgery.export.reload import RELOAD, SAMPLE
 from surgery.hybrid.attention import SplicedAttention
 from surgery.interventions.hooks import record
 from surgery.models.loading import load_model
@@ -48,7 +49,6 @@ from tests.support.battery import (
 )
 from tests.support.pico import SPLICED_FAMILIES, pad, pico_family, pico_tokenizer, prompts, randomise, tokens
 
-exporting = import_module("surgery.export.folder")
 LIBRARY = Path(surgery.hybrid.__file__).parent
 KV = {"task": "kv_retrieval", "rows": 1, "pairs": (2, 2), "weights": {"answer": 1.0, "attention": 1.0}}
 CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-5}  # logits of these models are up to 30
@@ -259,9 +259,9 @@ class TestDecode:
 # Runs the library's own check on several folders, in one process that cannot import the library.
 RELOADS = """
 import sys
-script, *triples = sys.argv[1:]
+script, sample, *triples = sys.argv[1:]
 while triples:
-    sys.argv, triples = ["-c", *triples[:3], "auto"], triples[3:]
+    sys.argv, triples = ["-c", *triples[:3], sample, "auto"], triples[3:]
     exec(script)
 """
 
@@ -278,12 +278,12 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, d
     save_file({"ids": ids}, there / "ids")
     arguments: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exporting, "verify", lambda *_: {})
+        patch.setattr(transformers_folder, "compare_with_model", lambda *_: {})
         for name in SPLICED_FAMILIES:
-            exporting.export_model(exported(name), pico_tokenizer(), there / name, card="A card.")
+            export_model(exported(name), pico_tokenizer(), there / name, card="A card.")
             arguments += [str(there / name), str(there / "ids"), str(there / f"{name}.found")]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(there / "modules")}
-    command = [sys.executable, "-c", RELOADS, RELOAD, *arguments]
+    command = [sys.executable, "-c", RELOADS, RELOAD, SAMPLE, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=there, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     return {name: (there / name, load_file(there / f"{name}.found")) for name in SPLICED_FAMILIES}

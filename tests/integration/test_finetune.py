@@ -101,7 +101,7 @@ def test_plan_config_and_card_agree(place: Path, finished: Path) -> None:
     assert (site["layer"], site["heads"], site["reads"]) == (graft.site.layer, list(graft.heads), list(graft.reads))
     card = (export / "README.md").read_text()
     assert "Fine-tuned from hybrid on rows.jsonl" in card and "| rows.jsonl, held-out rows, exact match |" in card
-    assert "| hybrid, before | base, same training | this hybrid, new heads off | **this hybrid** |" in card
+    assert "| hybrid, before training | control (base, same training) | hybrid, attention off | **hybrid** |" in card
     recipe = yaml.safe_load((export / "recipe.yaml").read_text())
     assert (recipe["base"]["model"], recipe["control"]["model"], recipe["splice"]) == ("hybrid", "base", None)
     assert recipe["train"]["sources"][0]["data"]["path"] == "rows.jsonl"
@@ -126,7 +126,7 @@ def test_another_content_is_trained_on_anew_and_the_same_is_not(place: Path, fin
         other = surgery(*arguments, cwd=place)
     finally:
         write(place / "rows.jsonl", [line(i) for i in range(60)])
-    assert "skipped: finished before" in same.stdout and "train  done" in other.stdout
+    assert "skipped: already finished" in same.stdout and "train  done" in other.stdout
 
 
 def test_rows_that_are_held_out_are_never_trained_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_it_is_run_of_the_shipped_recipe(place: Path, finished: Path) -> None:
     given = ("base.model=./hybrid", "train.sources.0.data.path=rows.jsonl", CONTROL, *SMALL)
     done = surgery("run", str(ROOT / "recipes" / "finetune.yaml"), *given, cwd=place)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("skipped: finished before") == len(STAGES)
+    assert done.stdout.count("skipped: already finished") == len(STAGES)
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-import surgery.export.verify as verifying
 from surgery.errors import ModelError
+from surgery.export import transformers_folder
 from surgery.export.publish import publish
 from surgery.export.reload import prompt_ids, reload
 from surgery.export.verify import verify_folder
 from tests.integration.conftest import surgery as command
-from tests.support.exports import edit, exporting, in_this_process, list_again, written
+from tests.support.exports import edit, in_this_process, list_again, written
 
 MODULE = "modeling_mamba2_hybrid"
 
@@ -242,7 +242,7 @@ each = pytest.mark.parametrize("lay", [*RUNS, *NAMES, *LINKS], ids=lambda lay: l
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exporting, "reload", in_this_process)
+        patch.setattr(transformers_folder, "reload", in_this_process)
         yield written(tmp_path_factory.mktemp("foreign") / "export")
 
 
@@ -307,7 +307,7 @@ def test_what_changes_after_the_check_is_not_run(trap: Trap, monkeypatch: pytest
             lay(trap)
         return reload(*given)
 
-    monkeypatch.setattr(verifying, "reload", late)
+    monkeypatch.setattr(transformers_folder, "reload", late)
     assert verify_folder(trap.folder)["generated_tokens"] == 8
     assert not trap.mark.exists()
 

@@ -94,5 +94,5 @@ def test_a_changed_folder_is_refused_before_any_request(hub: HubServer, finished
     (folder / "model.safetensors").write_bytes(data)
     before = len(hub.log)
     refused = command(hub, folder, tmp_path)
-    assert refused.returncode == 2 and refused.stderr.startswith("error: model.safetensors: another sha256")
+    assert refused.returncode == 2 and refused.stderr.startswith("error: model.safetensors: sha256 differs")
     assert len(refused.stderr.splitlines()) == 1 and len(hub.log) == before

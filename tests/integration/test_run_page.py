@@ -25,5 +25,5 @@ def test_a_finished_run_is_told_on_one_page(browser: Any, finished: Path, width:
     assert len(drawn) >= 4 and min(drawn) > 100
     assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[width]
     headings = page.locator("h2").all_inner_texts()
-    assert headings[:3] == ["Retrieval", "All measurements", "Where, and why there"]
+    assert headings[:3] == ["Retrieval", "All measurements", "Spliced heads"]
     page.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +11,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgery.errors import ModelError
 from surgery.export.files import RECORD, fingerprints
+from surgery.export.folder import export_model
+from surgery.export.reload import SAMPLE
 from surgery.export.verify import verify_folder
 from surgery.types import HeadId, HeadSet, ScoredHead
 from tests.support.battery import base, logits, plan_of, trained
 from tests.support.pico import pico_tokenizer
 
-exporting = import_module("surgery.export.folder")
-
 
 def in_this_process(folder: Path, ids: Tensor, dtypes: Any) -> dict[str, Tensor]:
     """The twin of `reload` with this library's own classes."""
-    found = {}
+    found = {"tokenizer": torch.tensor(AutoTokenizer.from_pretrained(folder)(SAMPLE)["input_ids"])}
     for dtype in dtypes:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "output_logits": True}
@@ -61,7 +60,7 @@ def written(folder: Path, mode: str = "replace", name: str = "mamba2", section: 
     """An export with all its documents."""
     plan = plan_of(base(name), mode)
     given = {"card": card_of(plan), "plan": plan, "heads": heads_of(plan), "recipe_yaml": "name: pico\n"}
-    exporting.export_model(trained(name, mode), pico_tokenizer(), folder, section, results={"a": 1}, **given)
+    export_model(trained(name, mode), pico_tokenizer(), folder, section, results={"a": 1}, **given)
     return folder
 
 

@@ -62,11 +62,11 @@ RESULTS = {
 def test_it_says_what_was_trained_on_what_and_shows_what_was_held_out(recipe: Recipe) -> None:
     card = model_card(recipe, None, plan(), {"arms": {"base": arm(0.1), "no_splice": arm(0.3), "hybrid": arm(0.9)}})
     assert "Fine-tuned from quick on rows.jsonl" in card
-    assert "| | quick, before | base, same training | **this hybrid** | prompts |" in card
+    assert "| | quick, before training | control (base, same training) | **hybrid** | prompts |" in card
     asked = "| 0.100 [0.400, 0.600] | 0.300 [0.400, 0.600] | 0.900 [0.400, 0.600] | 80 |"
     assert f"| rows.jsonl, held-out rows, exact match {asked}" in card
     assert "| perplexity of texts.jsonl, held-out rows | 2.100 | 2.300 | 2.900 | 9 |" in card
-    assert "Trained further for 7 steps on rows.jsonl, and on nothing else" in card
+    assert "Trained further for 7 steps, only on rows.jsonl." in card
     assert "| L1H2 | add | ssm | answer token | unknown |" in card
 
 
@@ -128,7 +128,7 @@ def test_a_licence_that_nobody_names_is_not_guessed(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("---\ntags: [a]\n---\n")
     for model in (str(tmp_path), str(tmp_path / "nothing"), "owner/not-cached"):
         card = model_card(spliced(model), None, plan(), RESULTS, card_of(model))
-        assert read(card).license == "unknown" and "**Not known**" in card
+        assert read(card).license == "unknown" and "**Unknown**" in card
 
 
 def test_the_recipes_licence_comes_first(tmp_path: Path) -> None:
@@ -168,10 +168,10 @@ def test_the_model_index_holds_the_hybrids_numbers_and_no_others() -> None:
 
 def test_the_evidence_names_controls_p_values_the_first_gap_and_versions() -> None:
     card = model_card(spliced("owner/base"), None, plan(), RESULTS)
-    assert "| | base | same training, no splice | **this hybrid** | prompts | p |" in card
+    assert "| | base | control (trained, no splice) | **hybrid** | prompts | p |" in card
     cell = "0.500 [0.400, 0.600]"
     assert f"| KV-retrieval, 8 pairs | {cell} | {cell} | {cell} | 100 | 0.0039 |" in card
-    assert "Before training the hybrid's logits differed from the base's by 0.25 at most." in card
+    assert "Before training, the hybrid's logits differed from the base's by at most 0.25." in card
     assert "Measured with surgery 9.9, torch 8.8." in card
     assert "2504.18574" in card and "@software{ssm_surgery" in card
 
@@ -182,7 +182,7 @@ def test_arms_and_tasks_that_are_new_are_shown_and_none_is_made_up() -> None:
     hybrid = {**arm(0.9), "kv_retrieval": {"8": {**SHARE, "generated": generated}}}
     arms = {"teacher": {"kv_retrieval": {"8": SHARE}}, "base": hybrid, "hybrid": hybrid}
     card = model_card(spliced("owner/base"), None, plan(), {"arms": arms})
-    assert "| | teacher | base | **this hybrid** | prompts |" in card
+    assert "| | teacher | base | **hybrid** | prompts |" in card
     assert "| KV-retrieval, 8 pairs, generated | not measured | 0.250 [0.400, 0.600] |" in card
     assert "| letter choice | not measured | 0.500 [0.400, 0.600] |" in card
 
@@ -190,7 +190,7 @@ def test_arms_and_tasks_that_are_new_are_shown_and_none_is_made_up() -> None:
 def test_a_transplant_comes_from_two_models(tmp_path: Path) -> None:
     card = model_card(spliced("owner/base"), None, plan("owner/donor"), RESULTS)
     assert (read(card).base_model, read(card).base_model_relation) == (["owner/base", "owner/donor"], "merge")
-    assert "The transplanted attention is owner/donor's" in card
+    assert "The transplanted attention comes from owner/donor" in card
 
 
 def test_data_sets_of_the_hub_are_named_and_files_are_not(recipe: Recipe) -> None:

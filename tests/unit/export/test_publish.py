@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,7 +36,9 @@ def hub(monkeypatch: pytest.MonkeyPatch, waits: list[float]) -> Iterator[HubServ
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setattr(surgery.export.publish, "verify_folder", lambda folder, trust: {"not_checked": ["a thing"]})
+    monkeypatch.setattr(
+        surgery.export.publish, "verify_folder", lambda folder, trust, plugins: {"not_checked": ["a thing"]}
+    )
     with serve() as server:
         yield server
 
@@ -286,7 +288,7 @@ def test_what_cannot_be_meant_is_refused_before_any_request(call: Caller, given:
 def test_a_folder_that_does_not_verify_is_refused_before_any_request(
     call: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(folder: Path, trust: bool) -> None:
+    def broken(folder: Path, trust: bool, plugins: Sequence[str]) -> None:
         assert not trust
         raise ModelError("config.json", "other bytes", "Export again.")
 
@@ -383,7 +385,7 @@ def test_links_are_not_followed(call: Caller, name: str, tmp_path: Path) -> None
 def test_a_file_that_comes_while_the_folder_is_checked_is_not_sent(
     call: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def late(folder: Path, trust: bool) -> dict[str, list[str]]:
+    def late(folder: Path, trust: bool, plugins: Sequence[str]) -> dict[str, list[str]]:
         (folder / "late.json").write_text("{}")
         return {"not_checked": []}
 

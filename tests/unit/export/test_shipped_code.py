@@ -10,18 +10,20 @@ import pytest
 
 import surgery.hybrid
 from surgery.errors import ModelError
+from surgery.export import transformers_folder
+from surgery.export.folder import export_model
 from surgery.export.shipped_code import _check_keys, check_code, private_copy
 from tests.support.battery import every_spliced, trained
-from tests.support.exports import exporting, in_this_process
+from tests.support.exports import in_this_process
 from tests.support.pico import pico_tokenizer
 
 LIBRARY = Path(surgery.hybrid.__file__).parent
 
 
 def exported(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(exporting, "reload", in_this_process)
+    monkeypatch.setattr(transformers_folder, "reload", in_this_process)
     model = trained(name)
-    exporting.export_model(model, pico_tokenizer(), folder)
+    export_model(model, pico_tokenizer(), folder)
     return model
 
 
@@ -37,7 +39,7 @@ def test_what_is_written_is_what_is_expected(name: str, tmp_path: Path, monkeypa
 
 
 @every_spliced
-def test_a_copy_holds_configs_modules_and_weights_alone(
+def test_a_copy_holds_configs_tokenizer_modules_and_weights_alone(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "export"
@@ -50,7 +52,7 @@ def test_a_copy_holds_configs_modules_and_weights_alone(
     with private_copy(folder, model.config, modules) as copy:
         plain = {path.name for path in copy.iterdir() if not path.is_symlink()}
         linked = {path.name for path in copy.iterdir() if path.is_symlink()}
-        assert plain == {"config.json", "generation_config.json", *modules}
+        assert plain == {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", *modules}
         assert linked == {"model.safetensors", "reference.safetensors"}
         assert all((copy / name).read_bytes() == (LIBRARY / name).read_bytes() for name in modules)
         assert json.loads((copy / "config.json").read_text()) == json.loads((folder / "config.json").read_text())

@@ -15,28 +15,29 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import surgery.export.verify as verifying
 from surgery.errors import ModelError
+from surgery.export import transformers_folder
+from surgery.export.documents import card_table, check_card
 from surgery.export.files import RECORD, REFERENCE, fingerprints
+from surgery.export.folder import export_model
 from surgery.export.reload import TOLERANCE, compare, make_reference, prompt_ids
-from surgery.export.verify import card_table, verify_folder
+from surgery.export.verify import verify_folder
 from surgery.models.lookup import family_of
 from surgery.types import Graft, Plan
 from tests.support.battery import base, plan_of, trained
-from tests.support.exports import card_of, edit, exporting, in_this_process, list_again, refusal, written
+from tests.support.exports import card_of, edit, in_this_process, list_again, refusal, written
 from tests.support.pico import pico_tokenizer
 
 
 @pytest.fixture(autouse=True)
 def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (exporting, verifying):
-        monkeypatch.setattr(module, "reload", in_this_process)
+    monkeypatch.setattr(transformers_folder, "reload", in_this_process)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exporting, "reload", in_this_process)
+        patch.setattr(transformers_folder, "reload", in_this_process)
         yield written(tmp_path_factory.mktemp("verify") / "export")
 
 
@@ -85,7 +86,7 @@ class TestWhole:
         assert "hashes" in hashes and REFERENCE in reference
 
     def test_documents_that_are_not_there_are_named(self, tmp_path: Path) -> None:
-        exporting.export_model(trained("mamba2"), pico_tokenizer(), tmp_path / "bare")
+        export_model(trained("mamba2"), pico_tokenizer(), tmp_path / "bare")
         found = verify_folder(tmp_path / "bare")
         assert found["agree"] == ["config.json"] and len(found["not_checked"]) == 3
 
@@ -200,11 +201,11 @@ class TestContent:
         plan = Plan("pico", "g", (graft, other.grafts[1]), 0)
         row = f"| L{site.layer}, the whole layer | replace | L2 of llama | | |"
         card = card_of(Plan("pico", "g", other.grafts[1:], 0)) + row + "\n"
-        verifying._check_card(card_table(card), plan)
+        check_card(card_table(card), plan)
         with pytest.raises(ModelError, match="its table has"):
-            verifying._check_card(card_table(card.replace(row, "")), plan)
+            check_card(card_table(card.replace(row, "")), plan)
         with pytest.raises(ModelError, match="its table has"):
-            verifying._check_card(card_table(card), other)
+            check_card(card_table(card), other)
 
 
 class TestNoExport:
@@ -252,7 +253,7 @@ class TestMalformed:
         def refuse(*_: Any) -> None:
             raise ModelError("reloading", "it got here", "Nothing is wrong with the documents.")
 
-        monkeypatch.setattr(verifying, "reload", refuse)
+        monkeypatch.setattr(transformers_folder, "reload", refuse)
 
     @pytest.mark.parametrize("name", DOCUMENTS)
     @pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
@@ -343,7 +344,7 @@ class TestCode:
         def refuse(*_: Any) -> None:
             raise AssertionError("code of the folder would have been run")
 
-        monkeypatch.setattr(verifying, "reload", refuse)
+        monkeypatch.setattr(transformers_folder, "reload", refuse)
 
     def test_an_edited_module_is_not_run(self, copy: Path) -> None:
         """Not even where the list is right about it; with trust it is."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from surgery.report.figures.curves import accuracy_by_pairs
-from surgery.report.run_report import Facts, write_report
+from surgery.report.run_report import ReportInputs, write_report
 from tests.support.reports import ARMS as COSTS
 from tests.support.reports import head_set, plan, spliced
 
@@ -28,27 +28,30 @@ def arm(value: float) -> dict[str, Any]:
     }
 
 
-def facts(folder: Path, **more: Any) -> Facts:
+def inputs(folder: Path, **more: Any) -> ReportInputs:
     arms = {"base": arm(0.411), "no_splice": arm(0.422), "hybrid": arm(0.833)}
     accuracy_by_pairs({name: found["kv_retrieval"] for name, found in arms.items()}, folder / "evaluate")
     results = {"arms": arms, "seconds": {"train": 300.0}, "seed": 3, "versions": {"torch": "2.x"}, **more}
-    return Facts(spliced("owner/base"), plan(), head_set(3, 4), results, folder)
+    return ReportInputs(spliced("owner/base"), plan(), head_set(3, 4), results, folder)
 
 
 @pytest.fixture
 def page(tmp_path: Path) -> str:
-    return write_report(facts(tmp_path / "figures"), tmp_path / "report.html").read_text()
+    return write_report(inputs(tmp_path / "figures"), tmp_path / "report.html").read_text()
 
 
 def test_it_says_what_was_done_and_what_came_of_it(page: str) -> None:
     story = re.sub(r"<[^>]+>", "", page.split("</header>")[0].split("<header>")[1])
     for words in (
-        "base was given 1 softmax-attention head beside L1H2",
-        "7 steps of all weights (5 min)",
-        "At 8 pairs",
+        "1 softmax-attention head was added to owner/base beside L1H2",
+        "Selection: sharpen (oracle read) on 128 prompts of 24 pairs.",
+        "7 steps, all weights (5 min)",
+        "The control went through the same training",
+        "KV-retrieval, 8 pairs",
     ):
         assert words in story
-    assert story.index("base 41.1%") < story.index("42.2%") < story.index("83.3%")
+    assert story.index("41.1%") < story.index("42.2%") < story.index("83.3%")
+    assert "64 pairs" not in story, "training went up to 16"
 
 
 @pytest.mark.parametrize("number", ["0.411", "0.422", "0.833", "2.411", "2.833", "torch 2.x", "Seed 3"])
@@ -63,31 +66,32 @@ def test_nothing_is_asked_of_the_network_and_nothing_runs(page: str) -> None:
 
 
 def test_what_was_not_measured_is_left_out(page: str, tmp_path: Path) -> None:
-    assert "What it costs" not in page and "Gap closed" not in page and "What the new heads read" not in page
+    assert "Cost at inference" not in page and "Gap closed" not in page and "Attention of the new heads" not in page
     more = {"efficiency": {"arms": {"base": COSTS["base"], "hybrid": COSTS["hybrid"]}}}
-    with_costs = write_report(facts(tmp_path / "figures", **more), tmp_path / "costs.html").read_text()
-    assert "What it costs" in with_costs and "1.00x" in with_costs
+    with_costs = write_report(inputs(tmp_path / "figures", **more), tmp_path / "costs.html").read_text()
+    assert "Cost at inference" in with_costs and "1.00x" in with_costs
 
 
-def test_tests_between_arms_and_the_gap_are_told(tmp_path: Path) -> None:
+def test_contrasts_and_the_gap_are_shown(tmp_path: Path) -> None:
     row = {"difference": 0.411, "low": 0.3, "high": 0.5, "p_two_sided": 1e-9, "significant": True}
     gaps = {"kv_retrieval/8": {"value": 0.75, "low": 0.5, "high": 0.9, "n": 9}}
     gaps["kv_retrieval/64"] = {"value": None, "reason": "the teacher is not above the control"}
     more = {"comparisons": {"hybrid": {"no_splice": {"kv_retrieval/8": row, "closed_book": row}}}, "gap_closed": gaps}
-    page = write_report(facts(tmp_path / "figures", **more), tmp_path / "report.html").read_text()
-    assert "against same training, no splice" in page and "+41.1 [+30.0, +50.0]" in page and "p 1e-09 *" in page
-    assert "0.75 [0.50, 0.90]" in page and "not said: the teacher is not above the control" in page
+    page = write_report(inputs(tmp_path / "figures", **more), tmp_path / "report.html").read_text()
+    assert "minus control (trained, no splice)" in page and "+41.1 [+30.0, +50.0]" in page and "p 1e-09 *" in page
+    assert "0.75 [0.50, 0.90]" in page and "not computed: the teacher is not above the control" in page
 
 
 def test_the_same_values_give_the_same_bytes(tmp_path: Path) -> None:
-    pages = [write_report(facts(tmp_path / "figures"), tmp_path / name) for name in ("a.html", "b.html")]
+    pages = [write_report(inputs(tmp_path / "figures"), tmp_path / name) for name in ("a.html", "b.html")]
     assert pages[0].read_bytes() == pages[1].read_bytes()
 
 
 def test_names_are_text_and_never_markup(tmp_path: Path) -> None:
-    given = facts(tmp_path / "figures")
+    given = inputs(tmp_path / "figures")
     given.results["arms"]["hybrid"]["held_out"] = {HOSTILE: share(0.5)}
     given.results["arms"]["base"]["held_out"] = {HOSTILE: share(0.4)}
     page = write_report(given, tmp_path / "report.html").read_text()
     assert "<script" not in page and "&lt;script&gt;alert(1)" in page
-    assert "On held-out rows of &lt;script&gt;" in page
+    header = page.split("</header>")[0]
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;&amp;&#39;&#34;, held-out rows, exact match" in header

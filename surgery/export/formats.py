@@ -1,0 +1,179 @@
+"""Export formats: the files of an exported folder, how they are verified, and how the model card describes them.
+
+Importing this module loads no torch: recipes are validated against the registered names.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from surgery.errors import ModelError
+from surgery.export.files import RECORD
+from surgery.recipe.export import EXPORT_FORMATS
+from surgery.registry import load_plugins
+from surgery.types import Plan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from surgery.recipe import Export
+
+
+class ExportFormat(ABC):
+    """One format of exported folders. Subclass it and register the class with `@register_export`.
+
+    `export_model` adds the documents (plan, heads, recipe, results, figures, report, README.md) and export.json, which
+    lists every file with its size and SHA-256. `verify_folder` checks these for every format.
+
+    Attributes:
+        name: value of `export.format` in a recipe. Set by `register_export`.
+        summary: the format in a few words, for the model card and `surgery publish`.
+        usage: how to load the folder, as Markdown for the model card.
+        limits: sentences for the card's section "Limits" and the report, on the software that loads this format.
+        library: `library_name` in the model card; None if the Hub knows no library for this format.
+        loadable: file suffixes that the format's loader reads, beside those that transformers reads. A file with such a
+            suffix that export.json does not list is refused, and removed from the repository on the next publication.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    usage: ClassVar[str]
+    limits: ClassVar[tuple[str, ...]] = ()
+    library: ClassVar[str | None] = None
+    loadable: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def write(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, section: Export) -> None:
+        """Write the model and its tokenizer into an empty folder.
+
+        Args:
+            model: on the CPU, in eval mode, its weights in the precision of `section`.
+        """
+
+    @abstractmethod
+    def verify(self, folder: Path, trust_remote_code: bool = False) -> dict[str, Any]:
+        """Check a copy of the folder without the model that it was written from. Run none of the folder's code.
+
+        Args:
+            trust_remote_code: the user allows the folder's own code to run.
+
+        Returns:
+            Checked quantities, such as `tensors` (their number), and `not_checked`, a list of sentences.
+
+        Raises:
+            ModelError: names the file or tensor that is wrong.
+        """
+
+    def check(self, folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Compare the folder just written with the model. Calls `verify` by default.
+
+        Returns:
+            Entries for export.json.
+
+        Raises:
+            ModelError: the folder holds another model.
+        """
+        return self.verify(folder)
+
+    def read_plan(self, folder: Path, trust_remote_code: bool = False) -> tuple[str, Plan] | None:
+        """Read the splice from the format's own files, to compare it with plan.json, heads.json and README.md.
+
+        Returns:
+            The name of the file that states it, and the plan; None if only plan.json states it.
+        """
+        return None
+
+
+F = TypeVar("F", bound=type[ExportFormat])
+
+
+def register_export(name: str) -> Callable[[F], F]:
+    """Class decorator that registers an `ExportFormat` under `name`.
+
+    Raises:
+        RecipeError: another format has this name.
+    """
+
+    def register(format_class: F) -> F:
+        format_class.name = name
+        return EXPORT_FORMATS.register(name, format_class)
+
+    return register
+
+
+def format_of(record: dict[str, Any], plugins: Sequence[str] = ()) -> ExportFormat:
+    """Find the format that export.json names, among those of this library, installed plugins and `plugins`.
+
+    The module that export.json names is never imported on its own: the folder may come from someone else.
+
+    Args:
+        plugins: modules that the user names; importing them runs them.
+
+    Raises:
+        ModelError: no such format is registered. The error names the module that registered it at export.
+        RecipeError: a plugin cannot be imported.
+    """
+    load_plugins(plugins)
+    name = record.get("format", "transformers")
+    if isinstance(name, str) and name in EXPORT_FORMATS:
+        registered: type[ExportFormat] = EXPORT_FORMATS[name]
+        return registered()
+    module = str(record.get("plugin"))[:80]
+    hint = f"Known formats: {', '.join(EXPORT_FORMATS)}. Download it again, or export again."
+    if all(part.isidentifier() for part in module.split(".")) and record.get("plugin"):
+        hint = f"The plugin {module} wrote it. Install a copy that you trust, then pass --plugin {module}."
+    raise ModelError(RECORD, f"unknown format {str(name)[:80]!r}", hint)
+
+
+def plugin_of(export_format: ExportFormat) -> str | None:
+    """The module outside this library that defines the format; None for a format of this library."""
+    module = type(export_format).__module__
+    return None if module.startswith("surgery.") else module
+
+
+@register_export("transformers")
+class TransformersFormat(ExportFormat):
+    """safetensors, config, tokenizer and modelling files, loadable with stock transformers."""
+
+    summary = "safetensors and modelling files for stock transformers"
+    library = "transformers"
+    limits = (
+        "transformers refuses assisted decoding for stateful models. vLLM and SGLang do not load head-level hybrids.",
+        "Requires transformers 5.21 or newer: older releases decode the spliced layers incorrectly.",
+    )
+    usage = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+FOLDER = "."  # this folder, or its id on the Hub
+model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
+inputs = tokenizer("The value of", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=8)[0]))
+```
+
+`trust_remote_code=True` runs the `*.py` files of this folder. Read them first, and set `revision` when you load from
+the Hub. With `pip install ssm-surgery` and `import surgery.hybrid`, transformers runs the installed code instead.
+`surgery verify FOLDER` checks a copy."""
+
+    def write(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, section: Export) -> None:
+        from surgery.export.transformers_folder import write_folder
+
+        write_folder(model, tokenizer, folder, section.max_shard_size)
+
+    def verify(self, folder: Path, trust_remote_code: bool = False) -> dict[str, Any]:
+        from surgery.export.transformers_folder import verify_copy
+
+        return verify_copy(folder, trust_remote_code)
+
+    def check(self, folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        from surgery.export.transformers_folder import compare_with_model
+
+        return compare_with_model(folder, model, tokenizer)
+
+    def read_plan(self, folder: Path, trust_remote_code: bool = False) -> tuple[str, Plan] | None:
+        from surgery.export.transformers_folder import plan_in
+
+        return plan_in(folder, trust_remote_code)

@@ -1,0 +1,234 @@
+"""The export format `transformers`: write the folder, compare it with the model, verify a copy.
+
+The modelling files are those of `surgery.hybrid`, byte for byte. Nothing in a folder is run before its code is known to
+equal this library's.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.errors import ModelError, reading
+from surgery.export.files import AGAIN, REFERENCE, read_object
+from surgery.export.reload import SAMPLE, compare, make_reference, prompt_ids, read_reference, reload
+from surgery.export.shipped_code import check_code, private_copy
+from surgery.hybrid.attention import SplicedAttention
+from surgery.hybrid.branches import BRANCHES
+from surgery.models.loading import load_config
+from surgery.models.lookup import family_of, structure_of
+from surgery.models.spliced import plan_of_hybrid
+from surgery.models.tensor_files import Stored, inventory, read_tensors, weight_files
+from surgery.recipe import Base
+from surgery.types import Plan
+
+
+def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, max_shard_size: str) -> None:
+    """Write weights, config, modelling files and tokenizer.
+
+    Raises:
+        ModelError: a modelling file cannot be shipped.
+    """
+    config = copy.deepcopy(model.generation_config) or GenerationConfig()
+    config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    model.generation_config = config
+    try:
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+    except ValueError as error:  # a class from outside this library whose file cannot be shipped
+        raise ModelError("export", type(model).__name__, str(error)) from error
+    tokenizer.save_pretrained(folder)
+    shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+
+
+def compare_with_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Reload the folder where `surgery` cannot be imported, and compare logits, generated and encoded tokens.
+
+    Writes the reference that `verify_copy` compares with later.
+
+    Returns:
+        `checked_without_surgery`, `max_logit_difference`, `generated_tokens` (number compared), `tensors` (number).
+
+    Raises:
+        ModelError: they differ, a tensor is missing or not finite, or a replaced head is not silent.
+    """
+    tensors = _check_tensors(folder, model.config)
+    ids = prompt_ids(model.config.vocab_size)
+    exact = "auto" if all(p.dtype == torch.float32 for p in model.parameters()) else "float32"
+    reloaded = reload(folder, ids, tuple(dict.fromkeys(("auto", exact))))
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits
+        text = model.generate(ids[:1], max_new_tokens=8, do_sample=False, pad_token_id=0)
+    difference = float((logits - reloaded["auto.logits"]).abs().max())
+    if difference != 0 or not torch.equal(text, reloaded["auto.text"]):
+        raise ModelError("export", f"logits differ by {difference}", "The reloaded folder computes another model.")
+    if "tokenizer" in reloaded and reloaded["tokenizer"].tolist() != tokenizer(SAMPLE)["input_ids"]:
+        value = f"the reloaded tokenizer encodes {SAMPLE!r} as other tokens"
+        raise ModelError("tokenizer", value, "Set base.tokenizer to one that transformers saves without loss.")
+    save_file(make_reference(ids, reloaded, exact), folder / REFERENCE)
+    return {
+        "checked_without_surgery": True,
+        "max_logit_difference": difference,
+        "generated_tokens": text.shape[1] - ids.shape[1],
+        "tensors": tensors,
+    }
+
+
+def plan_in(folder: Path, trust_remote_code: bool = False) -> tuple[str, Plan] | None:
+    """The plan that config.json states; None if nothing is spliced."""
+    config = _load_config(folder, trust_remote_code)
+    with reading("config.json", None, AGAIN):
+        return ("config.json", plan_of_hybrid(config, "")) if getattr(config, "splice", None) else None
+
+
+def verify_copy(folder: Path, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Check a copy: every tensor, silent replaced heads, code, and its logits in a process without this library.
+
+    Args:
+        trust_remote_code: run the folder's modelling files whatever they are.
+
+    Returns:
+        `tensors`, `max_logit_difference` (as a fraction of the logits' standard deviation), `generated_tokens` (number
+        that agree), `not_checked` (sentences).
+
+    Raises:
+        ModelError: names the file, tensor or head that is wrong.
+    """
+    config = _load_config(folder, trust_remote_code)
+    if not getattr(config, "splice", None):
+        raise ModelError(
+            "FOLDER", f"{folder} ({config.model_type})", "It is a plain model: nothing is spliced into it."
+        )
+    report: dict[str, Any] = {"tensors": _check_tensors(folder, config)}
+    not_checked = []
+    _check_generation_config(folder)
+    modules = check_code(folder, config, trust_remote_code)
+    has_reference = (folder / REFERENCE).is_file()
+    reference = read_reference(folder / REFERENCE, config.vocab_size) if has_reference else {}
+    with nullcontext(folder) if trust_remote_code else private_copy(folder, config, modules) as checked:
+        reloaded = reload(checked, reference.get("ids", prompt_ids(config.vocab_size)), ("float32",))
+    if has_reference:
+        report["max_logit_difference"], report["generated_tokens"] = compare(reference, reloaded, "float32")
+    else:
+        not_checked.append(f"logits and generation: {REFERENCE} is absent. The folder loads and generates")
+    if "tokenizer" not in reloaded:
+        not_checked.append("tokenizer: it is absent or needs code of its own")
+    return {**report, "not_checked": not_checked}
+
+
+def _load_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
+    """The config, loaded by this library's class."""
+    data = read_object(folder, "config.json")
+    with reading("config.json", None, AGAIN), _placeholder_branches(data.get("splice"), trust_remote_code):
+        config = load_config(Base(model=str(folder)))
+        splice = getattr(config, "splice", None)
+        if not isinstance(splice, list | None) or type(config.vocab_size) is not int or config.vocab_size < 1:
+            raise TypeError(f"splice is not a list, or vocab_size {config.vocab_size} is not a positive integer")
+        return config
+
+
+@contextmanager
+def _placeholder_branches(splice: Any, trust_remote_code: bool) -> Iterator[None]:
+    """With `trust_remote_code`, accept attention branches that are not registered here, without checking their fields.
+
+    Raises:
+        ModelError: a branch is not registered, and the folder's code is not trusted.
+    """
+    sites = [site for site in splice if isinstance(site, Mapping)] if isinstance(splice, list) else []
+    names = {site["init"] for site in sites if isinstance(site.get("init"), str)} - set(BRANCHES)
+    if names and not trust_remote_code:
+        hint = "No such attention branch is registered. Pass --plugin with the module that registers it, or read the "
+        hint += "modules of the export and pass --trust-remote-code to run them."
+        raise ModelError("config.json splice", f"init {', '.join(sorted(names))}", hint)
+    BRANCHES.update(dict.fromkeys(names, _AnyBranch))
+    try:
+        yield
+    finally:
+        for name in names:
+            del BRANCHES[name]
+
+
+class _AnyBranch(SplicedAttention):
+    """Placeholder for an attention branch that is not registered."""
+
+    fields: Mapping[str, Any] = {}
+
+
+def _check_generation_config(folder: Path) -> None:
+    """Raises ModelError if transformers cannot use generation_config.json."""
+    name = "generation_config.json"
+    if not (folder / name).is_file():
+        return
+    data = read_object(folder, name)
+    with reading(name, None, AGAIN):
+        GenerationConfig.from_dict(data).validate(strict=True)
+        for key, value in data.items():
+            ids = value if isinstance(value, list) else [value]
+            if key.endswith("_token_id") and not all(i is None or type(i) is int for i in ids):
+                raise TypeError(f"{key} is {str(value)[:40]!r}, expected a token id")
+
+
+def _check_tensors(folder: Path, config: PreTrainedConfig) -> int:
+    """Count the tensors. Each lies in the file that the index names and is finite; replaced heads are silent.
+
+    Raises:
+        ModelError: names the file or the tensor.
+    """
+    regular = {path.name: path for path in folder.iterdir() if path.is_file()}  # an index cannot name files elsewhere
+    files = weight_files(regular.get)
+    if not files or any(file.suffix != ".safetensors" for file in files):
+        raise ModelError("weights", "no model*.safetensors", f"An export stores its weights there. {AGAIN}")
+    for name in sorted(set(regular) - {file.name for file in files} - {REFERENCE}):
+        if name.endswith(".safetensors"):
+            raise ModelError(name, "not part of the weights", "A loader could load it in their place. Remove it.")
+    stored = inventory(files)
+    _check_index(folder, stored)
+    for name, tensor in zip(stored, read_tensors(stored.values(), 1 << 28), strict=True):
+        if not bool(tensor.isfinite().all()):
+            raise ModelError(name, "not finite", "It holds NaN or infinity. Train again with a lower learning rate.")
+    with reading("config.json", None, AGAIN):
+        _check_silence(config, stored)
+    return len(stored)
+
+
+def _check_index(folder: Path, stored: Mapping[str, Stored]) -> None:
+    """The index of sharded weights names every tensor, the file that holds it, and their total size."""
+    path = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file() or not path.is_file():
+        return
+    index = read_object(folder, path.name)
+    with reading(path.name, None, AGAIN):
+        for name in sorted(set(index["weight_map"]) ^ set(stored)):
+            where = "is in no file" if name in index["weight_map"] else "is not in the index"
+            raise ModelError(path.name, f"{name} {where}", AGAIN)
+        for name, file in index["weight_map"].items():
+            if stored[name].file.name != file:
+                raise ModelError(path.name, f"{name} is in {stored[name].file.name}, not in {file}", AGAIN)
+        size = sum(tensor.bytes for tensor in stored.values())
+        total = index.get("metadata", {}).get("total_size", size)
+        if total != size:
+            raise ModelError(path.name, f"total_size {total}", f"The tensors have {size} bytes.")
+
+
+def _check_silence(config: PreTrainedConfig, stored: Mapping[str, Stored]) -> None:
+    """The columns of `out_proj` that belong to replaced heads are zero."""
+    specs = {spec.layer: spec for spec in family_of(config).mixers(config) if spec.is_ssm}
+    for site in config.splice or ():
+        spec = specs.get(site["layer"])
+        if site["mode"] != "replace" or spec is None:  # a replaced layer has no SSM heads left
+            continue
+        name = f"{spec.path}.out_proj.weight"
+        if name not in stored:
+            raise ModelError(name, "missing", f"The config replaces heads of this mixer. {AGAIN}")
+        (weight,) = read_tensors([stored[name]])
+        for head in site["heads"]:
+            if bool(weight[:, structure_of(spec).weight_slices(spec, head).out].any()):
+                hint = "The config replaces this head, so its columns of out_proj must be 0."
+                raise ModelError(f"L{spec.layer}H{head}", "not silent", hint)

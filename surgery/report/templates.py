@@ -1,0 +1,28 @@
+"""Render the jinja2 templates of the model card and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+
+def render(package: str, name: str, values: Mapping[str, Any]) -> str:
+    """Render a template of a package's folder `templates`.
+
+    Values are escaped in `*.html.j2`, and inserted as they are in any other template. An undefined name is an error.
+
+    Args:
+        package: dotted name, such as `surgery.report`.
+        name: file name of the template, such as `model_card.md.j2`.
+    """
+    environment = Environment(
+        loader=PackageLoader(package),
+        autoescape=name.endswith(".html.j2"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template(name).render(values)

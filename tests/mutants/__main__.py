@@ -77,27 +77,27 @@ def measure(runner: Runner, targets: Targets, size: int, seed: int, folder: Path
         sources = {module: runner.source(module) for module in modules}
         possible = [mutant for module, source in sources.items() for mutant in mutants(module, source)]
         drawn = sample(possible, sources, size, seed)
+        todo = {mutant.module for mutant, _ in drawn if record.get(mutant, modules[mutant.module]) is None}
+        checks = [([m for m in modules if modules[m] == tests and m in todo], tests) for tests in set(modules.values())]
+        checks = [(names, tests) for names, tests in checks if names]
+        for names, tests in checks:
+            seconds = runner.check(names, tests)
+            print(f"{target}: {', '.join(names)}: {seconds:.1f} s without a mutant", flush=True)
         counts, seconds = Counter[str](), 0.0
-        for module, tests in modules.items():
-            mine = [(mutant, mutated) for mutant, mutated in drawn if mutant.module == module]
-            if any(record.get(mutant, tests) is None for mutant, _ in mine):
-                clean = runner.check(module, tests)
-                print(f"{target}: {module}, {len(mine)} mutants, {clean:.1f} s without one", flush=True)
-            for mutant, mutated in mine:
-                verdict = record.get(mutant, tests)
-                if verdict is None:
-                    verdict = runner.judge(module, mutated, tests)
-                    record.add(mutant, tests, verdict)
-                    print(
-                        f"{verdict.outcome:9} {verdict.seconds:5.1f} s  {module}:{mutant.line} {mutant.operator}",
-                        flush=True,
-                    )
-                counts[verdict.outcome] += 1
-                seconds += verdict.seconds
-                if verdict.outcome == SURVIVED:
-                    survivors.append(diff(mutant, sources[module], mutated))
-            if mine:
-                runner.check(module, tests)  # no mutant has left anything that fails the tests
+        for mutant, mutated in drawn:
+            tests = modules[mutant.module]
+            verdict = record.get(mutant, tests)
+            if verdict is None:
+                verdict = runner.judge(mutant.module, mutated, tests)
+                record.add(mutant, tests, verdict)
+                place = f"{mutant.module}:{mutant.line} {mutant.operator}"
+                print(f"{verdict.outcome:9} {verdict.seconds:5.1f} s  {place}", flush=True)
+            counts[verdict.outcome] += 1
+            seconds += verdict.seconds
+            if verdict.outcome == SURVIVED:
+                survivors.append(diff(mutant, sources[mutant.module], mutated))
+        for names, tests in checks:
+            runner.check(names, tests)  # no mutant has left anything that fails the tests
         table[target] = {
             "modules": list(modules),
             "possible": len(possible),

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -148,23 +149,24 @@ class Runner:
     def source(self, module: str) -> str:
         return self.path(module).read_text(encoding="utf-8")
 
-    def check(self, module: str, tests: tuple[str, ...]) -> float:
-        """Run the tests on the module as it is, and import the libraries that they need into this process.
+    def check(self, modules: Iterable[str], tests: tuple[str, ...]) -> float:
+        """Run the tests on the modules as they are, and import the libraries that they need into this process.
 
         Returns:
             Processor time in seconds.
 
         Raises:
-            MeasureError: a test fails, or none imports the module.
+            MeasureError: a test fails, or none imports one of the modules.
         """
-        source = self.source(module)
-        verdict, facts = self._fork(module, source, tests)
+        first, *_ = modules = list(modules)
+        verdict, facts = self._fork(first, self.source(first), tests)
         if verdict.outcome != SURVIVED:
-            raise MeasureError(f"{module}: the unchanged module fails {verdict.by}. Fix it, or take the test out.")
-        if not facts["imported"]:
-            raise MeasureError(f"{module}: none of {', '.join(tests)} imports it. Name tests that do.")
+            raise MeasureError(f"{first}: the unchanged module fails {verdict.by}. Fix it, or take the test out.")
+        for module in modules:
+            if module not in facts["modules"] or (module == first and not facts["imported"]):
+                raise MeasureError(f"{module}: none of {', '.join(tests)} imports it. Name tests that do.")
         for name in facts["modules"]:
-            if name not in sys.modules:
+            if name not in sys.modules and name.split(".")[0] not in _OURS:
                 try:
                     importlib.import_module(name)
                 except Exception:  # a part of a library that is not importable by itself
@@ -225,8 +227,7 @@ class Runner:
             watch = _Watch(self.limit)
             options = ["-x", "-q", "-p", "no:cacheprovider", f"--basetemp={folder / 'tmp'}", f"--rootdir={self.tree}"]
             code = int(pytest.main([*options, *tests], plugins=[watch]))
-            libraries = [name for name in sys.modules if name.split(".")[0] not in _OURS]
-            facts = {"failed": watch.failed, "imported": replaced.imported, "modules": libraries}
+            facts = {"failed": watch.failed, "imported": replaced.imported, "modules": list(sys.modules)}
             (folder / "facts.json").write_text(json.dumps(facts))
         except BaseException:
             traceback.print_exc()

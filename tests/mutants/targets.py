@@ -5,6 +5,19 @@ from __future__ import annotations
 _HYBRID = "tests/unit/hybrid"
 _LOCATE = "tests/unit/locate"
 _TRAIN = "tests/unit/train"
+_HYBRIDS = tuple(
+    f"tests/unit/hybrid/test_{name}.py"
+    for name in (
+        "attention",
+        "packing",
+        "sites",
+        "modeling_llamba_splice",
+        "modeling_mamba2_hybrid",
+        "donor",
+        "stock_tools",
+        "common_properties",
+    )
+)
 _FOLDERS = (
     "tests/unit/files/test_atomic.py",
     "tests/unit/run/test_stages.py",
@@ -15,72 +28,13 @@ _FOLDERS = (
 # check this one too, and last those that run a model from end to end.
 TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
     "attention": {
-        "surgery.hybrid.attention": (
-            f"{_HYBRID}/test_attention.py",
-            f"{_HYBRID}/test_packing.py",
-            f"{_HYBRID}/test_modeling_llamba_splice.py",
-            f"{_HYBRID}/test_modeling_mamba2_hybrid.py",
-            f"{_HYBRID}/test_donor.py",
-            f"{_HYBRID}/test_stock_tools.py",
-            f"{_HYBRID}/test_common_properties.py",
-        ),
-        "surgery.hybrid.mixer": (
-            f"{_HYBRID}/test_attention.py",
-            f"{_HYBRID}/test_packing.py",
-            f"{_HYBRID}/test_sites.py",
-            f"{_HYBRID}/test_modeling_mamba2_hybrid.py",
-            f"{_HYBRID}/test_modeling_llamba_splice.py",
-            f"{_HYBRID}/test_donor.py",
-            f"{_HYBRID}/test_stock_tools.py",
-            f"{_HYBRID}/test_common_properties.py",
-        ),
-        "surgery.hybrid.streams": (
-            f"{_HYBRID}/test_attention.py",
-            f"{_HYBRID}/test_packing.py",
-            f"{_HYBRID}/test_sites.py",
-            f"{_HYBRID}/test_modeling_mamba2_hybrid.py",
-            f"{_HYBRID}/test_modeling_llamba_splice.py",
-            f"{_HYBRID}/test_donor.py",
-            f"{_HYBRID}/test_stock_tools.py",
-            f"{_HYBRID}/test_common_properties.py",
-        ),
-        "surgery.hybrid.splice_pass": (
-            f"{_HYBRID}/test_attention.py",
-            f"{_HYBRID}/test_packing.py",
-            f"{_HYBRID}/test_sites.py",
-            f"{_HYBRID}/test_modeling_mamba2_hybrid.py",
-            f"{_HYBRID}/test_modeling_llamba_splice.py",
-            f"{_HYBRID}/test_donor.py",
-            f"{_HYBRID}/test_stock_tools.py",
-            f"{_HYBRID}/test_common_properties.py",
-        ),
-        "surgery.hybrid.model": (
-            f"{_HYBRID}/test_packing.py",
-            f"{_HYBRID}/test_sites.py",
-            f"{_HYBRID}/test_modeling_mamba2_hybrid.py",
-            f"{_HYBRID}/test_modeling_llamba_splice.py",
-            f"{_HYBRID}/test_donor.py",
-            f"{_HYBRID}/test_stock_tools.py",
-            f"{_HYBRID}/test_common_properties.py",
-        ),
-        "surgery.hybrid.causal_lm": (
-            f"{_HYBRID}/test_packing.py",
-            f"{_HYBRID}/test_sites.py",
-            f"{_HYBRID}/test_modeling_mamba2_hybrid.py",
-            f"{_HYBRID}/test_modeling_llamba_splice.py",
-            f"{_HYBRID}/test_donor.py",
-            f"{_HYBRID}/test_stock_tools.py",
-            f"{_HYBRID}/test_common_properties.py",
-        ),
-        "surgery.hybrid.configuration": (
-            f"{_HYBRID}/test_packing.py",
-            f"{_HYBRID}/test_sites.py",
-            f"{_HYBRID}/test_modeling_mamba2_hybrid.py",
-            f"{_HYBRID}/test_modeling_llamba_splice.py",
-            f"{_HYBRID}/test_donor.py",
-            f"{_HYBRID}/test_stock_tools.py",
-            f"{_HYBRID}/test_common_properties.py",
-        ),
+        "surgery.hybrid.attention": _HYBRIDS,
+        "surgery.hybrid.mixer": _HYBRIDS,
+        "surgery.hybrid.streams": _HYBRIDS,
+        "surgery.hybrid.splice_pass": _HYBRIDS,
+        "surgery.hybrid.model": _HYBRIDS,
+        "surgery.hybrid.causal_lm": _HYBRIDS,
+        "surgery.hybrid.configuration": _HYBRIDS,
     },
     "losses": {
         "surgery.train.losses": (

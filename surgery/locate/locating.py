@@ -209,7 +209,7 @@ def _check_columns(method: Method, scores: dict[str, object]) -> None:
 def _estimate(method: Method, values: object, run: CleanRun, num_items: int) -> Array:
     """(C,B) from (heads,B); NaN for layers."""
     heads, B = sum(spec.num_heads for spec in run.specs), len(run.batch)
-    array = torch.as_tensor(values).double().cpu().numpy()
+    array = torch.as_tensor(values).detach().double().cpu().numpy()
     if array.shape != (heads, B):
         hint = f"Return one number for each head and prompt: shape ({heads}, {B})."
         raise ModelError("locate.methods", f"{method.name} returned shape {array.shape}", hint)

@@ -117,7 +117,7 @@ def attribution(batch: LocateBatch) -> dict[str, Tensor]:
 
 @register_method(
     "integrated_gradients",
-    [Column("integrated_gradients", "margin lost by ablating the head, by integrated gradients of its layer")],
+    [Column("integrated_gradients", "margin lost by ablating the head, integrated over its layer")],
     ranks=True,
     passes_per_mixer=15,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -177,3 +178,41 @@ def test_an_export_format_from_outside(tmp_path: Path) -> None:
     assert missing.returncode == 2 and "no_such_module" in missing.stderr
     again = command("run", "recipe.yaml", "export.format=nzp", cwd=tmp_path, path=tmp_path)
     assert again.returncode == 2 and "Did you mean npz?" in again.stderr
+
+
+def test_a_locating_method_from_outside(tmp_path: Path) -> None:
+    """Its column is in every file that locating writes, and it chooses the head."""
+    code = block("A locating method")
+    assert len(code.splitlines()) <= 40
+    (tmp_path / "direct_logits.py").write_text(code)
+    recipe = {
+        "name": "outside",
+        "base": {"model": str(BASE)},
+        "train": {"sources": [{"task": "kv_retrieval", "rows": 4, "weights": {"answer": 1.0}}]},
+        **yaml.safe_load(block("A locating method", "yaml")),
+    }
+    recipe["locate"] |= {"pairs": 16, "examples": 16}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-m", "surgery", "locate", "recipe.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+    folder = tmp_path / "runs" / "outside"
+    heads = json.loads((folder / "heads.json").read_text())
+    scores = [head["scores"]["direct_logits"] for head in heads["heads"]]
+    assert len(scores) == 32 and all(score["n"] == 16 and score["low"] < score["high"] for score in scores)
+    values = [score["value"] for score in scores]
+    assert values == sorted(values, reverse=True) and values[0] > values[-1]
+    assert heads["method"] == "direct_logits" and heads["chosen"] == heads["heads"][:1]
+    with (folder / "heads.csv").open(newline="") as file:
+        assert [float(row["direct_logits"]) for row in csv.DictReader(file)] == values
+    maps = folder / "figures" / "locate" / "head_maps"
+    assert "direct_logits_low" in maps.with_suffix(".csv").read_text().splitlines()[0]
+    assert "Dot product; colours from" in maps.with_suffix(".svg").read_text()
+    page = (folder / "locate.html").read_text()
+    data = json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.S)[1])
+    (column,) = [column for column in data["columns"] if column["key"] == "direct_logits"]
+    assert (column["label"], column["unit"]) == ("direct logits", "dot product")
+    assert column["caption"].startswith("Dot product: what it adds at the query")
+    assert data["units"]["dot product"] == {"title": "Dot product", "digits": 3}

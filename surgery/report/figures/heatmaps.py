@@ -111,11 +111,11 @@ def head_maps(head_set: HeadSet, folder: Path) -> list[Path]:
     columns = panel_columns(head_set)
     heads = _layout(head_set, columns)
     rows = [
-        (group, group.columns[i : i + _PER_ROW])
+        (group, group.columns[i : i + _PER_ROW], group.heading if i == 0 else "")
         for group in _groups(heads, columns)
         for i in range(0, len(group.columns), _PER_ROW)
     ]
-    legend_row = next((r for r, (_, panels) in enumerate(rows) if len(panels) < _PER_ROW), len(rows))
+    legend_row = next((r for r, (_, panels, _) in enumerate(rows) if len(panels) < _PER_ROW), len(rows))
     width, height = heads.size
     tops = [_TOP]
     for row in range(max(len(rows), legend_row + 1)):
@@ -127,10 +127,8 @@ def head_maps(head_set: HeadSet, folder: Path) -> list[Path]:
     note = "Each cell is one head. Margin: logit of the gold value minus the best other value, at the query."
     add_heading(figure, f"Retrieval scores of every head: {head_set.model}", note)
     image = None
-    for (group, panels), top in zip(rows, tops, strict=False):
-        figure.text(
-            (_LEFT - 0.45) / full[0], 1 - (top - 0.55) / full[1], group.heading, size=10, weight="bold", va="center"
-        )
+    for (group, panels, heading), top in zip(rows, tops, strict=False):
+        figure.text((_LEFT - 0.45) / full[0], 1 - (top - 0.55) / full[1], heading, size=10, weight="bold", va="center")
         for place, column in enumerate(panels):
             axes = add_axes(figure, _LEFT + place * (width + _GAP_X), top, width, height)
             panel = _panel(axes, heads, column, group.limit)

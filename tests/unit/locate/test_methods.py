@@ -1,0 +1,150 @@
+"""The registry of locating methods: what is derived from an entry, and what an entry may not be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from surgery.errors import ModelError, ProbeError, RecipeError
+from surgery.locate import selection
+from surgery.locate.locating import locate_heads
+from surgery.locate.methods import METHODS, Column, LocateBatch, register_method
+from surgery.recipe import Locate, Search, Splice
+from surgery.recipe.methods import RANKINGS, all_columns
+from tests.support.pico import pico_base, pico_tokenizer, prompts
+
+SECTION = Locate(pairs=4, examples=4, batch_size=2)
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """What a test registers is removed after it."""
+    before = [dict(registry.items()) for registry in (METHODS, RANKINGS)]
+    yield
+    for registry, entries in zip((METHODS, RANKINGS), before, strict=True):
+        registry._entries = entries
+
+
+def located(*methods: str, **more: Any) -> Any:
+    section, splice = SECTION.model_copy(update={"methods": methods}), more.pop("splice", Splice(select="random"))
+    model = pico_base(vocab_size=1024, layers=2)
+    return locate_heads(model, pico_tokenizer(), section, splice, any_accuracy=True, **more)
+
+
+def size(batch: LocateBatch) -> dict[str, Any]:
+    """Length of each head's output at the query."""
+    heads = []
+    for spec in batch.run.specs:
+        u_BHP = batch.run.prompt.activations.heads[spec.name][:, -1].unflatten(-1, (spec.num_heads, -1))
+        heads.append(u_BHP.norm(dim=-1).T)
+    return {"size": torch.cat(heads)}
+
+
+@pytest.mark.usefixtures("registered")
+class TestRegister:
+    def test_its_column_is_measured_ranked_and_in_the_schema(self) -> None:
+        register_method("size", [Column("size", "length of its output", unit="length")], ranks=True, passes=2)(size)
+        heads = located("size", splice=Splice(select="size", num_heads=2))
+        values = [head.scores["size"].value for head in heads.heads]
+        assert values == sorted(values, reverse=True) and min(values) > 0
+        assert heads.chosen == heads.heads[:2] and heads.method == "size"
+        assert heads.cost["passes"] == 4 * (2 + 2), "two clean passes a prompt, and the declared ones"
+        assert "size" in Locate.model_json_schema()["properties"]["methods"]["items"]["enum"]
+        assert "size" in Splice.model_json_schema()["properties"]["select"]["enum"]
+
+    def test_a_search_drops_heads_by_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        register_method("size", [Column("size", "length of its output", unit="length")], ranks=True)(size)
+        arms: list[np.ndarray] = []
+        monkeypatch.setattr(selection, "survivors", lambda a, alive, *_: (arms.append(a[0]), list(alive))[1])
+        update = {"methods": ("size",), "search": Search(first=2)}
+        model, section = pico_base(vocab_size=1024, layers=2), SECTION.model_copy(update=update)
+        locate_heads(model, pico_tokenizer(), section, Splice(select="size"), any_accuracy=True)
+        assert arms[0].shape == (8, 2) and (arms[0] > 0).all()
+
+    def test_an_effect_is_the_margin_lost_or_gained(self) -> None:
+        for effect in ("loss", "gain"):
+            columns = [Column(effect, "removed", effect=effect)]
+            register_method(effect, columns)(
+                lambda batch, name=effect: {name: METHODS["query"].measure(batch)["query"]}
+            )
+        heads = located("query", "loss", "gain")
+        for head in heads.heads:
+            assert head.scores["loss"] == head.scores["query"]
+            assert head.scores["loss_accuracy"] == head.scores["query_accuracy"]
+            assert head.scores["gain"].value == -head.scores["query"].value
+
+    @pytest.mark.parametrize(
+        ("returned", "message"),
+        [
+            ({"other": torch.zeros(8, 2)}, "size returned other. It was registered with the columns size"),
+            ({"size": torch.zeros(2, 8)}, r"size returned shape \(2, 8\). .*shape \(8, 2\)"),
+        ],
+    )
+    def test_wrong_results_are_refused(self, returned: dict[str, Any], message: str) -> None:
+        register_method("size", [Column("size", "")])(lambda batch: returned)
+        with pytest.raises(ModelError, match=message):
+            located("size")
+
+    def test_wrong_columns_are_refused(self) -> None:
+        mixed = [Column("a", "", effect="loss"), Column("b", "")]
+        for columns in ([], mixed):
+            with pytest.raises(RecipeError, match=r"locating method: wrong\. Give it columns"):
+                register_method("wrong", columns)(size)
+        assert "wrong" not in METHODS
+
+    def test_a_name_is_taken_once(self) -> None:
+        with pytest.raises(RecipeError, match=r"surgery\.locate\.methods\.query has this name already"):
+            register_method("query", [Column("query", "")])(size)
+        with pytest.raises(RecipeError, match="way to select heads: gather"):
+            register_method("size", [Column("size", "")], ranks="gather")(size)
+
+
+def test_selections_need_their_methods() -> None:
+    assert {select: method.name for select, method in RANKINGS.items()} == {
+        "ablation": "ablation",
+        "aggregate": "query",
+        "gather": "context",
+        "sharpen": "sharpen",
+        "attribution": "attribution",
+        "integrated_gradients": "integrated_gradients",
+        "layer_divergence": "layer_divergence",
+    }
+
+
+def test_captions_say_what_a_column_measures() -> None:
+    columns = all_columns()
+    assert columns["query"].caption == "Answer margin (logits) lost with the head removed at the query token alone."
+    assert columns["segment_end"].caption.startswith("Answer margin (logits) gained with the head reading the end")
+    assert (
+        columns["entropy"].caption == "Attention pattern (0 to 1): entropy of the query's row, 1 where it is uniform."
+    )
+    assert Column("unknown", "").caption == "Answer margin (logits)."
+
+
+@pytest.mark.parametrize("method", ["retrieval_score", "hidden_attention"])
+def test_methods_that_read_text_need_documents(method: str) -> None:
+    with pytest.raises(ProbeError, match=f"locate.methods: {method}. It reads the text"):
+        located("query", method, batches=[prompts()])
+
+
+def test_unknown_names_are_answered_with_the_known() -> None:
+    with pytest.raises(ValueError, match=r"Did you mean ablation\? Use one of: ablation, query, .*hidden_attention"):
+        Locate(methods=("ablatoin",))
+    with pytest.raises(ValueError, match=r"Use one of: .*gather.*, random, uniform, list"):
+        Splice(select="nothing")
+
+
+def test_recipes_are_validated_without_torch() -> None:
+    code = (
+        "import sys; from surgery.recipe import Locate, Splice\n"
+        "Locate(methods=('attribution',)), Splice(select='attribution'), Locate.model_json_schema()\n"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr

@@ -1,8 +1,8 @@
 """Turn documents with questions into token tensors.
 
-Choices are told apart by their first tokens: by one token where all of them differ in it, else by the fewest that do.
-Where one choice begins another (`7` and `71`, if a tokenizer cuts numbers into digits), the token that ends the value
-in the context counts as its next token. The compared events therefore exclude one another.
+Choices are scored by their first tokens: by one if all choices differ in it, else by the fewest that differ. If one
+choice is the beginning of another (`7` and `71`, with a token for each digit), the token that ends the value in the
+context counts as its next token. So the compared events exclude one another.
 
 Shape legend: B documents, T tokens, Q questions a document, K answer choices, C tokens of a choice.
 """
@@ -23,7 +23,7 @@ from surgery.errors import ProbeError
 from surgery.probes.documents import Document, Question, Span
 
 Ids = tuple[int, ...]
-_BEFORE = 2  # characters of the prompt that a choice is tokenized with: some tokenizers begin every text with a space
+_BEFORE = 2  # characters of the prompt before a choice: some tokenizers begin every text with a space
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class EncodedBatch:
         answers: (B, T) bool, True on tokens of an answer.
         query: (B, Q) the token that must predict the answer's first token.
         target: (B, Q) id of the answer's first token.
-        segment_end, answer_token: (B, Q) where a Gather head has put the segment; where the value itself stands.
-        segment_start: (B, Q) first token of the gold segment.
+        segment_start, segment_end: (B, Q) first and last token of the gold segment. A Gather head writes to the last.
+        answer_token: (B, Q) first token of the value in the segment.
         choice_ids: (B, Q, K) first token of each choice; `gold` (B, Q) indexes it.
-        choice_rest: (B, Q, K, C-1) the tokens after it that it takes to tell the choices apart; none by default.
-        documents: (B, T) int32, where a row holds several documents: which of them a token belongs to, counted from 0;
-            padding is one more. None where every document has its own row.
+        choice_rest: (B, Q, K, C-1) later tokens that distinguish the choices; none by default.
+        documents: (B, T) int32, index of each token's document in a row of several, counted from 0; padding has one
+            more. None if every document has its own row.
     """
 
     input_ids: Tensor
@@ -62,11 +62,11 @@ class EncodedBatch:
 
     @property
     def choice_tokens(self) -> Tensor:
-        """(B, Q, K, C) the tokens by which each choice is scored, -1 behind the last."""
+        """(B, Q, K, C) tokens by which each choice is scored, -1 after the last."""
         return torch.cat([self.choice_ids[..., None], self.choice_rest], -1)
 
     def last_question(self) -> tuple[Tensor, Tensor]:
-        """Of each row: (B,K,C) tokens of its last question's choices, and (B,) which of them is the answer."""
+        """(B,K,C) tokens of the choices of each row's last question, and (B,) the index of the answer."""
         last = (self.gold >= 0).sum(1).clamp(min=1) - 1
         rows = torch.arange(len(self), device=last.device)
         return self.choice_tokens[rows, last], self.gold[rows, last]
@@ -93,34 +93,34 @@ class EncodedBatch:
 
 
 def choice_tokens(tokens: Callable[[str], Ids], text: str, before: str = "") -> Ids:
-    """The tokens of a choice as it stands after a prompt.
+    """Tokens of a choice after a prompt.
 
     Args:
         tokens: a tokenizer without special tokens.
-        before: the last characters of the prompt.
+        before: last characters of the prompt.
 
     Raises:
-        ProbeError: it has no token, or a token holds the prompt's last character and the choice's first.
+        ProbeError: the choice has no token, or a token spans the end of the prompt and the start of the choice.
     """
     prompt, whole = tokens(before), tokens(before + text)
     if whole[: len(prompt)] != prompt:
         hint = (
-            f"A token holds its first character and the last of the prompt ({before!r}): move the space between them."
+            f"A token spans the last of the prompt ({before!r}) and its first character. Move the space between them."
         )
         raise ProbeError("choice", repr(text), hint)
     if len(whole) == len(prompt):
-        raise ProbeError("choice", repr(text), "It has no token.")
+        raise ProbeError("choice", repr(text), "It has no token. Use another text.")
     return whole[len(prompt) :]
 
 
-def told_apart(choices: Sequence[Ids], ends: Sequence[Ids]) -> list[Ids]:
-    """As many first tokens of every choice as tell all of them apart, so that none begins another.
+def distinct_prefixes(choices: Sequence[Ids], ends: Sequence[Ids]) -> list[Ids]:
+    """The fewest first tokens of every choice that distinguish all of them: none is the beginning of another.
 
     Args:
-        ends: for each choice the token that ends it, or nothing; looked at where their first tokens are not distinct.
+        ends: for each choice the token after it, or nothing; used if the first tokens are not distinct.
 
     Raises:
-        ProbeError: all their tokens do not.
+        ProbeError: two choices have the same tokens.
     """
     if len({choice[0] for choice in choices}) == len(choices):
         return [choice[:1] for choice in choices]
@@ -130,16 +130,16 @@ def told_apart(choices: Sequence[Ids], ends: Sequence[Ids]) -> list[Ids]:
         if not any(longer[: len(shorter)] == shorter for shorter, longer in pairwise(sorted(cut))):
             return cut
     raise ProbeError(
-        "choices", f"{len(choices)} of them", "One has the tokens of another, or begins it and has no end."
+        "choices", f"{len(choices)} of them", "One has the tokens of another, or is its beginning and has no end."
     )
 
 
 def _token_at(offsets: Sequence[Span], char: int, first: bool = False) -> int:
-    """Index of the token that covers character `char`: the last one, or the first, where its bytes are split."""
-    found = [i for i, (start, end) in enumerate(offsets) if start <= char < end]
-    if not found:
-        raise ProbeError("tokenizer", f"no token covers character {char}", "It drops text; probes need all of it.")
-    return found[0 if first else -1]
+    """Index of the last (or first) token that covers a character. Several do if its bytes are split."""
+    covering = [i for i, (start, end) in enumerate(offsets) if start <= char < end]
+    if not covering:
+        raise ProbeError("tokenizer", f"no token covers character {char}", "It drops text. Use another tokenizer.")
+    return covering[0 if first else -1]
 
 
 def encode(
@@ -148,18 +148,18 @@ def encode(
     padding_side: Literal["left", "right"] = "right",
     until_answer: bool = False,
 ) -> EncodedBatch:
-    """Tokenizes documents whole and finds every position from the tokenizer's own offsets.
+    """Tokenize whole documents, and locate every position by the tokenizer's offsets.
 
     Args:
-        until_answer: cut each document before the answer of its last question, so that the last token of every
-            row is a query; what probing needs. With `padding_side="left"` it stands in the last column.
+        until_answer: cut each document before the answer of its last question: the last token of every row is then a
+            query. With `padding_side="left"` it is in the last column.
 
     Returns:
-        An `EncodedBatch` on the CPU.
+        A batch on the CPU.
 
     Raises:
-        ProbeError: a document has no question although `until_answer` is set, two choices of a question have the
-            same tokens, or a token holds the prompt's last character and the answer's first.
+        ProbeError: `until_answer` is set and a document has no question, two choices have the same tokens, or a token
+            spans the end of the prompt and the start of the answer.
     """
     rows = tokenizer([d.text for d in documents], add_special_tokens=False, return_offsets_mapping=True)
     lengths, parsed = [], []
@@ -167,7 +167,7 @@ def encode(
     for document, ids, offsets in zip(documents, rows["input_ids"], rows["offset_mapping"], strict=True):
         questions = [_positions(q, document, ids, offsets, tokens) for q in document.questions]
         if until_answer and not questions:
-            raise ProbeError("documents", document.task, "A document without a question cannot be probed.")
+            raise ProbeError("documents", document.task, "A document without a question cannot be scored.")
         lengths.append(questions[-1]["query"] + 1 if until_answer else len(ids))
         parsed.append(questions)
     B, T = len(documents), max(lengths)
@@ -198,12 +198,12 @@ def encode(
 def _positions(
     question: Question, document: Document, ids: list[int], offsets: Sequence[Span], tokens: Callable[[str], Ids]
 ) -> dict:
-    """Token positions of one question. The answer's tokens are those of the whole text, never of a piece of it."""
+    """Token positions of one question, in the tokens of the whole text."""
     first = _token_at(offsets, question.answer[0], first=True)
     if offsets[first][0] < question.answer[0]:
-        held = document.text[slice(*offsets[first])]
-        hint = "A token holds its first character and the last of the prompt."
-        raise ProbeError(f"{document.task} answer", repr(held), hint)
+        token = document.text[slice(*offsets[first])]
+        hint = "This token spans the last of the prompt and the first character of the answer."
+        raise ProbeError(f"{document.task} answer", repr(token), hint)
     last = _token_at(offsets, question.answer[1] - 1)
     value, segment = question.value, question.segment
     return {
@@ -219,7 +219,7 @@ def _positions(
 
 
 def _choices(question: Question, document: Document, answer: Ids, tokens: Callable[[str], Ids]) -> list[Ids]:
-    """The tokens by which the question's choices are scored; the gold one's are the answer's own."""
+    """Tokens by which the choices are scored. The gold choice has the tokens of the answer in the text."""
     if not question.choices:
         return []
     before = document.text[max(0, question.answer[0] - _BEFORE) : question.answer[0]]
@@ -230,11 +230,11 @@ def _choices(question: Question, document: Document, answer: Ids, tokens: Callab
         end = document.text[question.value[1] : question.segment[1]]
         ends = [_next(tokens(before + text), tokens(before + text + end)) for text in question.choices]
     try:
-        return told_apart(choices, ends)
+        return distinct_prefixes(choices, ends)
     except ProbeError as error:
         raise ProbeError(f"{document.task} choices", list(question.choices)[:8], error.hint) from None
 
 
 def _next(shorter: Ids, longer: Ids) -> Ids:
-    """The token of `longer` after those of `shorter`, if it goes on from there."""
+    """The token of `longer` after those of `shorter`, if it starts with them."""
     return longer[len(shorter) : len(shorter) + 1] if longer[: len(shorter)] == shorter else ()

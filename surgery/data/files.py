@@ -1,8 +1,7 @@
-"""From a path to rows, each with the place where it stands. Owns: file formats, folders, splits, the Hub.
+"""Read rows from files, folders and the Hub, each with its place for messages.
 
-Must never know: tokenizers, documents, what a column means. Lines of JSONL are found by their place in the file and
-parsed when they are asked for; Parquet files and Hub data sets are Arrow tables on disk (`datasets`). So neither
-holds its text in memory. Lines and rows count from 1.
+JSONL files are indexed by the offsets of their lines, and a line is parsed when it is read. Parquet files and Hub data
+sets are Arrow tables on disk (`datasets`). So no text stays in memory. Lines and rows count from 1.
 """
 
 from __future__ import annotations
@@ -26,37 +25,38 @@ FORMATS = (".jsonl", ".json", ".parquet")
 _SPLITS = {"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TOKEN = re.compile(r"hf_\w+")
-_DAMAGED = "Its header is that of a Parquet file, and its rows cannot be read. Write it again."
-_BATCH = 256  # rows of a Parquet file in memory while it is streamed
+_DAMAGED = "It has the header of a Parquet file, but its rows cannot be read. Write it again."
+_BATCH = 256  # rows of a streamed Parquet file in memory
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row as it was found: a line of JSON, or fields.
+    """One row: a line of JSON, or a mapping.
 
     Attributes:
         where: file and line, or data set and row, for messages.
+        raw: bytes of JSON, or columns with values.
     """
 
     where: str
     raw: bytes | Mapping[str, Any]
 
     def fields(self) -> Mapping[str, Any]:
-        """Its columns. Raises DataError for a line that is not a JSON object."""
+        """Columns with values. Raise DataError if the line is not a JSON object."""
         if not isinstance(self.raw, bytes):
             return self.raw
         try:
-            found = json.loads(self.raw)
+            columns = json.loads(self.raw)
         except (ValueError, RecursionError) as error:
-            raise DataError(self.where, f"not JSON: {error}", "Give one JSON object a line.") from None
-        if not isinstance(found, dict):
-            hint = 'Give one JSON object a line, such as {"prompt": ..., "answer": ...}.'
-            raise DataError(self.where, f"a {type(found).__name__}, not an object", hint)
-        return found
+            raise DataError(self.where, f"not JSON: {error}", "Write one JSON object per line.") from None
+        if not isinstance(columns, dict):
+            hint = 'Write one JSON object per line, such as {"prompt": ..., "answer": ...}.'
+            raise DataError(self.where, f"a {type(columns).__name__}, not an object", hint)
+        return columns
 
 
 class Rows(Protocol):
-    """Rows that are all there, in the order of the files."""
+    """Rows with random access, in the order of the files."""
 
     def __len__(self) -> int: ...
 
@@ -66,7 +66,7 @@ class Rows(Protocol):
 
 
 class JsonLines:
-    """A JSONL file. It is read where a row stands; a file that changes meanwhile is refused."""
+    """A JSONL file, indexed by line. A file that changes while it is in use is refused."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._stamp = path, _stamp(path)
@@ -80,7 +80,9 @@ class JsonLines:
 
     def __getitem__(self, i: int) -> Row:
         if _stamp(self.path) != self._stamp:
-            raise DataError(str(self.path), "changed while it was in use", "Start again, on a copy that stays.")
+            raise DataError(
+                str(self.path), "changed while it was in use", "Start again with a copy that does not change."
+            )
         line, start, length = self._places_N3[i].tolist()
         with open(self.path, "rb") as file:
             file.seek(start)
@@ -91,7 +93,7 @@ class JsonLines:
 
 
 class ArrowRows:
-    """An Arrow table, or a list of rows, with a name for each."""
+    """An Arrow table, or a sequence of rows, with a name for messages."""
 
     def __init__(self, table: Any, name: str) -> None:
         self.table, self.name = table, name
@@ -123,107 +125,111 @@ class JoinedRows:
         return (row for part in self.parts for row in part)
 
 
-class ShuffledPasses:
-    """Passes over rows that are read as they come, shuffled within a buffer; files, and a Hub set's shards, too."""
+class ShuffledEpochs:
+    """Epochs of streamed rows, shuffled within a buffer. Files, and shards of a Hub data set, are shuffled too."""
 
     def __init__(self, data: Data, seed: int) -> None:
         import datasets
 
         files = local_files(data)
         self.data, self.local = data, bool(files)
-        if files:  # a list in `gen_kwargs` is a list of shards, a tuple is not
-            given = {"files": files, "columns": tuple(wanted(data.columns))}
-            stream = datasets.IterableDataset.from_generator(_as_items, gen_kwargs=given)
+        if files:  # `datasets` takes a list in `gen_kwargs` as shards, and a tuple as one value
+            arguments = {"files": files, "columns": tuple(column_names(data.columns))}
+            stream = datasets.IterableDataset.from_generator(_as_items, gen_kwargs=arguments)
         else:
             stream = _from_hub(data)
         self._stream = stream.shuffle(seed=seed, buffer_size=data.buffer)
 
-    def rows(self, number: int) -> Iterator[Row]:
-        """The rows of a pass, counted from 0; asked for again, the same."""
-        self._stream.set_epoch(number)
+    def rows(self, epoch: int) -> Iterator[Row]:
+        """Rows of an epoch, counted from 0. Every call yields the same."""
+        self._stream.set_epoch(epoch)
         if self.local:
             return (Row(item["where"], item["raw"]) for item in self._stream)
         return _streamed(self._stream, self.data)
 
 
 def open_rows(data: Data) -> Rows:
-    """All rows, to be asked for in any order.
+    """Open all rows for random access.
 
     Raises:
-        DataError: nothing readable is there, a column is missing, or the Hub did not give it.
+        DataError: there is nothing readable, a column is missing, or loading from the Hub failed.
     """
     files = local_files(data)
     if not files:
         return ArrowRows(_from_hub(data), f"{data.path} ({data.split})")
-    parts = [_open_file(path, wanted(data.columns)) for path in files]
+    parts = [_open_file(path, column_names(data.columns)) for path in files]
     return parts[0] if len(parts) == 1 else JoinedRows(parts)
 
 
 def rows_in_order(data: Data) -> Iterator[Row]:
-    """All rows, once, in the order of the files, read as they come."""
+    """Stream all rows once, in the order of the files."""
     files = local_files(data)
     if files:
-        return (row for path in files for row in _read_file(path, wanted(data.columns)))
+        return (row for path in files for row in _read_file(path, column_names(data.columns)))
     return _streamed(_from_hub(data), data) if data.streaming else iter(open_rows(data))
 
 
-def wanted(columns: Columns) -> list[str]:
-    """The columns that are read."""
+def column_names(columns: Columns) -> list[str]:
+    """Names of the columns to read."""
     if columns.text is not None:
         return [columns.text]
-    asked = [columns.messages] if columns.messages is not None else [columns.prompt, columns.answer]
-    return asked if columns.answer_span is None else [*asked, columns.answer_span]
+    names = [columns.messages] if columns.messages is not None else [columns.prompt, columns.answer]
+    return names if columns.answer_span is None else [*names, columns.answer_span]
 
 
 def local_files(data: Data) -> list[Path]:
-    """The files behind `data.path`, in order of name; none for a Hub id.
+    """Files of `data.path`, sorted by name; none for a Hub id.
 
     Raises:
-        DataError: nothing is there, a folder has several formats or not the split, or it is no file of rows.
+        DataError: there is no file, or a folder has several formats or lacks the split.
     """
     path = Path(data.path).expanduser()
     if not path.exists():
         if path.suffix.lower() in FORMATS or not _HUB_ID.fullmatch(data.path):
-            hint = "Give a JSONL or Parquet file, a folder of them, or a data set's id on the Hub (owner/name)."
-            raise DataError("data.path", data.path, f"There is no such file or folder. {hint}")
+            hint = "Use a JSONL or Parquet file, a folder of them, or a data set's id on the Hub (owner/name)."
+            raise DataError("data.path", data.path, f"No such file or folder. {hint}")
         return []
     if data.name is not None or data.revision is not None:
-        raise DataError("data.path", data.path, "It is on this disk; `name` and `revision` are for the Hub.")
+        raise DataError(
+            "data.path", data.path, "It is a local path. Remove `name` and `revision`: they are for the Hub."
+        )
     inside = sorted(path.rglob("*")) if path.is_dir() else [path]
     files = [f for f in inside if f.is_file() and f.suffix.lower() in FORMATS and not f.name.startswith(".")]
     if not files:
-        raise DataError("data.path", data.path, f"It holds no {', '.join(FORMATS)} file.")
+        raise DataError("data.path", data.path, f"It has no {', '.join(FORMATS)} file.")
     formats = sorted({f.suffix.lower() for f in files})
     if len(formats) > 1:
-        raise DataError("data.path", data.path, f"It holds {' and '.join(formats)} files. Name one, or part them.")
+        raise DataError(
+            "data.path", data.path, f"It has {' and '.join(formats)} files. Set one file, or use a folder for each."
+        )
     return _of_split(files, path, data.split)
 
 
 def _of_split(files: list[Path], root: Path, split: str) -> list[Path]:
-    """Those whose names say the split; all, where no name says any."""
+    """Files whose names contain the split; all files if no name contains any split."""
     words = [set(re.split(r"[^a-z0-9]+", str(f.relative_to(root)).lower())) for f in files] if root.is_dir() else []
-    said = [w & (_SPLITS | {split}) for w in words]
-    if not any(said):
+    splits = [w & (_SPLITS | {split}) for w in words]
+    if not any(splits):
         if split != "train":
-            raise DataError("data.split", split, f"No file name at {root} says it; leave `split` out.")
+            raise DataError("data.split", split, f"No file name at {root} contains it. Remove `split`.")
         return files
-    unsaid = [f.name for f, names in zip(files, said, strict=True) if not names]
-    if unsaid:
-        raise DataError("data.path", root, f"Some of its files name a split, {unsaid[0]} does not. Name one file.")
-    chosen = [f for f, names in zip(files, said, strict=True) if split in names]
+    unnamed = [f.name for f, names in zip(files, splits, strict=True) if not names]
+    if unnamed:
+        raise DataError("data.path", root, f"Some of its files name a split, {unnamed[0]} does not. Set one file.")
+    chosen = [f for f, names in zip(files, splits, strict=True) if split in names]
     if not chosen:
-        raise DataError("data.split", split, f"{root} has {', '.join(sorted(set().union(*said)))}.")
+        raise DataError("data.split", split, f"{root} has {', '.join(sorted(set().union(*splits)))}.")
     return chosen
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """What tells that a file has changed."""
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
+    """Size and time of modification, which show that a file has changed."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Number, place in bytes and text of every line that is not blank."""
+    """Number, byte offset and text of every line that is not blank."""
     start = 0
     with open(path, "rb") as file:
         for line, text in enumerate(file, 1):
@@ -233,20 +239,22 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _is_list(path: Path) -> bool:
-    """Whether a .json file is one list, rather than an object a line."""
+    """True for a .json file that is one list instead of one object per line."""
     return path.suffix.lower() == ".json" and next((t for _, _, t in _lines(path)), b"").lstrip()[:1] == b"["
 
 
 def _listed(path: Path) -> ArrowRows:
-    """The rows of a .json file that is one list: each as its JSON, in an Arrow array. Parsing holds all of them."""
+    """Rows of a .json file that is one list, as JSON in an Arrow array. Parsing needs all of them in memory."""
     import pyarrow
 
     try:
-        found = json.loads(path.read_bytes())
+        rows = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise DataError(f"{path}{line}", f"not JSON: {error}", "Give a list of objects, or one a line.") from None
-    return ArrowRows(_Packed(pyarrow.array([json.dumps(row) for row in found], pyarrow.large_binary())), str(path))
+        raise DataError(
+            f"{path}{line}", f"not JSON: {error}", "Write a list of objects, or one object per line."
+        ) from None
+    return ArrowRows(_Packed(pyarrow.array([json.dumps(row) for row in rows], pyarrow.large_binary())), str(path))
 
 
 class _Packed:
@@ -266,7 +274,7 @@ class _Packed:
 
 
 def _open_file(path: Path, columns: list[str]) -> Rows:
-    """The rows of one file, in any order. Parquet becomes an Arrow table in the cache of `datasets`."""
+    """Rows of one file with random access. Parquet becomes an Arrow table in the cache of `datasets`."""
     if path.suffix.lower() != ".parquet":
         return _listed(path) if _is_list(path) else JsonLines(path)
     import datasets
@@ -278,7 +286,7 @@ def _open_file(path: Path, columns: list[str]) -> Rows:
 
 
 def _read_file(path: Path, columns: list[str]) -> Iterator[Row]:
-    """The rows of one file, from the first to the last."""
+    """Stream the rows of one file."""
     if path.suffix.lower() != ".parquet":
         yield from _listed(path) if _is_list(path) else JsonLines(path)
         return
@@ -292,14 +300,14 @@ def _read_file(path: Path, columns: list[str]) -> Iterator[Row]:
 
 
 def _as_items(files: list[Path], columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Rows as `datasets` passes them on."""
+    """Rows as `datasets` expects them from a generator."""
     for path in files:
         for row in _read_file(path, list(columns)):
             yield {"where": row.where, "raw": row.raw}
 
 
 def _check_parquet(path: Path, columns: list[str]) -> None:
-    """Raises DataError for a damaged file, or one without a column that is to be read."""
+    """Raise DataError for a damaged file, or a file without a column to read."""
     import pyarrow
     from pyarrow.parquet import read_schema
 
@@ -313,29 +321,29 @@ def _check_parquet(path: Path, columns: list[str]) -> None:
 def _check_columns(names: Sequence[str], columns: list[str], where: str) -> None:
     missing = [name for name in columns if name not in names]
     if missing:
-        hint = f"It has {', '.join(names)}. Say in `data.columns` which of them is what."
+        hint = f"It has {', '.join(names)}. Set `data.columns`."
         raise DataError(where, f"no column {missing[0]!r}", hint)
 
 
 def _from_hub(data: Data) -> Any:
-    """A data set of the Hub, its wanted columns only. Nothing of what it holds is run."""
+    """A data set of the Hub, with the columns to read only. Its code is never run."""
     import datasets
 
     try:
-        found = datasets.load_dataset(
+        dataset = datasets.load_dataset(
             data.path, data.name, split=data.split, revision=data.revision, streaming=data.streaming
         )
-    except Exception as error:  # whatever the library, the network or the files raise: the user gets one message
+    except Exception as error:  # from the library, the network or the files: one message for all
         raise _hub_error(data, error) from None
-    if found.column_names is None:  # a stream whose first rows have not been read
-        return found
-    columns = wanted(data.columns)
-    _check_columns(found.column_names, columns, data.path)
-    return found.select_columns(columns)
+    if dataset.column_names is None:  # a stream whose first rows have not been read
+        return dataset
+    columns = column_names(data.columns)
+    _check_columns(dataset.column_names, columns, data.path)
+    return dataset.select_columns(columns)
 
 
 def _streamed(stream: Any, data: Data) -> Iterator[Row]:
-    """The rows of a Hub set as they come. They are counted as they come: shards have no common numbering."""
+    """Stream the rows of a Hub data set, numbered in this order: shards have no common numbering."""
     rows = iter(stream)
     for number in count(1):
         try:
@@ -348,7 +356,7 @@ def _streamed(stream: Any, data: Data) -> Iterator[Row]:
 
 
 def _hub_error(data: Data, error: Exception) -> DataError:
-    """One message for all that may go wrong on the way; a token that stands in it is left out."""
-    said = _TOKEN.sub("hf_...", str(error)).strip().split("\n")[0][:300]
-    hint = "Check its id, `name`, `split` and `revision`, and the connection; log in where access is asked for."
-    return DataError(data.path, f"the Hub did not give it ({type(error).__name__}: {said})", hint)
+    """One message for all errors of loading. Access tokens are removed from it."""
+    text = _TOKEN.sub("hf_...", str(error)).strip().split("\n")[0][:300]
+    hint = "Check its id, `name`, `split` and `revision`, and the connection. Log in for a gated data set."
+    return DataError(data.path, f"loading from the Hub failed ({type(error).__name__}: {text})", hint)

@@ -1,13 +1,13 @@
-"""Batches for training. Owns: which generated documents step i sees. Must never know: models, losses, files.
+"""Generated documents for each training step.
 
-A step's documents depend on (seed, source, step) alone: no loader state, so a resumed run sees what an uninterrupted
-one would have, and every process takes its own rows of the same global batch. Documents of the user's own are streams
-of the same kind (`userdata.py`).
+The documents of a step depend only on (seed, source, step). There is no loader state: a resumed run sees the same
+documents as an uninterrupted one, and every process takes its rows of the same global batch. The user's own data has
+the same interface (`user.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 from typing import Protocol
@@ -18,28 +18,28 @@ from surgery.probes.documents import Document, rng_of
 from surgery.probes.registry import Options
 from surgery.recipe import Source
 
-_DRAWN_TOGETHER = 16  # documents tokenized at a time where a step is a number of tokens
+_TOKENIZE_TOGETHER = 16  # documents tokenized at a time if the size of a step is in tokens
 
 
 class Stream(Protocol):
-    """What one source contributes.
+    """Documents of one source, by step.
 
     Attributes:
-        skipped: rows that could not be used and were left out.
+        skipped: unusable rows that were skipped.
     """
 
     skipped: int
 
     def step(self, step: int) -> list[Document]:
-        """All processes' documents of a step, counted from 0: the same in whatever order steps are asked for."""
+        """Documents of all processes for a step, counted from 0. The order of calls does not matter."""
         ...
 
 
 class GeneratedStream:
-    """Documents of one of the toolkit's generators.
+    """Documents of a probe.
 
     Args:
-        index: of the source in the recipe.
+        index: index of the source in the recipe.
     """
 
     def __init__(self, source: Source, tokenizer: PreTrainedTokenizerBase, seed: int, index: int) -> None:
@@ -47,31 +47,24 @@ class GeneratedStream:
         self.skipped = 0
 
     def step(self, step: int) -> list[Document]:
-        """`rows` documents; or as many as `tokens` hold, one at least: the first that crosses them is left out."""
+        """`rows` documents; or as many as fit into `tokens`, but at least one."""
         if self.source.tokens is None:
             return step_documents(self.source, self.seed, self.index, step, self.tokenizer)
-        chosen: list[Document] = []
+        make = maker(self.source, rng_of("train", self.seed, self.index, step), self.tokenizer)
+        documents: list[Document] = []
         room = self.source.tokens
-        for document, size in self._sized(self._maker(step)):
-            room -= size
-            if chosen and room < 0:
-                break
-            chosen.append(document)
-        return chosen
-
-    def _maker(self, step: int) -> Callable[[], Document]:
-        return maker(self.source, rng_of("train", self.seed, self.index, step), self.tokenizer)
-
-    def _sized(self, make: Callable[[], Document]) -> Iterator[tuple[Document, int]]:
-        """Documents without end, each with its number of tokens."""
         while True:
-            documents = [make() for _ in range(_DRAWN_TOGETHER)]
-            ids = self.tokenizer([d.text for d in documents], add_special_tokens=False)["input_ids"]
-            yield from zip(documents, map(len, ids), strict=True)
+            batch = [make() for _ in range(_TOKENIZE_TOGETHER)]
+            ids = self.tokenizer([d.text for d in batch], add_special_tokens=False)["input_ids"]
+            for document, tokens in zip(batch, map(len, ids), strict=True):
+                room -= tokens
+                if documents and room < 0:
+                    return documents
+                documents.append(document)
 
 
 def with_ends(document: Document) -> Document:
-    """The newline behind every answer becomes a part of it. To be chosen among, answers would have to be without."""
+    """Include the newline after every answer in the answer. The questions lose their choices, which have no newline."""
     text = document.text if document.text.endswith("\n") else document.text + "\n"
     ended = [replace(q, answer=(q.answer[0], q.answer[1] + 1), choices=()) for q in document.questions]
     return replace(document, text=text, questions=tuple(ended))
@@ -110,11 +103,12 @@ def maker(source: Source, rng: Random, tokenizer: PreTrainedTokenizerBase | None
 def step_documents(
     source: Source, seed: int, index: int, step: int, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> list[Document]:
-    """The `rows` documents that a generator, the `index`-th source of the recipe, contributes to `step`.
+    """The `rows` documents of a step.
 
     Args:
+        index: index of the source in the recipe.
         tokenizer: as in `maker`.
     """
-    assert source.rows is not None, "steps of so many tokens are made by GeneratedStream"
+    assert source.rows is not None, "GeneratedStream handles steps that are sized in tokens"
     make = maker(source, rng_of("train", seed, index, step), tokenizer)
     return [make() for _ in range(source.rows)]

@@ -1,7 +1,7 @@
-"""The user's own data as training documents. Owns: which rows step i sees.
+"""The user's own documents for each training step.
 
-Must never know: models, losses, what a row means (`reader.py`), file formats (`rows.py`). A step's documents depend on
-(seed, source, step) and the data alone. Rows are checked before training starts; streamed ones as they come.
+The documents of a step depend only on (seed, source, step) and the data. All rows are checked before training starts;
+streamed rows are checked as they arrive.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from surgery.data.documents import Piece, Reader, check_documents, part
-from surgery.data.files import ShuffledPasses, open_rows, rows_in_order
+from surgery.data.files import ShuffledEpochs, open_rows, rows_in_order
 from surgery.data.generated import GeneratedStream, Stream
 from surgery.probes.documents import Document, rng_of
 from surgery.recipe import Data, Source
@@ -29,16 +29,16 @@ def open_source(
     context: int | None = None,
     vocab_size: int | None = None,
 ) -> Stream:
-    """The documents of a source, after the checks that can be made before training.
+    """Open the documents of a source, and check what can be checked before training.
 
     Args:
-        index: of the source in the recipe.
-        context: tokens that the model can take; no limit if None.
+        index: index of the source in the recipe.
+        context: maximum tokens of the model; no limit if None.
         vocab_size: rows of the model's embedding.
 
     Raises:
-        DataError: the data cannot be read, or a row of it cannot be used and `on_bad_row` is `error`; a generated
-            document does not fit the model.
+        DataError: the data cannot be read, a row is unusable and `on_bad_row` is `error`, or a generated document does
+            not fit the model.
     """
     if source.data is None:
         generated = GeneratedStream(source, tokenizer, seed, index)
@@ -59,47 +59,51 @@ def read_documents(
     vocab_size: int | None = None,
     held_out: bool = False,
 ) -> tuple[list[Document], int]:
-    """Documents in the order of the file, `limit` at most, and how many rows before the last of them were left out.
+    """Read documents in the order of the files.
 
     Args:
-        held_out: those that `data.holdout` keeps from training, rather than those that are trained on.
+        limit: number of documents, at most.
+        held_out: read the rows that `data.holdout` keeps from training, instead of the others.
+
+    Returns:
+        The documents, and the number of rows that were skipped before the last of them.
 
     Raises:
         DataError: as `open_source`.
     """
     reader = Reader(data, tokenizer, max_tokens, context, vocab_size, held_out)
-    found = [piece.document for piece in islice(reader.read(rows_in_order(data)), limit)]
-    if not found:
-        raise reader.nothing()
-    return found, reader.skipped
+    documents = [piece.document for piece in islice(reader.read(rows_in_order(data)), limit)]
+    if not documents:
+        raise reader.empty_error()
+    return documents, reader.skipped
 
 
 class IndexedDocuments:
-    """Data whose rows have all been checked: every pass takes all documents, in an order of its own.
+    """Data whose rows have all been checked. Every epoch has all documents, in a different order.
 
-    What stays in memory is where each document is and how many tokens it has.
+    Only the place and the number of tokens of each document stay in memory.
     """
 
     def __init__(self, source: Source, reader: Reader, seed: int, index: int) -> None:
         assert source.data is not None
         self.source, self.reader, self._key = source, reader, (seed, index)
         self._rows = open_rows(source.data)
-        found = array("q")
+        pieces = array("q")
         for piece in reader.read(self._rows):
-            found.extend((piece.row, *piece.span, piece.tokens))
-        if not found:
-            raise reader.nothing()
-        self._pieces_N4 = np.array(found, dtype=np.int64).reshape(-1, 4)
+            pieces.extend((piece.row, *piece.span, piece.tokens))
+        if not pieces:
+            raise reader.empty_error()
+        self._pieces_N4 = np.array(pieces, dtype=np.int64).reshape(-1, 4)
         self.skipped = reader.skipped
         self._order = lru_cache(maxsize=2)(self._order_of)
-        self._filled = lru_cache(maxsize=2)(self._filled_of)
-        self._starts = [0]  # place of the first document of each step, where steps are so many tokens
+        self._tokens_before = lru_cache(maxsize=2)(self._tokens_before_of)
+        self._starts = [0]  # place of the first document of each step, if steps are sized in tokens
 
     def __len__(self) -> int:
         return len(self._pieces_N4)
 
     def step(self, step: int) -> list[Document]:
-        """The step's documents: `rows` of them, or those that `tokens` hold; the next step begins where it ends."""
+        """`rows` documents, or as many as fit into `tokens`. The next step starts where this one ends."""
         if self.source.rows is not None:
             places = range(step * self.source.rows, (step + 1) * self.source.rows)
         else:
@@ -109,46 +113,46 @@ class IndexedDocuments:
         return [self._document(place) for place in places]
 
     def _document(self, place: int) -> Document:
-        """The document at a place of all passes, one after the other."""
-        number, at = divmod(place, len(self))
-        row, start, end, _ = self._pieces_N4[self._order(number)[at]].tolist()
+        """The document at a place in the sequence of all epochs."""
+        epoch, at = divmod(place, len(self))
+        row, start, end, _ = self._pieces_N4[self._order(epoch)[at]].tolist()
         return part(self.reader.document(self._rows[row]), (start, end))
 
-    def _order_of(self, number: int) -> np.ndarray:
-        """(N,) the order of a pass, by (seed, source, pass) alone."""
-        seed = rng_of("data", *self._key, number).getrandbits(64)
+    def _order_of(self, epoch: int) -> np.ndarray:
+        """(N,) order of an epoch, from (seed, source, epoch)."""
+        seed = rng_of("data", *self._key, epoch).getrandbits(64)
         return np.random.default_rng(seed).permutation(len(self))
 
-    def _filled_of(self, number: int) -> np.ndarray:
-        """(N+1,) tokens before each document of a pass, and in all."""
-        return np.concatenate([[0], np.cumsum(self._pieces_N4[self._order(number), 3])])
+    def _tokens_before_of(self, epoch: int) -> np.ndarray:
+        """(N+1,) tokens before each document of an epoch, and the total."""
+        return np.concatenate([[0], np.cumsum(self._pieces_N4[self._order(epoch), 3])])
 
     def _next(self, place: int, room: int) -> int:
-        """The first place that `room` tokens from `place` on do not hold; one document is always taken."""
+        """The place after the documents from `place` on that fit into `room` tokens; at least one document."""
         end = place
         while True:
-            number, at = divmod(end, len(self))
-            filled_N1 = self._filled(number)
-            fits = int(np.searchsorted(filled_N1, filled_N1[at] + room, side="right")) - 1
-            end = number * len(self) + fits
+            epoch, at = divmod(end, len(self))
+            before_N1 = self._tokens_before(epoch)
+            fits = int(np.searchsorted(before_N1, before_N1[at] + room, side="right")) - 1
+            end = epoch * len(self) + fits
             if fits < len(self):
                 return max(end, place + 1)
-            room -= int(filled_N1[-1] - filled_N1[at])
+            room -= int(before_N1[-1] - before_N1[at])
 
 
 class StreamedDocuments:
-    """Data that is read while training. Going back, and going on after a stop, reads again from the beginning."""
+    """Data that is read during training. Going back, or resuming, reads again from the beginning."""
 
     def __init__(self, source: Source, reader: Reader, seed: int, index: int) -> None:
         assert source.data is not None
         self.source, self.reader, self.skipped = source, reader, 0
-        self._passes = ShuffledPasses(source.data, rng_of("stream", seed, index).getrandbits(32))
+        self._epochs = ShuffledEpochs(source.data, rng_of("stream", seed, index).getrandbits(32))
         self._steps, self._at = self._grouped(), -1
         self._ready: list[Document] = []
-        self.step(0)  # what is wrong with the first rows shows now
+        self.step(0)  # reports unusable first rows before training
 
     def step(self, step: int) -> list[Document]:
-        """The step's documents: `rows` of them, or those that `tokens` hold; the next step begins where it ends."""
+        """`rows` documents, or as many as fit into `tokens`. The next step starts where this one ends."""
         if step < self._at:
             self._steps, self._at, self.skipped = self._grouped(), -1, 0
         while self._at < step:
@@ -156,7 +160,7 @@ class StreamedDocuments:
         return self._ready
 
     def _grouped(self) -> Iterator[list[Document]]:
-        """Steps without end."""
+        """The documents of each step, endlessly."""
         group: list[Document] = []
         total = 0
         for piece in self._pieces():
@@ -168,15 +172,15 @@ class StreamedDocuments:
             group.append(piece.document)
 
     def _pieces(self) -> Iterator[Piece]:
-        """Documents of one pass after the other. Bad rows are counted in the first."""
-        for number in count():
-            self.reader.skipped, self.reader.first, found = 0, None, False
-            for piece in self.reader.read(self._passes.rows(number)):
-                found = True
+        """Documents of all epochs. Bad rows are counted in the first epoch."""
+        for epoch in count():
+            self.reader.skipped, self.reader.first_error, empty = 0, None, True
+            for piece in self.reader.read(self._epochs.rows(epoch)):
+                empty = False
                 yield piece
-                if number == 0:
+                if epoch == 0:
                     self.skipped = self.reader.skipped
-            if not found:
-                raise self.reader.nothing()
-            if number == 0:
+            if empty:
+                raise self.reader.empty_error()
+            if epoch == 0:
                 self.skipped = self.reader.skipped

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from surgery.data.encoding import EncodedBatch, choice_tokens, encode, told_apart
+from surgery.data.encoding import EncodedBatch, choice_tokens, distinct_prefixes, encode
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document, Question, Writer, draw, rng_of, split_of
 from tests.support.pico import pico_tokenizer
@@ -229,7 +229,7 @@ def test_told_apart_against_every_pair() -> None:
     for _ in range(200):
         numbers = [str(n) for n in rng.sample(range(1000), rng.randint(2, 9))]
         choices = [tuple(map(int, n)) for n in numbers]
-        found = told_apart(choices, [(99,)] * len(choices))
+        found = distinct_prefixes(choices, [(99,)] * len(choices))
         depth = max(map(len, found))
         whole = [(*choice, 99) for choice in choices]
         assert found == [w[:depth] for w in whole]

@@ -248,12 +248,12 @@ BAD_LINES = [
     ("[1]", "a list, not an object"),
     ({"prompt": "a"}, "`answer` is missing"),
     ({"prompt": "a", "answer": None}, "`answer` is missing"),
-    ({"prompt": "a", "answer": 7}, "It is of type int"),
-    ({"prompt": ["a"], "answer": "7"}, "It is of type list"),
+    ({"prompt": "a", "answer": 7}, "It has type int"),
+    ({"prompt": ["a"], "answer": "7"}, "It has type list"),
     ({"prompt": "a\n", "answer": " "}, "answer is empty"),
     ({"prompt": "", "answer": "b"}, "prompt is empty"),
     ({"prompt": "a\ud800\n", "answer": "b"}, "not Unicode"),
-    ({"prompt": "red is 1", "answer": "2"}, "holds the prompt's end"),
+    ({"prompt": "red is 1", "answer": "2"}, "spans the end of the prompt"),
     ({"prompt": "a\n" * 40, "answer": "b"}, "`max_tokens` is 30"),
 ]
 
@@ -273,14 +273,14 @@ def test_a_bad_line_is_named_or_counted(tmp_path: Path, line: Any, said: str, st
 @pytest.mark.parametrize(
     ("span", "said"),
     [
-        ([11, 11], "longer than 0"),
-        ([12, 11], "longer than 0"),
-        ([-1, 3], "longer than 0"),
-        ([11, 21], "which has 20 characters"),
-        ([1.0, 2], "two whole numbers"),
-        ([True, 2], "two whole numbers"),
-        ("11:12", "two whole numbers"),
-        (None, "two whole numbers"),
+        ([11, 11], "not empty"),
+        ([12, 11], "not empty"),
+        ([-1, 3], "not empty"),
+        ([11, 21], "inside the prompt of 20 characters"),
+        ([1.0, 2], "two integers"),
+        ([True, 2], "two integers"),
+        ("11:12", "two integers"),
+        (None, "two integers"),
     ],
 )
 def test_a_span_outside_the_prompt_is_refused(tmp_path: Path, span: Any, said: str) -> None:
@@ -312,8 +312,8 @@ def test_a_span_that_does_not_hold_the_answer_is_refused_or_counted(
         open_source(source(path, rows=3, **given), chat_tokenizer, 0, 0)
     assert error.value.field == (f"{path}: row 2" if form == "parquet" else f"{path}:2")
     span = "[{}, {})".format(*bad["at"])
-    assert error.value.value == f"the span {span} holds {AGENTS[slice(*bad['at'])]!r}, the answer is ' 5678'"
-    assert f"The prompt holds it at [{OWL}, {OWL + 4})" in error.value.hint
+    assert error.value.value == f"the span {span} is {AGENTS[slice(*bad['at'])]!r}, the answer is ' 5678'"
+    assert f"The prompt has the answer at [{OWL}, {OWL + 4})" in error.value.hint
     stream = open_source(source(path, rows=2, on_bad_row="skip", **given), chat_tokenizer, 0, 0)
     assert stream.skipped == 1
     for document in stream.step(0):
@@ -492,18 +492,18 @@ def test_a_split_of_a_folder_is_found_by_name(tmp_path: Path) -> None:
 
 def bad_paths(root: Path) -> Iterator[tuple[dict[str, str], str]]:
     """Data that is not there, or cannot be read, and what is said."""
-    yield {"path": f"{root}/none"}, "no such file"
-    yield {"path": "data/none.jsonl"}, "no such file"
-    yield {"path": "parquet"}, "no such file"
+    yield {"path": f"{root}/none"}, "No such file"
+    yield {"path": "data/none.jsonl"}, "No such file"
+    yield {"path": "parquet"}, "No such file"
     (root / "empty").mkdir()
-    yield {"path": f"{root}/empty"}, "It holds no .jsonl"
+    yield {"path": f"{root}/empty"}, "It has no .jsonl"
     (root / "a.csv").write_text("a,b\n")
-    yield {"path": f"{root}/a.csv"}, "It holds no .jsonl"
+    yield {"path": f"{root}/a.csv"}, "It has no .jsonl"
     write(root / "mixed" / "a.jsonl", numbered(1))
     write(root / "mixed" / "b.json", numbered(1))
     yield {"path": f"{root}/mixed"}, ".json and .jsonl"
     write(root / "a.jsonl", numbered(1))
-    yield {"path": f"{root}/a.jsonl", "split": "test"}, "leave `split` out"
+    yield {"path": f"{root}/a.jsonl", "split": "test"}, "Remove `split`"
     yield {"path": f"{root}/a.jsonl", "revision": "main"}, "for the Hub"
     (root / "a.json").write_text('[{"prompt": "a"\n"answer": "b"}]')
     yield {"path": f"{root}/a.json"}, f"{root}/a.json:2: not JSON"
@@ -523,7 +523,7 @@ def test_what_cannot_be_read_is_one_clear_error(tmp_path: Path, streaming: bool)
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_the_hub_that_does_not_answer_is_one_clear_error(streaming: bool) -> None:
-    with pytest.raises(DataError, match="owner/absent: the Hub did not give it") as error:
+    with pytest.raises(DataError, match="owner/absent: loading from the Hub failed") as error:
         opened("owner/absent", streaming=streaming)
     assert error.value.__suppress_context__
 

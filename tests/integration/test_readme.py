@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.house import readme
 from tests.integration.conftest import RECIPE, ROOT, SMALL, surgery
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -30,3 +31,13 @@ def test_the_commands_exist(tmp_path: Path) -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"\bmake (\w+)", README)):
         assert f"\n{target}:" in makefile, target
+
+
+def test_the_readme_is_short() -> None:
+    counts = readme(README)
+    assert counts["words"] <= 1000 and counts["numbers"] <= 60
+
+
+def test_limits_come_before_how_to_use_it() -> None:
+    headings = re.findall(r"^## (.+)$", README, re.M)
+    assert headings.index("Status and limits") < headings.index("Your own model") < headings.index("Python")

@@ -143,7 +143,7 @@ class ScoredHead:
             where the search dropped the head early.
         reads: the column of the sharpen test that it gains more from, where its attention is supervised; None if it was
             not measured.
-        scores: column name -> interval, in logits (margins) or in accuracy; see `locate.COLUMNS`.
+        scores: column name -> interval, in logits (margins) or in accuracy; see `surgery.recipe.methods`.
         given: heads that were already sharpened when `reads` and the gain that chose it were measured.
     """
 

@@ -305,8 +305,8 @@ def ablate(
             share = 1 - spec.layer / run.model.config.num_hidden_layers
             run.passes += len(group) * (len(run.batch) + run.path_passes) * share
             change = partial(_ablated_above, run, spec, group, ablation)
-            found = run_changed(run, run.prompt, len(group), change, lowest=spec.layer)
-            scores |= dict(zip(chunk, found, strict=True))
+            changed = run_changed(run, run.prompt, len(group), change, lowest=spec.layer)
+            scores |= dict(zip(chunk, changed, strict=True))
     return [scores[i] for i in range(len(sets))]
 
 

@@ -184,7 +184,10 @@ def measure_batch(
     shares = [1 - spec.layer / run.model.config.num_hidden_layers for spec in run.specs]
     for method in (METHODS[name] for name in batch.section.methods):
         scores = method.measure(batch)
-        _check_columns(method, scores)
+        names = [column.name for column in method.columns]
+        if set(scores) != set(names):
+            hint = f"It was registered with the columns {', '.join(names)}. Return exactly these."
+            raise ModelError("locate.methods", f"{method.name} returned {', '.join(scores) or 'nothing'}", hint)
         for column in method.columns:
             if column.effect is not None:
                 values = [plain(changed) for changed in scores[column.name]]
@@ -196,14 +199,6 @@ def measure_batch(
         if not method.changes_heads:
             tick()
     return record
-
-
-def _check_columns(method: Method, scores: dict[str, object]) -> None:
-    """Raise ModelError where a method returns other columns than it was registered with."""
-    names = [column.name for column in method.columns]
-    if set(scores) != set(names):
-        hint = f"It was registered with the columns {', '.join(names)}. Return exactly these."
-        raise ModelError("locate.methods", f"{method.name} returned {', '.join(scores) or 'nothing'}", hint)
 
 
 def _estimate(method: Method, values: object, run: CleanRun, num_items: int) -> Array:

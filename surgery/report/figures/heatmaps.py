@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from surgery.recipe import Locate
 from surgery.recipe.methods import METHODS, Column, all_columns, unit_of
 from surgery.report.figures.canvas import INK, MUTED, POINTS, add_axes, add_heading, new_figure, require, save, style
-from surgery.types import HeadId, HeadSet, ScoredHead
+from surgery.types import HeadId, HeadSet
 
 Point = NDArray[np.float64]  # (x, y)
 
@@ -134,7 +134,7 @@ def head_maps(head_set: HeadSet, folder: Path) -> list[Path]:
             panel = _panel(axes, heads, column, group.limit)
             image = panel if image is None else image
     _legend(figure, image, head_set, _LEFT + 2 * (width + _GAP_X), tops[legend_row], width)
-    return save(figure, folder, "head_maps", _header(columns), _rows(head_set, columns))
+    return save(figure, folder, "head_maps", *_table(head_set, columns))
 
 
 def _groups(heads: _Map, columns: Sequence[Column]) -> list[_Group]:
@@ -364,22 +364,19 @@ def _legend(figure: Figure, image: Any, head_set: HeadSet, left: float, top: flo
         figure.text((left + 0.22 * bool(symbol)) / full_width, y, text, size=8, color=INK, va="center")
 
 
-def _header(columns: Sequence[Column]) -> list[str]:
+def _table(head_set: HeadSet, columns: Sequence[Column]) -> tuple[list[str], list[list[Any]]]:
+    """The header, and one row a head, in the HeadSet's order; empty where a column was not measured.
+
+    `chosen` is a head's place among the chosen, from 1, or empty.
+    """
     names = [f"{column.name}{end}" for column in columns for end in ("", "_low", "_high")]
-    return ["head", "layer", "index", "role", "reads", "chosen", "n", *names]
-
-
-def _rows(head_set: HeadSet, columns: Sequence[Column]) -> Sequence[Sequence[Any]]:
-    """One row a head, in the HeadSet's order; `chosen` is its place among the chosen, from 1, or empty."""
+    header = ["head", "layer", "index", "role", "reads", "chosen", "n", *names]
     place: dict[HeadId, int] = {s.head: i + 1 for i, s in enumerate(head_set.chosen)}
-    return [
-        [s.head, s.head.layer, s.head.head, s.role, s.reads or "", place.get(s.head, ""), s.n]
-        + [value for column in columns for value in _cells(s, column.name)]
-        for s in head_set.heads
-    ]
-
-
-def _cells(scored: ScoredHead, column: str) -> tuple[Any, Any, Any]:
-    """Value and interval; empty where the column was not measured."""
-    interval = scored.scores.get(column)
-    return ("", "", "") if interval is None else (interval.value, interval.low, interval.high)
+    rows = []
+    for s in head_set.heads:
+        row = [s.head, s.head.layer, s.head.head, s.role, s.reads or "", place.get(s.head, ""), s.n]
+        for column in columns:
+            interval = s.scores.get(column.name)
+            row += ("", "", "") if interval is None else (interval.value, interval.low, interval.high)
+        rows.append(row)
+    return header, rows

@@ -164,6 +164,20 @@ def test_a_branch_of_streams_equals_the_naive_one(name: str, implementation: str
         torch.testing.assert_close(output[b], naive_stream(branch, u[b], x[b], parameters[b]), atol=1e-10, rtol=0)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("rank", [3, 4])  # 4 is the width of B and C too
+def test_a_fresh_branch_of_streams_picks_c_and_b(rank: int) -> None:
+    """The query is C and the key is B, whatever the width of dt before them."""
+    base = pico_family("mamba", time_step_rank=rank)
+    branch = StreamAttention(base.config, splice_field(plan_of(base), base.config)[0], 0)
+    branch.initialize()
+    rng = torch.Generator().manual_seed(4)
+    x, (dt, b, c) = torch.randn(2, 7, 64, generator=rng), (torch.randn(2, 7, w, generator=rng) for w in (rank, 4, 4))
+    query, key, _ = branch.project(inputs().float(), None, (x, torch.cat([dt, b, c], -1)), None)
+    for head in range(branch.num_heads):
+        assert torch.equal(query[:, head], c) and torch.equal(key[:, head], b)
+
+
 def test_rows_are_distributions_over_the_past() -> None:
     model = pico_hybrid([pico_site(0, [1, 3]), random_site(2, [0])])
     batch = prompts((9, 14, 12))
@@ -221,11 +235,12 @@ def test_flex_equals_sdpa() -> None:
     torch.testing.assert_close(logits[0][real], logits[1][real], atol=1e-5, rtol=1e-5)
 
 
-def test_flash_gets_keys_as_wide_as_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flash kernels crop values that are wider than keys: the branch pads, and no score changes."""
+@pytest.mark.parametrize(("site", "width"), [(pico_site(0, [1, 3]), 16), (random_site(0, [1, 3]), 24)])
+def test_flash_gets_keys_as_wide_as_values(site: dict, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flash kernels need one width: the narrower of keys and values is padded, and no score changes."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    branch, u = make(pico_site(0, [1, 3])), inputs()
+    branch, u = make(site), inputs()
     expected, widths = branch(u, causal_mask=masked(None, 11))[0], []
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -236,7 +251,7 @@ def test_flash_gets_keys_as_wide_as_values(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "flash_attention_2", flash)
     branch.config._attn_implementation = "flash_attention_2"
     torch.testing.assert_close(branch(u, causal_mask=masked(None, 11))[0], expected)
-    assert widths == [(16, 16, 16)]
+    assert widths == [(width, width, width)]
 
 
 def test_rows_close_with_their_pass() -> None:

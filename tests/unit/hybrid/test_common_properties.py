@@ -45,9 +45,9 @@ def saved(model: Any, folder: Path, **more: Any) -> dict[str, Tensor]:
     return found
 
 
-def generate(model: Any, ids: Tensor, **more: Any) -> Any:
+def generate(model: Any, ids: Tensor, mask: Tensor | None = None, **more: Any) -> Any:
     settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, **more}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    return model.generate(ids, attention_mask=torch.ones_like(ids) if mask is None else mask, **settings)
 
 
 @every_class
@@ -355,6 +355,17 @@ class TestTraining:
 
 
 @every_spliced
+@pytest.mark.parametrize("new", [1, 2, 5])
+def test_tokens_after_a_cache(name: str, new: int) -> None:
+    model, ids = trained(name), tokens(2, 9 + new)
+    argument = family_of(model.config).cache_argument
+    with torch.no_grad():
+        first = model(input_ids=ids[:, :9], use_cache=True)
+        second = model(input_ids=ids[:, 9:], use_cache=True, **{argument: first[argument]})
+    torch.testing.assert_close(second.logits, logits(model, ids)[:, 9:], **CLOSE)
+
+
+@every_spliced
 class TestGenerate:
     def test_goes_on_from_a_cache(self, name: str) -> None:
         """In one go, and after a first answer whose cache is handed back with the text so far."""
@@ -364,6 +375,17 @@ class TestGenerate:
         argument = family_of(model.config).cache_argument
         second = generate(model, first.sequences, **{argument: first.past_key_values, "max_new_tokens": 5})
         assert torch.equal(second, whole)
+
+    @pytest.mark.parametrize("padding", [0, 2])
+    def test_goes_on_from_a_cache_with_a_longer_text(self, name: str, padding: int) -> None:
+        """The text so far and three more tokens: what the cache holds is not read again, with padding or without."""
+        model, ids = trained(name), tokens(2, 12)
+        mask = torch.ones_like(ids)
+        mask[1, :padding] = 0
+        first = generate(model, ids[:, :9], mask[:, :9], max_new_tokens=1, return_dict_in_generate=True)
+        argument = family_of(model.config).cache_argument
+        second = generate(model, ids, mask, **{argument: first.past_key_values})
+        assert torch.equal(second, generate(model, ids, mask))
 
     def test_scores_are_the_logits(self, name: str) -> None:
         model, ids = trained(name), tokens(2, 9)

@@ -115,9 +115,10 @@ def test_cached_decode_is_the_forward_padded_or_not(base: str, fields: dict) -> 
         alone = hybrid.generate(given[mask.bool()][None], max_new_tokens=5, do_sample=False)[0]
         assert torch.equal(row[-5:], alone[-5:])
     ids = tokens(2, 12)
-    first = hybrid(ids[:, :8], use_cache=True)
-    rest = hybrid(ids[:, 8:], use_cache=True, **{name: first[name]}).logits
-    torch.testing.assert_close(rest, hybrid(ids).logits[:, 8:], atol=1e-4, rtol=1e-4)
+    for mask in (None, torch.ones(2, 8)):  # positions are counted from the mask, and without one from the cache
+        first = hybrid(ids[:, :8], attention_mask=mask, use_cache=True)
+        rest = hybrid(ids[:, 8:], use_cache=True, **{name: first[name]}).logits
+        torch.testing.assert_close(rest, hybrid(ids).logits[:, 8:], atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from surgery.interventions.ablation import Ablation, fill_values, token_mask
 from surgery.interventions.hooks import record
+from surgery.locate import ablation_sweep
 from surgery.locate.ablation_sweep import (
     READS,
     CleanRun,
@@ -18,13 +20,16 @@ from surgery.locate.ablation_sweep import (
     change_at_query,
     contribution,
     oracle_values,
+    run_changed,
     run_clean,
 )
 from surgery.models.lookup import mixer_of, structure_of
+from surgery.scoring.choices import row_bytes
 from surgery.scoring.ranking import ChoiceScores, choice_scores
 from surgery.types import HeadId, MixerSpec
+from tests.support.long_choices import long_prompts
 from tests.support.oracles import naive_ablate, naive_change_at_query
-from tests.support.pico import HEAD_DIM, HEADS, pico_base, pico_hybrid, pico_site, prompts, random_site
+from tests.support.pico import HEAD_DIM, HEADS, pico_base, pico_family, pico_hybrid, pico_site, prompts, random_site
 
 MODELS = {
     "base": lambda: pico_base(n_groups=2),
@@ -266,3 +271,64 @@ def test_prompts_do_not_reach_each_other() -> None:
     for spec in whole.specs:
         for one, other in zip(ablate(whole, each(spec)), ablate(pair, each(spec)), strict=True):
             torch.testing.assert_close(one.margin[1:], other.margin, atol=1e-4, rtol=0)
+
+
+def test_passes_count_the_blocks_that_ran() -> None:
+    """In full passes of one prompt, with what decoding the choices took."""
+    for batch, path_tokens in ((prompts((9, 14, 12)), 0), (long_prompts(3), None)):
+        run, (B, T) = run_clean(pico_base(), batch), batch.input_ids.shape
+        paths = run.paths.ids.numel() / T if path_tokens is None else 0
+        assert (paths > 0) == (path_tokens is None)
+        assert run.passes == pytest.approx(2 * B + paths)
+        before = run.passes
+        ablate(run, [[HeadId(1, 0)], [HeadId(2, 1), HeadId(1, 3)], [HeadId(0, 2)]])
+        assert run.passes - before == pytest.approx((B + paths) * (2 * 2 / 3 + 1))
+        before = run.passes
+        change_at_query(run, [Variant(ablate=(HeadId(2, 0),)), Variant(oracle=((HeadId(2, 1), "segment_end"),))])
+        assert run.passes - before == pytest.approx((B / T + paths) * 2 / 3)
+        assert run_clean(run.model, batch, stepwise=True).passes == pytest.approx(B + paths)
+
+
+def test_the_bytes_of_a_prompt_are_those_of_its_cache() -> None:
+    model, batch = pico_family("bamba"), prompts((11, 11))  # states, and keys of its own
+    run = run_clean(model, batch)
+    with torch.no_grad():
+        cache = model(batch.input_ids, use_cache=True).past_key_values
+    held = 0
+    for layer in cache.layers:
+        tensors = [getattr(layer, name, None) for name in ("keys", "values")]
+        for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
+            tensors += states.values()
+        held += sum(x.nbytes for x in tensors if isinstance(x, Tensor))
+    assert held == len(batch) * run.cache_bytes and run.path_bytes == 0
+
+
+def test_the_bytes_of_paths_are_those_of_the_prompt_and_of_its_share_of_paths() -> None:
+    run = run_clean(pico_family("bamba"), long_prompts(3))
+    assert run.paths is not None
+    tokens, share = 14 + run.paths.ids.shape[1], math.ceil(len(run.paths) / 4)
+    assert share > len(run.paths) / 4 and run.paths.ids.shape[1] > 1
+    assert run.path_bytes == run.cache_bytes + share * row_bytes(run.model, tokens)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 5])
+def test_memory_limits_the_variants_of_a_pass(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A changed pass holds streams 64 times as wide as a mixer's output, a decode step four copies of the states."""
+    run, groups = run_of(pico_base), []
+
+    def counted(*args: Any, **kwargs: Any) -> list[ChoiceScores]:
+        groups.append(args[2])
+        return run_changed(*args, **kwargs)
+
+    monkeypatch.setattr(ablation_sweep, "run_changed", counted)
+    sets = [[HeadId(1, h)] for h in (0, 1, 2, 3, 0)]
+    expected = [at_once] * (5 // at_once) + [5 % at_once] * (5 % at_once > 0)
+    row = 64 * run.prompt.activations.output["L1H"][0].numel()
+    ablate(run, sets, memory=3 * at_once * row)
+    assert groups == expected
+    groups.clear()
+    change_at_query(run, [Variant(ablate=tuple(heads)) for heads in sets], memory=3 * at_once * 4 * run.cache_bytes)
+    assert groups == expected
+    groups.clear()
+    change_at_query(run, [Variant(ablate=tuple(heads)) for heads in sets], 3 * (at_once + 1) * 4 * run.cache_bytes - 1)
+    assert groups == expected

@@ -225,6 +225,18 @@ def test_a_question_without_both_gold_positions_is_not_asked() -> None:
     assert float(attention_loss([rows], [("segment_end",)], without)) == pytest.approx(-math.log(0.5), rel=1e-5)
 
 
+def test_the_first_token_can_be_a_gold_position() -> None:
+    batch = batch_of(plain=False)
+    first = dataclasses.replace(batch, segment_end=batch.segment_end.clone(), answer_token=batch.answer_token.clone())
+    first.segment_end[0, 0] = first.answer_token[0, 0] = 0
+    assert counts(first, ["attention"]) == counts(batch, ["attention"])
+    rows = rows_on(first, [first.segment_end], share=0.5)
+    rows[0, 0, 0, 0] = 0.25
+    number = counts(first, ["attention"])["attention"]
+    expected = (math.log(4) + (number - 1) * math.log(2)) / number
+    assert float(attention_loss([rows], [("segment_end",)], first)) == pytest.approx(expected, rel=1e-5)
+
+
 def random_rows(batch: EncodedBatch, seed: int) -> list[Tensor]:
     """Two layers, of two heads and of one: (B,H,T,T) of numbers everywhere, in the future and on padding too."""
     rng = torch.Generator().manual_seed(seed)

@@ -4,8 +4,8 @@
     balo17mikufe3
     Again:balo17mikufe3
 
-Syllables and integers 0-99 follow one another without a pattern, so that nothing but the first copy says what comes
-next (the task of Jelassi et al., arXiv 2402.01032). Owns: that text. Must never know: models.
+Syllables and integers 0-99 follow one another at random, so only the first copy predicts the second (the task of
+Jelassi et al., arXiv 2402.01032).
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from surgery.probes.words import SYLLABLES
 
 HEADER = "Repeat the following text:\n"
 AGAIN = "Again:"
-_WORDS = 0.5  # the share of pieces that are syllables; the others are integers
+_SYLLABLES_SHARE = 0.5  # the other pieces are integers
 
 
 def copying_document(rng: Random, pieces: int, split: Split = "train") -> Document:
-    """A string of `pieces` syllables and integers, twice; the second is the answer, and there are no choices.
+    """A random string, twice. The second copy is the answer; there are no choices.
+
+    Args:
+        pieces: syllables and integers of the string.
 
     Raises:
-        ProbeError: fewer than two pieces.
+        ProbeError: `pieces` is less than 2.
     """
     if pieces < 2:
-        raise ProbeError("pieces", pieces, "Copy 2 or more.")
+        raise ProbeError("pieces", pieces, "Use 2 or more.")
 
     def piece() -> str:
-        return rng.choice(SYLLABLES) if rng.random() < _WORDS else str(rng.randrange(100))
+        return rng.choice(SYLLABLES) if rng.random() < _SYLLABLES_SHARE else str(rng.randrange(100))
 
     passage = draw(split, lambda: "".join(piece() for _ in range(pieces)))
     writer = Writer()
     writer.add(HEADER)
     first = writer.add(passage)
     writer.add("\n" + AGAIN)
-    return Document("copying", writer.text + passage, (_question(first, len(writer.text), len(passage)),))
-
-
-def _question(first: tuple[int, int], start: int, length: int) -> Question:
-    return Question((start, start + length), (), 0, segment=first, value=first)
+    answer = writer.add(passage)
+    return Document("copying", writer.text, (Question(answer, (), 0, segment=first, value=first),))
 
 
 @register_probe("copying")

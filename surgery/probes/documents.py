@@ -1,4 +1,4 @@
-"""Documents and the questions in them, with character spans of answers and of the segments that hold them."""
+"""Documents and their questions, with character spans of answers and of the segments that contain them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Question:
-    """One answer in a document, as character spans [start, end) of its text.
+    """One question in a document. Spans are characters [start, end) of the text.
 
     Attributes:
-        answer: the answer itself; the token before it is the query.
-        choices: texts that compete with the answer, the answer among them.
+        answer: the answer. The token before it is the query.
+        choices: texts to rank, including the answer.
         gold: index of the answer in `choices`.
-        segment: the context segment that holds the answer (`key:value\\n`); None when nothing is to be retrieved.
-        value: the answer's own place inside that segment.
+        segment: the segment of the context that contains the answer (`key:value\\n`); None if nothing is retrieved.
+        value: the answer inside that segment.
     """
 
     answer: Span
@@ -35,7 +35,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Document:
-    """A text, the task it belongs to, and the questions in it (none for plain text)."""
+    """A text, the name of its task, and its questions (none for plain text)."""
 
     task: str
     text: str
@@ -43,31 +43,36 @@ class Document:
 
 
 class Writer:
-    """Appends text and remembers spans, so that no position is ever counted by hand."""
+    """Builds a text from pieces, and returns the span of each."""
 
     def __init__(self) -> None:
         self.text = ""
 
     def add(self, piece: str) -> Span:
+        """Append a piece, and return its characters [start, end)."""
         start = len(self.text)
         self.text += piece
         return start, len(self.text)
 
 
 def split_of(text: str, eval_share: int = 10) -> Split:
-    """`eval` for one text in `eval_share`, by its hash: the two splits are disjoint whatever generated them."""
+    """Split of a text, by its hash: `eval` for one text in `eval_share`. The splits are disjoint for any generator."""
     return "eval" if int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % eval_share == 0 else "train"
 
 
 def draw(split: Split, make: Callable[[], str]) -> str:
-    """Draws texts from `make` until one falls into `split`. Raises ProbeError if a thousand do not."""
+    """Call `make` until a text belongs to `split`.
+
+    Raises:
+        ProbeError: none of a thousand texts does.
+    """
     for _ in range(1000):
         text = make()
         if split_of(text) == split:
             return text
-    raise ProbeError("split", split, "This generator makes too few different texts for both splits.")
+    raise ProbeError("split", split, "The generator has too few different texts for both splits. Use longer ones.")
 
 
 def rng_of(*key: object) -> Random:
-    """A generator that depends on `key` alone, whatever process or order it is asked in."""
+    """A random generator seeded by `key` only: the same in every process and in any order of calls."""
     return Random(":".join(map(str, key)))

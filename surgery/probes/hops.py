@@ -5,8 +5,8 @@
     ...
     Going on from the key 'balo' to the key that is its value, until there is a number, one finds42
 
-The text is KV-retrieval's (arXiv 2504.18574) but for the question; chains of assignments are RULER's variable tracking
-(arXiv 2404.06654). Owns: that text. Must never know: models.
+The text is that of KV-retrieval (arXiv 2504.18574) with another question. RULER's variable tracking has chains of
+assignments (arXiv 2404.06654).
 """
 
 from __future__ import annotations
@@ -21,26 +21,28 @@ from surgery.probes.words import key_words
 
 
 def hop_document(rng: Random, pairs: int, hops: int = 2, split: Split = "train") -> Document:
-    """A dictionary of `pairs` lines in any order, and a question whose answer is `hops` lines away.
+    """A dictionary of `pairs` shuffled lines, and a question whose answer is `hops` lines away.
 
-    Lines that are left over beside whole chains are one line away from their number. The choices are all numbers.
+    Lines that do not fill a whole chain lead to their number directly. The choices are all numbers.
 
     Raises:
-        ProbeError: a hop or none, lines for fewer than two chains, more keys or numbers than there are.
+        ProbeError: `hops` is less than 2, `pairs` are too few for two chains, or more than there are keys or numbers.
     """
     keys_available = key_words(split)
     if hops < 2:
-        raise ProbeError("hops", hops, "With one line it is KV-retrieval: choose 2 or more.")
+        raise ProbeError("hops", hops, "One hop is kv_retrieval. Use 2 or more.")
     chains, rest = divmod(pairs, hops)
     most = min(len(keys_available), NUM_VALUES * hops)
     if chains < 2 or pairs > most or chains + rest > NUM_VALUES:
-        raise ProbeError("pairs", pairs, f"Two chains of {hops} lines or more: choose {2 * hops} to {most}.")
+        raise ProbeError(
+            "pairs", pairs, f"Chains have {hops} lines, and there are two or more. Use {2 * hops} to {most}."
+        )
     keys = rng.sample(keys_available, pairs)
     numbers = tuple(str(n) for n in rng.sample(range(NUM_VALUES), chains + rest))
     lines = []
     for chain in range(chains):
-        own = keys[chain * hops : (chain + 1) * hops]
-        lines += list(zip(own, [*own[1:], numbers[chain]], strict=True))
+        chain_keys = keys[chain * hops : (chain + 1) * hops]
+        lines += list(zip(chain_keys, [*chain_keys[1:], numbers[chain]], strict=True))
     lines += list(zip(keys[chains * hops :], numbers[chains:], strict=True))
     rng.shuffle(lines)
     writer = Writer()
@@ -51,12 +53,12 @@ def hop_document(rng: Random, pairs: int, hops: int = 2, split: Split = "train")
         value_span = writer.add(value)
         _, end = writer.add("\n")
         spans[key] = ((start, end), value_span)
-    asked = rng.randrange(chains)
-    writer.add(f"Going on from the key '{keys[asked * hops]}' to the key that is its value, ")
+    gold = rng.randrange(chains)
+    writer.add(f"Going on from the key '{keys[gold * hops]}' to the key that is its value, ")
     writer.add("until there is a number, one finds")
-    answer = writer.add(numbers[asked])
-    segment, value_span = spans[keys[(asked + 1) * hops - 1]]
-    return Document("multi_hop", writer.text, (Question(answer, numbers, asked, segment=segment, value=value_span),))
+    answer = writer.add(numbers[gold])
+    segment, value_span = spans[keys[(gold + 1) * hops - 1]]
+    return Document("multi_hop", writer.text, (Question(answer, numbers, gold, segment=segment, value=value_span),))
 
 
 @register_probe("multi_hop")

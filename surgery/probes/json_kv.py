@@ -11,8 +11,8 @@
     Corresponding value: "value"
 
 Keys and values are hexadecimal strings in the groups of a UUID, without its version bits. The quote before the answer
-belongs to the prompt, so that the answer begins with a character that choices differ in; for the same reason values
-begin with two chosen digits and a letter (`pairs.leads`). Owns: that text. Must never know: models.
+belongs to the prompt, so the answer starts with a character in which the choices differ. For the same reason values
+start with two chosen digits and a letter (`pairs.leads`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from surgery.probes.registry import Options, Probe, register_probe
 
 HEADER = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
 UUID = (8, 4, 4, 4, 12)
-_FEWEST_DIGITS = 4  # 65,536 strings: many more than there are keys, in each split
+_MIN_DIGITS = 4  # 65,536 strings: many more than keys, in each split
 
 
 def json_kv_document(
@@ -36,17 +36,17 @@ def json_kv_document(
     """One JSON object of `pairs` entries and `questions` questions about different keys of it.
 
     Args:
-        split: no key of one split is one of the other.
-        groups: digits of each group of a key and of a value; `(4,)` for small models, whose tokenizers make a
-            token of every digit or two.
+        split: the splits have different keys.
+        groups: digits of each group of a key and of a value; `(4,)` for small models, whose tokenizers have a token
+            for every digit or two.
 
     Raises:
-        ProbeError: fewer than 2 or more than 90 pairs; more questions than pairs; too few digits.
+        ProbeError: fewer than 2 or more than 90 pairs, more questions than pairs, or too few digits.
     """
     check_pairs(pairs, NUM_LEADS, "Values begin with different digits")
     check_questions(questions, pairs)
-    if sum(groups) < _FEWEST_DIGITS or min(groups) < 1 or groups[0] < 3:
-        hint = f"Give {_FEWEST_DIGITS} digits or more, 3 or more of them in the first group."
+    if sum(groups) < _MIN_DIGITS or min(groups) < 1 or groups[0] < 3:
+        hint = f"Use {_MIN_DIGITS} digits or more, 3 or more of them in the first group."
         raise ProbeError("groups", tuple(groups), hint)
     keys = different(pairs, split, lambda: _digits(rng, groups))
     values = tuple(_digits(rng, groups, lead + rng.choice("abcdef")) for lead in leads(rng, pairs))
@@ -58,18 +58,18 @@ def json_kv_document(
         value_span = writer.add(value)
         _, end = writer.add('"}\n' if number == pairs - 1 else '",\n')
         spans.append(((start, end), value_span))
-    asked = []
+    drawn_questions = []
     for index in rng.sample(range(pairs), questions):
         writer.add(f'\nKey: "{keys[index]}"\nCorresponding value: "')
         answer = writer.add(values[index])
         writer.add('"\n')
         segment, value_span = spans[index]
-        asked.append(Question(answer, values, index, segment=segment, value=value_span))
-    return Document("json_kv", writer.text, tuple(asked))
+        drawn_questions.append(Question(answer, values, index, segment=segment, value=value_span))
+    return Document("json_kv", writer.text, tuple(drawn_questions))
 
 
 def _digits(rng: Random, groups: Sequence[int], start: str = "") -> str:
-    """Random hexadecimal digits in groups, the first ones given."""
+    """Random hexadecimal digits in groups, beginning with `start`."""
     count = sum(groups) - len(start)
     digits = iter(start + "".join(rng.choice("0123456789abcdef") for _ in range(count)))
     return "-".join("".join(next(digits) for _ in range(size)) for size in groups)

@@ -1,8 +1,8 @@
 """Closed-book facts about invented people, letter-choice questions about them, and the option-text twins.
 
-Facts measure knowledge: nothing to retrieve, so surgery must not move them. A letter-choice question has the shape
-of MMLU: knowing the answer is not enough, its letter has to be looked up. Its twin scores the option's text instead
-(lm-eval's `mmlu_continuation`): the difference is retrieval. Owns: these texts. Must never know: models.
+Facts measure knowledge: there is nothing to retrieve, so surgery should not change them. A letter-choice question has
+the format of MMLU: the model must know the answer and look up its letter. Its twin scores the text of the option
+(lm-eval's `mmlu_continuation`). The difference is retrieval.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STATEMENTS = {
 
 @dataclass(frozen=True)
 class Fact:
-    """`name`'s `relation` is `answer`; `half` 0 or 1 splits the facts into those a KL term may see and the rest."""
+    """The `relation` of `name` is `answer`. A KL term may see the facts of `half` 0; those of half 1 are held out."""
 
     name: str
     relation: str
@@ -37,10 +37,10 @@ class Fact:
 
 @cache
 def facts() -> tuple[Fact, ...]:
-    """400 facts: every invented person has a job, a pet, a colour and a drink. Always the same ones."""
+    """400 facts, always the same: every invented person has a job, a pet, a colour and a drink."""
     rng = rng_of("facts")
-    made = [(name, relation, rng.choice(ANSWERS[relation])) for name in entity_names() for relation in RELATIONS]
-    return tuple(Fact(*fact, half=rng.randrange(2)) for fact in made)
+    answers = [(name, relation, rng.choice(ANSWERS[relation])) for name in entity_names() for relation in RELATIONS]
+    return tuple(Fact(*fact, half=rng.randrange(2)) for fact in answers)
 
 
 @cache
@@ -54,7 +54,7 @@ def _question(fact: Fact) -> str:
 
 
 def fact_question(fact: Fact) -> Document:
-    """The fact, asked with no context; scored over all answers that its relation can have."""
+    """A question about a fact, without context. The choices are all answers of its relation."""
     writer = Writer()
     writer.add(_question(fact) + "Answer:")
     answer = writer.add(f" {fact.answer}")
@@ -64,17 +64,17 @@ def fact_question(fact: Fact) -> Document:
 
 
 def fact_statement(fact: Fact) -> Document:
-    """The fact as a plain sentence."""
+    """A fact as a plain sentence."""
     return Document("statement", STATEMENTS[fact.relation].format(name=fact.name, answer=fact.answer))
 
 
 def letter_choice(rng: Random, split: Split = "train") -> Document:
-    """Question, options `A.` to `D.`, `Answer:`; the answer is the letter. Prompts of the two splits differ."""
+    """A question with options `A.` to `D.`; the answer is the letter. The splits have different prompts."""
     return _multiple_choice(rng, split, twin=False)
 
 
 def option_text(rng: Random, split: Split = "train") -> Document:
-    """The twin of a letter-choice question: the same fact and options, unlisted, scored by the option's text."""
+    """The twin of a letter-choice question: the same fact and options, not listed; the answer is the option's text."""
     return _multiple_choice(rng, split, twin=True)
 
 
@@ -96,7 +96,8 @@ def _multiple_choice(rng: Random, split: Split, twin: bool) -> Document:
     if twin:
         writer.add("Answer:")
         choices = tuple(f" {o}" for o in options)
-        return Document("option_text", writer.text + choices[gold], (_closed(writer, choices, gold),))
+        answer = writer.add(choices[gold])
+        return Document("option_text", writer.text, (Question(answer, choices, gold),))
     spans = []
     for letter, option in zip(LETTERS, options, strict=True):
         start, end = writer.add(letter)
@@ -107,11 +108,6 @@ def _multiple_choice(rng: Random, split: Split, twin: bool) -> Document:
     answer = writer.add(choices[gold])
     segment, value = spans[gold]
     return Document("letter_choice", writer.text, (Question(answer, choices, gold, segment=segment, value=value),))
-
-
-def _closed(writer: Writer, choices: tuple[str, ...], gold: int) -> Question:
-    start = len(writer.text)
-    return Question((start, start + len(choices[gold])), choices, gold)
 
 
 @register_probe("letter_choice")

@@ -5,8 +5,8 @@
     ...
     The value of the key 'key' is42
 
-The value follows `is` without a space. Keys are distinct words, values distinct integers 0-99. Scored over the
-values that stand in the prompt. Owns: that text. Must never know: models.
+The value follows `is` without a space. Keys are distinct words, values distinct integers 0-99. The choices are the
+values in the prompt.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def kv_document(rng: Random, pairs: int, questions: int = 1, split: Split = "tra
     """One dictionary of `pairs` lines and `questions` questions about different keys of it.
 
     Raises:
-        ProbeError: more pairs than there are distinct values or keys; more questions than pairs.
+        ProbeError: more pairs than distinct values or keys, or more questions than pairs.
     """
     keys_available = key_words(split)
     if not 2 <= pairs <= min(NUM_VALUES, len(keys_available)):
         limit = min(NUM_VALUES, len(keys_available))
-        raise ProbeError("pairs", pairs, f"Values are distinct integers 0-{NUM_VALUES - 1}: choose 2 to {limit}.")
+        raise ProbeError("pairs", pairs, f"Values are distinct integers 0-{NUM_VALUES - 1}. Use 2 to {limit}.")
     if not 1 <= questions <= pairs:
-        raise ProbeError("questions", questions, f"Ask 1 to {pairs} questions of {pairs} pairs.")
+        raise ProbeError("questions", questions, f"Use 1 to {pairs} questions with {pairs} pairs.")
     keys = rng.sample(keys_available, pairs)
     values = tuple(str(v) for v in rng.sample(range(NUM_VALUES), pairs))
     writer = Writer()
@@ -44,13 +44,13 @@ def kv_document(rng: Random, pairs: int, questions: int = 1, split: Split = "tra
         value_span = writer.add(value)
         _, end = writer.add("\n")
         spans.append(((start, end), value_span))
-    asked = []
+    drawn_questions = []
     for number, index in enumerate(rng.sample(range(pairs), questions)):
         writer.add(("\n" if number else "") + f"The value of the key '{keys[index]}' is")
         answer = writer.add(values[index])
         segment, value_span = spans[index]
-        asked.append(Question(answer, values, index, segment=segment, value=value_span))
-    return Document("kv_retrieval", writer.text, tuple(asked))
+        drawn_questions.append(Question(answer, values, index, segment=segment, value=value_span))
+    return Document("kv_retrieval", writer.text, tuple(drawn_questions))
 
 
 @register_probe("kv_retrieval")

@@ -2,12 +2,12 @@
 
      k1 v1 k2 v2 ... kn vn k3 v3 k1 v1 ...
 
-Pairs, then each key once more with its value as the label. Zoology draws token ids, keys from the lower half of the
-vocabulary and values from the upper; here words that are one token each, so that a document is text like every other.
-Two more differences: the labels stand in the text behind their keys, where zoology has random tokens, and the keys
-follow one another without gaps. Owns: that text, and the words. Must never know: models.
+Pairs, then each key again with its value as the label. Zoology draws token ids: keys from the lower half of the
+vocabulary, values from the upper half. Here they are words of one token each, so a document is text like any other. Two
+more differences: the labels are in the text after their keys, where zoology has random tokens, and there are no gaps
+between keys.
 
-A value is the last token of its segment: the two columns of the sharpen test are the same token here.
+A value is the last token of its segment, so the two columns of `sharpen` (the oracle read) are the same token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WORD = re.compile(r" ?([A-Za-z]{2,})")
 
 @dataclass(frozen=True)
 class MqarWords:
-    """What a document's keys and values are drawn from; no word is both."""
+    """Words to draw keys and values from; no word is both."""
 
     keys: tuple[str, ...]
     values: tuple[str, ...]
@@ -41,17 +41,20 @@ class MqarWords:
 def mqar_document(
     rng: Random, pairs: int, keys: Sequence[str], values: Sequence[str], questions: int | None = None
 ) -> Document:
-    """`pairs` keys with their values, then `questions` of the keys again, each with its value; all of them by default.
+    """`pairs` keys with their values, then `questions` of the keys again with their values.
 
     Args:
-        keys, values: different words, each one token of the tokenizer behind a space: `mqar_words`. Documents of two
-            splits differ if their keys do.
+        keys, values: different words, each one token after a space: `mqar_words`. Documents of two splits differ if
+            their keys do.
+        questions: all keys if None.
 
     Raises:
-        ProbeError: more pairs than keys or values; more questions than pairs; a key that is a value too.
+        ProbeError: more pairs than keys or values, more questions than pairs, or a word that is both.
     """
     if not set(keys).isdisjoint(values):
-        raise ProbeError("keys", sorted(set(keys) & set(values))[:4], "A word is a key or a value, not both.")
+        raise ProbeError(
+            "keys", sorted(set(keys) & set(values))[:4], "A word is a key or a value, not both. Use disjoint lists."
+        )
     check_pairs(pairs, min(len(keys), len(values)), f"There are {len(keys)} keys and {len(values)} values")
     questions = pairs if questions is None else questions
     check_questions(questions, pairs)
@@ -63,31 +66,31 @@ def mqar_document(
         start, _ = writer.add(f" {key}")
         value_span = writer.add(choice)
         spans.append(((start, value_span[1]), value_span))
-    asked = []
+    drawn_questions = []
     for index in rng.sample(range(pairs), questions):
         writer.add(f" {drawn[index]}")
         answer = writer.add(choices[index])
         segment, value_span = spans[index]
-        asked.append(Question(answer, choices, index, segment=segment, value=value_span))
-    return Document("mqar", writer.text, tuple(asked))
+        drawn_questions.append(Question(answer, choices, index, segment=segment, value=value_span))
+    return Document("mqar", writer.text, tuple(drawn_questions))
 
 
 @lru_cache(maxsize=4)  # every token of the vocabulary is decoded
 def mqar_words(tokenizer: PreTrainedTokenizerBase, split: Split = "train") -> MqarWords:
-    """Words of a tokenizer: the lower half by id are keys, one in five kept for evaluation, the upper half values.
+    """Words of a tokenizer: keys from the lower half by id, values from the upper half. One key in five is for `eval`.
 
     Raises:
-        ProbeError: it has fewer than 20 words that are one token behind a space.
+        ProbeError: fewer than 20 words are one token after a space.
     """
     words = single_token_words(tokenizer)
     if len(words) < 20:
-        raise ProbeError("tokenizer", f"{len(words)} words of one token", "MQAR needs 20; use another probe.")
+        raise ProbeError("tokenizer", f"{len(words)} words of one token", "MQAR needs 20. Use another probe.")
     half = len(words) // 2
     return MqarWords(tuple(w for w in words[:half] if split_of(w, 5) == split), words[half:])
 
 
 def single_token_words(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Words of two Latin letters or more that are one token behind a space and stay so in a row, by token id."""
+    """Words of two or more Latin letters that are one token after a space, also when repeated, by token id."""
     texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
     words = list({match[1]: None for text in texts if (match := _WORD.fullmatch(text))})
     if not words:
@@ -95,8 +98,8 @@ def single_token_words(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     once, twice = (
         tokenizer([f" {word}" * times for word in words], add_special_tokens=False)["input_ids"] for times in (1, 2)
     )
-    found = {w: one[0] for w, one, two in zip(words, once, twice, strict=True) if len(one) == 1 and two == one * 2}
-    return tuple(sorted(found, key=lambda word: found[word]))
+    ids = {w: one[0] for w, one, two in zip(words, once, twice, strict=True) if len(one) == 1 and two == one * 2}
+    return tuple(sorted(ids, key=lambda word: ids[word]))
 
 
 @register_probe("mqar")

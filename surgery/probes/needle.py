@@ -1,4 +1,4 @@
-"""Needle in a haystack in RULER's text (Hsieh et al., arXiv 2404.06654), as long as so many tokens of a tokenizer.
+"""Needle in a haystack in RULER's text (Hsieh et al., arXiv 2404.06654), with a length in tokens.
 
     Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you about
     the numbers afterwards.
@@ -6,12 +6,10 @@
     What is the special magic number for balo mentioned in the provided text? The special magic number for balo
     mentioned in the provided text is 4217365
 
-`single` hides one number, `multi_key` numbers of several keys, of which one is asked for; `multi_value` several numbers
-of one key, and `multi_query` one number of each of several keys: all are asked for ("What are all the special magic
-numbers for ..."), each is a question of its own, and they stand in one list. Two differences from RULER: the haystack
-is made of this toolkit's plain sentences, and values begin with two chosen digits (`pairs.leads`).
-
-Owns: that text. Must never know: models.
+`single` hides one number. `multi_key` hides numbers of several keys and asks for one. `multi_value` hides several
+numbers of one key, `multi_query` one number for each of several keys; both ask for all of them ("What are all the
+special magic numbers for ..."), in one list with a question for each. Two differences from RULER: the haystack has this
+toolkit's plain sentences, and values start with two chosen digits (`pairs.leads`).
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ HEADER = (
     "I will quiz you about the numbers afterwards.\n"
 )
 DIGITS = 7
-_DECOYS = 9  # numbers that are nowhere in the text: a single needle is ranked among them
+_DECOYS = 9  # numbers that are not in the text: wrong choices for a single needle
 
 
 def needle_document(
@@ -50,23 +48,24 @@ def needle_document(
     split: Split = "train",
     space: Space = "answer",
 ) -> Document:
-    """One haystack with its needles, and the question; `length` at most, up to the end of its last answer.
+    """A haystack with needles, and a question.
 
     Args:
-        size: of a text, in what `length` counts: `token_count`.
-        depth: share of the haystack that stands before the needle that is asked for (before the first of several);
-            the other needles stand anywhere.
-        needles: hidden numbers; one if `single`.
-        split: keys and sentences of one split are not of the other.
-        space: whose the space before a number is: `phonebook.space_of`.
+        length: longest text up to the end of the last answer, in the unit of `size`.
+        size: function from a text to its size: `token_count`.
+        depth: share of the haystack before the needle of the question (the first of several). Other needles are at
+            random places.
+        needles: hidden numbers; ignored if `single`.
+        split: the splits have different keys and sentences.
+        space: part of the text that has the space before a number: `phonebook.space_of`.
 
     Raises:
-        ProbeError: it is too short for its needles, a depth outside [0, 1], fewer than 2 needles or more than 16.
+        ProbeError: the text is too short for its needles, the depth is outside [0, 1], or `needles` outside 2 to 16.
     """
     if not 0 <= depth <= 1:
-        raise ProbeError("depth", depth, "A share of the haystack: choose 0 to 1.")
+        raise ProbeError("depth", depth, "It is a share of the haystack. Use 0 to 1.")
     if kind != "single" and not 2 <= needles <= 16:
-        raise ProbeError("needles", needles, "Hide 2 to 16 numbers.")
+        raise ProbeError("needles", needles, "Use 2 to 16.")
     before, first = ("", " ") if space == "answer" else (" ", "")
     count = 1 if kind == "single" else needles
     tails = ["".join(rng.choice("0123456789") for _ in range(DIGITS - 2)) for _ in range(count + _DECOYS)]
@@ -74,41 +73,41 @@ def needle_document(
     numbers = [f"{first}{lead}{tail}" for lead, tail in zip(starts, tails, strict=True)]
     keys = rng.sample(key_words(split), 1 if kind == "multi_value" else count)
     hidden = [(keys[i % len(keys)], numbers[i]) for i in range(count)]
-    asked = hidden[:1] if kind in ("single", "multi_key") else hidden
+    queried = hidden[:1] if kind in ("single", "multi_key") else hidden
     choices = tuple(numbers if kind == "single" else numbers[:count])
     places = [depth, *(rng.random() for _ in hidden[1:])]
     if kind in ("multi_value", "multi_query"):
         places = [depth, *(depth + (1 - depth) * place for place in sorted(places[1:]))]
 
-    def written(hay: Sequence[str]) -> Document:
-        return _document(hay, hidden, places, asked, choices, before, kind)
+    def build(hay: Sequence[str]) -> Document:
+        return _document(hay, hidden, places, queried, choices, before, kind)
 
-    return written(_fitting(rng, length, size, split, written))
+    return build(_fitting(rng, length, size, split, build))
 
 
 def token_count(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
-    """Sizes in tokens, special ones aside."""
+    """Function from a text to its number of tokens, without special tokens."""
     return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _fitting(
-    rng: Random, length: int, size: Callable[[str], int], split: Split, written: Callable[[Sequence[str]], Document]
+    rng: Random, length: int, size: Callable[[str], int], split: Split, build: Callable[[Sequence[str]], Document]
 ) -> list[str]:
-    """As many sentences as leave the whole within `length`."""
+    """As many sentences as fit into `length`."""
 
     def whole(hay: Sequence[str]) -> int:
-        document = written(hay)
+        document = build(hay)
         return size(document.text[: document.questions[-1].answer[1]])
 
     room = length - whole([])
     if room < 0:
-        raise ProbeError("tokens", length, f"The question and its needles alone are {length - room} long.")
+        raise ProbeError("tokens", length, f"The question and its needles alone need {length - room}. Raise it.")
     hay: list[str] = []
     while room > 0:
         drawn = [sentence(rng, split).text for _ in range(16)]
         hay += drawn
         room -= size(" ".join(drawn))
-    low, high = 0, len(hay)  # so many fit; so many may
+    low, high = 0, len(hay)  # `low` sentences fit; more than `high` do not
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if whole(hay[:middle]) <= length else (low, middle - 1)
@@ -119,7 +118,7 @@ def _document(
     hay: Sequence[str],
     hidden: Sequence[tuple[str, str]],
     places: Sequence[float],
-    asked: Sequence[tuple[str, str]],
+    queried: Sequence[tuple[str, str]],
     choices: tuple[str, ...],
     before: str,
     kind: Kind,
@@ -127,13 +126,13 @@ def _document(
     writer = Writer()
     writer.add(HEADER)
     spans = _haystack(writer, hay, hidden, places, before)
-    names = list(dict.fromkeys(key for key, _ in asked))
+    names = list(dict.fromkeys(key for key, _ in queried))
     listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-    noun, verb, every = ("number", "is", "the") if len(asked) == 1 else ("numbers", "are", "all the")
+    noun, verb, every = ("number", "is", "the") if len(queried) == 1 else ("numbers", "are", "all the")
     writer.add(f"\nWhat {verb} {every} special magic {noun} for {listed} mentioned in the provided text? ")
     writer.add(f"The special magic {noun} for {listed} mentioned in the provided text {verb}")
     questions = []
-    for place, (key, number) in enumerate(asked):
+    for place, (key, number) in enumerate(queried):
         writer.add(before if place == 0 else f",{before}")
         answer = writer.add(number)
         segment, value = spans[key, number]
@@ -145,7 +144,7 @@ def _document(
 def _haystack(
     writer: Writer, hay: Sequence[str], hidden: Sequence[tuple[str, str]], places: Sequence[float], before: str
 ) -> dict[tuple[str, str], tuple[Span, Span]]:
-    """Writes the sentences and the needles among them; the spans of each needle and of its number."""
+    """Write the sentences with the needles between them. Return the spans of each needle and its number."""
     order = sorted(range(len(hidden)), key=lambda i: (round(places[i] * len(hay)), i))
     spans, waiting = {}, list(order)
     for line in range(len(hay) + 1):

@@ -1,7 +1,7 @@
-"""What the dictionaries of the transfer tasks share. Owns: their counts, and values that one token tells apart.
+"""Checks and values that the dictionaries of several probes share.
 
-Must never know: texts, tokenizers, models. A question is scored by the first tokens of its choices
-(`documents.encode`), so values have to differ there, however many characters a token holds.
+A question is scored by the first tokens of its choices (`data.encoding.encode`), so values must differ there, however
+many characters a token has.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ NUM_LEADS = 90
 
 
 def leads(rng: Random, count: int) -> tuple[str, ...]:
-    """How `count` values begin: two digits each, all different; up to 10 values, different in the first digit.
+    """First two digits of `count` values, all different. Up to 10 values differ in the first digit.
 
-    So first tokens differ for up to 10 values whatever a tokenizer merges, and for up to 90 where one token takes two
-    digits. One that puts a token of its own before every text (SentencePiece's space) is refused by `encode`.
+    So first tokens differ for up to 10 values with any tokenizer, and for up to 90 if a token has two digits. `encode`
+    refuses a tokenizer that puts a token of its own before every text (SentencePiece's space).
 
     Raises:
         ProbeError: more than 90 values.
@@ -31,22 +31,26 @@ def leads(rng: Random, count: int) -> tuple[str, ...]:
 
 
 def different(count: int, split: Split, make: Callable[[], str]) -> tuple[str, ...]:
-    """`count` different texts of one split. Raises ProbeError where `make` makes too few."""
-    found: dict[str, None] = {}
+    """`count` different texts of one split.
+
+    Raises:
+        ProbeError: `make` has too few different texts.
+    """
+    texts: dict[str, None] = {}
     for _ in range(100 * count):
-        found[draw(split, make)] = None
-        if len(found) == count:
-            return tuple(found)
-    raise ProbeError("pairs", count, f"This generator makes too few different texts for the {split} split.")
+        texts[draw(split, make)] = None
+        if len(texts) == count:
+            return tuple(texts)
+    raise ProbeError("pairs", count, f"The generator has too few different texts for the {split} split. Use fewer.")
 
 
 def check_pairs(pairs: int, most: int, why: str) -> None:
-    """Raises ProbeError unless there are 2 to `most` pairs; `why` says what sets the limit."""
+    """Raise ProbeError unless there are 2 to `most` pairs. `why` is the reason for the limit."""
     if not 2 <= pairs <= most:
-        raise ProbeError("pairs", pairs, f"{why}: choose 2 to {most}.")
+        raise ProbeError("pairs", pairs, f"{why}. Use 2 to {most}.")
 
 
 def check_questions(questions: int, most: int) -> None:
-    """Raises ProbeError unless there are 1 to `most` questions, each about a pair of its own."""
+    """Raise ProbeError unless there are 1 to `most` questions, each about another pair."""
     if not 1 <= questions <= most:
-        raise ProbeError("questions", questions, f"Each asks for a pair of its own: choose 1 to {most}.")
+        raise ProbeError("questions", questions, f"Each is about another pair. Use 1 to {most}.")

@@ -8,8 +8,8 @@
 
     Name Surname: 0123456789        (the question is another line's name, the answer its number)
 
-Names are made up. Numbers have ten digits; the paper's begin with 6-9, these with two chosen digits, so that one token
-tells them apart (`pairs.leads`). Owns: that text. Must never know: models.
+Names are invented. Numbers have ten digits. In the paper they start with 6-9; here with two chosen digits, so that they
+differ in the first token (`pairs.leads`).
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ Space = Literal["answer", "prompt"]
 def phonebook_document(
     rng: Random, pairs: int, questions: int = 1, split: Split = "train", shots: int = SHOTS, space: Space = "answer"
 ) -> Document:
-    """One phonebook of `pairs` lines, `shots` of them again as examples, and questions about other lines.
+    """A phonebook of `pairs` lines, `shots` of them again as examples, and questions about other lines.
 
     Args:
-        split: no name of one split is one of the other.
-        space: whether the space before a number is the answer's first character or the prompt's last one, which
-            depends on the tokenizer: `space_of`.
+        split: the splits have different names.
+        space: part of the text that has the space before a number: the `answer` or the `prompt`. It depends on the
+            tokenizer: `space_of`.
 
     Raises:
-        ProbeError: fewer than 2 or more than 90 pairs; more examples and questions than pairs.
+        ProbeError: fewer than 2 or more than 90 pairs, or more examples and questions than pairs.
     """
-    check_pairs(pairs, NUM_LEADS, "Numbers begin with different digits")
+    check_pairs(pairs, NUM_LEADS, "Numbers start with different digits")
     if not 0 <= shots < pairs:
-        raise ProbeError("shots", shots, f"Examples are lines that are not asked for: choose 0 to {pairs - 1}.")
+        raise ProbeError("shots", shots, f"Examples are other lines than the questions. Use 0 to {pairs - 1}.")
     check_questions(questions, pairs - shots)
     names = different(pairs, split, lambda: f"{_word(rng)} {_word(rng)}")
     before, first = ("", " ") if space == "answer" else (" ", "")
@@ -60,16 +60,16 @@ def phonebook_document(
     for index in again[:shots]:
         _line(writer, f"{names[index]}:{before}", numbers[index])
     writer.add("\n")
-    asked = []
+    drawn_questions = []
     for index in again[shots:]:
         _, answer = _line(writer, f"{names[index]}:{before}", numbers[index])
         segment, value = spans[index]
-        asked.append(Question(answer, numbers, index, segment=segment, value=value))
-    return Document("phonebook", writer.text, tuple(asked))
+        drawn_questions.append(Question(answer, numbers, index, segment=segment, value=value))
+    return Document("phonebook", writer.text, tuple(drawn_questions))
 
 
 def space_of(tokenizer: PreTrainedTokenizerBase) -> Space:
-    """`answer` where a token holds a digit and the space before it (GPT-NeoX), `prompt` where the space is its own."""
+    """`answer` if one token is a space and a digit (GPT-NeoX), `prompt` if the space is a token of its own."""
     return "answer" if len(tokenizer(" 7", add_special_tokens=False)["input_ids"]) == 1 else "prompt"
 
 

@@ -1,4 +1,4 @@
-"""Plain templated sentences, for perplexity and for the KL term. Owns: the templates. Must never know: models."""
+"""Plain sentences from templates, for perplexity and for KL terms."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEMPLATES = (
 
 
 def sentence(rng: Random, split: Split = "train") -> Document:
-    """One sentence; sentences of the two splits differ."""
+    """One sentence. The splits have different sentences."""
 
     def make() -> str:
         return rng.choice(TEMPLATES).format(

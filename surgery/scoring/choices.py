@@ -1,9 +1,9 @@
-"""Choices of several tokens: which of them to decode, and from which states. Owns: the paths, their likelihoods.
+"""Score choices of several tokens.
 
-A choice's score is the sum of its tokens' log-likelihoods, each given the prompt and the choice's earlier tokens. The
-prompt runs once. A path is a choice without its last token, which nothing follows: choices that differ in the last
-alone share one, and a path that begins another is part of it (ten first digits for a hundred numbers). Paths are
-decoded from copies of the prompt's states, one token at a time. Must never know: arms, heads, files.
+The score of a choice is the sum of the log-likelihoods of its tokens, each given the prompt and the earlier tokens. The
+prompt runs once. A path is a choice without its last token: choices that differ only in the last token share a path,
+and a path that is the beginning of another is part of it (ten first digits for a hundred numbers). Paths are decoded
+from copies of the prompt's states, one token at a time.
 
 Shape legend: B prompts, K choices, C tokens of a choice, R paths of all prompts, V vocabulary, W variants folded into a
 batch: row w*B + b is prompt b under variant w.
@@ -29,14 +29,14 @@ from surgery.models.sizes import own_kv_bytes_per_token, state_bytes
 
 @dataclass(frozen=True)
 class Paths:
-    """What has to be decoded to score the choices of each prompt's last question.
+    """Tokens to decode in order to score the choices of each prompt's last question.
 
     Attributes:
-        choices: (B,K,C) their tokens, -1 behind the last.
-        ids: (R,C-1) tokens of the paths, 0 behind the last.
-        real: (R,C-1) which of them are tokens of a path.
-        owner: (R,) the prompt that a path belongs to.
-        of_choice: (B,K) the path that begins with all of a choice but its last token; 0 for choices of one token.
+        choices: (B,K,C) tokens of the choices, -1 after the last.
+        ids: (R,C-1) tokens of the paths, 0 after the last.
+        real: (R,C-1) True on tokens of a path.
+        owner: (R,) index of the prompt of a path.
+        of_choice: (B,K) index of the path that starts with a choice without its last token; 0 for choices of one token.
     """
 
     choices: Tensor
@@ -50,34 +50,34 @@ class Paths:
 
 
 def paths_of(batch: EncodedBatch) -> Paths | None:
-    """The paths of a batch; None where every choice is told by one token, so that there is nothing to decode."""
+    """Paths of a batch; None if every choice has one token, so there is nothing to decode."""
     choices_BKC, _ = batch.last_question()
     C = choices_BKC.shape[-1]
     if C == 1:
         return None
-    found: list[tuple[int, ...]] = []
+    paths: list[tuple[int, ...]] = []
     owner: list[int] = []
     of_choice = torch.zeros(choices_BKC.shape[:2], dtype=torch.long)
     for b, row in enumerate(choices_BKC.tolist()):
         begun = [tuple(token for token in choice if token >= 0)[:-1] for choice in row]
-        own: list[tuple[int, ...]] = []
+        longest: list[tuple[int, ...]] = []
         for path in sorted(set(begun) - {()}, key=len, reverse=True):
-            if all(longer[: len(path)] != path for longer in own):
-                own.append(path)
+            if all(longer[: len(path)] != path for longer in longest):
+                longest.append(path)
         for k, path in enumerate(begun):
             if path:
-                of_choice[b, k] = len(found) + next(i for i, p in enumerate(own) if p[: len(path)] == path)
-        found += own
-        owner += [b] * len(own)
-    if not found:
+                of_choice[b, k] = len(paths) + next(i for i, p in enumerate(longest) if p[: len(path)] == path)
+        paths += longest
+        owner += [b] * len(longest)
+    if not paths:
         return None
-    ids = torch.tensor([(*path, *[-1] * (C - 1 - len(path))) for path in found], device=choices_BKC.device)
-    own_B, place_BK = torch.tensor(owner).to(ids.device), of_choice.to(ids.device)
-    return Paths(choices_BKC, ids.clamp(min=0), ids >= 0, own_B, place_BK)
+    ids = torch.tensor([(*path, *[-1] * (C - 1 - len(path))) for path in paths], device=choices_BKC.device)
+    owner_R, place_BK = torch.tensor(owner).to(ids.device), of_choice.to(ids.device)
+    return Paths(choices_BKC, ids.clamp(min=0), ids >= 0, owner_R, place_BK)
 
 
 def likelihoods(paths: Paths, logits: Sequence[Tensor]) -> Tensor:
-    """(W,B,K) log-likelihood of each choice; -inf where there is none.
+    """(W,B,K) log-likelihood of each choice; -inf for missing choices.
 
     Args:
         logits: (W*B,V) at the query, then (W*R,V) after each token of the paths.
@@ -100,15 +100,15 @@ def _log_p(logits: Tensor, rows: int, row_BK: Tensor, token_BK: Tensor) -> Tenso
 
 
 def arguments(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, past: int = 0) -> dict[str, Any]:
-    """Arguments of a forward pass; models with positions count from the first real token.
+    """Arguments of a forward pass. Positions count from the first real token.
 
     Args:
         mask: (rows, past + tokens); None without padding.
-        past: tokens that the cache holds.
+        past: number of tokens in the cache.
     """
     family = family_of(model.config)
     if family.cache_argument == "cache_params":
-        # A plain Mamba-1 would multiply its one new token with the whole mask.
+        # A plain Mamba-1 would multiply its one new token by the whole mask.
         reads_keys = getattr(model.config, "splice", None) or not all(s.is_ssm for s in family.mixers(model.config))
         stateless = past > 0 and not reads_keys
         return {"input_ids": input_ids, "attention_mask": None if stateless else mask}
@@ -118,10 +118,10 @@ def arguments(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, pa
 
 
 def branched(cache: Cache, rows: Tensor, first: int = 0) -> Cache:
-    """A copy of the cache whose rows are these rows of it.
+    """A copy of the cache with these rows.
 
     Args:
-        first: layers below it are not going to be run, and are left as they are.
+        first: lowest layer to copy; lower layers are shared, since they do not run.
     """
     chosen = copy.copy(cache)
     chosen.layers = []
@@ -138,50 +138,50 @@ def branched(cache: Cache, rows: Tensor, first: int = 0) -> Cache:
 
 
 def _rows(value: Any, rows: Tensor) -> Any:
-    """Of keys, values and states; the cache's other fields stay."""
+    """Rows of keys, values and states. Other fields of the cache stay."""
     return value.index_select(0, rows) if isinstance(value, Tensor) and value.ndim > 1 else value
 
 
 def completed(cache: Cache, clean: Cache, variants: int, layer: int) -> Cache:
-    """The cache of a pass that passed modules by: what it lacks, up to this layer, is the clean pass's.
+    """Fill in a cache of a pass that skipped modules, with the entries of the clean pass up to `layer`.
 
-    Those modules are not going to be run either; but a model asks one of its layers how many tokens it has seen.
+    The skipped modules do not run later either, but a model reads the number of past tokens from one of its layers.
 
     Args:
         cache: its rows repeat those of `clean` for the variants.
-        layer: the lowest that was run, maybe in part.
+        layer: lowest layer that ran, maybe in part.
     """
     whole = copy.copy(cache)
     whole.layers = [*clean.layers[:layer], *cache.layers[layer:]]
     whole.layers[layer] = copy.copy(cache.layers[layer])
     for name, value in vars(clean.layers[layer]).items():
-        own = vars(cache.layers[layer]).get(name)
+        partial = vars(cache.layers[layer]).get(name)
         if isinstance(value, dict):
-            value = {k: _either(own[k], v, variants) for k, v in value.items()}
+            value = {k: _either(partial[k], v, variants) for k, v in value.items()}
         else:
-            value = _either(own, value, variants)
+            value = _either(partial, value, variants)
         setattr(whole.layers[layer], name, value)
     return whole
 
 
-def _either(own: Any, clean: Any, variants: int) -> Any:
-    """Own keys and values that are fewer than the clean ones, or fewer by count, are of a mixer that was passed by."""
+def _either(partial: Any, clean: Any, variants: int) -> Any:
+    """The entry of the partial pass; the clean one if its mixer was skipped: it has fewer keys or a lower count."""
     if not isinstance(clean, Tensor):
-        return max(own, clean) if isinstance(own, int) else own or clean
-    if isinstance(own, Tensor) and own.shape[1:] == clean.shape[1:]:
-        return own
+        return max(partial, clean) if isinstance(partial, int) else partial or clean
+    if isinstance(partial, Tensor) and partial.shape[1:] == clean.shape[1:]:
+        return partial
     return clean.repeat(variants, *[1] * (clean.ndim - 1))
 
 
 def snapshot(cache: Cache) -> Cache:
-    """The cache as it is now, as far as lengths, keys and values go; the states are still those of `cache`."""
-    kept = copy.copy(cache)
-    kept.layers = [copy.copy(layer) for layer in cache.layers]
-    return kept
+    """A copy with the current lengths, keys and values. It shares the states with `cache`."""
+    saved = copy.copy(cache)
+    saved.layers = [copy.copy(layer) for layer in cache.layers]
+    return saved
 
 
 def row_bytes(model: PreTrainedModel, tokens: int) -> int:
-    """What decoding one path takes beside the weights: its states, what a step makes of them, its logits."""
+    """Memory of decoding one path besides the weights: states, temporaries of a step, and logits."""
     config = model.config
     return 2 * (state_bytes(config) + tokens * own_kv_bytes_per_token(config)) + 8 * int(config.vocab_size)
 
@@ -192,7 +192,7 @@ def scored_choices(model: PreTrainedModel, batch: EncodedBatch, paths: Paths, me
 
     Args:
         batch: left-padded, ending at the query.
-        memory: bytes that the paths decoded at a time may take.
+        memory: bytes for the paths that are decoded together.
     """
     name, T = family_of(model.config).cache_argument, batch.input_ids.shape[1]
     prompt = arguments(model, batch.input_ids, batch.attention_mask)
@@ -200,11 +200,11 @@ def scored_choices(model: PreTrainedModel, batch: EncodedBatch, paths: Paths, me
     logits, cache = output.logits[:, -1], getattr(output, name)
     steps: list[list[Tensor]] = []
     for part in torch.arange(len(paths), device=paths.owner.device).split(max(1, memory // row_bytes(model, T))):
-        own = branched(cache, paths.owner[part])
+        branch = branched(cache, paths.owner[part])
         mask = batch.attention_mask[paths.owner[part]]
         after = []
         for c, token in enumerate(paths.ids[part].split(1, dim=1)):
             mask = torch.cat([mask, torch.ones_like(token)], 1)
-            after.append(model(**arguments(model, token, mask, T + c), **{name: own}, use_cache=True).logits[:, -1])
+            after.append(model(**arguments(model, token, mask, T + c), **{name: branch}, use_cache=True).logits[:, -1])
         steps.append(after)
     return likelihoods(paths, [logits, *(torch.cat(parts) for parts in zip(*steps, strict=True))])[0]

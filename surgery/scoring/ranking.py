@@ -1,4 +1,4 @@
-"""Scores one model on documents. Owns: choice accuracy and perplexity. Must never know: arms, files.
+"""Rank choices by likelihood, and measure perplexity.
 
 Shape legend: B documents, K choices, V vocabulary.
 """
@@ -18,15 +18,17 @@ from surgery.errors import ModelError, ProbeError
 from surgery.probes.documents import Document
 from surgery.scoring.choices import paths_of, scored_choices
 
-LARGEST = 1e100  # perplexities above it are no numbers that a file, a table or a figure has use for
+LARGEST = 1e100  # larger perplexities are written as this number
 
 
 @dataclass(frozen=True)
 class ChoiceScores:
-    """For each document: whether the gold choice won, and by how much.
+    """Scores of one question of each document.
 
-    The margin is the gold choice's log-likelihood minus the best other's, which for choices of one token is the
-    difference of their logits.
+    Attributes:
+        correct: (B,) bool: the gold choice has the highest likelihood.
+        margin: (B,) log-likelihood of the gold choice minus that of the best other; for choices of one token, the
+            difference of their logits.
     """
 
     correct: Tensor
@@ -34,14 +36,14 @@ class ChoiceScores:
 
 
 def choice_scores(logits_BV: Tensor, batch: EncodedBatch) -> ChoiceScores:
-    """Compares the gold choice with the best of the others, on the logits of each row's last question.
+    """Compare the gold choice with the best other, by the logits at each row's last query.
 
     Raises:
-        ProbeError: it takes more than the first token to tell them apart.
+        ProbeError: the choices differ in later tokens only.
     """
     choices_BKC, gold_B = batch.last_question()
     if bool((choices_BKC[..., 1:] >= 0).any()):
-        hint = "One step cannot score them, and neither can a gradient of one; evaluating and removing heads can."
+        hint = "One step, or its gradient, cannot score them. Evaluation and ablation can."
         raise ProbeError("choices", "several tokens each", hint)
     ids_BK = choices_BKC[..., 0]
     scores_BK = logits_BV.float().gather(1, ids_BK.clamp(min=0)).masked_fill(ids_BK < 0, -math.inf)
@@ -49,7 +51,7 @@ def choice_scores(logits_BV: Tensor, batch: EncodedBatch) -> ChoiceScores:
 
 
 def compared(scores_BK: Tensor, gold_B: Tensor) -> ChoiceScores:
-    """The gold choice against the best of the others; -inf scores are of choices that a row does not have."""
+    """Compare the gold choice with the best other. Missing choices have a score of -inf."""
     gold_scores_B = scores_BK.gather(1, gold_B[:, None])[:, 0]
     others_B = scores_BK.scatter(1, gold_B[:, None], -math.inf).amax(1)
     margin = gold_scores_B - others_B
@@ -59,7 +61,7 @@ def compared(scores_BK: Tensor, gold_B: Tensor) -> ChoiceScores:
 def answer_choices(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], batch_size: int
 ) -> ChoiceScores:
-    """Each document's last question, scored over its choices."""
+    """Rank the choices of each document's last question."""
     return ranked(model, query_batches(documents, tokenizer, batch_size))
 
 
@@ -73,37 +75,37 @@ def query_batches(
 
 @torch.no_grad()
 def ranked(model: PreTrainedModel, batches: Sequence[EncodedBatch]) -> ChoiceScores:
-    """The last question of each row, scored over its choices: `lm_head` on the last token only.
+    """Rank the choices of each row's last question, with `lm_head` on the last token only.
 
-    Where it takes several tokens to tell a batch's choices apart, they are decoded from the prompt's states.
+    Choices that differ in later tokens are decoded from the states of the prompt.
 
     Args:
-        batches: left-padded, ending at the query.
+        batches: left-padded, up to the query: `query_batches`.
 
     Raises:
         ModelError: a logit is NaN or infinite.
     """
-    found = []
-    for given in batches:
-        batch = given.to(model.device)
+    scores = []
+    for cpu_batch in batches:
+        batch = cpu_batch.to(model.device)
         paths = paths_of(batch)
         if paths is None:
             output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, logits_to_keep=1)
             check_logits(model, output.logits[:, -1])
-            found.append(choice_scores(output.logits[:, -1], batch))
+            scores.append(choice_scores(output.logits[:, -1], batch))
         else:
             _, gold_B = batch.last_question()
             scores_BK = scored_choices(model, batch, paths)
             check_logits(model, scores_BK)
-            found.append(compared(scores_BK, gold_B))
-    return ChoiceScores(torch.cat([f.correct for f in found]).cpu(), torch.cat([f.margin for f in found]).cpu())
+            scores.append(compared(scores_BK, gold_B))
+    return ChoiceScores(torch.cat([s.correct for s in scores]).cpu(), torch.cat([s.margin for s in scores]).cpu())
 
 
 @torch.no_grad()
 def perplexity(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], batch_size: int
 ) -> float:
-    """exp of the mean negative log-likelihood a token, `LARGEST` at most; the first token of a text is not scored.
+    """Perplexity per token, at most `LARGEST`. The first token of a text is not scored.
 
     Raises:
         ModelError: a logit is NaN or infinite.
@@ -118,16 +120,16 @@ def perplexity(
         )
         total, count = total + losses.item(), count + int(scored.sum())
     if math.isnan(total):
-        raise _no_numbers(model)
+        raise _not_finite(model)
     return math.exp(total / count) if total / count < math.log(LARGEST) else LARGEST
 
 
 def check_logits(model: PreTrainedModel, logits: Tensor) -> None:
-    """Raises ModelError where one is NaN or has overflowed: whatever is counted from it would be called wrong."""
+    """Raise ModelError if a logit is NaN or infinite: it would count as a wrong answer."""
     if not bool((logits < math.inf).all()):
-        raise _no_numbers(model)
+        raise _not_finite(model)
 
 
-def _no_numbers(model: PreTrainedModel) -> ModelError:
+def _not_finite(model: PreTrainedModel) -> ModelError:
     value = f"the logits of {model.name_or_path or type(model).__name__} are NaN or infinite"
-    return ModelError("base.model", value, "Its training diverged, or base.dtype is too narrow for it.")
+    return ModelError("base.model", value, "Its training diverged, or base.dtype is too narrow. Try float32.")

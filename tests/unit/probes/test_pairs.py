@@ -45,7 +45,7 @@ def test_too_few_different_texts_are_an_error_and_not_a_loop() -> None:
 
 @pytest.mark.parametrize("pairs", [-1, 0, 1, 8, 10_000])
 def test_pairs_outside_the_range_are_refused(pairs: int) -> None:
-    with pytest.raises(ProbeError, match="choose 2 to 7"):
+    with pytest.raises(ProbeError, match="Use 2 to 7"):
         check_pairs(pairs, 7, "Why")
 
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from surgery.models.lookup import family_of, geometry_of, mixer_of, structure_of
 from surgery.splice.graft import splice_model
-from surgery.types import Graft, Init, MixerSpec, Mode, Plan
+from surgery.types import Graft, MixerSpec, Mode, Plan
 from tests.support.pico import pico_family
 
 _BAMBA = {"hidden_size": 256, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_chunk_size": 256}
@@ -65,7 +65,7 @@ def base_of(name: str, toy: bool, dtype: str = "fp32", **more: Any) -> PreTraine
     return model
 
 
-def hybrid_of(base: PreTrainedModel, mode: Mode, inits: tuple[Init, Init] = ("ssm", "random")) -> PreTrainedModel:
+def hybrid_of(base: PreTrainedModel, mode: Mode, inits: tuple[str, str] = ("ssm", "random")) -> PreTrainedModel:
     """Attention in the first two layers that take it: one head, and two. With `add` its output is random, not zero."""
     plan = plan_of(base, mode, inits)
     hybrid = splice_model(base, plan)
@@ -77,7 +77,7 @@ def hybrid_of(base: PreTrainedModel, mode: Mode, inits: tuple[Init, Init] = ("ss
     return hybrid
 
 
-def plan_of(base: PreTrainedModel, mode: Mode, inits: tuple[Init, Init] = ("ssm", "random")) -> Plan:
+def plan_of(base: PreTrainedModel, mode: Mode, inits: tuple[str, str] = ("ssm", "random")) -> Plan:
     """Which heads the hybrids have."""
     sites = family_of(base.config).sites(base.config)
     one = Graft(sites[0], (1,), mode, inits[0], ("segment_end",))

@@ -31,7 +31,7 @@ from transformers import Mamba2Config, Mamba2ForCausalLM, PreTrainedModel, PreTr
 
 from bench.common import SHIPPED, load, parser, quiet_on_one_thread
 from surgery.data.encoding import EncodedBatch
-from surgery.locate.batches import Prompts
+from surgery.locate.batches import PromptBatches
 from surgery.locate.locating import locate_heads, peak_bytes
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.recipe import Locate, Search, Splice
@@ -95,7 +95,7 @@ def compare(
     heads = [head for spec in specs for head in spec.heads]
     asked = heads if whole else [specs[0].heads[0], specs[-1].heads[-1]]
     first = section.model_copy(update={"examples": few, "batch_size": few})
-    batches = Prompts(model, tokenizer, first, SEED).batches
+    batches = PromptBatches(model, tokenizer, first, SEED).batches
     by_name = {spec.name: spec for spec in specs}
     notebook(model, batches, specs[0], 0) if whole else None  # warm
     began = time.process_time()

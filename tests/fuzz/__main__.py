@@ -23,9 +23,9 @@ from typing import Any
 from tests.fuzz import cases, runner
 from tests.fuzz.cases import NAMES, Case
 from tests.fuzz.corpus import Corpus
-from tests.fuzz.outsider import Outsider
 from tests.fuzz.runner import Verdict
 from tests.fuzz.values import values_of
+from tests.support.processes import Reloads, stock
 
 
 class Session:
@@ -41,7 +41,7 @@ class Session:
         }  # fmt: skip
         self.values = values_of(seed)
         self.corpus = Corpus(root / "corpus")
-        self.outsider = Outsider(root / f"outsider.{os.getpid()}")
+        self.stock = stock()
         self.main = library()
 
     def run(self, number: int) -> tuple[Case, Verdict, Path]:
@@ -62,12 +62,12 @@ class Session:
         if case.cold and not debug:
             ended = runner.start(case, place)
         else:
-            ended = runner.fork(case, place, self.shared, self.main, self.outsider, debug)
+            ended = runner.fork(case, place, self.shared, self.main, Reloads(self.stock.address, seconds=20), debug)
         return case, runner.judge(case, place, before, ended), place
 
     def close(self) -> None:
         """Ends the other process."""
-        self.outsider.stop()
+        self.stock.stop()
 
 
 def library() -> Any:

@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 
 from tests.fuzz import guard
 from tests.fuzz.cases import Case
-from tests.fuzz.outsider import Outsider
 from tests.fuzz.values import ROOT
 from tests.support.forked import redirect, run_and_exit
+from tests.support.processes import Reloads
 
 LIMIT = 10.0  # seconds
 MEMORY = 12 << 30  # address space: a bomb ends with MemoryError, not with the machine
@@ -62,7 +62,7 @@ class Verdict:
 
 
 def fork(
-    case: Case, place: Path, shared: Path, main: Callable[[], None], outsider: Outsider | None, debug: bool = False
+    case: Case, place: Path, shared: Path, main: Callable[[], None], reloads: Reloads | None, debug: bool = False
 ) -> Ended:
     """The command in a forked child that is watched.
 
@@ -76,7 +76,7 @@ def fork(
     child = os.fork()
     if child == 0:
         os.environ["SURGERY_DEBUG"] = "1" if debug else "0"
-        _become(case, place, shared, main, outsider)
+        _become(case, place, shared, main, reloads)
     code = _wait(child, began + LIMIT)
     seconds = time.perf_counter() - began
     return Ended(code, out.read_text("utf-8", "replace"), err.read_text("utf-8", "replace"), seconds)
@@ -111,7 +111,7 @@ def _wait(child: int, deadline: float) -> int | None:
     return None
 
 
-def _become(case: Case, place: Path, shared: Path, main: Callable[[], None], outsider: Outsider | None) -> NoReturn:
+def _become(case: Case, place: Path, shared: Path, main: Callable[[], None], reloads: Reloads | None) -> NoReturn:
     """Run the command, in the child."""
 
     def command() -> None:
@@ -127,10 +127,10 @@ def _become(case: Case, place: Path, shared: Path, main: Callable[[], None], out
         import tempfile
 
         tempfile.tempdir = os.environ["TMPDIR"] = str(place / "tmp")
-        if outsider is not None:
+        if reloads is not None:
             import surgery.export.reload
 
-            surgery.export.reload.subprocess = outsider  # type: ignore[assignment]
+            surgery.export.reload.subprocess = reloads  # type: ignore[assignment]
         os.chdir(place / "work")
         sys.path[0] = str(place / "work")
         sys.argv = ["surgery", *case.arguments]

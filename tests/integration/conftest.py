@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from tests.support import warm
+import surgery.export.reload as surgery_reload
+from tests.support.processes import Reloads, library, stock
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "checkpoints" / "pico-mamba2"
@@ -39,7 +40,7 @@ SMALL = (
 
 def surgery(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """The command line in a process of its own, forked from one that has imported the library."""
-    return warm.run(arguments, cwd)
+    return library().run(("surgery", *arguments), cwd)
 
 
 def surgery_cold(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -51,6 +52,27 @@ def surgery_cold(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]
 def run_small(cwd: Path, *overrides: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
     """The small quickstart, in `cwd`/runs."""
     return surgery("run", str(RECIPE), *SMALL, *overrides, *options, cwd=cwd)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_reloads() -> Iterator[None]:
+    """Reload exports in a forked child of a process without this library, not in a new process each time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(surgery_reload, "subprocess", LazyReloads())
+        yield
+
+
+@pytest.fixture
+def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reload exports as users do, in a new process."""
+    monkeypatch.setattr(surgery_reload, "subprocess", subprocess)
+
+
+class LazyReloads:
+    """`Reloads` in the server that starts when it is first needed."""
+
+    def run(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        return Reloads(stock().address).run(command, **options)
 
 
 @pytest.fixture(scope="session")

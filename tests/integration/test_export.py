@@ -29,6 +29,7 @@ from tests.integration.conftest import surgery as command
 from tests.support.battery import every_spliced, logits, trained
 from tests.support.exports import edit, in_this_process, list_again, refusal, written
 from tests.support.pico import tokens
+from tests.support.processes import stock
 
 LIBRARY = Path(surgery.hybrid.__file__).parent
 PROMPT = "Memorize the following dictionary:\nbalo:12\nmiku:7\nThe value of the key 'miku' is"
@@ -68,14 +69,7 @@ def test_the_cards_snippet_runs_as_written(folder: Path, tmp_path: Path) -> None
     (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(encoding="utf-8"), re.S)
     script = f"import sys\nsys.modules['surgery'] = None\n{code}"
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
+    done = stock().run(["-c"], folder, environment, script)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("The value of")
     assert "trust_remote_code" not in done.stdout + done.stderr
@@ -132,7 +126,7 @@ def test_the_card_holds_the_measured_numbers(folder: Path) -> None:
         assert f"{arm['perplexity']:.3f}" in card
 
 
-def test_a_clean_process_computes_what_was_trained(folder: Path, finished: Path) -> None:
+def test_a_clean_process_computes_what_was_trained(folder: Path, finished: Path, new_process: None) -> None:
     """`reload` gives the trained model's logits, and all that its twin in the unit tests does; the reference is made of
     it."""
     ids = read_reference(folder / REFERENCE, 973)["ids"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +15,7 @@ import yaml
 from surgery.files.ownership import MARK, mark
 from tests.integration.conftest import BASE, RECIPE, ROOT, SMALL, run_small, surgery
 from tests.support.errors import assert_refused
+from tests.support.processes import library
 
 ANALYSIS = str(ROOT / "recipes" / "pico-reproduce.yaml")
 PRETRAIN = str(ROOT / "recipes" / "pretrain-pico.yaml")
@@ -171,18 +170,17 @@ def test_a_comparison_replaces_a_comparison(tmp_path: Path) -> None:
 
 def test_two_runs_of_one_folder_at_once(tmp_path: Path) -> None:
     """The second is refused before it reads anything; the first ends as if it were alone."""
-    command = [sys.executable, "-m", "surgery", "run", str(RECIPE), *SMALL, "--to", "train"]
-    first = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    first = library().start(("surgery", "run", str(RECIPE), *SMALL, "--to", "train"), tmp_path)
     lock, deadline = tmp_path / "runs" / ".quickstart.lock", time.time() + 120
-    while not lock.is_file() and first.poll() is None and time.time() < deadline:
+    while not lock.is_file() and first.running and time.time() < deadline:
         time.sleep(0.01)
     second = run_small(tmp_path, "train.optimizer.lr=1e-5", options=("--to", "train"))
     other = surgery("compare", str(BASE), "name=quickstart", cwd=tmp_path)
-    assert first.poll() is None, "the first ended before the second began"
+    assert first.running, "the first ended before the second began"
     assert_refused(second, "run folder: runs/quickstart", f"Process {first.pid}")
     assert_refused(other, "folder: runs/quickstart", f"Process {first.pid}")
-    _, errors = first.communicate()
-    assert first.returncode == 0, errors
+    ended = first.wait()
+    assert ended.returncode == 0, ended.stderr
     assert not lock.exists()
     stored = yaml.safe_load((tmp_path / "runs" / "quickstart" / "recipe.yaml").read_text())
     assert stored["train"]["optimizer"]["lr"] == yaml.safe_load(RECIPE.read_text())["train"]["optimizer"]["lr"]
@@ -202,6 +200,6 @@ def test_a_stopped_command_leaves_nothing_half_written_and_no_traceback(tmp_path
         convert.write_shards = stop
         sys.argv = ["surgery", "convert", {str(BASE)!r}, "runs/new"]
         cli.main()"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    done = library().run(["-c"], tmp_path, script=code)
     assert (done.returncode, "Traceback" in done.stderr) == (128 + number, False), done.stderr
     assert not list(tmp_path.iterdir())

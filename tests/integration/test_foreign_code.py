@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,10 +240,10 @@ each = pytest.mark.parametrize("lay", [*RUNS, *NAMES, *LINKS], ids=lambda lay: l
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transformers_folder, "reload", in_this_process)
-        yield written(tmp_path_factory.mktemp("foreign") / "export")
+        return written(tmp_path_factory.mktemp("foreign") / "export")
 
 
 @pytest.fixture

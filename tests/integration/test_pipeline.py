@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from safetensors.torch import load_file
 
 from surgery.types import head_set_from_json, plan_from_json
 from tests.integration.conftest import RECIPE, SMALL, run_small, surgery
+from tests.support.processes import library
 
 
 def test_a_run_leaves_every_artifact(finished: Path) -> None:
@@ -66,7 +64,7 @@ def test_a_finished_run_is_skipped_stage_by_stage(finished: Path, tmp_path: Path
     shutil.copytree(finished.parent, tmp_path / "runs")
     again = run_small(tmp_path)
     assert again.returncode == 0, again.stderr
-    assert again.stdout.count("skipped: finished before") == 7
+    assert again.stdout.count("skipped: already finished with the same inputs") == 7
 
 
 def test_a_changed_section_reruns_its_stage_and_those_below(finished: Path, tmp_path: Path) -> None:
@@ -88,7 +86,8 @@ def test_a_stage_runs_alone(finished: Path, tmp_path: Path) -> None:
 
 def test_a_stage_without_its_input_says_which_one_writes_it(tmp_path: Path) -> None:
     done = surgery("train", str(RECIPE), *SMALL, cwd=tmp_path)
-    assert done.returncode == 2 and "Run the stage locate first" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "needs locate" in done.stderr and "Run it first" in done.stderr
+    assert "Traceback" not in done.stderr
     assert not (tmp_path / "runs").exists()
 
 
@@ -122,15 +121,13 @@ def test_the_run_folder_of_another_recipe_is_refused(finished: Path, tmp_path: P
 
 def kill_when(cwd: Path, pattern: str, seconds_later: float, *options: str) -> None:
     """Starts the small run and kills it, without a chance to clean up, once `pattern` is in its folder."""
-    command = [sys.executable, "-m", "surgery", "run", str(RECIPE), *SMALL, *options]
-    process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = library().start(("surgery", "run", str(RECIPE), *SMALL, *options), cwd)
     folder, deadline = cwd / "runs" / "quickstart", time.time() + 120
-    while not list(folder.glob(pattern)) and process.poll() is None and time.time() < deadline:
+    while not list(folder.glob(pattern)) and time.time() < deadline:
         time.sleep(0.01)
     time.sleep(seconds_later)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert list(folder.glob(pattern))
+    process.kill(signal.SIGKILL)
+    assert process.wait().returncode == -signal.SIGKILL and list(folder.glob(pattern))
 
 
 def test_killed_inside_training_it_ends_with_the_same_weights(finished: Path, tmp_path: Path) -> None:

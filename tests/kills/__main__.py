@@ -22,10 +22,10 @@ from typing import Any, NoReturn
 
 from tests.fuzz.__main__ import library
 from tests.fuzz.corpus import RECIPES, TINY
-from tests.fuzz.outsider import Outsider
 from tests.fuzz.runner import broken
 from tests.kills.events import FILLER, Events, Trigger, moments
 from tests.support.forked import redirect, run_and_exit
+from tests.support.processes import Reloads, stock
 
 STAGES = ("locate", "plan", "splice", "train", "control", "evaluate", "export")
 WAYS = ("SIGKILL", "SIGTERM", "SIGINT", "full disk", "two at once")
@@ -55,7 +55,7 @@ class Matrix:
         self.root, self.disk = root, root / "disk"
         self.reference = root / "reference"
         os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MPLCONFIGDIR": str(root / "mpl")}
-        self.outsider = Outsider(root / f"outsider.{os.getpid()}")
+        self.stock = stock()
         self.main = library()
 
     def run(
@@ -77,7 +77,7 @@ class Matrix:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             import surgery.export.reload
 
-            surgery.export.reload.subprocess = self.outsider  # type: ignore[assignment]
+            surgery.export.reload.subprocess = Reloads(self.stock.address)  # type: ignore[assignment]
             os.chdir(cwd)
             sys.argv = ["surgery", *arguments]
             events = Events(cwd / "runs" / "quickstart", trigger, record)
@@ -254,7 +254,7 @@ def main(given: list[str] | None = None) -> int:
                     file.write_text(json.dumps(summary, indent=1) + "\n")
                     print(f"{key} ({what}): {wrong or 'good'}", flush=True)
     finally:
-        matrix.outsider.stop()
+        matrix.stock.stop()
         if unmount is not None:
             unmount()
     print_table(cells)

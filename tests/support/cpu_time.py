@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import warm
+from tests.support import processes
 
 TICKS = os.sysconf("SC_CLK_TCK")
 SHOWN = 40
@@ -28,12 +28,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def seconds() -> float:
-    """CPU seconds of this process, of its children that have ended, and of the warm process with its children."""
+    """CPU seconds of this process, of its children that have ended, and of the servers with their children."""
     total = 0.0
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         usage = resource.getrusage(who)
         total += usage.ru_utime + usage.ru_stime
-    for pid in warm.processes():
+    for pid in processes.servers():
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         total += sum(map(int, fields[11:15])) / TICKS  # utime, stime, cutime, cstime
     return total

@@ -1,7 +1,7 @@
-"""A small training as a process of its own, for tests that need several of them or kill one.
+"""A small training in processes of its own, for tests that need several of them or kill one.
 
-`python -m torch.distributed.run --standalone --nproc_per_node=2 -m tests.support.training_worker FOLDER CASE`
-writes FOLDER/out.safetensors from rank 0. A CASE that begins with `sharded` runs under Accelerate's FSDP2.
+Rank 0 of the processes that `launch` starts writes FOLDER/out.safetensors. A CASE that begins with `sharded` runs under
+Accelerate's FSDP2.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,27 +30,39 @@ from surgery.train.training import make_accelerator
 from surgery.types import Graft
 from tests.support.kernels import with_kernels
 from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
+from tests.support.processes import library
 
 ROOT = Path(__file__).parents[2]
 FSDP2 = ROOT / "recipes" / "accelerate" / "fsdp2.yaml"
+SCRIPT = "from tests.support.training_worker import main; main()"
 SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}
 KV = {"task": "kv_retrieval", "rows": 5, "pairs": (2, 9), "questions": 3, "weights": {"answer": 1, "attention": 0.5}}
 TEXT = {"task": "sentence", "rows": 3, "weights": {"keep": 1.0, "text": 0.5}}
 
 
 def launch(folder: Path, case: str, code: int = 0, processes: int = 2) -> dict[str, torch.Tensor]:
-    """What rank 0 of so many processes found; nothing where they are to fail, as `code` says."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = [*torchrun, "-m", "tests.support.training_worker", str(folder), case]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes) as started:
-        try:
-            said = started.communicate(timeout=240)[1]
-        finally:  # processes that wait for one another do not end with the one that launched them
-            if started.poll() is None:
-                os.killpg(started.pid, signal.SIGKILL)
-    assert (started.returncode != 0) == bool(code), said[-3000:]
+    """Run a case in so many processes that train together, as `torchrun` starts them.
+
+    Returns:
+        the tensors that rank 0 writes; none if the processes must fail, as `code` says.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    started = []
+    for rank in range(processes):
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        sizes = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **address, **ranks, **sizes}
+        started.append(library().start([__file__, str(folder), case], ROOT, environment, SCRIPT))
+    try:
+        ended = [process.wait(240) for process in started]
+    finally:  # a process that waits for another one does not end with it
+        for process in started:
+            if process.running:
+                process.kill(signal.SIGKILL)
+    for process in ended:
+        assert (process.returncode != 0) == bool(code), process.stderr[-3000:]
     if code:
         return {}
     found = load_file(folder / "out.safetensors")
@@ -163,7 +175,8 @@ def losses(folder: Path) -> list[dict[str, float]]:
     return trainer(folder, section(folder, 3)).run()
 
 
-def main(folder: Path, case: str) -> None:
+def main() -> None:
+    folder, case = Path(sys.argv[1]), sys.argv[2]
     if case.startswith("sharded"):
         shard()
     accelerator = make_accelerator()
@@ -188,7 +201,3 @@ def main(folder: Path, case: str) -> None:
         found = weights(folder, 5)
     if accelerator.is_main_process:
         save_file({"world": world, **found}, folder / "out.safetensors")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])

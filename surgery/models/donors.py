@@ -1,6 +1,6 @@
-"""What a Transformer gives to a splice: its attention's shape, from the config, and its weights.
+"""Read a Transformer's attention for a transplant: its shape from the config, and its weights.
 
-Must never know: where they go. Donors are Llama, Qwen2 and GPT-NeoX (Pythia), which families describe as attention.
+Donors are the families with `is_donor`: Llama, Qwen2 and GPT-NeoX (Pythia).
 """
 
 from __future__ import annotations
@@ -13,26 +13,25 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import PlanError
-from surgery.models.registry import FAMILIES
+from surgery.models.registry import families
 from surgery.types import MixerSpec
-
-DONORS = ("transformer", "gpt_neox")
 
 
 def donor_mixers(config: PreTrainedConfig) -> tuple[MixerSpec, ...]:
-    """The attention of a donor, by layer. Raises PlanError when the model cannot be one."""
-    for family in FAMILIES:
-        if family.name in DONORS and config.model_type in family.model_types:
+    """Return the attention of a donor, by layer. Raises PlanError where the model cannot be one."""
+    donors = [family for family in families() if family.is_donor]
+    for family in donors:
+        if config.model_type in family.model_types:
             return family.mixers(config)
-    known = ", ".join(t for f in FAMILIES if f.name in DONORS for t in f.model_types)
-    raise PlanError("splice.teacher.model", config.model_type, f"A donor of attention is one of {known}.")
+    known = ", ".join(model_type for family in donors for model_type in family.model_types)
+    raise PlanError("splice.teacher.model", config.model_type, f"Its attention cannot be transplanted. Use {known}.")
 
 
 def donor_fields(config: PreTrainedConfig, spec: MixerSpec, heads: Sequence[int] | None) -> dict[str, Any]:
-    """Entries of `config.splice` for a branch with the donor's attention.
+    """Return the fields of `config.splice` for a branch with the donor's attention.
 
     Args:
-        heads: some of its heads, keys and values expanded for each of them; None takes the layer as it is.
+        heads: some of its heads, with a key/value head for each; None for the layer as it is.
     """
     rope = dict(config.rope_parameters)
     share = rope.pop("partial_rotary_factor", 1.0)
@@ -56,24 +55,24 @@ def donor_fields(config: PreTrainedConfig, spec: MixerSpec, heads: Sequence[int]
 
 
 def donor_weights(model: PreTrainedModel, spec: MixerSpec, heads: Sequence[int] | None) -> dict[str, Tensor]:
-    """Weights and biases under the names of `hybrid.donor.DonorAttention`; rows in the order of `heads`."""
+    """Return weights and biases under the names of `hybrid.donor.DonorAttention`, rows in the order of `heads`."""
     mixer = model.get_submodule(spec.path)
     queries = list(range(spec.num_heads)) if heads is None else list(heads)
     groups = list(range(spec.num_groups)) if heads is None else [spec.group_of(head) for head in queries]
     out = mixer.dense if spec.kind == "neox_attention" else mixer.o_proj
     columns = [out.weight.unflatten(1, (spec.num_heads, -1))[:, head] for head in queries]
-    found = {"o_proj.weight": torch.cat(columns, dim=1)}
+    weights = {"o_proj.weight": torch.cat(columns, dim=1)}
     if heads is None and out.bias is not None:
-        found["o_proj.bias"] = out.bias
+        weights["o_proj.bias"] = out.bias
     for part, rows in (("q", queries), ("k", groups), ("v", groups)):
         for name, tensor in _rows(mixer, spec, part).items():
-            found[f"{part}_proj.{name}"] = torch.cat([tensor[row] for row in rows])
-    return found
+            weights[f"{part}_proj.{name}"] = torch.cat([tensor[row] for row in rows])
+    return weights
 
 
 def _rows(mixer: nn.Module, spec: MixerSpec, part: str) -> dict[str, Tensor]:
-    """`weight` (heads,K,D) and `bias` (heads,K) of the query, key or value projection."""
-    if spec.kind == "neox_attention":  # packed: query, key and value of one head after another
+    """Return `weight` (heads,K,D) and `bias` (heads,K) of the query, key or value projection."""
+    if spec.kind == "neox_attention":  # one matrix: query, key and value of each head in turn
         place = "qkv".index(part)
         packed = mixer.query_key_value
         return {n: p.unflatten(0, (spec.num_heads, 3, -1))[:, place] for n, p in packed.named_parameters()}

@@ -1,6 +1,4 @@
-"""What models have to tell the toolkit. Owns: the protocols and their values. Must never know: any one model.
-
-A `Structure` is one kind of mixer, wherever it sits; a `Family` says where the mixers of some model types sit.
+"""Describe models to the toolkit: a `Structure` is one kind of mixer, a `Family` places mixers in some model types.
 
 Shape legend: B batch, T tokens, I inner width (H heads of P), D model width, G groups, N state width.
 """
@@ -9,18 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import PlanError
+from surgery.registry import Registry
 from surgery.types import MixerSpec
 
 
 @dataclass(frozen=True)
 class HeadSlices:
-    """Where one head's weights lie; None where the kind has no such rows.
+    """The rows and columns of one head's weights; None where the kind has no such rows.
 
     Attributes:
         gate, value, key, query: rows of `in_proj` for z, x, B and C.
@@ -57,96 +56,137 @@ class Streams:
 
 
 class Structure(Protocol):
-    """One kind of mixer. Its functions are pure: they read modules, and change nothing."""
+    """One kind of mixer. Its methods read modules and do not change them.
+
+    Attributes:
+        kind: its name, which `MixerSpec.kind` refers to; it ends with `attention` for softmax attention only.
+        chunked: whether its scan works on chunks, of the mixer's `chunk_size`.
+    """
 
     kind: str
+    chunked: bool
 
     def weight_slices(self, spec: MixerSpec, head: int) -> HeadSlices:
-        """Where the weights of `head` lie."""
+        """Return the rows and columns of `head`."""
 
     def in_proj(self, mixer: nn.Module) -> nn.Module | None:
-        """The module whose output `streams` reads; None for attention, whose values the cache holds."""
+        """Return the module whose output `streams` reads; None for attention, whose values are in the cache."""
 
     def out_proj(self, mixer: nn.Module) -> nn.Linear:
-        """The projection whose columns are the heads' contributions."""
+        """Return the projection whose columns are the heads' contributions."""
 
     def scan_reader(self, mixer: nn.Module) -> nn.Module:
-        """The module whose first input is the scan's output, times `Streams.gate` where there is one."""
+        """Return the module whose first input is the scan's output, times `Streams.gate` where there is one."""
 
     def norm_weight(self, mixer: nn.Module) -> Tensor | None:
-        """(I,) the weight of the gated norm before `out_proj`, if there is one."""
+        """Return (I,) the weight of the gated norm before `out_proj`, if there is one."""
 
     def gate_bias(self, mixer: nn.Module) -> Tensor | None:
-        """(I,) what is added to z beside `in_proj`'s own bias, if anything."""
+        """Return (I,) the bias of z besides `in_proj`'s own, if there is one."""
 
     def streams(self, mixer: nn.Module, spec: MixerSpec, projected: Tensor, before: Tensor | None = None) -> Streams:
-        """The recurrence's inputs from the output of `in_proj`; `before` (B,channels,kernel) is the conv's state.
+        """Compute the recurrence's inputs from the output of `in_proj`.
 
-        At padding tokens these are not the model's (it zeroes them); real tokens are right, padded or not.
+        They are right at real tokens only: the model zeroes padding before this point.
+
+        Args:
+            before: (B,channels,kernel), the convolution's state.
         """
 
     def skip(self, mixer: nn.Module, x_BHP: Tensor) -> Tensor:
-        """`D x`, what the scan adds of the same token."""
+        """Return `D x`, which the scan adds for the same token."""
 
     def hidden_attention(self, mixer: nn.Module, spec: MixerSpec, streams: Streams) -> Tensor:
-        """(B,H,T,T): weight of token s in the scan's output at token t, without the skip; (B,I,T,T) in Mamba-1.
+        """Return (B,H,T,T): weight of token s in the scan's output at token t, without the skip; (B,I,T,T) in Mamba-1.
 
         Unpadded prompts only.
         """
 
     def state_numel(self, spec: MixerSpec) -> int:
-        """Numbers that decoding keeps for one sequence, whatever its length."""
+        """Count the numbers that the cache keeps for one sequence of any length."""
 
     def kv_numel(self, spec: MixerSpec) -> int:
-        """Numbers that it keeps for each token."""
+        """Count the numbers that the cache keeps for each token."""
+
+
+_MIXERS = "surgery.models.mixers"
+STRUCTURES: Registry[Structure] = Registry(
+    "mixer structure", [f"{_MIXERS}.{name}" for name in ("mamba2", "mamba1", "llamba", "attention")]
+)
+
+S = TypeVar("S", bound=type[Any])
+
+
+def register_structure(structure: S) -> S:
+    """Decorate a class with the methods of `Structure`: `MixerSpec(kind=...)` then refers to its `kind`.
+
+    Raises:
+        RecipeError: another class has this kind.
+    """
+    STRUCTURES.register(structure.kind, structure())
+    return structure
+
+
+CacheArgument = Literal["cache_params", "past_key_values"]
+HybridClasses = tuple[type[PreTrainedConfig], type[PreTrainedModel], type[PreTrainedModel]]
 
 
 @dataclass(frozen=True)
 class Family:
-    """Some model types whose mixers sit in the same places.
+    """Model types whose mixers sit in the same places.
 
     Attributes:
+        model_types: of plain models and of hybrids.
         layout: the mixers of a config, from below; SSM mixers before the attention of the same layer.
-        cache_argument: what the model's forward calls its cache.
-        hybrid: config class and causal language model class of its hybrids; None where there is none, and
-        refuses: the reason why.
-        branch_fields: what a branch takes over from a config: `bias`, `conv_bias`, `norm_eps`, `activation`, ...
+        cache_argument: the name of the cache in the model's forward.
+        hybrid: config, model and causal language model of its hybrids; None where nothing can be spliced, and
+        refuses: the reason for it.
+        branch_fields: the fields that a branch copies from a config: `bias`, `conv_bias`, `norm_eps`, `activation`, ...
+        tiny: the config of a tiny model, of at least three layers and four heads, which the tests of all families use.
+        is_donor: whether its attention can be transplanted (`splice.teacher`).
+        groups_channels: whether `base.channels_per_head` makes its heads, as in Mamba-1.
+        norm_by_group_since: release of transformers whose gated norm is per group, as the model was trained.
     """
 
     name: str
     model_types: tuple[str, ...]
     layout: Callable[[PreTrainedConfig], list[MixerSpec]]
-    cache_argument: Literal["cache_params", "past_key_values"] = "past_key_values"
-    hybrid: tuple[type[PreTrainedConfig], type[PreTrainedModel]] | None = None
+    cache_argument: CacheArgument = "past_key_values"
+    hybrid: HybridClasses | None = None
     refuses: str = ""
     branch_fields: Callable[[PreTrainedConfig], dict[str, Any]] = lambda config: {}
+    tiny: Callable[..., PreTrainedConfig] | None = None
+    is_donor: bool = False
+    groups_channels: bool = False
+    norm_by_group_since: str = ""
 
     def mixers(self, config: PreTrainedConfig) -> tuple[MixerSpec, ...]:
-        """Every mixer, from the config alone."""
+        """Return every mixer, from the config only."""
         return tuple(self.layout(config))
 
     def sites(self, config: PreTrainedConfig) -> tuple[MixerSpec, ...]:
-        """The mixers that attention can be spliced into: SSM mixers in layers that have no keys and values yet."""
+        """Return the mixers that attention can be spliced into: SSM mixers of layers without keys and values."""
         mixers = self.mixers(config)
         taken = {spec.layer for spec in mixers if not spec.is_ssm}
         return tuple(spec for spec in mixers if spec.is_ssm and spec.layer not in taken) if self.hybrid else ()
 
     def hybrid_config(self, config: PreTrainedConfig, splice: list[dict[str, Any]]) -> PreTrainedConfig:
-        """The config of the hybrid with these spliced sites. Raises PlanError where the family refuses."""
-        config_class, _ = self._hybrid(config)
+        """Return the config of the hybrid with these spliced sites. Raises PlanError where nothing can be spliced."""
+        config_class, _, _ = self._hybrid(config)
         known = config_class.__dataclass_fields__
         fields = {k: v for k, v in config.to_dict().items() if k not in _WRITTEN and (k != "layer_types" or k in known)}
         return config_class(**{**fields, "splice": splice})
 
     def build_hybrid(self, config: PreTrainedConfig) -> PreTrainedModel:
-        """The hybrid class on that config, weights not loaded yet."""
-        return self._hybrid(config)[1](config)
+        """Build the hybrid of that config, without loading weights."""
+        _, _, model_class = self._hybrid(config)
+        return model_class(config)
 
-    def _hybrid(self, config: PreTrainedConfig) -> tuple[type[PreTrainedConfig], type[PreTrainedModel]]:
+    def _hybrid(self, config: PreTrainedConfig) -> HybridClasses:
         if self.hybrid is None:
-            raise PlanError("base.model", config.model_type, f"Nothing can be spliced there: {self.refuses}")
+            raise PlanError("base.model", config.model_type, f"Nothing can be spliced into it: {self.refuses}")
         return self.hybrid
 
 
-# What transformers writes beside a config's own fields.
+# Keys that transformers adds to a config's own fields.
 _WRITTEN = ("model_type", "architectures", "auto_map", "transformers_version", "_name_or_path")

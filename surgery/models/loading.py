@@ -31,15 +31,13 @@ from surgery.errors import ModelError, reading
 from surgery.files.atomic import digest
 from surgery.models import mamba_ssm_format as formats
 from surgery.models import tensor_files as weights
-from surgery.models.lookup import family_of, unknown_type
-from surgery.models.registry import FAMILIES
+from surgery.models.lookup import family_of, has_family, unknown_type
 from surgery.models.runtime import check_release, shorten_chunks
 from surgery.recipe import Base
 from surgery.recipe.public import _is_hub_id, source_of
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _CONFIG_HINT = "Correct config.json, or download it again."
-_TYPES = frozenset(name for family in FAMILIES for name in family.model_types)
 _LARGEST, _LAYERS = 2**31 - 1, 256
 _CHUNKS = ("chunk_size", "mamba_chunk_size")
 _LAYER_COUNTS, _LAYER_LISTS = ("num_hidden_layers", "n_layer"), ("layers_block_type", "layer_types")
@@ -157,7 +155,7 @@ def open_checkpoint(base: Base) -> Checkpoint:
                 raise unknown_type(data["model_type"])
             config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=base.trust_remote_code)
         config = _with_channels(config, base)
-        if config.model_type in _TYPES:
+        if has_family(config.model_type):
             family_of(config).mixers(config)
     checkpoint = Checkpoint(model, revision, config, is_mamba_ssm)
     checkpoint.refuse_adapter()
@@ -204,7 +202,8 @@ def _commit_of(file: str) -> str | None:
 def _with_channels(config: PreTrainedConfig, base: Base) -> PreTrainedConfig:
     """What makes a head of a Mamba-1 is the user's choice; it stays with the config."""
     if base.channels_per_head is not None:
-        inner = getattr(config, "intermediate_size", 0) if config.model_type in ("mamba", "falcon_mamba") else 0
+        groups = has_family(config.model_type) and family_of(config).groups_channels
+        inner = getattr(config, "intermediate_size", 0) if groups else 0
         if not inner or inner % base.channels_per_head:
             hint = f"Name a divisor of the {inner} channels." if inner else "Only Mamba-1 has no heads of its own."
             raise ModelError("base.channels_per_head", base.channels_per_head, hint)

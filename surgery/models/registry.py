@@ -1,6 +1,6 @@
-"""Where the mixers of each model type sit. Owns: the table of families.
+"""The model families, and `register_family`, which adds one.
 
-Layouts are read from configs alone; module paths are those of transformers' causal language models.
+Layouts are read from configs only; module paths are those of transformers' causal language models.
 """
 
 from __future__ import annotations
@@ -12,25 +12,80 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from surgery import hybrid as h
+from surgery.errors import ModelError
 from surgery.hybrid.sites import is_whole
-from surgery.models.layouts import Family
+from surgery.models.layouts import CacheArgument, Family, HybridClasses
+from surgery.registry import Registry
 from surgery.types import Letter, MixerSpec
 
-CHANNELS_PER_HEAD = 64  # Mamba-1 has channels only; `base.channels_per_head` says how many make a head
+Layout = Callable[[PreTrainedConfig], list[MixerSpec]]
+FAMILIES: Registry[Family] = Registry("model family")
+
+
+def families() -> tuple[Family, ...]:
+    """Return every family, in the order of registration."""
+    return tuple(family for _, family in FAMILIES.items())
+
+
+def register_family(
+    name: str,
+    *model_types: str,
+    cache_argument: CacheArgument = "past_key_values",
+    hybrid: HybridClasses | None = None,
+    refuses: str = "",
+    **fields: Any,
+) -> Callable[[Layout], Layout]:
+    """Decorate a layout, which returns the mixers of a config: its model types are then supported.
+
+    Args:
+        model_types: of the plain models; the hybrid's own is added.
+        cache_argument: the name of the cache in the model's forward.
+        hybrid: config, model and causal language model of its hybrids. They are registered with transformers.
+        refuses: without `hybrid`, the reason why nothing can be spliced into it.
+        fields: as of `Family`: `branch_fields`, `tiny`, ...
+
+    Raises:
+        ModelError: another family has this name or one of the model types. Registering a layout again replaces it.
+    """
+    types = tuple(dict.fromkeys((*model_types, *([hybrid[0].model_type] if hybrid else []))))
+    if hybrid is None and not refuses:
+        refuses = "no hybrid classes are registered for it."
+
+    def register(layout: Layout) -> Layout:
+        for family in families():
+            if family.name == name and _is_again(family.layout, layout):
+                continue
+            for taken in sorted({name} & {family.name} | set(types) & set(family.model_types)):
+                raise ModelError("model_type", taken, f"The family {family.name} has it already. Choose another name.")
+        if hybrid is not None:
+            h.register_classes(*hybrid)
+        FAMILIES.register(name, Family(name, types, layout, cache_argument, hybrid, refuses, **fields))
+        return layout
+
+    return register
+
+
+def _is_again(present: Layout, layout: Layout) -> bool:
+    """Return whether both are the same function, as after a reload of its module."""
+    names = [(getattr(f, "__module__", None), getattr(f, "__qualname__", None)) for f in (present, layout)]
+    return names[0] == names[1]
+
+
+CHANNELS_PER_HEAD = 64  # Mamba-1 has channels only; `base.channels_per_head` is how many make a head
 
 
 def _mamba2(config: PreTrainedConfig) -> list[MixerSpec]:
-    """`mamba2`: every layer is one mixer, or an attention layer of mamba_ssm's."""
+    """`mamba2`: every layer has one mixer, an SSM or mamba_ssm's attention."""
     attention = set(getattr(config, "attn_layer_idx", None) or [])
-    found = []
+    mixers = []
     for layer in range(config.num_hidden_layers):
         path = f"backbone.layers.{layer}.mixer"
         if layer in attention:
-            found.append(_mamba_ssm_attention(config, layer, path))
+            mixers.append(_mamba_ssm_attention(config, layer, path))
             continue
         shape = (config.num_heads, config.head_dim, config.n_groups, config.state_size)
-        found.append(MixerSpec(layer, path, "mamba2", *shape, conv_kernel=config.conv_kernel))
-    return found
+        mixers.append(MixerSpec(layer, path, "mamba2", *shape, conv_kernel=config.conv_kernel))
+    return mixers
 
 
 def _mamba_ssm_attention(config: PreTrainedConfig, layer: int, path: str) -> MixerSpec:
@@ -63,19 +118,19 @@ def _mamba1(kind: str, config: PreTrainedConfig) -> list[MixerSpec]:
 
 
 def _llamba(config: PreTrainedConfig) -> list[MixerSpec]:
-    """Layers that a teacher's attention took the place of are attention now."""
+    """Layers whose mixer was replaced by a teacher's attention are attention layers."""
     whole = {site["layer"]: site for site in config.splice or [] if is_whole(site)}
     shape = (config.num_heads, config.head_dim, config.n_groups, config.state_size)
-    found = []
+    mixers = []
     for layer in range(config.num_hidden_layers):
         path, site = f"backbone.layers.{layer}.mixer", whole.get(layer)
         if site is None:
-            found.append(MixerSpec(layer, path, "llamba", *shape, conv_kernel=config.conv_kernel))
+            mixers.append(MixerSpec(layer, path, "llamba", *shape, conv_kernel=config.conv_kernel))
             continue
         donor = (len(site["heads"]), site["v_width"], site["kv_heads"], site["qk_width"])
         spec = MixerSpec(layer, f"{path}.attention", "donor_attention", *donor, conv_kernel=0, letter="A")
-        found.append(spec)
-    return found
+        mixers.append(spec)
+    return mixers
 
 
 def _ssm(config: PreTrainedConfig, layer: int, path: str, kind: str = "mamba2") -> MixerSpec:
@@ -104,39 +159,39 @@ def _bamba(config: PreTrainedConfig) -> list[MixerSpec]:
 
 
 def _nemotron_h(config: PreTrainedConfig) -> list[MixerSpec]:
-    """Blocks of one mixer each; those of MLPs and experts have none."""
-    found = []
+    """Blocks of one mixer each; those of MLPs and experts have no mixer."""
+    mixers = []
     for layer, kind in enumerate(config.layers_block_type):
         path = f"model.layers.{layer}.mixer"
         if kind == "linear_attention":
             shape = (config.mamba_num_heads, config.mamba_head_dim, config.n_groups, config.ssm_state_size)
-            found.append(MixerSpec(layer, path, "mamba2", *shape, conv_kernel=config.conv_kernel))
+            mixers.append(MixerSpec(layer, path, "mamba2", *shape, conv_kernel=config.conv_kernel))
         elif kind == "full_attention":
-            found.append(_attention(config, layer, path))
-    return found
+            mixers.append(_attention(config, layer, path))
+    return mixers
 
 
 def _zamba2(config: PreTrainedConfig) -> list[MixerSpec]:
-    """Every layer has an SSM; some have a transformer block too, whose weights they share."""
-    found = []
+    """Every layer has an SSM; some also have a transformer block, whose weights they share."""
+    mixers = []
     shape = (config.n_mamba_heads, config.mamba_headdim, config.mamba_ngroups, config.mamba_d_state)
     for layer, kind in enumerate(config.layers_block_type):
         shared = kind == "hybrid"
         path = f"model.layers.{layer}.mamba_decoder.mamba" if shared else f"model.layers.{layer}.mamba"
-        found.append(MixerSpec(layer, path, "mamba2", *shape, conv_kernel=config.mamba_d_conv))
+        mixers.append(MixerSpec(layer, path, "mamba2", *shape, conv_kernel=config.mamba_d_conv))
         if shared:
             spec = _attention(config, layer, f"model.layers.{layer}.shared_transformer.self_attn")
-            found.append(spec)
-    return found
+            mixers.append(spec)
+    return mixers
 
 
 def _falcon_h1(config: PreTrainedConfig) -> list[MixerSpec]:
-    """Every layer has both, side by side."""
-    found = []
+    """Every layer has an SSM and attention side by side."""
+    mixers = []
     for layer in range(config.num_hidden_layers):
-        found.append(_ssm(config, layer, f"model.layers.{layer}.mamba", "falcon_h1"))
-        found.append(_attention(config, layer, f"model.layers.{layer}.self_attn"))
-    return found
+        mixers.append(_ssm(config, layer, f"model.layers.{layer}.mamba", "falcon_h1"))
+        mixers.append(_attention(config, layer, f"model.layers.{layer}.self_attn"))
+    return mixers
 
 
 def _transformer(config: PreTrainedConfig) -> list[MixerSpec]:
@@ -153,7 +208,7 @@ def _neox(config: PreTrainedConfig) -> list[MixerSpec]:
 
 
 def _fields(bias: str, conv_bias: str, eps: str, config: PreTrainedConfig) -> dict[str, Any]:
-    """What a branch takes over; `conv_bias` may be empty: always."""
+    """Return the fields that a branch copies. An empty `conv_bias` means that convolutions always have one."""
     return {
         "bias": getattr(config, bias),
         "conv_bias": getattr(config, conv_bias) if conv_bias else True,
@@ -163,45 +218,76 @@ def _fields(bias: str, conv_bias: str, eps: str, config: PreTrainedConfig) -> di
 
 
 def _stream_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """Of a branch that reads Mamba-1's own streams; Falcon-Mamba normalises them."""
-    own = _fields("use_bias", "use_conv_bias", "layer_norm_epsilon", config)
-    return {**own, "rank": int(config.time_step_rank), "stream_eps": getattr(config, "mixer_rms_eps", None)}
+    """As `_fields`, and those of a branch that reads Mamba-1's streams; Falcon-Mamba normalises them."""
+    fields = _fields("use_bias", "use_conv_bias", "layer_norm_epsilon", config)
+    return {**fields, "rank": int(config.time_step_rank), "stream_eps": getattr(config, "mixer_rms_eps", None)}
 
 
 def _llamba_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    own = _fields("use_bias", "use_conv_bias", "norm_epsilon", config)
-    activation = None if config.conv_activation == "identity" else "silu"  # of which "swish" is another name
-    return {**own, "activation": activation, "gate_bias": True}
+    fields = _fields("use_bias", "use_conv_bias", "norm_epsilon", config)
+    activation = None if config.conv_activation == "identity" else "silu"  # "swish" is another name of it
+    return {**fields, "activation": activation, "gate_bias": True}
 
 
 Fields = Callable[[PreTrainedConfig], dict[str, Any]]
 _MAMBA2_FIELDS: Fields = partial(_fields, "use_bias", "use_conv_bias", "layer_norm_epsilon")
 _BAMBA_FIELDS: Fields = partial(_fields, "mamba_proj_bias", "mamba_conv_bias", "rms_norm_eps")
 _ZAMBA2_FIELDS: Fields = partial(_fields, "add_bias_linear", "", "rms_norm_eps")
-_PARAMS: Any = "cache_params"
 _NO_SSM = "it has no SSM heads. It can be a teacher (splice.init: teacher)."
-_OWN_SLOT = "all its layers keep keys and values of their own in the slot of the cache that a branch would need."
+_OWN_SLOT = "all its layers have keys and values in the slot of the cache that a branch would need."
+_PER_GROUP = "5.23"  # before, transformers took one mean square over all groups in the gated norm of these types
 
-FAMILIES: tuple[Family, ...] = (
-    Family("mamba2", ("mamba2", "mamba2_hybrid"), _mamba2, _PARAMS,
-           (h.Mamba2HybridConfig, h.Mamba2HybridForCausalLM), branch_fields=_MAMBA2_FIELDS),
-    Family("mamba2attn", ("mamba2attn_hybrid",), _mamba2, _PARAMS,
-           (h.Mamba2AttnConfig, h.Mamba2AttnForCausalLM), branch_fields=_MAMBA2_FIELDS),
-    Family("mamba", ("mamba", "mamba_hybrid"), partial(_mamba1, "mamba1"), _PARAMS,
-           (h.MambaHybridConfig, h.MambaHybridForCausalLM), branch_fields=_stream_fields),
-    Family("falcon_mamba", ("falcon_mamba", "falcon_mamba_hybrid"), partial(_mamba1, "falcon_mamba"), _PARAMS,
-           (h.FalconMambaHybridConfig, h.FalconMambaHybridForCausalLM), branch_fields=_stream_fields),
-    Family("llamba", ("llamba",), _llamba,
-           hybrid=(h.LlambaConfig, h.LlambaForCausalLM), branch_fields=_llamba_fields),
-    Family("zamba2", ("zamba2", "zamba2_hybrid"), _zamba2,
-           hybrid=(h.Zamba2HybridConfig, h.Zamba2HybridForCausalLM), branch_fields=_ZAMBA2_FIELDS),
-    Family("bamba", ("bamba", "bamba_hybrid"), _bamba,
-           hybrid=(h.BambaHybridConfig, h.BambaHybridForCausalLM), branch_fields=_BAMBA_FIELDS),
-    Family("granite", ("granitemoehybrid", "granitemoehybrid_hybrid"), _bamba,
-           hybrid=(h.GraniteHybridConfig, h.GraniteHybridForCausalLM), branch_fields=_BAMBA_FIELDS),
-    Family("nemotron_h", ("nemotron_h", "nemotron_h_hybrid"), _nemotron_h,
-           hybrid=(h.NemotronHHybridConfig, h.NemotronHHybridForCausalLM), branch_fields=_MAMBA2_FIELDS),
-    Family("falcon_h1", ("falcon_h1",), _falcon_h1, refuses=_OWN_SLOT),
-    Family("transformer", ("llama", "qwen2"), _transformer, refuses=_NO_SSM),
-    Family("gpt_neox", ("gpt_neox",), _neox, refuses=_NO_SSM),
-)  # fmt: skip
+
+def _classes(name: str) -> HybridClasses:
+    return tuple(getattr(h, f"{name}{part}") for part in ("Config", "Model", "ForCausalLM"))  # type: ignore[return-value]
+
+
+register_family(
+    "mamba2",
+    "mamba2",
+    cache_argument="cache_params",
+    hybrid=_classes("Mamba2Hybrid"),
+    branch_fields=_MAMBA2_FIELDS,
+    norm_by_group_since=_PER_GROUP,
+)(_mamba2)
+register_family(
+    "mamba2attn", cache_argument="cache_params", hybrid=_classes("Mamba2Attn"), branch_fields=_MAMBA2_FIELDS
+)(_mamba2)
+register_family(
+    "mamba",
+    "mamba",
+    cache_argument="cache_params",
+    hybrid=_classes("MambaHybrid"),
+    branch_fields=_stream_fields,
+    groups_channels=True,
+)(partial(_mamba1, "mamba1"))
+register_family(
+    "falcon_mamba",
+    "falcon_mamba",
+    cache_argument="cache_params",
+    hybrid=_classes("FalconMambaHybrid"),
+    branch_fields=_stream_fields,
+    groups_channels=True,
+)(partial(_mamba1, "falcon_mamba"))
+register_family("llamba", "llamba", hybrid=_classes("Llamba"), branch_fields=_llamba_fields)(_llamba)
+register_family("zamba2", "zamba2", hybrid=_classes("Zamba2Hybrid"), branch_fields=_ZAMBA2_FIELDS)(_zamba2)
+register_family(
+    "bamba",
+    "bamba",
+    hybrid=_classes("BambaHybrid"),
+    branch_fields=_BAMBA_FIELDS,
+    norm_by_group_since=_PER_GROUP,
+)(_bamba)
+register_family(
+    "granite",
+    "granitemoehybrid",
+    hybrid=_classes("GraniteHybrid"),
+    branch_fields=_BAMBA_FIELDS,
+    norm_by_group_since=_PER_GROUP,
+)(_bamba)
+register_family("nemotron_h", "nemotron_h", hybrid=_classes("NemotronHHybrid"), branch_fields=_MAMBA2_FIELDS)(
+    _nemotron_h
+)
+register_family("falcon_h1", "falcon_h1", refuses=_OWN_SLOT)(_falcon_h1)
+register_family("transformer", "llama", "qwen2", refuses=_NO_SSM, is_donor=True)(_transformer)
+register_family("gpt_neox", "gpt_neox", refuses=_NO_SSM, is_donor=True)(_neox)

@@ -15,34 +15,41 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.versions import require_version
 
 from surgery.errors import ModelError
-from surgery.models.registry import FAMILIES
+from surgery.models.lookup import family_of, has_family, structure_of
 
 CHUNK_WITHOUT_KERNELS = 32
-# The gated norm of these types is that of mamba_ssm from here on; before, it took one mean square over all groups.
-_NORM_BY_GROUP, _NORM_WAS_WHOLE = "transformers>=5.23,<6", ("mamba2", "bamba", "granitemoehybrid")
 
 
 def check_release(config: PreTrainedConfig) -> None:
-    """Raises ModelError where this transformers would silently compute another model than the one that was trained."""
+    """Refuse a plain model that this release of transformers computes wrongly, without an error of its own.
+
+    Raises:
+        ModelError: the gated norm has several groups, and the release takes one mean square over all of them.
+    """
     groups = getattr(config, "n_groups", None) or getattr(config, "mamba_n_groups", 1)
-    if groups == 1 or config.model_type not in _NORM_WAS_WHOLE:
+    if groups == 1 or not has_family(config.model_type):
         return
+    family = family_of(config)
+    is_hybrid = family.hybrid is not None and config.model_type == family.hybrid[0].model_type
+    if not family.norm_by_group_since or is_hybrid:
+        return
+    needed = f"transformers>={family.norm_by_group_since},<6"
     try:
-        require_version(_NORM_BY_GROUP)
+        require_version(needed)
     except ImportError:
-        hint = f"Older releases of transformers normalise its groups as one: pip install '{_NORM_BY_GROUP}'."
+        hint = f"Older releases of transformers normalise its groups as one: pip install '{needed}'."
         raise ModelError("base.model", f"{config.model_type} with {groups} groups", hint) from None
 
 
 def shorten_chunks(model: PreTrainedModel) -> None:
-    """Sets chunks of at most 32 tokens where there is no kernel for the scan."""
+    """Set chunks of at most 32 tokens where there is no kernel for the scan."""
     if find_spec("mamba_ssm") is None:
         for mixer, published in _chunked(model):
             mixer.chunk_size = min(published, CHUNK_WITHOUT_KERNELS)
 
 
 def restore_chunks(model: PreTrainedModel) -> None:
-    """Sets the chunks that the config names, as whoever loads the checkpoint will have them."""
+    """Set the chunks of the config, which every other loader of the checkpoint uses."""
     for mixer, published in _chunked(model):
         mixer.chunk_size = published
 
@@ -65,9 +72,10 @@ def requires_grad(value: bool, *models: nn.Module) -> Iterator[None]:
 
 
 def _chunked(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
-    """The Mamba-2 mixers, and the config's chunk size."""
-    family = next((f for f in FAMILIES if model.config.model_type in f.model_types), None)
-    specs = family.mixers(model.config) if family else ()
+    """Return the mixers whose scan is chunked, each with the config's chunk size."""
+    if not has_family(model.config.model_type):
+        return []
+    specs = [s for s in family_of(model.config).mixers(model.config) if structure_of(s).chunked]
     config = model.config.to_dict()
     published = config.get("chunk_size") or config.get("mamba_chunk_size")
-    return [(model.get_submodule(s.path), published) for s in specs if s.kind in ("mamba2", "falcon_h1")]
+    return [(model.get_submodule(spec.path), published) for spec in specs]

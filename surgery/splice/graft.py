@@ -68,7 +68,7 @@ def splice_model(
         stays_fp32 = name.rsplit(".", 1)[-1] in hybrid._keep_in_fp32_modules_strict
         parameter.data = parameter.data.to(torch.float32 if stays_fp32 else model.dtype)
     for spec in family.mixers(config):
-        if spec.kind == "mamba2":
+        if structure_of(spec).chunked:
             mixer_of(hybrid, spec).chunk_size = mixer_of(model, spec).chunk_size  # the same rounding as the base
     hybrid.generation_config = copy.deepcopy(model.generation_config)
     return hybrid

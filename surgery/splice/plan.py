@@ -12,7 +12,7 @@ from surgery.hybrid.shipping import module_of
 from surgery.models.donors import donor_mixers
 from surgery.models.layouts import Family
 from surgery.models.lookup import family_of, geometry_of
-from surgery.models.registry import FAMILIES
+from surgery.models.registry import families
 from surgery.recipe import Splice
 from surgery.splice.source import PlanSource
 from surgery.types import Graft, HeadId, HeadSet, MixerSpec, Plan, ScoredHead
@@ -48,7 +48,7 @@ def make_plan(
     check_not_spliced(config)
     check_splices(config)
     if splice.unit == "layer" and not _takes_layers(family_of(config)):
-        names = ", ".join(family.name for family in FAMILIES if _takes_layers(family))
+        names = ", ".join(family.name for family in families() if _takes_layers(family))
         raise PlanError("splice.unit", "layer", f"Only {names} models take whole layers. Set it to head.")
     if not head_set.chosen:
         hint = "No head is chosen, so nothing would be spliced. Set splice.heads, or locate again."

@@ -43,6 +43,7 @@ from surgery.data.tokenizer import build_tokenizer
 from surgery.hybrid import Mamba2HybridConfig, Mamba2HybridForCausalLM
 from surgery.hybrid.modeling_llamba import LlambaConfig
 from surgery.hybrid.modeling_mamba2attn import Mamba2AttnConfig
+from surgery.models.lookup import families, family_of
 
 PAD = 0
 VOCAB = 61
@@ -171,25 +172,20 @@ _FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "gpt_neox": (GPTNeoXConfig, {"num_attention_heads": 4, "max_position_embeddings": 256, "num_hidden_layers": 3,
                                  "intermediate_size": 48}),
 }  # fmt: skip
-FAMILY_NAMES = tuple(_FAMILIES)
-SPLICED_FAMILIES = (
-    "mamba2",
-    "mamba2attn",
-    "mamba",
-    "falcon_mamba",
-    "llamba",
-    "zamba2",
-    "bamba",
-    "granite",
-    "nemotron_h",
-)
+_PLUGGED = {family.name: family.tiny for family in families() if family.tiny is not None}  # with pytest -p MODULE
+FAMILY_NAMES = (*_FAMILIES, *_PLUGGED)
 
 
 def pico_family_config(name: str, **more: Any) -> PreTrainedConfig:
     """The config of a tiny model of a family; `more` changes single fields."""
+    if name in _PLUGGED:
+        return _PLUGGED[name](**{**_TOKENS, **more})
     config_class, fields = _FAMILIES[name]
     hidden = {} if name == "llamba" else {"hidden_size": HIDDEN}
     return config_class(**{**_TOKENS, **hidden, **fields, **more})
+
+
+SPLICED_FAMILIES = tuple(name for name in FAMILY_NAMES if family_of(pico_family_config(name)).hybrid)
 
 
 def pico_family(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:

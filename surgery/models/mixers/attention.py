@@ -1,4 +1,4 @@
-"""Softmax attention, in Transformers and in the attention layers of hybrids. Its heads are located, never spliced."""
+"""Softmax attention, in Transformers and in the attention layers of hybrids. Its heads can be located, not spliced."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from surgery.errors import ModelError
-from surgery.models.layouts import HeadSlices, Streams
+from surgery.models.layouts import HeadSlices, Streams, register_structure
 from surgery.models.mixers.mamba2 import span
 from surgery.types import MixerSpec
 
 
+@register_structure
 class AttentionStructure:
-    """See `Structure`. A head's value is in the cache, so nothing is read from its projections."""
+    """Softmax attention; see `Structure` for the methods. Values are read from the cache."""
 
     kind = "attention"
+    chunked = False
 
     def weight_slices(self, spec: MixerSpec, head: int) -> HeadSlices:
         return HeadSlices(out=span(head, spec.head_dim))
@@ -41,7 +43,9 @@ class AttentionStructure:
         return torch.zeros_like(x_BHP)
 
     def hidden_attention(self, mixer: nn.Module, spec: MixerSpec, streams: Streams) -> Tensor:
-        raise ModelError("layer", spec.name, "Its attention is not hidden: run the model with output_attentions.")
+        raise ModelError(
+            "layer", spec.name, "It is attention. Run the model with output_attentions=True to see its weights."
+        )
 
     def state_numel(self, spec: MixerSpec) -> int:
         return 0
@@ -50,6 +54,7 @@ class AttentionStructure:
         return 2 * spec.num_groups * spec.head_dim
 
 
+@register_structure
 class NeoXAttentionStructure(AttentionStructure):
     """GPT-NeoX calls its output projection `dense`."""
 
@@ -59,6 +64,7 @@ class NeoXAttentionStructure(AttentionStructure):
         return mixer.dense
 
 
+@register_structure
 class MambaSsmAttentionStructure(AttentionStructure):
     """The attention layers of mamba_ssm's own hybrids."""
 
@@ -71,7 +77,8 @@ class MambaSsmAttentionStructure(AttentionStructure):
         return mixer.out_proj
 
 
+@register_structure
 class DonorAttentionStructure(AttentionStructure):
-    """A teacher's attention that took the place of an SSM mixer."""
+    """A teacher's attention that replaced an SSM mixer."""
 
     kind = "donor_attention"

@@ -10,27 +10,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from surgery.models.layouts import HeadSlices, Streams
+from surgery.models.layouts import HeadSlices, Streams, register_structure
 from surgery.models.mixers.mamba2 import Mamba2Structure, decayed_scores, shift, short_conv, span
 from surgery.types import MixerSpec
 
 
+@register_structure
 class LlambaStructure(Mamba2Structure):
-    """See `Structure` for what each function answers."""
+    """Llamba; see `Structure` for the methods."""
 
     kind = "llamba"
+    chunked = False
 
     def weight_slices(self, spec: MixerSpec, head: int) -> HeadSlices:
         inner, groups = spec.num_heads * spec.head_dim, spec.num_groups * spec.state_size
-        own = span(head, spec.head_dim)
+        channels = span(head, spec.head_dim)
         shared = span(spec.group_of(head), spec.state_size)
         return HeadSlices(
-            out=own,
-            gate=shift(own, inner + 2 * groups),
-            value=own,
+            out=channels,
+            gate=shift(channels, inner + 2 * groups),
+            value=channels,
             key=shift(shared, inner),
             query=shift(shared, inner + groups),
-            conv_value=own,
+            conv_value=channels,
             conv_key=shift(shared, inner),
             conv_query=shift(shared, inner + groups),
         )

@@ -10,19 +10,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from surgery.models.layouts import HeadSlices, Streams
+from surgery.models.layouts import HeadSlices, Streams, register_structure
 from surgery.models.mixers.mamba2 import shift, short_conv, span
 from surgery.types import MixerSpec
 
 
+@register_structure
 class Mamba1Structure:
-    """See `Structure` for what each function answers."""
+    """Mamba-1; see `Structure` for the methods."""
 
     kind = "mamba1"
+    chunked = False
 
     def weight_slices(self, spec: MixerSpec, head: int) -> HeadSlices:
-        own = span(head, spec.head_dim)
-        return HeadSlices(out=own, gate=shift(own, spec.num_heads * spec.head_dim), value=own, conv_value=own)
+        channels = span(head, spec.head_dim)
+        gate = shift(channels, spec.num_heads * spec.head_dim)
+        return HeadSlices(out=channels, gate=gate, value=channels, conv_value=channels)
 
     def in_proj(self, mixer: nn.Module) -> nn.Module:
         return mixer.in_proj
@@ -74,6 +77,7 @@ class Mamba1Structure:
         return 0
 
 
+@register_structure
 class FalconMambaStructure(Mamba1Structure):
     """Mamba-1 with norms on dt, B and C."""
 

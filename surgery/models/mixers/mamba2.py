@@ -1,4 +1,4 @@
-"""Mamba-2's mixer, wherever it sits: transformers' `mamba2`, and the SSM layers of its hybrids.
+"""Mamba-2's mixer, in transformers' `mamba2` and in the SSM layers of hybrids.
 
 Layout of `in_proj`'s rows and of the convolution's channels: [z | x | B | C | dt] and [x | B | C]
 (Dao and Gu, arXiv 2405.21060; transformers' `Mamba2Mixer`).
@@ -6,30 +6,34 @@ Layout of `in_proj`'s rows and of the convolution's channels: [z | x | B | C | d
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from surgery.models.layouts import HeadSlices, Streams
+from surgery.models.layouts import HeadSlices, Streams, register_structure
 from surgery.types import MixerSpec
 
 
+@register_structure
 class Mamba2Structure:
-    """See `Structure` for what each function answers."""
+    """Mamba-2; see `Structure` for the methods."""
 
     kind = "mamba2"
+    chunked = True
 
     def weight_slices(self, spec: MixerSpec, head: int) -> HeadSlices:
         inner, groups = spec.num_heads * spec.head_dim, spec.num_groups * spec.state_size
-        own = span(head, spec.head_dim)
+        channels = span(head, spec.head_dim)
         shared = span(spec.group_of(head), spec.state_size)
         return HeadSlices(
-            out=own,
-            gate=own,
-            value=shift(own, inner),
+            out=channels,
+            gate=channels,
+            value=shift(channels, inner),
             key=shift(shared, 2 * inner),
             query=shift(shared, 2 * inner + groups),
-            conv_value=own,
+            conv_value=channels,
             conv_key=shift(shared, inner),
             conv_query=shift(shared, inner + groups),
         )
@@ -80,6 +84,7 @@ class Mamba2Structure:
         return 0
 
 
+@register_structure
 class FalconH1Structure(Mamba2Structure):
     """Mamba-2 whose projections are multiplied by constants, and whose gated norm is optional."""
 
@@ -93,15 +98,14 @@ class FalconH1Structure(Mamba2Structure):
 
     def streams(self, mixer: nn.Module, spec: MixerSpec, projected: Tensor, before: Tensor | None = None) -> Streams:
         projected = projected * mixer.mup_vector
-        found = super().streams(mixer, spec, projected, before)
+        streams = super().streams(mixer, spec, projected, before)
         if mixer.mamba_rms_norm:
-            return found
-        gate = F.silu(projected[..., : spec.num_heads * spec.head_dim])
-        return Streams(found.x, found.key, found.query, found.step, gate)
+            return streams
+        return replace(streams, gate=F.silu(projected[..., : spec.num_heads * spec.head_dim]))
 
 
 def short_conv(conv1d: nn.Module, mixed_BTC: Tensor, conv_state: Tensor | None) -> Tensor:
-    """The causal depthwise convolution of (B,T,channels); `conv_state` (B,channels,kernel) came before."""
+    """Run the causal depthwise convolution over (B,T,channels), after `conv_state` (B,channels,kernel)."""
     T, width = mixed_BTC.shape[1], conv1d.weight.shape[-1] - 1
     mixed_BCT = mixed_BTC.transpose(1, 2)
     before = torch.zeros_like(mixed_BCT[..., :1]).expand(-1, -1, width) if conv_state is None else conv_state
@@ -111,7 +115,7 @@ def short_conv(conv1d: nn.Module, mixed_BTC: Tensor, conv_state: Tensor | None) 
 
 
 def decayed_scores(streams: Streams, log_decay_BTH: Tensor, spec: MixerSpec) -> Tensor:
-    """(B,H,T,T): `(C_t . B_s) exp(sum of the log decay after s, up to t)`, zero above the diagonal."""
+    """Return (B,H,T,T): `(C_t . B_s) exp(sum of the log decay after s, up to t)`, zero above the diagonal."""
     T = streams.x.shape[1]
     per_group = spec.num_heads // spec.num_groups
     scores_BHTS = torch.einsum("btgn,bsgn->bgts", streams.query, streams.key).repeat_interleave(per_group, 1)
@@ -122,10 +126,10 @@ def decayed_scores(streams: Streams, log_decay_BTH: Tensor, spec: MixerSpec) -> 
 
 
 def span(index: int, width: int) -> slice:
-    """The `index`-th block of `width`."""
+    """Return the slice of the `index`-th block of `width`."""
     return slice(index * width, (index + 1) * width)
 
 
 def shift(block: slice, by: int) -> slice:
-    """The block, further on."""
+    """Return the slice moved by `by`."""
     return slice(block.start + by, block.stop + by)

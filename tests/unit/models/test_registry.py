@@ -9,8 +9,9 @@ from transformers import FalconMambaConfig, Mamba2Config, MambaConfig, PreTraine
 
 from surgery.errors import ModelError, PlanError
 from surgery.hybrid import CLASSES
+from surgery.models.layouts import Family
 from surgery.models.lookup import STRUCTURES, family_of
-from surgery.models.registry import FAMILIES
+from surgery.models.registry import families, register_family
 from surgery.splice.plan import splice_field
 from tests.support.battery import plan_of
 from tests.support.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, pico_family_config
@@ -31,8 +32,8 @@ def test_unknown_type_names_the_nearest_and_where_to_write(name: str, nearest: s
         family_of(typed(name))
     message = str(caught.value)
     assert f"nearest is {nearest}" in message
-    assert "surgery/models/registry.py" in message and "\n" not in message
-    assert all(t in message for f in FAMILIES for t in f.model_types if not t.endswith("_hybrid"))
+    assert "docs/EXTENDING.md" in message and "\n" not in message
+    assert all(t in message for f in families() for t in f.model_types if not t.endswith("_hybrid"))
 
 
 def test_unknown_type_like_no_other_names_none() -> None:
@@ -42,11 +43,11 @@ def test_unknown_type_like_no_other_names_none() -> None:
 
 
 def test_every_type_belongs_to_one_family() -> None:
-    types = [t for family in FAMILIES for t in family.model_types]
+    types = [t for family in families() for t in family.model_types]
     assert len(set(types)) == len(types)
     hybrids = {config.model_type for config, _, _ in CLASSES}
     assert hybrids <= set(types), "every class that is registered has a family"
-    for family in FAMILIES:
+    for family in families():
         assert (family.hybrid is None) == bool(family.refuses)
         assert family.hybrid is None or family.hybrid[0].model_type in family.model_types
 
@@ -139,3 +140,19 @@ def test_no_hybrid_where_the_family_refuses(name: str) -> None:
     ):
         with pytest.raises(PlanError, match=config.model_type):
             attempt()
+
+
+def test_a_model_type_belongs_to_one_family() -> None:
+    """A name or a type that is taken is refused, and the table stays as it was."""
+    before = families()
+    for name, types in (("another", ("mamba2",)), ("mamba2", ("another_type",))):
+        with pytest.raises(ModelError, match=r"^model_type: mamba2\. The family mamba2 has it already"):
+            register_family(name, *types)(lambda config: [])
+    assert families() == before
+
+
+def test_a_family_without_hybrid_classes_says_so() -> None:
+    with pytest.raises(PlanError, match="no hybrid classes are registered"):
+        Family("plain", ("plain",), lambda config: [], refuses="no hybrid classes are registered for it.").build_hybrid(
+            typed("plain")
+        )

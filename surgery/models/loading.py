@@ -35,6 +35,7 @@ from surgery.models.lookup import family_of, has_family, unknown_type
 from surgery.models.runtime import check_release, shorten_chunks
 from surgery.recipe import Base
 from surgery.recipe.public import _is_hub_id, source_of
+from surgery.registry import load_plugins
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _CONFIG_HINT = "Correct config.json, or download it again."
@@ -128,6 +129,7 @@ def open_checkpoint(base: Base) -> Checkpoint:
     Raises:
         ModelError: no such folder or repository, no config, a broken one, an unknown model type or format.
     """
+    load_plugins()  # installed packages may register families
     model, revision = source_of(base.model, base.revision)
     if not _is_hub_id(model):
         if not Path(model).is_dir():

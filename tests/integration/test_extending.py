@@ -216,3 +216,79 @@ def test_a_locating_method_from_outside(tmp_path: Path) -> None:
     assert (column["label"], column["unit"]) == ("direct logits", "dot product")
     assert column["caption"].startswith("Dot product: what it adds at the query")
     assert data["units"]["dot product"] == {"title": "Dot product", "digits": 3}
+
+
+def test_a_family_from_outside(tmp_path: Path) -> None:
+    """A run on it, an export that loads without this library, and the battery with its tiny model."""
+    files = {name: block("A model family", f'python title="{name}.py"') for name in ("twin_hybrid", "twin_family")}
+    assert sum(bool(line.strip()) for code in files.values() for line in code.splitlines()) <= 40
+    for name, code in files.items():
+        (tmp_path / f"{name}.py").write_text(code)
+    base = pico_base(vocab_size=1024, layers=2)
+    base.config.model_type = "twin"
+    base.save_pretrained(tmp_path / "base")
+    pico_tokenizer().save_pretrained(tmp_path / "base")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    (tmp_path / "base" / "config.json").write_text(json.dumps({**config, "model_type": "twin"}))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(yaml.safe_load(TINY) | {"plugins": ["twin_family"]}))
+    done = command("run", "recipe.yaml", cwd=tmp_path, path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    export = tmp_path / "runs" / "tiny" / "export"
+    assert (
+        json.loads((export / "config.json").read_text())["auto_map"]["AutoConfig"]
+        == "twin_hybrid.TwinMambaHybridConfig"
+    )
+    assert "from .modeling_mamba2_hybrid import" in (export / "twin_hybrid.py").read_text()
+    verified = command("verify", str(export), "--plugin", "twin_family", cwd=tmp_path, path=tmp_path)
+    assert verified.returncode == 0 and "in stock transformers" in verified.stdout, verified.stderr
+    unknown = command("verify", str(export), cwd=tmp_path, path=None)
+    assert unknown.returncode == 2 and "twin_hybrid" in unknown.stderr and "EXTENDING.md" in unknown.stderr
+
+    tests = [f"tests/integration/test_{name}.py" for name in ("families", "family_hybrids")]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    battery = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "twin_family",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "twin",
+        *tests,
+    ]
+    done = subprocess.run(battery, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_an_attention_branch_from_outside(tmp_path: Path) -> None:
+    """A run splices, trains and exports it; the export brings its file, which only a plugin or trust lets run."""
+    assert len(block("An attention branch").splitlines()) <= 40
+    write_tiny(tmp_path, "An attention branch", "cosine_attention")
+    done = command("run", "recipe.yaml", cwd=tmp_path, path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    export = tmp_path / "runs" / "tiny" / "export"
+    config = json.loads((export / "config.json").read_text())
+    assert config["splice"][0]["init"] == "cosine" and config["splice"][0]["temperature"] == 0.1
+    assert config["auto_map"]["AutoModelForCausalLM"] == "hybrid_with_branches.Mamba2HybridForCausalLM"
+    assert "from .attention import SplicedAttention" in (export / "cosine_attention.py").read_text()
+    weights = load_file(export / "model.safetensors")
+    assert weights["backbone.layers.1.mixer.attention.o_proj.weight"].any(), "it was trained"
+
+    alone = command("verify", str(export), cwd=export.parent, path=None)
+    assert alone.returncode == 2 and len(alone.stderr.splitlines()) == 1
+    assert "cosine" in alone.stderr and "--plugin" in alone.stderr and "--trust-remote-code" in alone.stderr
+    for words, path in ((["--plugin", "cosine_attention"], tmp_path), (["--trust-remote-code"], None)):
+        verified = command("verify", str(export), *words, cwd=export.parent, path=path)
+        assert verified.returncode == 0 and "in stock transformers" in verified.stdout, verified.stderr
+    # With the plugin, a changed file is refused before it runs.
+    mark = tmp_path / "it ran"
+    copy = Path(shutil.copytree(export, tmp_path / "copy"))
+    with open(copy / "cosine_attention.py", "a") as file:
+        file.write(f"open({str(mark)!r}, 'w').close()\n")
+    record = json.loads((copy / "export.json").read_text())
+    (copy / "export.json").write_text(json.dumps({k: v for k, v in record.items() if k != "files"}))
+    changed = command("verify", str(copy), "--plugin", "cosine_attention", cwd=copy.parent, path=tmp_path)
+    assert changed.returncode == 2 and "cosine_attention.py" in changed.stderr and not mark.exists()

@@ -89,7 +89,7 @@ class Reader:
         if columns.messages is not None or self.data.chat_template:
             messages = self._messages(row, fields)
             request, answer = messages[-2]["content"], messages[-1]["content"]
-            prompt = self._chat(row, messages[:-1])
+            prompt = self._chat_prompt(row, messages[:-1])
         else:
             request = prompt = _string(row, fields, columns.prompt)
             answer = _string(row, fields, columns.answer)
@@ -101,7 +101,8 @@ class Reader:
         segment = value = None
         if columns.answer_span is not None:
             value = _value(row, fields.get(columns.answer_span), request, prompt, answer)
-            segment = _line(prompt, value)
+            line_end = prompt.find("\n", value[1] - 1)
+            segment = prompt.rfind("\n", 0, value[0]) + 1, line_end + 1 if line_end >= 0 else len(prompt)
         return Document(self.task, text, (Question((len(prompt), len(text)), (), -1, segment, value),))
 
     def read(self, rows: Iterable[Row]) -> Iterator[Piece]:
@@ -181,7 +182,7 @@ class Reader:
             raise DataError(row.where, f"the last message is of {messages[-1]['role']!r}", hint)
         return messages
 
-    def _chat(self, row: Row, messages: list[dict[str, Any]]) -> str:
+    def _chat_prompt(self, row: Row, messages: list[dict[str, Any]]) -> str:
         try:
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         except (TemplateError, ValueError, TypeError, KeyError) as error:
@@ -238,7 +239,11 @@ def cut(
     start, at = 0, 0  # token, character
     while start < len(ids):
         best: tuple[int, int, int] | None = None
-        ends = (e for e in range(min(start + limit, len(ids)), start, -1) if _between(offsets, e))
+        ends = (
+            end
+            for end in range(min(start + limit, len(ids)), start, -1)
+            if end == len(offsets) or offsets[end - 1][1] <= offsets[end][0]  # the two tokens share no character
+        )
         for end in islice(ends, _CUT_TRIES):
             stop = offsets[end][0] if end < len(ids) else len(text)
             piece = tokens(text[at:stop])
@@ -253,11 +258,6 @@ def cut(
         pieces.append(((at, best[1]), best[2]))
         start, at = best[:2]
     return pieces
-
-
-def _between(offsets: Sequence[Span], end: int) -> bool:
-    """True if the token before `end` and the one at it share no character."""
-    return end == len(offsets) or offsets[end - 1][1] <= offsets[end][0]
 
 
 def check_documents(
@@ -361,12 +361,6 @@ def _value(row: Row, span: Any, request: str, prompt: str, answer: str) -> Span:
     if prompt[start + shift : end + shift] != request[start:end] or shift < -lead:
         raise DataError(where, "the chat template changes the prompt", "Remove the span: its place is not known.")
     return start + shift, end + shift
-
-
-def _line(prompt: str, value: Span) -> Span:
-    """The line (or lines) of the value, with the newline at the end."""
-    end = prompt.find("\n", value[1] - 1)
-    return prompt.rfind("\n", 0, value[0]) + 1, end + 1 if end >= 0 else len(prompt)
 
 
 def _short(value: object) -> str:

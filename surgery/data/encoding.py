@@ -228,13 +228,11 @@ def _choices(question: Question, document: Document, answer: Ids, tokens: Callab
     ends: list[Ids] = [()] * len(choices)
     if question.value and question.segment and len({choice[0] for choice in choices}) < len(choices):
         end = document.text[question.value[1] : question.segment[1]]
-        ends = [_next(tokens(before + text), tokens(before + text + end)) for text in question.choices]
+        for k, text in enumerate(question.choices):
+            shorter, longer = tokens(before + text), tokens(before + text + end)
+            if longer[: len(shorter)] == shorter:
+                ends[k] = longer[len(shorter) : len(shorter) + 1]
     try:
         return distinct_prefixes(choices, ends)
     except ProbeError as error:
         raise ProbeError(f"{document.task} choices", list(question.choices)[:8], error.hint) from None
-
-
-def _next(shorter: Ids, longer: Ids) -> Ids:
-    """The token of `longer` after those of `shorter`, if it starts with them."""
-    return longer[len(shorter) : len(shorter) + 1] if longer[: len(shorter)] == shorter else ()

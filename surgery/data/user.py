@@ -110,13 +110,11 @@ class IndexedDocuments:
             while len(self._starts) < step + 2:
                 self._starts.append(self._next(self._starts[-1], self.source.tokens or 0))
             places = range(self._starts[step], self._starts[step + 1])
-        return [self._document(place) for place in places]
-
-    def _document(self, place: int) -> Document:
-        """The document at a place in the sequence of all epochs."""
-        epoch, at = divmod(place, len(self))
-        row, start, end, _ = self._pieces_N4[self._order(epoch)[at]].tolist()
-        return part(self.reader.document(self._rows[row]), (start, end))
+        documents = []
+        for epoch, at in (divmod(place, len(self)) for place in places):
+            row, start, end, _ = self._pieces_N4[self._order(epoch)[at]].tolist()
+            documents.append(part(self.reader.document(self._rows[row]), (start, end)))
+        return documents
 
     def _order_of(self, epoch: int) -> np.ndarray:
         """(N,) order of an epoch, from (seed, source, epoch)."""

@@ -91,10 +91,11 @@ def compare_models(recipe: Comparison, folder: Path, progress: Tick | None = Non
         inputs = {f"models.{i}": model for i, model in enumerate(recipe.models)}
         check_replaceable("folder", folder, "comparison", inputs, "Set another name, such as name=my-comparison.")
         began = time.perf_counter()
-        bases = {
-            name: Base(model=model, dtype=recipe.dtype, trust_remote_code=recipe.trust_remote_code)
-            for name, model in zip(_names(recipe.models), recipe.models, strict=True)
-        }
+        bases: dict[str, Base] = {}
+        names = [public_name(model) for model in recipe.models]
+        for i, (name, model) in enumerate(zip(names, recipe.models, strict=True)):
+            numbered = name if names.count(name) == 1 else f"{name} ({1 + names[:i].count(name)})"
+            bases[numbered] = Base(model=model, dtype=recipe.dtype, trust_remote_code=recipe.trust_remote_code)
         results, models = _evaluate(recipe, bases, progress)
         with new_folder(folder) as new:
             kv = {name: summary["kv_retrieval"] for name, summary in results["arms"].items()}
@@ -151,12 +152,6 @@ def _evaluate(
         "seed": recipe.seed,
     }
     return results, models
-
-
-def _names(models: Sequence[str]) -> list[str]:
-    """Public names; equal ones are numbered."""
-    names = [public_name(model) for model in models]
-    return [name if names.count(name) == 1 else f"{name} ({1 + names[:i].count(name)})" for i, name in enumerate(names)]
 
 
 __all__ = ["Comparison", "compare_models", "load_comparison"]

@@ -157,7 +157,10 @@ def exact_matches(
     for start in range(0, len(documents), batch_size):
         chunk = documents[start : start + batch_size]
         prompts = encode(chunk, tokenizer, padding_side="left", until_answer=True).to(model.device)
-        lengths = _answer_lengths(chunk, tokenizer, prompts)
+        cut = [Document(d.task, d.text[: d.questions[-1].answer[1]]) for d in chunk]
+        whole_B = encode(cut, tokenizer).attention_mask.sum(1)
+        answer_B = (whole_B - prompts.attention_mask.sum(1).cpu()).tolist()
+        lengths = [n - _has_end_token(d, tokenizer) for n, d in zip(answer_B, chunk, strict=True)]
         new_BN = generate_greedy(model, prompts, max(lengths), tokenizer.eos_token_id)
         for document, ids, length in zip(chunk, new_BN.tolist(), lengths, strict=True):
             text = document.text[slice(*document.questions[-1].answer)]
@@ -244,16 +247,6 @@ def _choice_scores(
 def _has_end_token(document: Document, tokenizer: PreTrainedTokenizerBase) -> bool:
     """True if the end token follows the document's answer."""
     return tokenizer.eos_token is not None and document.text.endswith(str(tokenizer.eos_token))
-
-
-def _answer_lengths(
-    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, prompts: EncodedBatch
-) -> list[int]:
-    """Tokens of each answer without the end token."""
-    cut = [Document(d.task, d.text[: d.questions[-1].answer[1]]) for d in documents]
-    whole = encode(cut, tokenizer).attention_mask.sum(1).tolist()
-    before = prompts.attention_mask.sum(1).tolist()
-    return [w - b - _has_end_token(d, tokenizer) for w, b, d in zip(whole, before, documents, strict=True)]
 
 
 __all__ = [

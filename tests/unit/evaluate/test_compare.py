@@ -36,7 +36,12 @@ def test_a_change_leaves_the_other_defaults() -> None:
 
 @pytest.mark.parametrize(
     ("models", "change", "field"),
-    [([], (), "models"), (["a", "a"], (), "twice"), (["a"], ("evaluate.pears=[2]",), "evaluate.pears")],
+    [
+        ([], (), "models"),
+        (["a", "a"], (), "twice"),
+        (["a"], ("evaluate.pears=[2]",), "evaluate.pears"),
+        (["a"], ("plugins=[no_such_module]",), "plugins: no_such_module"),
+    ],
 )
 def test_what_cannot_be_meant_is_refused(models: list[str], change: tuple[str, ...], field: str) -> None:
     with pytest.raises(RecipeError, match=field):

@@ -11,6 +11,7 @@ start a command that needs them with `subprocess`.
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import selectors
@@ -226,6 +227,8 @@ def import_stock() -> None:
 def serve(kind: str, address: str, stock_address: str | None = None) -> None:
     """Answer requests until the process that started the server ends."""
     main = import_stock() if kind == "stock" else import_library(Reloads(stock_address) if stock_address else None)
+    gc.collect()
+    gc.freeze()  # children do not visit, and so do not copy, what the imports have made
     waiting = selectors.DefaultSelector()
     waiting.register(sys.stdin, selectors.EVENT_READ, "end")
     with socket.socket(socket.AF_UNIX) as listener:

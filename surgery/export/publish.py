@@ -1,13 +1,11 @@
-"""Publishes an exported folder on the Hub and checks what arrived. Owns: that conversation, its errors' wording.
+"""Publish an export on the Hub in one commit, and verify what arrived.
 
-Must never know: what a model is (`verify` does), recipes, how a card is written. The client is huggingface_hub's own;
-docs/PUBLISH.md says what it sends. The token is read where huggingface_hub reads it, and is in nothing that this module
-says.
+The commit is made with `HfApi.create_commit`, which applies all changes or none. `HfApi.upload_folder` may split an
+upload into several commits when hf_xet is installed. No message or error holds the token.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from huggingface_hub import (
     CommitOperationAdd,
@@ -32,31 +30,34 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils.sha import git_hash
 
 from surgery import __version__
 from surgery.errors import ModelError, SurgeryError
 from surgery.export.files import LOADABLE, check_entries, sha256_of, visible_files
+from surgery.export.formats import ExportFormat
 from surgery.export.verify import verify_folder
 from surgery.files.secret_scan import search, secrets_of_environment
+from surgery.recipe.export import EXPORT_FORMATS
 
 TRIES = 4
-LONGEST_WAIT = 300.0  # seconds; a Hub that asks for more is left alone
-_LISTED = 8  # findings that an error names
+LONGEST_WAIT = 300.0  # seconds; if the Hub asks for more, the command fails
+_MAX_FINDINGS = 8  # in one error
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Published:
-    """What was done, and where it is.
+    """Result of a publication.
 
     Attributes:
-        commit: the commit that holds the folder, on the Hub before or made now.
-        url: of that commit, or of the pull request.
-        sent: the files that were new or other than on the Hub; empty if nothing was to be done.
-        removed: weights, code and settings of another export, removed in the same commit.
-        kept: other files of the repository that are not in the folder, left as they are.
-        checked: how many files were downloaded again and found the same.
+        commit: the commit that holds the folder. It may have existed before.
+        url: address of that commit, or of the pull request.
+        sent: files that were new or different; empty if the Hub had all of them.
+        removed: weights, code and configs of another export, removed in the same commit.
+        kept: other files of the repository that are not in the folder.
+        checked: number of files that were downloaded and compared.
     """
 
     repo_id: str
@@ -82,25 +83,26 @@ def publish(
     sleep: Callable[[float], None] = time.sleep,
     plugins: Sequence[str] = (),
 ) -> Published:
-    """Puts an export on the Hub in one commit, downloads it and compares every file.
+    """Verify an export, upload it in one commit, download it and compare every file.
 
-    Interrupted anywhere, the same call goes on: large files that the Hub has are not sent again, and if it has all of
-    them nothing is committed.
+    After an interruption, call it again: large files that the Hub has are not sent again, and nothing is committed if
+    it has all files.
 
     Args:
-        folder: an export; hidden files in it stay here.
-        repo_id: ORG/NAME; made if it is not there.
-        public: who may read a repository that is made. One that everyone can read already needs it as well.
-        revision: a branch, made from `main` if it is not there, or `refs/pr/N`.
-        pull_request: propose the commit to `main`; one that is open with the same title and files is taken as it is.
-        trust_remote_code: verify a folder whose modelling files are not this version's, by running them.
-        endpoint: of another Hub; HF_ENDPOINT if not said.
-        say: is told what is done, line by line.
-        sleep: waits that many seconds between tries.
+        folder: an export. Hidden files are not uploaded.
+        repo_id: ORG/NAME. Created if it does not exist.
+        public: create a public repository. Also required to publish in one that is public already.
+        revision: a branch, created from `main` if it does not exist, or `refs/pr/N`.
+        pull_request: open a pull request against `main`. An open one with the same title and files is reused.
+        trust_remote_code: verify modelling files that are not known by running them.
+        endpoint: address of the Hub; HF_ENDPOINT if None.
+        say: called with each line of progress.
+        sleep: waits between retries, in seconds.
+        plugins: modules to import that register export formats or attention branches.
 
     Raises:
-        ModelError: the folder does not verify, or the Hub gives back another file.
-        SurgeryError: no token, a bad name, a path of this machine or a token in a file, or whatever the Hub answers.
+        ModelError: the folder does not verify, or the Hub returns other bytes.
+        SurgeryError: no token, an invalid name, a local path or a token in a file, or an error of the Hub.
     """
     folder = Path(folder)
     _check_request(repo_id, revision, pull_request)
@@ -109,23 +111,27 @@ def publish(
         raise SurgeryError(
             "token", "none", "Log in with `hf auth login`, or set HF_TOKEN to a token with write access."
         )
-    # Before the checks: a file that changes after them is not what the Hub is to give back.
+    # Computed before the checks: if a file changes after them, the Hub returns another hash.
     sums = {name: sha256_of(path) for name, path in published_files(folder).items()}
-    for sentence in verify_folder(folder, trust_remote_code, plugins)["not_checked"]:
+    report = verify_folder(folder, trust_remote_code, plugins)
+    for sentence in report["not_checked"]:
         say(f"not checked: {sentence}")
     files = published_files(folder)
     check_private(files, folder, token)
     if sorted(files) != sorted(sums):
-        raise ModelError("FOLDER", str(folder), "Its files changed while they were checked. Publish it again.")
-    say(f"verified {folder}: {len(files)} files, {sum(p.stat().st_size for p in files.values()):,} bytes")
+        raise ModelError("FOLDER", str(folder), "Its files changed during the checks. Publish it again.")
+    size = sum(path.stat().st_size for path in files.values())
+    export_format: type[ExportFormat] = EXPORT_FORMATS[report.get("format", "transformers")]
+    say(f"verified {folder}: {export_format.summary}, {len(files)} files, {size:,} bytes")
     hub = _Hub(HfApi(endpoint=endpoint, token=token), repo_id, revision or "main", token, say, sleep)
     private = hub.prepare(public)
     title = message or f"Hybrid exported by ssm-surgery {__version__}"
-    done = hub.patiently("send the files", lambda: hub.send(files, sums, title, pull_request))
-    what = f"sent {len(done.sent)} files" if done.sent or done.removed else "the Hub has all of it; nothing was sent"
+    loadable = (*LOADABLE, *export_format.loadable)
+    done = hub.retry("upload the files", lambda: hub.upload(files, sums, title, pull_request, loadable))
+    what = f"uploaded {len(done.sent)} files" if done.sent or done.removed else "the Hub has all files"
     say(f"{what}: commit {done.commit}")
     hub.check(sums, done.commit)
-    say(f"downloaded {len(sums)} files and compared their sha256: all the same")
+    say(f"downloaded {len(sums)} files: every sha256 matches")
     return Published(repo_id, private, done.commit, done.url, done.sent, done.removed, done.kept, len(sums))
 
 
@@ -135,42 +141,43 @@ def _check_request(repo_id: str, revision: str | None, pull_request: bool) -> No
     except HFValidationError as error:
         raise SurgeryError("ORG/NAME", repo_id, str(error).splitlines()[0]) from None
     if "/" not in repo_id:
-        raise SurgeryError(
-            "ORG/NAME", repo_id, "Say whose it is: your name on the Hub or an organization, then a slash."
-        )
+        raise SurgeryError("ORG/NAME", repo_id, "Use OWNER/NAME, for example my-org/my-hybrid.")
     if pull_request and revision is not None:
-        raise SurgeryError("--pr", f"with --revision {revision}", "A pull request is made against main. Leave one out.")
+        raise SurgeryError(
+            "--pr", f"with --revision {revision}", "A pull request is opened against main. Remove one of the two."
+        )
 
 
 def published_files(folder: Path) -> dict[str, Path]:
-    """Every file by its path in the repository, in order; hidden ones and compiled Python are left out.
+    """Map paths in the repository to files, in order, without hidden files and compiled Python.
 
     Raises:
-        ModelError: the folder holds a symbolic link, or another thing that is no plain file.
+        ModelError: the folder holds a symbolic link or a special file.
     """
     check_entries(folder)
     return {path.relative_to(folder).as_posix(): path for path in visible_files(folder)}
 
 
 def check_private(files: Mapping[str, Path], folder: Path, token: str | None = None) -> None:
-    """Search every file but the numbers of weights for tokens and for paths of this or another machine.
+    """Search every file except the values of weights for tokens and local paths.
 
-    Besides anybody's home directory, the paths are the own home, the current folder and the export's own.
+    Local paths are home directories of any user, the current folder and the folder of the export.
 
     Raises:
-        SurgeryError: names file and line of the first, and where more are. A token is not repeated.
+        SurgeryError: names file and line of the first finding, and the places of more. It does not repeat a token.
     """
     places = {str(p) for p in (Path.home(), Path.cwd(), folder.absolute(), folder.resolve())} - {"/"}
     known = secrets_of_environment() | ({"the token of the Hub": token} if token else {})
-    found = list(islice(search(files, places, known), _LISTED))
-    if found:
-        more = sorted({finding.where for finding in found} - {found[0].where})
-        hint = f"{found[0].hint} There is more in {', '.join(more)}." if more else found[0].hint
-        raise SurgeryError(found[0].where, found[0].value, hint)
+    findings = list(islice(search(files, places, known), _MAX_FINDINGS))
+    if findings:
+        first = findings[0]
+        more = sorted({finding.where for finding in findings} - {first.where})
+        hint = f"{first.hint} There is more in {', '.join(more)}." if more else first.hint
+        raise SurgeryError(first.where, first.value, hint)
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _Upload:
     commit: str
     url: str
     sent: tuple[str, ...] = ()
@@ -180,7 +187,7 @@ class _Sent:
 
 @dataclass(frozen=True)
 class _Hub:
-    """One repository, spoken to until it answers or the tries are used up."""
+    """One repository on the Hub, accessed with retries."""
 
     api: HfApi
     repo_id: str
@@ -189,10 +196,11 @@ class _Hub:
     say: Callable[[str], None]
     sleep: Callable[[float], None]
 
-    def patiently(self, doing: str, step: Callable[[], T]) -> T:
-        """Tries a step again where that may help: rate limits, faults of the Hub, lost connections.
+    def retry(self, doing: str, step: Callable[[], T]) -> T:
+        """Run a repeatable step, and retry it after rate limits, server errors and lost connections.
 
-        A step has to be one that may be repeated. Raises SurgeryError where trying again would not help.
+        Raises:
+            SurgeryError: another error, or the last try failed.
         """
         for attempt in range(TRIES):
             try:
@@ -204,38 +212,48 @@ class _Hub:
                 wait = _wait(cause, attempt)
                 if wait is None or wait > LONGEST_WAIT or attempt == TRIES - 1:
                     raise self._explained(cause, doing) from None
-                self.say(f"could not {doing} ({self._short(cause)}); trying again in {wait:g} s")
+                self.say(f"could not {doing} ({self._short(cause)}); retrying in {wait:g} s")
                 self.sleep(wait)
         raise AssertionError("the last try returns or raises")
 
     def prepare(self, public: bool) -> bool:
-        """Makes the repository and the branch where they are not there. Returns whether it is private."""
-        asking = "find or make the repository"
-        self.patiently(asking, lambda: self.api.create_repo(self.repo_id, private=not public, exist_ok=True))
-        private = bool(self.patiently(asking, lambda: self.api.model_info(self.repo_id)).private)
+        """Create the repository and the branch if they do not exist. Return True if the repository is private."""
+        doing = "find or create the repository"
+        self.retry(doing, lambda: self.api.create_repo(self.repo_id, private=not public, exist_ok=True))
+        private = bool(self.retry(doing, lambda: self.api.model_info(self.repo_id)).private)
         if not private and not public:
-            hint = "Give --public to publish there, or name another repository."
-            raise SurgeryError(self.repo_id, "everyone can read it", hint)
+            hint = "Pass --public to publish there, or use another repository."
+            raise SurgeryError(self.repo_id, "this repository is public", hint)
         self.say(f"{self.repo_id} is {'private' if private else 'public'}")
         if public and private:
-            self.say("it was there before and stays private: its settings on the Hub change that")
+            self.say("the repository existed and stays private; change that in its settings on the Hub")
         if self.revision != "main" and not self.revision.startswith("refs/"):
-            making = f"make the branch {self.revision}"
-            self.patiently(making, lambda: self.api.create_branch(self.repo_id, branch=self.revision, exist_ok=True))
+            doing = f"create the branch {self.revision}"
+            self.retry(doing, lambda: self.api.create_branch(self.repo_id, branch=self.revision, exist_ok=True))
         return private
 
-    def send(self, files: Mapping[str, Path], sums: Mapping[str, str], title: str, pull_request: bool) -> _Sent:
-        """One commit that makes the revision hold the files, or none if it does already.
+    def upload(
+        self,
+        files: Mapping[str, Path],
+        sums: Mapping[str, str],
+        title: str,
+        pull_request: bool,
+        loadable: tuple[str, ...],
+    ) -> _Upload:
+        """Make the revision hold the files, in one commit, or in none if it holds them already.
 
-        Whatever is left of an earlier try is found by looking: the step may be repeated.
+        The step can be repeated: a commit whose answer was lost is found.
+
+        Args:
+            loadable: other files with these suffixes are removed from the repository.
         """
-        new, removed, kept = self._changes(files, sums, self.revision)
+        new, removed, kept = self._changes(files, sums, self.revision, loadable)
         if not new and not removed:
             return self._head(self.revision, kept)
-        if pull_request and (found := self._open_request(files, sums, title)) is not None:
-            return found
+        if pull_request and (opened := self._open_request(files, sums, title, loadable)) is not None:
+            return opened
         total = sum(files[name].stat().st_size for name in new)
-        self.say(f"sending {len(new)} files, {total:,} bytes; what the Hub has of them is not sent again")
+        self.say(f"uploading {len(new)} files, {total:,} bytes; content that the Hub has is not sent again")
         adds = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=files[name]) for name in new]
         deletes = [CommitOperationDelete(path_in_repo=name) for name in removed]
         changes = [*adds, *deletes]
@@ -246,129 +264,121 @@ class _Hub:
         except ValueError as error:
             if "README.md" not in str(error):
                 raise
-            said = " ".join(str(error).split()).replace(self.token, "<token>")
-            raise ModelError("README.md", said, "Correct its front matter.") from None
-        return _Sent(done.oid, done.pr_url or done.commit_url, tuple(new), tuple(removed), tuple(kept))
+            text = " ".join(str(error).split()).replace(self.token, "<token>")
+            raise ModelError("README.md", text, "Correct its front matter.") from None
+        return _Upload(done.oid, done.pr_url or done.commit_url, tuple(new), tuple(removed), tuple(kept))
 
     def _changes(
-        self, files: Mapping[str, Path], sums: Mapping[str, str], revision: str
+        self, files: Mapping[str, Path], sums: Mapping[str, str], revision: str, loadable: tuple[str, ...]
     ) -> tuple[list[str], list[str], list[str]]:
-        """Files to send, those of another export to remove, and others of the repository to leave."""
+        """Files to upload, files of another export to remove, and other files of the repository."""
         listed = self.api.list_repo_tree(self.repo_id, recursive=True, revision=revision)
-        there = {entry.path: entry for entry in listed if isinstance(entry, RepoFile)}
-        new = [name for name in files if name not in there or not _is_same(there[name], files[name], sums[name])]
-        others = [name for name in sorted(there) if name not in files and name != ".gitattributes"]
-        removed = [name for name in others if name.endswith(LOADABLE)]
+        remote = {entry.path: entry for entry in listed if isinstance(entry, RepoFile)}
+        new = [name for name in files if name not in remote or not _is_same(remote[name], files[name], sums[name])]
+        others = [name for name in sorted(remote) if name not in files and name != ".gitattributes"]
+        removed = [name for name in others if name.endswith(loadable)]
         return new, removed, [name for name in others if name not in removed]
 
-    def _head(self, revision: str, kept: list[str], url: str | None = None) -> _Sent:
+    def _head(self, revision: str, kept: list[str], url: str | None = None) -> _Upload:
         commit = self.api.model_info(self.repo_id, revision=revision).sha
-        return _Sent(commit, url or f"{self.api.endpoint}/{self.repo_id}/commit/{commit}", kept=tuple(kept))
+        return _Upload(commit, url or f"{self.api.endpoint}/{self.repo_id}/commit/{commit}", kept=tuple(kept))
 
-    def _open_request(self, files: Mapping[str, Path], sums: Mapping[str, str], title: str) -> _Sent | None:
-        """An open pull request that holds just these files, such as one whose answer was lost."""
-        found = self.api.get_repo_discussions(self.repo_id, discussion_type="pull_request", discussion_status="open")
-        for request in found:
+    def _open_request(
+        self, files: Mapping[str, Path], sums: Mapping[str, str], title: str, loadable: tuple[str, ...]
+    ) -> _Upload | None:
+        """Find an open pull request with this title and these files, such as one whose answer was lost."""
+        requests = self.api.get_repo_discussions(self.repo_id, discussion_type="pull_request", discussion_status="open")
+        for request in requests:
             if request.title == title and request.git_reference is not None:
-                new, removed, kept = self._changes(files, sums, request.git_reference)
+                new, removed, kept = self._changes(files, sums, request.git_reference, loadable)
                 if not new and not removed:
                     return self._head(request.git_reference, kept, request.url)
         return None
 
     def check(self, sums: Mapping[str, str], commit: str) -> None:
-        """Downloads every file of a commit, one at a time, into a cache of its own, and compares its sha256.
+        """Download every file of a commit, each into a temporary cache, and compare its sha256.
 
         Raises:
-            ModelError: names the first file that is missing or another one.
+            ModelError: names the first file that is missing or different.
         """
         for name, expected in sums.items():
             with TemporaryDirectory() as cache:
-                found = self.patiently(f"read back {name}", lambda: self._download(name, commit, cache))  # noqa: B023
-            if found != expected:
-                value = f"the Hub gives back other bytes (sha256 {found}, not {expected})"
-                raise ModelError(name, value, "Publish again; if that does not help, delete it on the Hub first.")
+                digest = self.retry(f"download {name}", lambda: self._download(name, commit, cache))  # noqa: B023
+            if digest != expected:
+                value = f"the Hub returned other bytes (sha256 {digest}, expected {expected})"
+                raise ModelError(name, value, "Publish again. If that does not help, delete the file on the Hub first.")
 
     def _download(self, name: str, commit: str, cache: str) -> str:
-        """The sha256 of a file of the commit."""
+        """SHA-256 of a file of the commit."""
         try:
             return sha256_of(Path(self.api.hf_hub_download(self.repo_id, name, revision=commit, cache_dir=cache)))
         except RemoteEntryNotFoundError:
-            hint = "If the repository's .gitignore names it, change that on the Hub and publish again."
-            raise ModelError(name, "the Hub left it out", hint) from None
+            hint = "If the repository's .gitignore excludes it, change that on the Hub and publish again."
+            raise ModelError(name, "missing on the Hub after the commit", hint) from None
 
     def _short(self, error: Exception) -> str:
-        """One line of what went wrong, without the token."""
+        """First line of an error message, without the token."""
         if isinstance(error, HfHubHTTPError):
-            said = error.server_message or error.response.reason_phrase
-            text = f"{error.response.status_code}, {said}"
+            text = f"{error.response.status_code}, {error.server_message or error.response.reason_phrase}"
         else:
             text = str(error) or type(error).__name__
         line = next((line for line in text.splitlines() if line.strip()), "no message")
         return line.replace(self.token, "<token>")[:200].rstrip(".")
 
     def _explained(self, error: Exception, doing: str) -> SurgeryError:
-        """What the user can do about it."""
+        """The error with what the user can do about it."""
         value = f"could not {doing} ({self._short(error)})"
         if isinstance(error, OfflineModeIsEnabled):
             return SurgeryError("HF_HUB_OFFLINE", "1", "Publishing needs the Hub. Unset it.")
         if isinstance(error, HfHubHTTPError):
             status, wait = error.response.status_code, _retry_after(error)
-            again = f"Run it again {f'in {wait:g} s' if wait else 'later'}: it goes on where it stopped."
-            hint = again if status == 429 or status >= 500 else _HINTS.get(status, "The Hub's answer says why.")
+            again = f"Run the same command again {f'in {wait:g} s' if wait else 'later'}: it resumes."
+            hint = again if status == 429 or status >= 500 else _HINTS.get(status, "See the answer of the Hub.")
             return SurgeryError("token" if status == 401 else self.repo_id, value, hint)
         if "xet" in value:
-            return SurgeryError(self.repo_id, value, "A Hub without Xet needs HF_HUB_DISABLE_XET=1.")
+            return SurgeryError(self.repo_id, value, "If this Hub has no Xet storage, set HF_HUB_DISABLE_XET=1.")
         if isinstance(error, HTTPError | ConnectionError):
-            hint = "The connection was lost. Run it again: it goes on where it stopped."
+            hint = "The connection was lost. Run the same command again: it resumes."
             return SurgeryError(str(self.api.endpoint), value, hint)
-        return SurgeryError(self.repo_id, value, "The client's message says why.")
+        return SurgeryError(self.repo_id, value, "See the message of huggingface_hub.")
 
 
 _HINTS = {
-    401: "The Hub does not know this token. Log in with `hf auth login`, or set HF_TOKEN to a valid one.",
-    403: "The token may not write there. Make one with write access to it under Settings, Access Tokens, on the Hub.",
-    404: "It is not there, or this token may not see it. Check the name, the revision and the token's access.",
-    409: "Something else changes the repository at this moment. Run it again.",
-    412: "Something else was committed there meanwhile. Run it again.",
+    401: "The Hub rejects this token. Log in with `hf auth login`, or set HF_TOKEN to a valid one.",
+    403: "The token has no write access. Create one that does under Settings, Access Tokens, on the Hub.",
+    404: "It does not exist, or the token has no access to it. Check the name, the revision and the token.",
+    409: "The repository is being changed by another client. Run the same command again.",
+    412: "Another client committed to the repository. Run the same command again.",
 }
 
 
 def _cause(error: Exception) -> Exception:
-    """The answer or the lost connection that an error of the client stands for; the error itself if there is none."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, HTTPError | OfflineModeIsEnabled):
-            return seen
-        seen = seen.__cause__ or seen.__context__
+    """The HTTP error in the chain of causes; the error itself if there is none."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, HTTPError | OfflineModeIsEnabled):
+            return cause
+        cause = cause.__cause__ or cause.__context__
     return error
 
 
 def _retry_after(error: HfHubHTTPError) -> float | None:
-    given = error.response.headers.get("Retry-After", "")
-    return float(given) if given.isdigit() else None
+    seconds = error.response.headers.get("Retry-After", "")
+    return float(seconds) if seconds.isdigit() else None
 
 
 def _wait(error: Exception, attempt: int) -> float | None:
-    """Seconds until a try that may help; None where none would."""
+    """Seconds to wait before a retry; None if a retry cannot help."""
     usual = 2.0**attempt
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code
         return (_retry_after(error) or usual) if status in (408, 409, 412, 429) or status >= 500 else None
-    # What is no JSON comes from a proxy in between, or from a Hub that is down.
+    # An answer that is not JSON comes from a proxy, or from a Hub that is down.
     return usual if isinstance(error, HTTPError | json.JSONDecodeError) else None
 
 
-def _is_same(there: Any, path: Path, sha256: str) -> bool:
-    """Whether the Hub's file has the bytes of this one."""
-    if there.size != path.stat().st_size:
+def _is_same(remote: RepoFile, path: Path, sha256: str) -> bool:
+    """True if a file on the Hub has the content of a local one."""
+    if remote.size != path.stat().st_size:
         return False
-    return there.lfs.sha256 == sha256 if there.lfs is not None else there.blob_id == _git_name(path)
-
-
-def _git_name(path: Path) -> str:
-    """What git names a file's content by."""
-    total = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            total.update(block)
-    return total.hexdigest()
+    return remote.lfs.sha256 == sha256 if remote.lfs is not None else remote.blob_id == git_hash(path.read_bytes())

@@ -49,7 +49,7 @@ def test_the_command_says_what_it_did_and_never_the_token(
     assert done.returncode == 0, done.stderr
     commit = hub.repositories[NAME].refs["main"].oid
     assert done.stdout.splitlines()[-1] == f"{hub.url}/{NAME}/commit/{commit}"
-    assert f"{NAME} is private" in done.stdout and "all the same" in done.stdout
+    assert f"{NAME} is private" in done.stdout and "every sha256 matches" in done.stdout
     assert TOKEN not in done.stdout + done.stderr and "Traceback" not in done.stderr
     sent = {p.relative_to(finished / "export").as_posix() for p in (finished / "export").rglob("*") if p.is_file()}
     assert set(hub.files(NAME)) == sent

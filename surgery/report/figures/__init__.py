@@ -1,7 +1,7 @@
-"""The pictures of a run. Owns: their list. Must never know: models, torch, how a number was measured.
+"""Figures of a run.
 
-Each function takes plain values, writes `STEM.png`, `STEM.svg` and the numbers, `STEM.csv`, into a folder and returns
-the three paths. Same values, same bytes. What cannot be drawn is refused with a SurgeryError (a ValueError).
+Each function takes plain values, writes `STEM.png`, `STEM.svg` and the numbers as `STEM.csv` into a folder, and returns
+the three paths. Equal values give equal bytes. Values that cannot be drawn raise SurgeryError (a ValueError).
 """
 
 from surgery.report.figures.attention import attention_map

@@ -1,4 +1,4 @@
-"""What a spliced head reads. Owns: the picture of one query's attention. Must never know: models, tokenizers.
+"""Attention of a spliced head for one query token.
 
 Shape legend: T tokens of the prompt.
 """
@@ -36,24 +36,27 @@ _GLYPHS = str.maketrans({"\n": "⏎", "\t": "→", "\r": "␍", " ": "·"})
 def attention_map(
     rows: Mapping[str, NDArray[Any]], tokens: Sequence[str], marks: Mapping[str, int], folder: Path, head: str
 ) -> list[Path]:
-    """Draws what the query token attends to, over the prompt's own tokens: `attention_HEAD.*`. Returns the paths.
+    """Draw the attention of the query token over the tokens of the prompt: `attention_HEAD.*`.
 
     Args:
-        rows: name (`before training`) -> attention (T,), shares from 0 to 1.
-        tokens: T decoded tokens; newlines and spaces are shown as signs.
-        marks: name (`segment end`) -> position in 0..T-1, highlighted.
-        head: the head's name, as `L1H2`.
+        rows: name (`before training`) -> attention weights (T,).
+        tokens: T decoded tokens. Newlines and spaces are displayed as symbols.
+        marks: name (`segment end`) -> position in 0..T-1 to highlight.
+        head: name of the head, such as `L1H2`.
+
+    Returns:
+        The three paths.
 
     Raises:
-        SurgeryError: no rows or tokens, a row of another length or not finite, a mark outside the prompt.
+        SurgeryError: no rows or tokens, a row of another length or not finite, or a mark outside the prompt.
     """
     values = _checked_rows(rows, tokens, marks)
     lines = _wrap(tokens)
     span = max(stop - start for start, stop in lines)
     pitch, height = 1.7, 0.95
     figure = new_figure(max(9.2, 0.75 + 0.25 * span + 0.2), 1.2 + pitch * len(lines))
-    note = "Share of the attention that the query token gives to each token of one prompt, which runs on line by line."
-    add_heading(figure, f"{head}: where the query token reads", note)
+    note = "Attention weights of the query token over one prompt, which continues from line to line."
+    add_heading(figure, f"{head}: attention of the query token", note)
     colours = dict(
         zip(values, [BLUE] if len(values) == 1 else [GREY, BLUE, ORANGE, PURPLE] * len(values), strict=False)
     )
@@ -83,20 +86,20 @@ def attention_map(
 def _checked_rows(
     rows: Mapping[str, NDArray[Any]], tokens: Sequence[str], marks: Mapping[str, int]
 ) -> dict[str, NDArray[np.float64]]:
-    """The rows as floats, all of the tokens' length and finite; marks within the prompt."""
-    require(bool(rows), "rows", "empty", "Give at least one row of attention, such as 'after training'.")
-    require(bool(tokens), "tokens", "empty", "Give the prompt's decoded tokens.")
+    """Return the rows as floats, after checking lengths, finiteness and marks."""
+    require(bool(rows), "rows", "empty", "Pass at least one row of attention, such as 'after training'.")
+    require(bool(tokens), "tokens", "empty", "Pass the decoded tokens of the prompt.")
     values = {name: np.asarray(row, dtype=np.float64) for name, row in rows.items()}
     for name, row in values.items():
-        require(row.shape == (len(tokens),), f"rows[{name!r}]", row.shape, f"Give one share a token: {len(tokens)}.")
-        require(bool(np.isfinite(row).all()), f"rows[{name!r}]", "not finite", "Attention must be numbers.")
+        require(row.shape == (len(tokens),), f"rows[{name!r}]", row.shape, f"Pass one weight per token: {len(tokens)}.")
+        require(bool(np.isfinite(row).all()), f"rows[{name!r}]", "not finite", "Pass finite numbers.")
     for name, position in marks.items():
-        require(0 <= position < len(tokens), f"marks[{name!r}]", position, f"Give 0 to {len(tokens) - 1}.")
+        require(0 <= position < len(tokens), f"marks[{name!r}]", position, f"Pass 0 to {len(tokens) - 1}.")
     return values
 
 
 def _wrap(tokens: Sequence[str], width: int = _TOKENS_A_LINE) -> list[tuple[int, int]]:
-    """Cuts a prompt into lines (start, stop) of at most `width` tokens, after a newline where one is near."""
+    """Split a prompt into lines (start, stop) of at most `width` tokens, preferably after a newline."""
     lines, start = [], 0
     while len(tokens) - start > width:
         stop = start + width
@@ -107,7 +110,7 @@ def _wrap(tokens: Sequence[str], width: int = _TOKENS_A_LINE) -> list[tuple[int,
 
 
 def _token_line(axes: Axes, values: Mapping[str, NDArray[np.float64]], colours: Mapping[str, str], start: int) -> None:
-    """Bars of one wrapped line, those of the same token side by side."""
+    """Draw the bars of one line, those of the same token side by side."""
     width = 0.8 / len(values)
     for index, (name, row) in enumerate(values.items()):
         x = start + np.arange(len(row)) + (index - (len(values) - 1) / 2) * width
@@ -119,13 +122,13 @@ def _token_line(axes: Axes, values: Mapping[str, NDArray[np.float64]], colours: 
 
 
 def _token_ticks(axes: Axes, tokens: Sequence[str], line: tuple[int, int], tints: Mapping[int, str]) -> None:
-    """Every token of the line (start, stop) as a tick; marked positions get a band, and their tick a tint."""
+    """Label every token of the line (start, stop). Marked positions get a band and a tinted label."""
     start, stop = line
     shown = [tokens[i].translate(_GLYPHS) for i in range(start, stop)]
     shown = [text if len(text) <= 10 else text[:9] + "…" for text in shown]
     axes.set_xticks(range(start, stop), shown, family="DejaVu Sans Mono", size=7.5)
     for label, text in zip(axes.get_xticklabels(), shown, strict=True):
-        label.set_rotation(0 if len(text) <= 2 else 90)  # two letters fit the width of a token
+        label.set_rotation(0 if len(text) <= 2 else 90)  # two characters fit the width of a token
         if text == "⏎":
             label.set_size(10)
     axes.tick_params(axis="x", length=2, pad=2)

@@ -1,7 +1,7 @@
-"""What every figure shares. Owns: style, palette, the three files of a figure. Must never know: what is drawn.
+"""Style, palette and output files that all figures share.
 
-Figures are made through matplotlib's object API, without pyplot and its global state, and their bytes depend on the
-input alone: no dates, no random ids, none of the user's own matplotlib settings.
+Figures use matplotlib's object API without pyplot and its global state. Their bytes depend on the input only: no
+dates, no random ids, none of the user's matplotlib settings.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from surgery.errors import SurgeryError
 from surgery.files.atomic import write_text
 
 DPI = 150
-POINTS = 72  # an inch
+POINTS = 72  # per inch
 INK, MUTED, FAINT = "#222222", "#6b6b6b", "#d9d9d9"
-# Okabe and Ito's colours, told apart by colour-blind readers; grey is for what is compared against.
+# Colours of Okabe and Ito, which colour-blind readers can distinguish; grey is for the reference.
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#AA5B8F", "#7a7a7a"
 _STYLE = {
     "svg.hashsalt": "surgery",
@@ -47,9 +47,9 @@ _STYLE = {
 
 @contextmanager
 def style() -> Iterator[None]:
-    """The look of a figure, whatever the user's settings; also a decorator. They are put back afterwards."""
+    """Set the style of figures, and restore the user's settings afterwards. Also a decorator."""
     with matplotlib.rc_context():
-        # `rc_context` does not put the backend back, so it is not touched: a notebook keeps its own.
+        # `rc_context` does not restore the backend, so it is left unchanged: a notebook keeps its own.
         defaults = {k: v for k, v in matplotlib.rcParamsDefault.items() if not k.startswith("backend")}
         matplotlib.rcParams.update(defaults)
         matplotlib.rcParams.update(_STYLE)
@@ -57,32 +57,32 @@ def style() -> Iterator[None]:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure; width and height in inches."""
+    """Create an empty figure; width and height in inches."""
     figure = Figure(figsize=(width, height), facecolor="white")
     FigureCanvasAgg(figure)
     return figure
 
 
 def add_axes(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
-    """Axes placed in inches; `left` and `top` are counted from the figure's upper left corner."""
+    """Add axes at a position in inches, from the figure's upper left corner."""
     full_width, full_height = figure.get_size_inches()
     bottom = full_height - top - height
     return figure.add_axes((left / full_width, bottom / full_height, width / full_width, height / full_height))
 
 
 def add_heading(figure: Figure, title: str, note: str, left: float = 0.15) -> None:
-    """The title, what the reader should see, and below it in small type how to read it; `left` in inches."""
+    """Add a title, and below it a note in small type on how to read the figure; `left` in inches."""
     width, height = figure.get_size_inches()
     figure.text(left / width, 1 - 0.12 / height, title, size=12, weight="bold", va="top")
     figure.text(left / width, 1 - 0.38 / height, note, size=8.5, color=MUTED, va="top", linespacing=1.35)
 
 
 def label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]], gap: float) -> None:
-    """Writes each line's name right of its last point, pushed apart so that no two overlap.
+    """Write each line's name to the right of its last point, shifted so that no two overlap.
 
     Args:
-        ends: (name, x, y, colour), x and y in data units; the limits of `axes` must be final.
-        gap: smallest distance of two names, as a share of the axes' height.
+        ends: (name, x, y, colour), with x and y in data units. Set the limits of `axes` before.
+        gap: smallest distance between two names, as a fraction of the axes' height.
     """
     to_axes = axes.transData + axes.transAxes.inverted()
     points = [to_axes.transform((x, y)) for _, x, y, _ in ends]
@@ -92,7 +92,7 @@ def label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]], gap: f
         wanted = float(points[i][1])
         heights.append(wanted if not heights else max(wanted, heights[-1] + gap))
     excess = max(0.0, heights[-1] - 1) if heights else 0.0
-    for k in range(len(heights) - 1, -1, -1):  # push back down what left the axes at the top
+    for k in range(len(heights) - 1, -1, -1):  # shift names down that lie above the axes
         ceiling = heights[k + 1] - gap if k + 1 < len(heights) else heights[k] - excess
         heights[k] = min(heights[k], ceiling)
     for i, height in zip(order, heights, strict=True):
@@ -120,7 +120,7 @@ def label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]], gap: f
 
 
 def save(figure: Figure, folder: Path, stem: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[Path]:
-    """Writes `stem.png`, `stem.svg` and the numbers, `stem.csv`; returns the three paths. Call it inside `style()`."""
+    """Write `stem.png`, `stem.svg` and the numbers as `stem.csv`, and return the paths. Call it inside `style()`."""
     folder.mkdir(parents=True, exist_ok=True)
     png, svg, table = (folder / f"{stem}.{suffix}" for suffix in ("png", "svg", "csv"))
     figure.savefig(png, dpi=DPI, metadata={"Software": None})
@@ -134,6 +134,6 @@ def save(figure: Figure, folder: Path, stem: str, header: Sequence[str], rows: S
 
 
 def require(condition: bool, field: str, value: object, hint: str) -> None:
-    """Raises SurgeryError (a ValueError) that names the field unless `condition` holds."""
+    """Raise SurgeryError (a ValueError) for this field unless `condition` holds."""
     if not condition:
         raise SurgeryError(field, value, hint)

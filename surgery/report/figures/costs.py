@@ -1,4 +1,4 @@
-"""What each arm costs to run, against the length of the prompt. Owns: this picture. Must never know: models, torch."""
+"""Inference cost of each arm by prompt length."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from surgery.report.figures.canvas import (
     save,
     style,
 )
+from surgery.report.results import ARM_LABELS
 
 Cost = Mapping[str, float]
 _COLOURS = {"base": (GREY, "s"), "hybrid": (BLUE, "o"), "transformer": (GREEN, "D")}
 _MORE = ((ORANGE, "^"), (PURPLE, "v"), ("#B8860B", "P"), ("#56B4E9", "X"))
-_NAMES = {"transformer": "Transformer, same width"}
+_NAMES = {**ARM_LABELS, "transformer": "Transformer, same width"}
 _PANELS: tuple[tuple[str, str, Callable[[Cost], float]], ...] = (
-    ("reading a prompt", "tokens/s", lambda cost: cost["prefill_tokens_per_second"]),
-    ("writing", "tokens/s", lambda cost: cost["decode_tokens_per_second"]),
-    ("states, keys, values", "KiB", lambda cost: (cost["state_bytes"] + cost["kv_bytes"]) / 1024),
-    ("peak while reading", "MiB", lambda cost: cost["peak_bytes"] / 2**20),
+    ("prefill", "tokens/s", lambda cost: cost["prefill_tokens_per_second"]),
+    ("decode", "tokens/s", lambda cost: cost["decode_tokens_per_second"]),
+    ("state and KV memory", "KiB", lambda cost: (cost["state_bytes"] + cost["kv_bytes"]) / 1024),
+    ("peak memory in prefill", "MiB", lambda cost: cost["peak_bytes"] / 2**20),
 )
 _COLUMNS = (
     "rows", "tokens", "prefill_tokens_per_second", "time_to_first_token", "decode_tokens_per_second", "spread",
@@ -42,10 +43,10 @@ _COLUMNS = (
 
 @style()
 def costs_by_length(arms: Mapping[str, Sequence[Cost]], folder: Path, where: str) -> list[Path]:
-    """Draws speed and memory of every arm, a row of panels for each number of prompts at once: `efficiency.*`.
+    """Draw speed and memory of every arm, one row of panels per batch size: `efficiency.*`.
 
     Args:
-        arms: arm -> its costs, as in `results.json`.
+        arms: arm -> its costs, as in results.json.
         where: the device, such as `cpu, 1 thread, float32`.
 
     Returns:
@@ -54,33 +55,35 @@ def costs_by_length(arms: Mapping[str, Sequence[Cost]], folder: Path, where: str
     Raises:
         SurgeryError: no arms, or an arm without numbers.
     """
-    require(bool(arms), "arms", "empty", "Give at least one arm, such as 'base'.")
-    for arm, given in arms.items():
-        require(bool(given), f"arms[{arm!r}]", "empty", "Give the costs of at least one size.")
-    batches = sorted({int(cost["rows"]) for given in arms.values() for cost in given})
+    require(bool(arms), "arms", "empty", "Pass at least one arm, such as 'base'.")
+    for arm, costs in arms.items():
+        require(bool(costs), f"arms[{arm!r}]", "empty", "Pass the costs of at least one size.")
+    batches = sorted({int(cost["rows"]) for costs in arms.values() for cost in costs})
     figure = new_figure(11.6, 1.2 + 2.25 * len(batches))
-    note = f"Random tokens, models timed in turn; {where}. Both axes are logarithmic. Peak: beside the weights."
-    add_heading(figure, "What each model costs to run", note)
+    note = f"Random tokens, models timed alternately; {where}. Log axes. Peak memory excludes the weights."
+    add_heading(figure, "Inference cost by prompt length", note)
     lines = {}
     for row, batch in enumerate(batches):
         for column, (title, unit, value) in enumerate(_PANELS):
             axes = add_axes(figure, 0.7 + 2.78 * column, 1.0 + 2.25 * row, 2.25, 1.65)
-            axes.set_title(f"{title}, {unit}" + (f", {batch} at once" if len(batches) > 1 else ""), size=9, color=INK)
+            axes.set_title(
+                f"{title}, {unit}" + (f", batch size {batch}" if len(batches) > 1 else ""), size=9, color=INK
+            )
             lines = _panel(axes, arms, batch, value)
             if batch == batches[-1]:
-                axes.set_xlabel("tokens of the prompt")
+                axes.set_xlabel("prompt length (tokens)")
     names = [_NAMES.get(arm, arm.replace("_", " ")) for arm in lines]
     figure.legend(list(lines.values()), names, loc="upper right", ncols=len(lines), fontsize=8.5)
-    rows = [[arm, *(cost[name] for name in _COLUMNS)] for arm, given in arms.items() for cost in given]
+    rows = [[arm, *(cost[name] for name in _COLUMNS)] for arm, costs in arms.items() for cost in costs]
     return save(figure, folder, "efficiency", ["arm", *_COLUMNS], rows)
 
 
 def _panel(axes: Axes, arms: Mapping[str, Sequence[Cost]], batch: int, value: Callable[[Cost], float]) -> dict:
-    """One line an arm."""
+    """Draw one line per arm, and return them by arm."""
     more, lines, lengths = iter(_MORE * len(arms)), {}, set()
-    for arm, given in arms.items():
+    for arm, costs in arms.items():
         colour, marker = _COLOURS.get(arm) or next(more)
-        points = sorted((cost["tokens"], value(cost)) for cost in given if cost["rows"] == batch)
+        points = sorted((cost["tokens"], value(cost)) for cost in costs if cost["rows"] == batch)
         lengths |= {int(tokens) for tokens, _ in points}
         x, y = zip(*points, strict=True)
         (lines[arm],) = axes.plot(x, y, color=colour, marker=marker, markersize=4.5, linewidth=1.6)
@@ -90,7 +93,7 @@ def _panel(axes: Axes, arms: Mapping[str, Sequence[Cost]], batch: int, value: Ca
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.tick_params(axis="x", which="minor", length=0)
     low, high = axes.get_ylim()
-    if high / low < 4:  # lines that lie together would fill the panel with noise
+    if high / low < 4:  # otherwise nearly equal lines would show noise at full height
         axes.set_ylim((low * high) ** 0.5 / 2, (low * high) ** 0.5 * 2)
     spans = axes.get_ylim()[1] / axes.get_ylim()[0]
     axes.yaxis.set_major_locator(LogLocator(10, (1, 2, 5) if spans < 100 else (1,)))

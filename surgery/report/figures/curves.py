@@ -1,4 +1,4 @@
-"""Lines: accuracy against pairs, losses against steps. Owns: these two pictures. Must never know: models, torch."""
+"""Line plots: accuracy by number of pairs, losses by step."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ from surgery.report.figures.canvas import (
     save,
     style,
 )
+from surgery.report.results import ARM_LABELS
 
 _ARMS = {
-    "base": ("base", GREY, "s"),
-    "hybrid": ("hybrid", BLUE, "o"),
-    "no_splice": ("trained, no splice", ORANGE, "^"),
-    "hybrid_heads_off": ("hybrid, new heads off", "#56B4E9", "X"),
-    "teacher": ("teacher", GREEN, "D"),
+    "base": (GREY, "s"),
+    "hybrid": (BLUE, "o"),
+    "no_splice": (ORANGE, "^"),
+    "hybrid_heads_off": ("#56B4E9", "X"),
+    "teacher": (GREEN, "D"),
 }
+_TRAINED = {"training": "hybrid", "no_splice_training": ARM_LABELS["no_splice"]}  # arm by file name
 _MORE_ARMS = (
     (GREEN, "D"),
     (PURPLE, "v"),
@@ -58,26 +60,29 @@ def accuracy_by_pairs(
     trained: tuple[int, int] | None = None,
     title: str = "Retrieval accuracy by number of pairs",
 ) -> list[Path]:
-    """Draws one line an arm against the number of pairs in the prompt: `accuracy_by_pairs.*`. Returns the paths.
+    """Draw accuracy against the number of pairs in the prompt, one line per arm: `accuracy_by_pairs.*`.
 
     Args:
-        arms: arm -> number of pairs -> `accuracy`, `low`, `high` (shares, 0 to 1) and `n` prompts.
-        trained: the least and the greatest number of pairs that was trained on; None if none was.
+        arms: arm -> number of pairs -> `accuracy`, `low`, `high` (0 to 1) and `n` prompts.
+        trained: smallest and largest number of pairs in training; None if it had none.
+
+    Returns:
+        The three paths.
 
     Raises:
-        SurgeryError: no arms, an arm without numbers, a number of pairs below 1, a range that is none.
+        SurgeryError: no arms, an arm without numbers, fewer than 1 pair, or an invalid range.
     """
-    require(bool(arms), "arms", "empty", "Give at least one arm, such as 'base'.")
-    for arm, given in arms.items():
-        require(bool(given), f"arms[{arm!r}]", "empty", "Give at least one number of pairs.")
-    table = {arm: sorted((int(k), v) for k, v in given.items()) for arm, given in arms.items()}
+    require(bool(arms), "arms", "empty", "Pass at least one arm, such as 'base'.")
+    for arm, accuracies in arms.items():
+        require(bool(accuracies), f"arms[{arm!r}]", "empty", "Pass at least one number of pairs.")
+    table = {arm: sorted((int(k), v) for k, v in accuracies.items()) for arm, accuracies in arms.items()}
     numbers = sorted({k for points in table.values() for k, _ in points})
-    require(numbers[0] >= 1, "pairs", numbers[0], "Give 1 pair or more.")
+    require(numbers[0] >= 1, "pairs", numbers[0], "Pass 1 pair or more.")
     ordered = trained is None or 1 <= trained[0] <= trained[1]
-    require(ordered, "trained", trained, "Give the least and the greatest number of pairs.")
-    longest = max(len(_ARMS.get(arm, (arm,))[0]) for arm in table)
-    figure = new_figure(7.2 + 0.07 * max(0, longest - 20), 4.4)  # names stand at the right
-    note = f"KV-retrieval; bars: 95% intervals, {_prompts(table)}. Dotted: chance, 1 / pairs."
+    require(ordered, "trained", trained, "Pass the smallest and the largest number of pairs.")
+    longest = max(len(ARM_LABELS.get(arm, arm)) for arm in table)
+    figure = new_figure(7.2 + 0.07 * max(0, longest - 20), 4.4)  # names are at the right
+    note = f"KV-retrieval. Bars: 95% intervals, {_prompts(table)}. Dotted: chance, 1 / pairs."
     add_heading(figure, title, note)
     axes = add_axes(figure, 0.7, 0.85, 4.95, 3.0)
     _pairs_axes(axes, numbers, trained)
@@ -85,8 +90,8 @@ def accuracy_by_pairs(
     edge = axes.get_xlim()[1]
     ends = [("chance", edge, 1 / edge, MUTED)]
     for shift, (arm, points) in enumerate(table.items()):
-        name, colour, marker = _ARMS.get(arm) or (arm, *next(extra))
-        # A small step aside keeps the bars of arms apart where they agree.
+        name, (colour, marker) = ARM_LABELS.get(arm, arm), _ARMS.get(arm) or next(extra)
+        # A small shift keeps the bars of arms apart where they agree.
         x = [k * 2 ** (0.035 * (shift - (len(table) - 1) / 2)) for k, _ in points]
         y = [v["accuracy"] for _, v in points]
         bars = [
@@ -101,11 +106,11 @@ def accuracy_by_pairs(
 
 def _prompts(table: Mapping[str, Sequence[tuple[int, Mapping[str, float]]]]) -> str:
     counts = sorted({int(v["n"]) for points in table.values() for _, v in points})
-    return f"{counts[0]} prompts a point" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} prompts a point"
+    return f"{counts[0]} prompts per point" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} prompts per point"
 
 
 def _pairs_axes(axes: Axes, numbers: Sequence[int], trained: tuple[int, int] | None) -> None:
-    """Log axis with the numbers given, the range trained on, the line of chance."""
+    """Set up a log axis with ticks at `numbers`, the range of training, and the chance level."""
     axes.set_xscale("log", base=2)
     least, greatest = trained or (numbers[0], numbers[-1])
     axes.set_xlim(min(numbers[0], least) / 2**0.25, max(numbers[-1], greatest) * 2**0.25)
@@ -114,7 +119,7 @@ def _pairs_axes(axes: Axes, numbers: Sequence[int], trained: tuple[int, int] | N
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.tick_params(axis="x", which="minor", length=0)
     axes.set_xlabel("pairs in the prompt (log scale)")
-    axes.set_ylabel("accuracy (share of prompts answered right)")
+    axes.set_ylabel("accuracy")
     axes.grid(axis="y", color=FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
     if trained is not None:
@@ -129,28 +134,33 @@ def _pairs_axes(axes: Axes, numbers: Sequence[int], trained: tuple[int, int] | N
 
 @style()
 def training_curve(history: Sequence[Mapping[str, float]], folder: Path, name: str = "training") -> list[Path]:
-    """Draws the losses by objective against the step: `NAME.*`. Returns the paths.
+    """Draw the loss of each objective against the step: `NAME.*`.
 
     Args:
-        history: of each step, `step` (from 1) and its weighted losses: `loss`, their sum, and one an objective;
-            `seconds` is left out of the picture. An objective may be missing from a step.
+        history: for each step, `step` (from 1), the weighted loss of each objective and their sum `loss`. `seconds` and
+            other measurements are not drawn. A step may lack an objective.
+
+    Returns:
+        The three paths.
 
     Raises:
         SurgeryError: no steps, or steps without losses.
     """
-    require(bool(history), "history", "empty", "Give the losses of at least one step.")
+    require(bool(history), "history", "empty", "Pass the losses of at least one step.")
     keys = list(dict.fromkeys(key for entry in history for key in entry))
     losses = [key for key in keys if key not in _NOT_LOSSES]
-    require(bool(losses), "history", keys, "Give 'step' and at least one loss, such as 'loss'.")
-    require(all("step" in entry for entry in history), "history", "no 'step'", "Give the step of each entry.")
+    require(bool(losses), "history", keys, "Pass 'step' and at least one loss, such as 'loss'.")
+    require(all("step" in entry for entry in history), "history", "no 'step'", "Pass the step of each entry.")
     steps = np.array([entry["step"] for entry in history], dtype=np.float64)
     curves = _without_copy({key: np.array([entry.get(key, math.nan) for entry in history], float) for key in losses})
     reach = len(steps) // 40  # steps to either side that a point of the bold line averages
     smooth = {key: _smooth(curve, reach) for key, curve in curves.items()}
     figure = new_figure(7.2, 4.3)
-    note = f"Bold: mean of {2 * reach + 1} steps; light: each step." if reach else "Every step."
-    note += " Each loss times its weight; 'all' is their sum." if "loss" in curves and len(curves) > 1 else ""
-    add_heading(figure, f"Loss by objective: {name}", note)
+    note = f"Bold: mean of {2 * reach + 1} steps. Light: each step." if reach else "Each step."
+    note += (
+        " Losses are multiplied by their weights; 'all' is their sum." if "loss" in curves and len(curves) > 1 else ""
+    )
+    add_heading(figure, f"Loss by objective: {_TRAINED.get(name, name.replace('_', ' '))}", note)
     axes = add_axes(figure, 0.75, 0.75, 5.1, 3.0)
     _loss_axes(axes, steps, curves, smooth)
     more = iter(_MORE_COLOURS * len(curves))
@@ -168,16 +178,16 @@ def training_curve(history: Sequence[Mapping[str, float]], folder: Path, name: s
 
 
 def _without_copy(curves: _Curves) -> _Curves:
-    """Drops losses that are never a number, and the sum where one objective alone makes it."""
+    """Drop losses without a finite number, and the sum if there is only one objective."""
     shown = {key: curve for key, curve in curves.items() if np.isfinite(curve).any()}
-    require(bool(shown), "history", "no finite loss", "The training diverged at once; see its log.")
+    require(bool(shown), "history", "no finite loss", "Training diverged at the first step. Lower the learning rate.")
     if len(shown) == 2 and "loss" in shown and len({curve.tobytes() for curve in shown.values()}) == 1:
         del shown["loss"]
     return shown
 
 
 def _smooth(curve: NDArray[np.float64], reach: int) -> NDArray[np.float64]:
-    """Centred mean over `reach` steps to either side, of the numbers there are; shorter at both ends."""
+    """Centred mean over `reach` steps to either side, ignoring missing numbers; shorter at both ends."""
     kernel, inner = np.ones(2 * reach + 1), slice(reach, reach + len(curve))
     known = np.isfinite(curve)
     total = np.convolve(np.where(known, curve, 0.0), kernel)[inner]
@@ -186,7 +196,7 @@ def _smooth(curve: NDArray[np.float64], reach: int) -> NDArray[np.float64]:
 
 
 def _loss_axes(axes: Axes, steps: NDArray[np.float64], curves: _Curves, smooth: _Curves) -> None:
-    """Limits that hold the smoothed curves and nearly every step; log y where the curves span a factor above 30."""
+    """Set limits that contain the smoothed curves and nearly every step; log y axis from a factor of 30 on."""
     lines = np.concatenate([line[np.isfinite(line)] for line in smooth.values()])
     raw = np.concatenate([curve[np.isfinite(curve)] for curve in curves.values()])
     top = max(float(lines.max()), float(np.percentile(raw, 99.5))) or 1.0

@@ -1,7 +1,6 @@
-"""Retrieval and knowledge side by side: of models with parts gone, by site and by arm.
+"""Accuracy of retrieval and knowledge tasks for an analysis, by site and by arm.
 
-Owns: these two pictures. Must never know: models, torch, how a part was removed. Both show every task of an analysis
-with its 95% interval; knowledge is drawn with dashed lines and hollow markers.
+Both figures show every task with its 95% interval. Knowledge tasks have dashed lines and hollow markers.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ _COLOURS = {
 }
 _MORE_TASKS = (("#B8860B", "P"), ("#56B4E9", "X"), (GREY, "v"))
 _SITES = {
-    "prune": ("Retrieval and knowledge with layers pruned from the end", "layers kept, counted from below"),
-    "drop_one": ("Retrieval and knowledge with one layer dropped", "the layer that is dropped"),
-    "disable_one": ("Retrieval and knowledge with one head off", "the head that is off"),
-    "swap_one": ("Retrieval and knowledge with one layer of the teacher's", "the layer that is swapped"),
+    "prune": ("Retrieval and knowledge with layers pruned from the end", "layers kept, counted from the first"),
+    "drop_one": ("Retrieval and knowledge with one layer dropped", "dropped layer"),
+    "disable_one": ("Retrieval and knowledge with one head disabled", "disabled head"),
+    "swap_one": ("Retrieval and knowledge with one layer of the teacher", "swapped layer"),
 }
 _TICKS = 34  # labels that fit below the axis
 Tasks = Mapping[str, Any]
@@ -59,29 +58,32 @@ def tasks_by_site(
     folder: Path,
     minimal: int | None = None,
 ) -> list[Path]:
-    """Draws accuracy by task, and perplexity below it, against what is changed: `KIND.*`. Returns the paths.
+    """Draw accuracy by task, and perplexity below it, against the changed layer or head: `KIND.*`.
 
     Args:
         kind: `prune`, `drop_one`, `disable_one` or `swap_one`.
-        base: of the whole model: task -> `accuracy`, `low`, `high` (shares, 0 to 1) and `n`; and `perplexity`.
-        sites: the same for each layer or head, in the order of the axis; with `prune` by the number of layers kept.
-        chance: by task, the accuracy of a guess.
-        minimal: with `prune`: the layers of the minimal model.
+        base: results of the complete model: task -> `accuracy`, `low`, `high` (0 to 1) and `n`; and `perplexity`.
+        sites: the same for each layer or head, in the order of the axis; for `prune` by the number of layers kept.
+        chance: chance accuracy by task.
+        minimal: for `prune`, the number of layers of the minimal model.
+
+    Returns:
+        The three paths.
 
     Raises:
-        SurgeryError: no sites, or another kind.
+        SurgeryError: no sites, or an unknown kind.
     """
-    require(kind in _SITES, "kind", kind, f"Give one of {', '.join(_SITES)}.")
-    require(bool(sites), "sites", "empty", "Give at least one layer or head.")
+    require(kind in _SITES, "kind", kind, f"Use one of {', '.join(_SITES)}.")
+    require(bool(sites), "sites", "empty", "Pass at least one layer or head.")
     title, x_label = _SITES[kind]
     shown = dict(sites)
-    if kind == "prune":  # the whole model is the last of the row
+    if kind == "prune":  # the complete model is the last column
         shown[str(len(shown) + 1)] = base
     width = max(4.6, min(9.0, 0.3 * len(shown)))
     figure = new_figure(width + 2.25, 5.8)
-    whole = "The whole model is at the right." if kind == "prune" else "Thin lines: the whole model."
+    whole = "The complete model is at the right." if kind == "prune" else "Thin lines: the complete model."
     guess = ", ".join(f"{look[0]} {chance[task]:.2f}" for task, look in _looks(base).items() if task in chance)
-    add_heading(figure, title, f"Bars: 95% intervals; hollow: knowledge. {whole}\nChance: {guess}.")
+    add_heading(figure, title, f"Bars: 95% intervals. Hollow: knowledge. {whole}\nChance: {guess}.")
     upper = add_axes(figure, 0.75, 0.95, width, 2.75)
     lower = add_axes(figure, 0.75, 3.95, width, 1.0)
     level, joined = None if kind == "prune" else base, kind != "disable_one"
@@ -121,7 +123,7 @@ def _looks(tasks: Tasks) -> dict[str, tuple[str, str, str, bool]]:
 def _accuracies(
     axes: Axes, columns: Sequence[Tasks], base: Tasks | None, joined: bool, aside: float
 ) -> list[tuple[str, float, float, str]]:
-    """Every task with its intervals; the base as thin lines. Returns what `label_ends` takes."""
+    """Draw every task with its intervals, and the base as thin lines. Return the arguments of `label_ends`."""
     axes.set_xlim(-0.6, len(columns) - 0.4)
     axes.set_ylim(0, 1.03)
     axes.set_ylabel("accuracy")
@@ -129,7 +131,7 @@ def _accuracies(
     axes.set_axisbelow(True)
     ends, looks = [], _looks(columns[0])
     for shift, (task, (name, colour, marker, knowledge)) in enumerate(looks.items()):
-        # A small step aside keeps the bars of tasks apart where they agree.
+        # A small shift keeps the bars of tasks apart where they agree.
         x = [i + aside * (shift - (len(looks) - 1) / 2) for i in range(len(columns))]
         values = [column[task] for column in columns]
         y = [v["accuracy"] for v in values]
@@ -164,7 +166,7 @@ def _perplexities(axes: Axes, columns: Sequence[Tasks], base: Tasks | None, join
 
 
 def _site_axis(axes: Axes, names: Sequence[str]) -> None:
-    """A tick at every site, a label at as many as fit; heads' names stand upright."""
+    """Put a tick at every site and a label at as many as fit; names of heads are vertical."""
     step = -(-len(names) // _TICKS)
     heads = any(not name.isdigit() for name in names)
     places = range(0, len(names), step)
@@ -181,21 +183,25 @@ def _rows(arm: str, tasks: Tasks) -> list[list[Any]]:
 
 @style()
 def tasks_by_arm(arms: Mapping[str, Tasks], chance: Mapping[str, float], folder: Path) -> list[Path]:
-    """Draws one panel a task and one row an arm, the base's level through all rows: `tasks_by_arm.*`.
+    """Draw one panel per task and one row per arm, with a line at the base's accuracy: `tasks_by_arm.*`.
 
     Args:
-        arms: `base` first; values and `chance` as in `tasks_by_site`.
+        arms: arm -> results as in `tasks_by_site`, `base` first.
+        chance: chance accuracy by task.
+
+    Returns:
+        The three paths.
 
     Raises:
         SurgeryError: no arm named `base`.
     """
-    require("base" in arms, "arms", list(arms), "Give the whole model as 'base'.")
+    require("base" in arms, "arms", list(arms), "Pass the complete model as 'base'.")
     looks, names = _looks(arms["base"]), list(arms)
     left, panel, gap = 0.35 + 0.078 * max(map(len, names)), 1.5, 0.22
     height = 0.3 + 0.25 * len(names)
     figure = new_figure(left + (len(looks) + 1) * (panel + gap) + 0.1, height + 1.55)
-    note = "Accuracy with 95% intervals; hollow: knowledge. Line: the whole model; dotted: chance."
-    add_heading(figure, "Retrieval and knowledge with parts of the model gone", note)
+    note = "Accuracy with 95% intervals. Hollow: knowledge. Line: the complete model. Dotted: chance."
+    add_heading(figure, "Retrieval and knowledge with parts of the model removed", note)
     panels = [*looks, "perplexity"]
     for index, task in enumerate(panels):
         axes = add_axes(figure, left + index * (panel + gap), 1.0, panel, height)

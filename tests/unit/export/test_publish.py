@@ -17,7 +17,7 @@ from surgery.export.publish import LONGEST_WAIT, TRIES, Published, check_private
 from tests.support.hub_server import TOKEN, Blob, HubServer, serve
 
 NAME = "someone/hybrid"
-AGAIN = "Run it again"
+AGAIN = "Run the same command again"
 CARD = "---\nlicense: mit\n---\n\n# hybrid\n"
 
 
@@ -101,7 +101,7 @@ def test_public_is_public(call: Caller) -> None:
 
 def test_nothing_goes_by_accident_where_everyone_can_read(call: Caller) -> None:
     call.hub.create(NAME, private=False)
-    assert "everyone can read it" in call.refused()
+    assert "this repository is public" in call.refused()
     assert call.hub.files(NAME) == {} and call(public=True).sent
 
 
@@ -162,7 +162,7 @@ def test_an_interrupted_upload_goes_on(call: Caller, waits: list[float]) -> None
     figure = Blob((call.folder / "figures" / "curve.png").read_bytes(), True)
     call.hub.cuts, call.hub.cut_after, call.hub.spares = 999, 2000, {figure.sha256}
     message = call.refused()
-    assert AGAIN in message and "could not send the files" in message
+    assert AGAIN in message and "could not upload the files" in message
     assert f"{NAME} {figure.sha256}" in call.hub.stored and call.hub.files(NAME) == {}
     whole = sum((call.folder / name).stat().st_size for name in ("figures/curve.png", "model.safetensors"))
     call.hub.cuts, before = 0, call.hub.received
@@ -179,16 +179,16 @@ def test_one_broken_connection_is_not_noticed(call: Caller, waits: list[float]) 
 @pytest.mark.parametrize(
     ("path", "doing"),
     [
-        ("/repos/create", "find or make the repository"),
-        ("/branch/", "make the branch a"),
-        ("/validate-yaml", "send the files"),
-        ("/commit/", "send the files"),
+        ("/repos/create", "find or create the repository"),
+        ("/branch/", "create the branch a"),
+        ("/validate-yaml", "upload the files"),
+        ("/commit/", "upload the files"),
     ],
 )
 def test_rate_limits_are_waited_for(call: Caller, path: str, doing: str) -> None:
     call.hub.fail("POST", path, 429, times=2, headers={"Retry-After": "7"})
     assert call(revision="a").checked == 4 and call.slept == [7.0, 7.0]
-    assert call.said.count(f"could not {doing} (429, no); trying again in 7 s") == 2
+    assert call.said.count(f"could not {doing} (429, no); retrying in 7 s") == 2
 
 
 def test_where_the_client_waits_by_itself_it_is_not_waited_twice(call: Caller, waits: list[float]) -> None:
@@ -199,16 +199,30 @@ def test_where_the_client_waits_by_itself_it_is_not_waited_twice(call: Caller, w
 def test_waiting_has_a_bound(call: Caller) -> None:
     call.hub.fail("POST", "/commit/", 429, headers={"Retry-After": "2"})
     message = call.refused()
-    assert call.slept == [2.0] * (TRIES - 1) and "429" in message and "Run it again in 2 s" in message
+    assert call.slept == [2.0] * (TRIES - 1) and "429" in message and f"{AGAIN} in 2 s" in message
     call.hub.failures[0].headers = {"Retry-After": str(int(LONGEST_WAIT) + 1)}
     call.slept.clear()
-    assert "Run it again in 301 s" in call.refused() and call.slept == []
+    assert f"{AGAIN} in 301 s" in call.refused() and call.slept == []
 
 
 def test_a_fault_of_the_hub_is_tried_again_and_makes_no_second_commit(call: Caller) -> None:
     call.hub.fail("POST", "/commit/", 503, times=2)
     assert call().checked == 4 and call.slept == [1.0, 2.0]
     assert len(call.hub.repositories[NAME].commits) == 2
+
+
+def test_a_rejected_upload_of_many_files_leaves_nothing(call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With hf_xet, `HfApi.upload_folder` answers repeated errors by committing the files in parts."""
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    (call.folder / "figures" / "curve.png").unlink()  # large files need a Hub with Xet
+    (call.folder / "model.safetensors").unlink()
+    for number in range(45):
+        (call.folder / f"{number}.json").write_text(f"{number}\n")
+    call.hub.fail("POST", "/commit/", 413, times=6)
+    call.refused()
+    assert call.hub.files(NAME) == {}
+    call.hub.failures.clear()
+    assert call().checked == 47 and len(call.hub.repositories[NAME].commits) == 2
 
 
 @pytest.mark.parametrize("pull_request", [False, True])
@@ -226,8 +240,8 @@ def test_a_commit_whose_answer_is_lost_is_found_and_not_made_twice(call: Caller,
         (401, "/repos/create", "token", "hf auth login"),
         (403, "/repos/create", NAME, "write access"),
         (404, "/commit/", NAME, "Check the name"),
-        (409, "/commit/", NAME, "Run it again"),
-        (413, "/commit/", NAME, "The Hub's answer says why"),
+        (409, "/commit/", NAME, AGAIN),
+        (413, "/commit/", NAME, "See the answer of the Hub"),
         (503, "/repos/create", NAME, AGAIN),
     ],
 )
@@ -245,13 +259,13 @@ def test_a_token_that_may_only_read_is_refused(call: Caller) -> None:
 
 def test_a_changed_byte_on_the_way_back_is_found(call: Caller) -> None:
     call.hub.flipped = {"model.safetensors"}
-    with pytest.raises(ModelError, match=r"^model.safetensors: the Hub gives back other bytes"):
+    with pytest.raises(ModelError, match=r"^model.safetensors: the Hub returned other bytes"):
         call()
 
 
 def test_a_file_that_the_hub_leaves_out_is_found(call: Caller) -> None:
     call.hub.create(NAME, private=True).ignored = {"config.json"}
-    with pytest.raises(ModelError, match=r"^config.json: the Hub left it out.*gitignore"):
+    with pytest.raises(ModelError, match=r"^config.json: missing on the Hub after the commit.*gitignore"):
         call()
 
 
@@ -274,7 +288,7 @@ def test_a_hub_without_xet_is_said(call: Caller, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"repo_id": "hybrid"}, "Say whose it is"),
+        ({"repo_id": "hybrid"}, "Use OWNER/NAME"),
         ({"repo_id": "a/b/c"}, "ORG/NAME"),
         ({"repo_id": "someone/two words"}, "ORG/NAME"),
         ({"pull_request": True, "revision": "other"}, "--pr"),
@@ -390,7 +404,7 @@ def test_a_file_that_comes_while_the_folder_is_checked_is_not_sent(
         return {"not_checked": []}
 
     monkeypatch.setattr(surgery.export.publish, "verify_folder", late)
-    assert "changed while they were checked" in call.refused() and call.hub.log == []
+    assert "changed during the checks" in call.refused() and call.hub.log == []
 
 
 def test_hidden_files_and_compiled_python_stay_here(folder: Path) -> None:

@@ -1,1 +1,1 @@
-"""Write files and folders whole or not at all, and decide which may be replaced."""
+"""Write files and folders atomically, lock them, and search them for secrets."""

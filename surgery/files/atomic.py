@@ -1,8 +1,6 @@
-"""Folders that this toolkit writes: atomic writes, hashes, what may be replaced, manifests and freshness of a run.
+"""Write files and folders atomically, read small ones, and hash them.
 
-A file or folder is written beside its place and renamed into it, so that it is whole or absent. Only what this toolkit
-wrote is replaced, and never what a command reads. A stage's manifest is written last: if it is there and matches, the
-stage's outputs are.
+A file or folder is written next to its destination and renamed, so that it is complete or absent.
 """
 
 from __future__ import annotations
@@ -22,27 +20,27 @@ from surgery.errors import RunError, SurgeryError
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
+    """Write a file atomically: it is complete or unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(beside, "w", encoding="utf-8") as file:
+        with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
         _sync(path.parent)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:
-    """Write a file, or the names in a folder, to the disk itself: a crash of the machine does not take them back."""
+    """Flush a file, or the entries of a folder, to disk, so that they survive a crash of the machine."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if not path.is_dir() or is_full(error):  # some network file systems cannot do it for folders
+        if not path.is_dir() or is_full(error):  # some network file systems do not support it for folders
             raise
     finally:
         os.close(descriptor)
@@ -52,9 +50,9 @@ _FULL = ("no space left", "quota exceeded", "os error 28", "os error 122", "unex
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether a write failed for lack of room.
+    """True if a write failed because the disk is full.
 
-    safetensors and torch have errors of their own, and sharded saving one that holds those of all processes.
+    safetensors and torch raise their own errors, and sharded saving raises one that holds those of all processes.
     """
     if isinstance(error, SurgeryError):
         return False
@@ -67,61 +65,69 @@ def is_full(error: BaseException) -> bool:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Writes JSON whole or not at all; NaN is refused, since it is no JSON."""
+    """Write JSON atomically.
+
+    Raises:
+        ValueError: the data holds NaN or infinity.
+    """
     write_text(path, json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """Raises RunError when the file is missing or is not JSON."""
+    """Parse a JSON file of a run.
+
+    Raises:
+        RunError: the file is missing or is not JSON.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise RunError(str(path), None, "This file is missing; run the stage that writes it.") from None
+        raise RunError(str(path), None, "This file is missing. Run the stage that writes it.") from None
     except (ValueError, RecursionError):
         raise RunError(str(path), "not JSON", "Delete it and run the stage that writes it.") from None
 
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yields a folder beside `path` to fill; on success it replaces `path`, on failure nothing is left.
+    """Yield a temporary folder that replaces `path` on success and is removed on failure.
 
     Raises:
-        RunError: the disk is full, whatever the library that wrote calls it.
+        RunError: the disk is full.
     """
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
     try:
-        yield beside
-        for written in (*beside.rglob("*"), beside):
-            _sync(written)
+        yield temporary
+        for entry in (*temporary.rglob("*"), temporary):
+            _sync(entry)
         if path.exists():
             old = path.with_name(f".{path.name}.{os.getpid()}.old")
             os.rename(path, old)
-            os.rename(beside, path)
+            os.rename(temporary, path)
             _sync(path.parent)
             shutil.rmtree(old)
         else:
-            os.rename(beside, path)
+            os.rename(temporary, path)
             _sync(path.parent)
     except BaseException as error:  # sharded saving raises no `Exception`
         if not is_full(error):
             raise
-        raise RunError(str(path), "the disk is full", "Make room, and run the same command again.") from error
+        raise RunError(str(path), "the disk is full", "Free some space and run the same command again.") from error
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-_LEFT_OVER = re.compile(r"\.(.+)\.\d+\.(tmp|old)")  # what `write_text` and `new_folder` call their own
+_LEFT_OVER = re.compile(r"\.(.+)\.\d+\.(tmp|old)")  # temporary names of `write_text` and `new_folder`
 
 
 def sweep(folder: Path, name: str | None = None) -> None:
-    """Removes what a killed process left half-written; brings back a folder that was being replaced.
+    """Remove temporary entries of a killed process, and restore a folder that it was replacing.
 
     Args:
-        name: of the one file or folder to do this for; all in `folder` by default.
+        name: limit this to one file or folder; all in `folder` if None.
     """
     for entry in list(folder.iterdir()):
         match = _LEFT_OVER.fullmatch(entry.name)
@@ -137,7 +143,7 @@ def sweep(folder: Path, name: str | None = None) -> None:
 
 
 def digest(*paths: Path) -> str:
-    """sha256 over the names and bytes of files and folders. Hidden and missing files do not count."""
+    """SHA-256 over the names and bytes of files and folders, without hidden and missing files."""
     total = hashlib.sha256()
     for path in paths:
         files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
@@ -151,12 +157,12 @@ def digest(*paths: Path) -> str:
 
 
 def fingerprint(data: Any) -> str:
-    """sha256 of plain data."""
+    """SHA-256 of JSON-like data."""
     return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """A file of one JSON object; empty if it is missing or is anything else."""
+    """Parse a JSON object; empty if the file is missing or holds anything else."""
     try:
         data = json.loads(text_or_empty(path))
     except (ValueError, RecursionError):
@@ -165,7 +171,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def text_or_empty(path: Path) -> str:
-    """A small file's text; empty if it cannot be read."""
+    """Text of a small file; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Hold a folder for one process: no two commands write into the same one at a time."""
+"""Lock a folder, so that no two commands write into it at the same time."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ from surgery.files.atomic import is_full, read_mapping, sweep
 
 @contextmanager
 def hold(folder: Path, field: str = "folder") -> Iterator[None]:
-    """Hold `folder`; every command that writes into a folder does.
+    """Lock `folder`. Every command that writes into a folder does this.
 
-    The kernel drops the lock when its process ends, however it ends. The file `.NAME.lock` beside the folder, or in
-    it where nothing can be written beside it, names the holder. On a shared file system without locks that is all
-    there is. What a killed holder left half-written beside the folder is swept.
+    The kernel releases the lock when the process ends. The file `.NAME.lock` next to the folder, or in it if its parent
+    is not writable, names the process. On a shared file system without locks, this file is the lock. Temporary entries
+    that a killed process left next to the folder are removed.
 
     Raises:
-        RunError: another process holds it, or one on another machine did not release it; the disk is full.
+        RunError: another process holds the lock, possibly on another machine; or the disk is full.
     """
     real = Path(os.path.realpath(folder))
-    beside = os.access(next(p for p in (*real.parents, real) if p.exists()), os.W_OK)
-    path = real.parent / f".{real.name}.lock" if beside else real / ".lock"
-    made = [parent for parent in path.parents if not parent.exists()]
+    writable = os.access(next(p for p in (*real.parents, real) if p.exists()), os.W_OK)
+    path = real.parent / f".{real.name}.lock" if writable else real / ".lock"
+    created = [parent for parent in path.parents if not parent.exists()]
     lock = _locked(path, folder, field)
     try:
         os.ftruncate(lock, 0)
         os.write(lock, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
-        if beside:
+        if writable:
             sweep(real.parent, real.name)
         yield
     except BaseException as error:
         if not is_full(error):
             raise
-        hint = "The disk is full. What was finished before is kept. Make room, and start again."
+        hint = "The disk is full. Finished results are kept. Free some space and run the same command again."
         raise RunError(field, str(folder), hint) from None
     finally:
         path.unlink(missing_ok=True)
-        with suppress(OSError):  # the command wrote into it
-            for parent in made:
+        with suppress(OSError):  # not empty: the command wrote into it
+            for parent in created:
                 parent.rmdir()
         os.close(lock)
 
 
 def _locked(path: Path, folder: Path, field: str) -> int:
-    """A descriptor of the lock file, which this process has locked."""
+    """Open and lock the lock file, and return its descriptor."""
     while True:
-        with suppress(FileNotFoundError):  # its holder has just removed it, or the folder that it is in
+        with suppress(FileNotFoundError):  # another process has just removed it, or its folder
             _make(path.parent)
             lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 _take(lock, path, folder, field)
                 if os.path.samestat(os.stat(path), os.fstat(lock)):
-                    return os.dup(lock)  # of the same lock
+                    return os.dup(lock)  # shares the lock
             finally:
                 os.close(lock)
 
@@ -66,7 +66,7 @@ def _locked(path: Path, folder: Path, field: str) -> int:
 def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:  # or it was there, and its maker has just removed it
+    except FileExistsError:  # it existed, and may have been removed since
         if folder.is_file():
             raise
 
@@ -79,11 +79,11 @@ def _take(lock: int, path: Path, folder: Path, field: str) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         free = False
-    except OSError:  # a file system without locks: a holder that is alive counts
+    except OSError:  # a file system without locks: check whether the process is alive
         free = not Path(f"/proc/{holder.get('pid')}").exists()
     if not free:
         who = f"Process {holder['pid']} on {holder['host']}" if {"pid", "host"} <= holder.keys() else "Another process"
-        hint = f"{who} writes into it. Wait until it ends; if it is gone, delete {path}."
+        hint = f"{who} is writing into it. Wait until it ends. If it has ended, delete {path}."
         raise RunError(field, str(folder), hint)
 
 

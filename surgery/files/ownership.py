@@ -19,29 +19,29 @@ MARK = ".surgery.json"
 
 
 def mark(folder: Path, kind: Kind) -> None:
-    """Write into `folder` what it is, so that it may be replaced later."""
+    """Mark `folder` as written by this toolkit, so that it can be replaced later."""
     write_json(folder / MARK, {"kind": kind, "version": __version__})
 
 
-_CALLED: Mapping[Kind, str] = {
-    "run": "run of this toolkit",
-    "analysis": "analysis of this toolkit",
-    "comparison": "comparison of this toolkit",
-    "model": "model that this toolkit wrote",
-    "export": "export of this toolkit",
+_LABELS: Mapping[Kind, str] = {
+    "run": "a run of this toolkit",
+    "analysis": "an analysis of this toolkit",
+    "comparison": "a comparison of this toolkit",
+    "model": "a model that this toolkit wrote",
+    "export": "an export of this toolkit",
 }
 
 
 def kind_of(folder: Path) -> Kind | None:
-    """What this toolkit wrote there; None for any other folder.
+    """Kind of a folder that this toolkit wrote; None for any other folder.
 
-    Exports have their record in the place of a mark. Folders of versions that wrote no mark are known by files that
-    only this toolkit writes.
+    Exports are recognized by export.json, and folders of versions without a mark by files that only this toolkit
+    writes.
     """
-    marked = read_mapping(folder / MARK).get("kind")
-    for kind in _CALLED:
-        if marked == kind:
-            return kind
+    kind = read_mapping(folder / MARK).get("kind")
+    for known in _LABELS:
+        if kind == known:
+            return known
     record = read_mapping(folder / "export.json")
     if "checked_without_surgery" in record or {"format", "versions", "files"} <= record.keys():
         return "export"
@@ -59,33 +59,33 @@ def kind_of(folder: Path) -> Kind | None:
 
 
 def check_apart(field: str, replaced: Iterable[Path], inputs: Mapping[str, str], instead: str) -> None:
-    """Refuse to replace folders that hold what a command reads, or the current directory. Symlinks are followed.
+    """Refuse to replace folders that hold an input of the command or the current directory. Follows symbolic links.
 
     Args:
-        field: that names the folders, for the error.
-        inputs: files and folders by the field that names them; what is not on this disk does not count.
-        instead: what would do, for the error.
+        field: recipe field or argument that names the folders.
+        inputs: files and folders by the field that names them. Those that do not exist are ignored.
+        instead: hint of the error.
 
     Raises:
-        RunError: one of them lies there.
+        RunError: an input or the current directory is inside.
     """
     for folder in replaced:
         real = Path(os.path.realpath(folder))  # `resolve` raises for a link that leads to itself
-        for name, given in inputs.items():
-            path = os.path.expanduser(given)
+        for name, value in inputs.items():
+            path = os.path.expanduser(value)
             if os.path.exists(path) and Path(os.path.realpath(path)).is_relative_to(real):
-                raise RunError(field, str(folder), f"{name} ({given}) is read from it. {instead}")
+                raise RunError(field, str(folder), f"{name} ({value}) is inside it. {instead}")
         if Path.cwd().is_relative_to(real):
-            raise RunError(field, str(folder), f"The current folder lies in it. {instead}")
+            raise RunError(field, str(folder), f"The current directory is inside it. {instead}")
 
 
 def check_replaceable(
     field: str, folder: Path, kind: Kind, inputs: Mapping[str, str], instead: str = "Name another folder."
 ) -> bool:
-    """Refuse to replace anything but what this toolkit wrote as `kind`, or what a command reads.
+    """Refuse to replace a folder unless this toolkit wrote it as `kind` and it holds no input.
 
     Returns:
-        Whether there is something to replace.
+        True if there is something to replace.
 
     Raises:
         RunError: `folder` is a file, or holds something else, one of `inputs` or the current directory.
@@ -96,12 +96,12 @@ def check_replaceable(
     if not folder.is_dir() or all(entry.name == ".lock" for entry in folder.iterdir()):
         return False
     if kind_of(folder) != kind:
-        raise RunError(field, str(folder), f"It holds something that is no {_CALLED[kind]}. {instead}")
+        raise RunError(field, str(folder), f"It is not empty and not {_LABELS[kind]}. {instead}")
     return True
 
 
 def remove(folder: Path, names: Sequence[str]) -> None:
-    """Remove these entries of `folder`, and its mark; anything else in it stays."""
+    """Remove these entries of `folder` and its mark. Other entries stay."""
     for path in (folder / name for name in (*names, MARK)):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

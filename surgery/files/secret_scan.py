@@ -1,5 +1,7 @@
-"""Search files for tokens, keys and home directories: detect-secrets' rules for tokens beside our own, in whatever
-encoding or container the text is."""
+"""Search files for tokens, keys and home directories.
+
+Rules of detect-secrets and our own are applied to the text in all common encodings and containers.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ from urllib.parse import unquote
 
 from surgery.errors import RecipeError
 
-# Rules with a form of their own. Those that guess by entropy or by a word beside it are left out: hashes, embedded
-# images and vocabularies would be found.
+# Rules for a known form. Rules based on entropy or on a nearby word are not used: hashes, embedded images and
+# vocabularies would match.
 _DETECTORS = {
     "aws": "AWSKeyDetector",
     "azure_storage_key": "AzureStorageKeyDetector",
@@ -53,35 +55,35 @@ _TOKENS = {
     "Authorization Header": r"(?i)\bauthorization\W{1,4}(?:bearer|basic|token)\s[\w.~+/=-]{16,}",
     "Private Key": r"BEGIN [A-Z0-9 ]{0,30}PRIVATE KEY|AGE-SECRET-KEY-1[0-9A-Z]{50,}",
 }
-_OWN = {kind: re.compile(pattern) for kind, pattern in _TOKENS.items()}
+_PATTERNS = {kind: re.compile(pattern) for kind, pattern in _TOKENS.items()}
 SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|SECRET_KEY)$", re.IGNORECASE)
-_BEFORE = r"(?<![\w.~-])"  # or it is a part of an address or of a relative path
+_BEFORE = r"(?<![\w.~-])"  # otherwise it is part of a URL or of a relative path
 _HOMES = (
     rf"{_BEFORE}(?:/mnt)?(?:/[A-Za-z]|/var|/export|/usr)?/+(?:home|Users)/+(?!Shared\b|Public\b|linuxbrew\b)\w[\w.-]*",
     rf"{_BEFORE}[A-Za-z]:[\\/]+(?i:Users|Documents and Settings)[\\/]+(?!Public\b|Default\b)\w[^\\/:*?\"<>|\r\n]*",
 )
 _ROOT = rf"{_BEFORE}/root/+\w[\w.-]*"
-# Entries of a vocabulary such as `/home/user` stand alone: a home counts there only with something below.
+# Vocabularies have entries such as `/home/user`: there a home directory counts only if a path follows it.
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
 _PACKED = (b"PK\x03\x04", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf\x27\x1c")
 _PNG = b"\x89PNG\r\n\x1a\n"
 _IMAGE = re.compile(rb"data:image/png;base64,([A-Za-z0-9+/=\s]+)")
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|([/\\\"]))")
-_LONGEST = 1 << 24  # bytes of a compressed text
-_PIECE, _OVERLAP = 1 << 16, 1 << 12  # characters searched at once: some rules are quadratic in a line's length
+_LONGEST = 1 << 24  # bytes of a decompressed text
+_PIECE, _OVERLAP = 1 << 16, 1 << 12  # characters searched at once: some rules are quadratic in the length of a line
 
-_REVOKE = "Take it out, and revoke it: it has been in a file."
-_LOCAL = "A path of this machine is not published. Export again, or take it out."
-_CLOSED = "It cannot be searched. Unpack it, or take it out."
+_REVOKE = "Remove it and revoke the token: it has been stored in a file."
+_LOCAL = "Local paths are not published. Remove it, or export again."
+_COMPRESSED = "Compressed files cannot be searched. Unpack it, or remove it."
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a file should not hold.
+    """A token or local path in a file.
 
     Attributes:
-        where: the file and its line or part.
-        value: what it is. A token is shortened to its first four characters.
+        where: the file with its line or part.
+        value: the path, or the token shortened to its first four characters.
         hint: what to do.
     """
 
@@ -91,47 +93,51 @@ class Finding:
 
 
 def search(files: Mapping[str, Path], places: Iterable[str], known: Mapping[str, str]) -> Iterator[Finding]:
-    """Search every file but the numbers of weights.
+    """Search every file except the values of weights.
 
     Args:
-        files: by the name that a finding has.
-        places: folders of this machine. One of a single part counts only with a name below it.
-        known: secrets of this machine, by what to call them.
+        files: paths by the names to report.
+        places: folders of this machine. A folder of a single part counts only if a name follows it.
+        known: secrets of this machine by their descriptions.
     """
     for name, path in files.items():
         paths = _path_patterns(places, name.rpartition("/")[2] in _VOCABULARIES)
         for part, content in _parts(path):
             if content is None:
-                yield Finding(f"{name}{part}", "compressed", _CLOSED)
+                yield Finding(f"{name}{part}", "compressed", _COMPRESSED)
                 continue
-            # Without NULs UTF-16 and UTF-32 read as ASCII does; elsewhere NULs stand between words.
+            # Without NULs, ASCII in UTF-16 and UTF-32 reads as ASCII. Elsewhere NULs separate words.
             texts = dict.fromkeys(content.replace(b"\0", other).decode("utf-8", "replace") for other in (b"", b" "))
-            found = (finding for text in texts for finding in _findings(text, paths, known))
-            yield from (Finding(f"{name}{part}:{line}", *what) for line, *what in dict.fromkeys(found))
+            findings = (finding for text in texts for finding in _findings(text, paths, known))
+            yield from (Finding(f"{name}{part}:{line}", *what) for line, *what in dict.fromkeys(findings))
 
 
 def secrets_of_environment() -> dict[str, str]:
-    """Values of variables that are named as secrets are, such as HF_TOKEN and WANDB_API_KEY."""
-    found = {f"the value of {name}": value for name, value in os.environ.items() if SECRET_NAME.search(name)}
-    return {name: value for name, value in found.items() if len(value) >= 12 and not re.search(r"^[/~]|\s", value)}
+    """Values of environment variables with the names of secrets, such as HF_TOKEN and WANDB_API_KEY."""
+    secrets = {f"the value of {name}": value for name, value in os.environ.items() if SECRET_NAME.search(name)}
+    return {name: value for name, value in secrets.items() if len(value) >= 12 and not re.search(r"^[/~]|\s", value)}
 
 
 def tokens_in(text: str, known: Mapping[str, str]) -> Iterator[tuple[int, str, str]]:
-    """Place, kind and value of what looks like a token."""
+    """Yield position, kind and value of everything that looks like a token."""
     for kind, value in known.items():
         if value in text:
             yield text.index(value), kind, value
-    for kind, pattern in _OWN.items():
+    for kind, pattern in _PATTERNS.items():
         yield from ((match.start(), kind, match[0]) for match in pattern.finditer(text))
     for detector in _detectors():
         for pattern in detector.denylist:
             for match in pattern.finditer(text):
-                if any(detector.analyze_string(match[0])):  # a rule may look closer than its pattern
+                if any(detector.analyze_string(match[0])):  # a detector may check more than its pattern
                     yield match.start(), detector.secret_type, match[0]
 
 
 def refuse_tokens(data: Any, key: str = "") -> None:
-    """Raises RecipeError where a value of a recipe holds a token, which every file of a run would repeat."""
+    """Refuse a recipe with a token in a value: every file of a run would repeat it.
+
+    Raises:
+        RecipeError: names the key.
+    """
     if isinstance(data, Mapping):
         for name, value in data.items():
             refuse_tokens(value, f"{key}.{name}" if key else str(name))
@@ -140,19 +146,19 @@ def refuse_tokens(data: Any, key: str = "") -> None:
             refuse_tokens(value, f"{key}.{index}")
     elif isinstance(data, str):
         for _, kind, value in tokens_in(data, secrets_of_environment()):
-            hint = "Reports and exports repeat the recipe: take it out. Log in with `hf auth login`, or set HF_TOKEN."
+            hint = "Reports and exports repeat the recipe. Remove it, and use `hf auth login` or HF_TOKEN."
             raise RecipeError(key, _shortened(kind, value), hint)
 
 
 @cache
 def _detectors() -> list[Any]:
-    """detect-secrets' plugins. Their `verify`, which asks the services over the network, is not called."""
+    """Plugins of detect-secrets. Their `verify`, which contacts the services, is not called."""
     modules = ((import_module(f"detect_secrets.plugins.{module}"), name) for module, name in _DETECTORS.items())
     return [getattr(module, name)() for module, name in modules]
 
 
 def _findings(text: str, paths: list[re.Pattern[str]], known: Mapping[str, str]) -> Iterator[tuple[int, str, str]]:
-    """Line, value and hint of each finding, as the text is and with its escapes resolved."""
+    """Yield line, value and hint of each finding, in the text as it is and with escapes resolved."""
     for start in range(0, max(1, len(text)), _PIECE):
         piece = text[start : start + _PIECE + _OVERLAP]
         before = 1 + text.count("\n", 0, start)
@@ -165,30 +171,30 @@ def _findings(text: str, paths: list[re.Pattern[str]], known: Mapping[str, str])
 
 
 def _shortened(kind: str, value: str) -> str:
-    """A token as an error may show it: never more than four of twenty characters."""
+    """Describe a token with at most its first four characters."""
     start = f", {value[:4]}..." if len(value) >= 20 and not kind.startswith("the ") else ""
     return f"a token ({kind}{start}, {len(value)} characters)"
 
 
 def _unescaped(text: str) -> str:
-    """Escapes of JSON, twice for JSON in a string, of HTML, and of addresses; lines stay where they are."""
+    """Resolve escapes of JSON (twice, for JSON in a string), HTML and URLs. Line numbers do not change."""
     for _ in range(2):
         text = _ESCAPE.sub(lambda m: chr(int(m[1] or m[2], 16)) if m[1] or m[2] else m[3], text)
     return unquote(html.unescape(text))
 
 
 def _path_patterns(places: Iterable[str], is_vocabulary: bool) -> list[re.Pattern[str]]:
-    """Of folders of this machine, and of anybody's home."""
+    """Patterns of these folders and of home directories."""
     below = r"[\\/]+\w" if is_vocabulary else ""
-    own = [
+    local = [
         re.escape(place) + (r"(?![\w-])" if place.count("/") + place.count("\\") > 1 else r"/\w")
         for place in sorted(places)
     ]
-    return [re.compile(pattern) for pattern in (*own, *(home + below for home in _HOMES), _ROOT)]
+    return [re.compile(pattern) for pattern in (*local, *(home + below for home in _HOMES), _ROOT)]
 
 
 def _parts(path: Path) -> Iterator[tuple[str, bytes | None]]:
-    """The texts of a file, by what a finding calls them; None for one that cannot be searched."""
+    """Yield the texts of a file with their labels; None for a text that cannot be searched."""
     if path.suffix == ".safetensors":
         yield " (header)", _header(path)
         return
@@ -204,14 +210,14 @@ def _parts(path: Path) -> Iterator[tuple[str, bytes | None]]:
 
 
 def _header(path: Path) -> bytes:
-    """Names and metadata of a file of weights. The numbers match nothing, and there are gigabytes of them."""
+    """Names and metadata of a safetensors file, without the values."""
     with open(path, "rb") as file:
         start = file.read(8)
         return start + file.read(min(int.from_bytes(start, "little"), path.stat().st_size))
 
 
 def _png_texts(content: bytes) -> Iterator[tuple[str, bytes | None]]:
-    """The texts of a PNG that are compressed, or all of them where the PNG itself is embedded."""
+    """Yield text, profile and EXIF chunks of a PNG file."""
     place = len(_PNG)
     while place + 8 <= len(content):
         length, kind = struct.unpack(">I4s", content[place : place + 8])
@@ -230,7 +236,7 @@ def _png_texts(content: bytes) -> Iterator[tuple[str, bytes | None]]:
 def _inflated(data: bytes) -> bytes | None:
     inflater = zlib.decompressobj()
     try:
-        found = inflater.decompress(data, _LONGEST)
+        text = inflater.decompress(data, _LONGEST)
     except zlib.error:
         return data
-    return None if inflater.unconsumed_tail else found
+    return None if inflater.unconsumed_tail else text

@@ -64,7 +64,7 @@ def test_what_a_command_did_not_write_it_does_not_replace(tmp_path: Path, comman
     make(tmp_path / "x", kind)
     before = tree(tmp_path)
     done = surgery(*COMMANDS[command], cwd=tmp_path)
-    assert_refused(done, "x. It holds something that is no", "nother")
+    assert_refused(done, "x. It is not empty and not a", "nother")
     assert "--overwrite" not in done.stderr
     assert tree(tmp_path) == before
 
@@ -98,7 +98,7 @@ def test_what_a_command_reads_it_does_not_replace(tmp_path: Path, field: str, li
     name, *rest = COMMANDS[command]
     options = next(i for i, word in enumerate(rest) if word.startswith("--"))
     done = surgery(name, *rest[:options], *given, *rest[options:], cwd=tmp_path)
-    assert_refused(done, f"older: x. {field} (", "is read from it", "nother")
+    assert_refused(done, f"older: x. {field} (", "is inside it", "nother")
     assert tree(tmp_path) == before
 
 
@@ -108,7 +108,7 @@ def test_the_recipe_is_not_removed_with_the_folder_that_it_is_in(tmp_path: Path,
     name, recipe, *rest = COMMANDS[command]
     (tmp_path / "x" / "mine.yaml").write_text(Path(recipe).read_text())
     before = tree(tmp_path)
-    assert_refused(surgery(name, "x/mine.yaml", *rest, cwd=tmp_path), "x. recipe (x/mine.yaml) is read from it")
+    assert_refused(surgery(name, "x/mine.yaml", *rest, cwd=tmp_path), "x. recipe (x/mine.yaml) is inside it")
     assert tree(tmp_path) == before
 
 
@@ -119,7 +119,7 @@ def test_the_current_directory_is_not_removed(tmp_path: Path, command: str) -> N
     place = {".": "../..", "x": "../../x"}
     given = [place.get(word, word) for word in COMMANDS[command]]
     before = tree(tmp_path)
-    assert_refused(surgery(*given, cwd=tmp_path / "x" / "here"), "current folder lies in it")
+    assert_refused(surgery(*given, cwd=tmp_path / "x" / "here"), "current directory is inside it")
     assert tree(tmp_path) == before
 
 
@@ -140,7 +140,7 @@ def test_a_teacher_may_not_be_what_the_same_run_writes(finished: Path, tmp_path:
     shutil.copytree(finished.parent, tmp_path / "runs")
     before = tree(tmp_path)
     given = ("train.teacher={model: runs/quickstart/trained}", "train.sources.0.weights.distil=1.0")
-    assert_refused(run_small(tmp_path, *given), "quickstart/trained. train.teacher.model", "read from")
+    assert_refused(run_small(tmp_path, *given), "quickstart/trained. train.teacher.model", "is inside it")
     assert tree(tmp_path) == before
 
 

@@ -14,6 +14,7 @@ import torch
 from huggingface_hub import constants, snapshot_download
 from transformers import AutoModelForCausalLM
 
+import surgery.hybrid  # noqa: F401 - registers the classes
 from surgery.export.verify import verify_folder
 from tests.support.hub_server import TOKEN, HubServer, serve
 

@@ -132,7 +132,7 @@ def test_a_full_disk_is_one_error_whatever_library_meets_it(tmp_path: Path, erro
     with pytest.raises(RunError) as caught, new_folder(tmp_path / "out") as folder:
         (folder / "f").write_text("2")
         raise error
-    assert str(caught.value) == f"{tmp_path / 'out'}: the disk is full. Make room, and run the same command again."
+    assert str(caught.value) == f"{tmp_path / 'out'}: the disk is full. Free some space and run the same command again."
     assert caught.value.__cause__ is error
     assert names(tmp_path) == (["out", "out/f"] if before else [])
 
@@ -457,7 +457,7 @@ def test_what_is_read_from_a_folder_keeps_it(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "up").symlink_to(tmp_path)
     monkeypatch.chdir(tmp_path)
     for folder in ("a", "link"):
-        with pytest.raises(RunError, match=rf"^FOLDER: {folder}\. base.model \({given}\) is read from it. Move."):
+        with pytest.raises(RunError, match=rf"^FOLDER: {folder}\. base.model \({given}\) is inside it. Move."):
             check_apart(
                 "FOLDER", [Path("x"), Path(folder)], {"data": "ab/b", "hub": "org/a", "base.model": given}, "Move."
             )

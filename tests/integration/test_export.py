@@ -161,6 +161,18 @@ def test_another_model_does_not_verify(folder: Path, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+def test_a_tokenizer_that_does_not_load_is_found(folder: Path, tmp_path: Path) -> None:
+    """In the process that reloads. One that needs code of its own is not loaded, with trust neither."""
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    edit(copy, "tokenizer.json", lambda data: data["model"].update(type="none of them"))
+    list_again(copy)
+    assert "the tokenizer does not load" in refusal(copy)
+    edit(copy, "tokenizer_config.json", lambda data: data.update(auto_map={"AutoTokenizer": ["a.B", None]}))
+    list_again(copy)
+    assert "auto_map" in refusal(copy)
+    assert "tokenizer: it is absent or needs code of its own" in verify_folder(copy, True)["not_checked"]
+
+
 def test_an_edited_module_runs_with_trust_alone(folder: Path, tmp_path: Path) -> None:
     copy, mark = Path(shutil.copytree(folder, tmp_path / "copy")), tmp_path / "it ran"
     with open(copy / "attention.py", "a") as file:

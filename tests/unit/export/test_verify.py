@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,34 @@ class TestContent:
             check_card(card_table(card.replace(row, "")), plan)
         with pytest.raises(ModelError, match="its table has"):
             check_card(card_table(card), other)
+
+
+class TestWriting:
+    def test_a_tokenizer_that_changes_when_it_is_saved_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def other_tokens(*call: Any) -> dict[str, Tensor]:
+            reloaded = in_this_process(*call)
+            return {**reloaded, "tokenizer": reloaded["tokenizer"].flip(0)}
+
+        monkeypatch.setattr(transformers_folder, "reload", other_tokens)
+        with pytest.raises(ModelError, match="tokenizer: the reloaded tokenizer encodes"):
+            export_model(trained("mamba2"), pico_tokenizer(), tmp_path / "export")
+        assert not (tmp_path / "export").exists()
+
+    def test_overwrite_is_deprecated(self, tmp_path: Path) -> None:
+        with pytest.warns(DeprecationWarning, match="overwrite has no effect"):
+            export_model(trained("mamba2"), pico_tokenizer(), tmp_path / "export", overwrite=True)
+        assert verify_folder(tmp_path / "export")["format"] == "transformers"
+
+    @pytest.mark.parametrize("plugin", [None, 5, "no module", "os", "a.b"])
+    def test_an_unknown_format_is_named_and_its_module_not_imported(self, plugin: Any, copy: Path) -> None:
+        """Only a module that the user passes is imported."""
+        edit(copy, RECORD, lambda record: record.update(format="other", plugin=plugin))
+        message = refusal(copy)
+        assert message.startswith("export.json: unknown format 'other'. ")
+        assert (f"--plugin {plugin}" in message) == (plugin in ("os", "a.b"))
+        assert "a" not in sys.modules and len(message.splitlines()) == 1
 
 
 class TestNoExport:

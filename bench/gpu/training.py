@@ -44,10 +44,10 @@ from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Base, Train
 from surgery.splice.graft import splice_model
+from surgery.testing.pico import pico_config, pico_tokenizer
 from surgery.train.trainer import Trainer
 from surgery.train.training import make_accelerator
 from surgery.types import Graft, Plan
-from tests.support.pico import pico_config, pico_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES, TOY = ("mamba2-130m",), ("toy",)

@@ -27,8 +27,8 @@ from upstream_tests.test_training_mixin import TrainingTesterMixin
 from surgery.hybrid import CLASSES
 from surgery.models.lookup import family_of, geometry_of
 from surgery.splice.graft import splice_model
+from surgery.testing.pico import HEADS, HIDDEN, PAD, SPLICED_FAMILIES, VOCAB, pico_family, pico_family_config, tokens
 from surgery.types import Graft, Plan
-from tests.support.pico import HEADS, HIDDEN, PAD, SPLICED_FAMILIES, VOCAB, pico_family, pico_family_config, tokens
 
 SECONDS = int(os.environ.get("UPSTREAM_TIMEOUT", "120"))  # of one test
 # Layers enough for three sites, where the pico models have fewer.

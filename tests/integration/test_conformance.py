@@ -26,10 +26,10 @@ from transformers.utils.import_utils import is_serve_available
 
 from surgery.export import transformers_folder
 from surgery.export.folder import export_model
+from surgery.testing.pico import SPLICED_FAMILIES, pico_hybrid, pico_site, pico_tokenizer, random_site
 from tests.integration.conftest import ROOT
 from tests.support.battery import trained
 from tests.support.exports import in_this_process
-from tests.support.pico import SPLICED_FAMILIES, pico_hybrid, pico_site, pico_tokenizer, random_site
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from surgery.testing.pico import pico_base, pico_tokenizer
 from tests.integration.conftest import BASE, ROOT
-from tests.support.pico import pico_base, pico_tokenizer
 
 HEADINGS = (
     "A probe",

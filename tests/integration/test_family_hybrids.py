@@ -31,6 +31,7 @@ from surgery.models.loading import load_model
 from surgery.models.lookup import family_of, geometry_of, mixer_of, structure_of
 from surgery.models.runtime import requires_grad
 from surgery.recipe import Base, Optimizer, Train
+from surgery.testing.pico import SPLICED_FAMILIES, pad, pico_family, pico_tokenizer, prompts, randomise, tokens
 from surgery.train.optimizer import adamw, spliced_parameters, trainable
 from surgery.train.trainer import Trainer
 from tests.support.battery import (
@@ -48,7 +49,6 @@ from tests.support.battery import (
     spliced,
     trained,
 )
-from tests.support.pico import SPLICED_FAMILIES, pad, pico_family, pico_tokenizer, prompts, randomise, tokens
 
 LIBRARY = Path(surgery.hybrid.__file__).parent
 KV = {"task": "kv_retrieval", "rows": 1, "pairs": (2, 2), "weights": {"answer": 1.0, "attention": 1.0}}

@@ -16,8 +16,7 @@ from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import rng_of
 from surgery.recipe import Locate, Splice
 from surgery.scoring.ranking import ChoiceScores
-from surgery.types import HeadId, ScoredHead
-from tests.support.planted import (
+from surgery.testing.planted import (
     Planted,
     answers,
     head_ids,
@@ -26,6 +25,7 @@ from tests.support.planted import (
     planted_tokenizer,
     scored_heads,
 )
+from surgery.types import HeadId, ScoredHead
 
 SEEDS = range(20)
 PAIRS = 5

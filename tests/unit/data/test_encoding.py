@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from surgery.data.encoding import EncodedBatch, choice_tokens, distinct_prefixes, encode
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document, Question, Writer, draw, rng_of, split_of
-from tests.support.pico import pico_tokenizer
+from surgery.testing.pico import pico_tokenizer
 from tests.support.samples import ASKING, MAKERS, RETRIEVING, cut, sample, several_questions
 
 Side = Literal["left", "right"]

@@ -15,7 +15,7 @@ from surgery.errors import DataError, RecipeError
 from surgery.evaluate.evaluation import held_out_documents
 from surgery.probes.documents import Document
 from surgery.recipe import Data, Source, Train, check_recipe
-from tests.support.pico import pico_tokenizer
+from surgery.testing.pico import pico_tokenizer
 
 TOKENIZER = pico_tokenizer()
 PROMPTS = [f"Who has ticket {i}?\n" for i in range(200)]

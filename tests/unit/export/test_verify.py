@@ -24,10 +24,10 @@ from surgery.export.folder import export_model
 from surgery.export.reload import TOLERANCE, compare, make_reference, prompt_ids
 from surgery.export.verify import verify_folder
 from surgery.models.lookup import family_of
+from surgery.testing.pico import pico_tokenizer
 from surgery.types import Graft, Plan
 from tests.support.battery import base, plan_of, trained
 from tests.support.exports import card_of, edit, in_this_process, list_again, refusal, written
-from tests.support.pico import pico_tokenizer
 
 
 @pytest.fixture(autouse=True)

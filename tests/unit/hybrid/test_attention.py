@@ -16,8 +16,7 @@ from surgery.hybrid.sites import splice_sites
 from surgery.hybrid.splice_pass import SpliceRows
 from surgery.hybrid.streams import StreamAttention
 from surgery.splice.plan import splice_field
-from tests.support.battery import plan_of
-from tests.support.pico import (
+from surgery.testing.pico import (
     HIDDEN,
     pico_config,
     pico_family,
@@ -28,6 +27,7 @@ from tests.support.pico import (
     randomise,
     tokens,
 )
+from tests.support.battery import plan_of
 
 SITES = [
     pico_site(0, [2]),

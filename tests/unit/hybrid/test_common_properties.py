@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from surgery.hybrid import CLASSES
 from surgery.models.lookup import family_of
 from surgery.models.runtime import requires_grad
+from surgery.testing.pico import HIDDEN, VOCAB, pad, tokens
 from tests.support.battery import base, every_spliced, logits, shared, trained
-from tests.support.pico import HIDDEN, VOCAB, pad, tokens
 
 CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-5}  # logits of these models are up to 30
 every_class = pytest.mark.parametrize("classes", CLASSES, ids=[c[0].model_type for c in CLASSES])

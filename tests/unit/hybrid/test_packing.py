@@ -18,9 +18,9 @@ import surgery.hybrid.attention
 import surgery.hybrid.model
 from surgery.hybrid.packing import convolved, documents_of, packed_masks, positions_of
 from surgery.hybrid.splice_pass import SpliceRows
+from surgery.testing.pico import PAD, pico_hybrid, pico_site, random_site, randomise, tokens
 from tests.support.battery import base, spliced, trained
 from tests.support.kernels import with_kernels
-from tests.support.pico import PAD, pico_hybrid, pico_site, random_site, randomise, tokens
 
 FAMILIES = ("mamba2", "mamba2attn", "bamba", "granite", "zamba2", "nemotron_h")
 EXPERTS = ("granite", "nemotron_h")  # torch multiplies theirs in fp32 at most

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, T
 import surgery.hybrid
 from surgery.hybrid.streams import StreamAttention
 from surgery.models.lookup import family_of, mixer_of
+from surgery.testing.pico import tokens
 from tests.support.battery import base, cache_of, every_mode, every_spliced, logits, trained
-from tests.support.pico import tokens
 
 CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-5}
 READ_DIRECTLY = ("dt_proj",)  # plain Mamba-1 multiplies with its weight, past the module

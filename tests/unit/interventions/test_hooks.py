@@ -14,8 +14,7 @@ from surgery.interventions.hooks import ActivationCache, from_mixer, record
 from surgery.interventions.oracle_read import OracleRead, intervene
 from surgery.models.cache import expand_cache
 from surgery.models.lookup import family_of, mixer_of, structure_of
-from surgery.types import MixerSpec
-from tests.support.pico import (
+from surgery.testing.pico import (
     HEAD_DIM,
     HEADS,
     HIDDEN,
@@ -29,6 +28,7 @@ from tests.support.pico import (
     random_site,
     tokens,
 )
+from surgery.types import MixerSpec
 from tests.support.rounding import assert_close_in_ulps
 
 SPECS = family_of(pico_base().config).mixers(pico_base().config)

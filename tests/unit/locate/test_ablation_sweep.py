@@ -26,10 +26,10 @@ from surgery.locate.ablation_sweep import (
 from surgery.models.lookup import mixer_of, structure_of
 from surgery.scoring.choices import row_bytes
 from surgery.scoring.ranking import ChoiceScores, choice_scores
+from surgery.testing.pico import HEAD_DIM, HEADS, pico_base, pico_family, pico_hybrid, pico_site, prompts, random_site
 from surgery.types import HeadId, MixerSpec
 from tests.support.long_choices import long_prompts
 from tests.support.oracles import naive_ablate, naive_change_at_query
-from tests.support.pico import HEAD_DIM, HEADS, pico_base, pico_family, pico_hybrid, pico_site, prompts, random_site
 
 MODELS = {
     "base": lambda: pico_base(n_groups=2),

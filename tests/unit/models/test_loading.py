@@ -28,6 +28,7 @@ from surgery.models.lookup import family_of
 from surgery.models.sizes import meta_model
 from surgery.recipe import Base
 from surgery.recipe.public import source_of
+from surgery.testing.pico import FAMILY_NAMES, pico_family
 from tests.integration.conftest import BASE
 from tests.support.mamba2attn import CASES, attn_model
 from tests.support.mamba_ssm_files import (
@@ -40,7 +41,6 @@ from tests.support.mamba_ssm_files import (
     tiny,
     write,
 )
-from tests.support.pico import FAMILY_NAMES, pico_family
 
 LAYERS = ("Mamba1", "Mamba2")
 MIXER = "backbone.layers.1.mixer"

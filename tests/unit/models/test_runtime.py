@@ -8,7 +8,7 @@ import torch
 from surgery.errors import ModelError
 from surgery.models import runtime
 from surgery.models.runtime import CHUNK_WITHOUT_KERNELS, check_release, restore_chunks, shorten_chunks
-from tests.support.pico import pico_family, pico_family_config, tokens
+from surgery.testing.pico import pico_family, pico_family_config, tokens
 
 FAMILIES = {"mamba2": "chunk_size", "zamba2": "chunk_size", "bamba": "mamba_chunk_size", "nemotron_h": "chunk_size"}
 

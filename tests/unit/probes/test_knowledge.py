@@ -9,7 +9,7 @@ import pytest
 from surgery.probes.documents import Document, rng_of
 from surgery.probes.knowledge import LETTERS, fact_question, fact_statement, facts, letter_choice, option_text
 from surgery.probes.words import ANSWERS, RELATIONS, entity_names
-from tests.support.pico import pico_tokenizer
+from surgery.testing.pico import pico_tokenizer
 from tests.support.samples import cut
 
 

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 from surgery.errors import RecipeError
 from surgery.recipe import PretrainRecipe, TinyTransformer, check_recipe
 from surgery.run.pretrain import build_model
-from tests.support.pico import pico_tokenizer
+from surgery.testing.pico import pico_tokenizer
 
 SHAPE = {"kind": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
 T = 16

@@ -10,7 +10,7 @@ import torch
 
 from surgery.recipe import Recipe, check_recipe
 from surgery.run.stages import _Watch
-from tests.support.pico import pico_base, pico_tokenizer
+from surgery.testing.pico import pico_base, pico_tokenizer
 
 LOSSES = {"step": 1, "tokens": 100, "seconds": 0.5, "loss": 2.0, "answer": 1.5}
 

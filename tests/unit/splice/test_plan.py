@@ -14,9 +14,7 @@ from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Splice
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import check_in_range, check_not_spliced, check_sites, make_plan, splice_field
-from surgery.types import Graft, HeadId, HeadSet, MixerSpec, Plan, ScoredHead
-from tests.support.battery import plan_of, spliced
-from tests.support.pico import (
+from surgery.testing.pico import (
     HEAD_DIM,
     SPLICED_FAMILIES,
     STATE,
@@ -27,6 +25,8 @@ from tests.support.pico import (
     pico_hybrid,
     pico_site,
 )
+from surgery.types import Graft, HeadId, HeadSet, MixerSpec, Plan, ScoredHead
+from tests.support.battery import plan_of, spliced
 
 
 def copies_rows(site: MixerSpec) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.models.meters import saved_bytes
 from surgery.recipe import Distil
+from surgery.testing.pico import pico_tokenizer
 from surgery.train.divergence import TopK, naive_divergence
 from surgery.train.losses import (
     answer_loss,
@@ -27,7 +28,6 @@ from surgery.train.losses import (
     text_loss,
 )
 from surgery.types import Reads
-from tests.support.pico import pico_tokenizer
 from tests.support.samples import sample, several_questions
 
 V = 1024

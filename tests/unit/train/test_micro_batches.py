@@ -13,9 +13,9 @@ from surgery.data.encoding import EncodedBatch, encode
 from surgery.data.generated import step_documents
 from surgery.errors import RunError
 from surgery.recipe import Source
+from surgery.testing.pico import pico_tokenizer
 from surgery.train.micro_batches import cut
 from tests.support import training_worker as worker
-from tests.support.pico import pico_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 
 from surgery.errors import RunError
 from surgery.models.lookup import family_of
+from surgery.testing.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, pico_hybrid, pico_site, tokens
 from surgery.train.sharded import block_classes, gather, trains, twin
 from surgery.train.trainer import Trainer
 from tests.support import training_worker as worker
 from tests.support.battery import logits, trained
-from tests.support.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, pico_hybrid, pico_site, tokens
 
 
 def made(model: PreTrainedModel) -> tuple[PreTrainedModel, Any]:

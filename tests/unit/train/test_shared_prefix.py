@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site
 from surgery.train import trainer as loop
 from surgery.train.shared_prefix import SharedPrefix, share_weights
 from tests.support import training_worker as worker
-from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site
 
 SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}
 

@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 
 from surgery.errors import RunError, TrainingDiverged
 from surgery.recipe import Optimizer, Train
+from surgery.testing.pico import HEAD_DIM, HEADS, STATE, pico_base, pico_hybrid, pico_site, pico_tokenizer
 from surgery.train import objectives as terms
 from surgery.train import trainer as loop
 from surgery.train.checkpoints import checkpoints
 from surgery.train.optimizer import adamw, learning_rate_factor, spliced_parameters, trainable
 from surgery.train.trainer import Trainer
 from surgery.types import Graft, MixerSpec
-from tests.support.pico import HEAD_DIM, HEADS, STATE, pico_base, pico_hybrid, pico_site, pico_tokenizer
 
 KV = {"task": "kv_retrieval", "rows": 1, "pairs": (2, 2), "weights": {"answer": 1.0, "attention": 1.0}}
 PLAIN = {"task": "sentence", "rows": 1, "weights": {"keep": 1.0, "text": 0.5}}

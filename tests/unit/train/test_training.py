@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from surgery.errors import RecipeError, RunError, TrainingDiverged
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Optimizer, Train
+from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
 from surgery.train import checkpoints as steps_module
 from surgery.train import objectives as terms
 from surgery.train import tracking as track
@@ -25,7 +26,6 @@ from surgery.train.checkpoints import checkpoints
 from surgery.train.optimizer import adamw, learning_rate_factor, spliced_parameters, trainable
 from surgery.train.training import train_model
 from surgery.types import Graft, Plan
-from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
 
 SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}
 FAST = {"warmup": 0, "lr": 1e-2, "new_heads_lr": 1e-2}

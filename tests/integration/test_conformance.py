@@ -30,6 +30,7 @@ from surgery.testing.pico import SPLICED_FAMILIES, pico_hybrid, pico_site, pico_
 from tests.integration.conftest import ROOT
 from tests.support.battery import trained
 from tests.support.exports import in_this_process
+from tests.support.processes import module_script, stock
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +57,8 @@ def environment(scratch: Path) -> dict[str, str]:
 def found(folder: Path) -> dict[str, Any]:
     """What the stranger saw."""
     out = folder.parent / "found.json"
-    command = [sys.executable, "-m", "tests.support.stranger", str(folder), str(out)]
-    done = subprocess.run(command, cwd=folder.parent, env=environment(folder.parent), capture_output=True, text=True)
+    script, place = module_script("tests.support.stranger"), folder.parent
+    done = stock().run(["stranger", str(folder), str(out)], place, environment(place), script)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(out.read_text())
 
@@ -120,8 +121,8 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     place = tmp_path_factory.mktemp("families")
     for name in SPLICED_FAMILIES:
         copy.deepcopy(trained(name)).save_pretrained(place / "models" / name)
-    command = [sys.executable, "-m", "tests.support.stranger_families", "models", "found.json"]
-    done = subprocess.run(command, cwd=place, env=environment(place), capture_output=True, text=True)
+    script = module_script("tests.support.stranger_families")
+    done = stock().run(["stranger", "models", "found.json"], place, environment(place), script)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads((place / "found.json").read_text())
 

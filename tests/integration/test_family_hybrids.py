@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,6 +48,7 @@ from tests.support.battery import (
     spliced,
     trained,
 )
+from tests.support.processes import stock
 
 LIBRARY = Path(surgery.hybrid.__file__).parent
 KV = {"task": "kv_retrieval", "rows": 1, "pairs": (2, 2), "weights": {"answer": 1.0, "attention": 1.0}}
@@ -288,8 +288,7 @@ def exports(
             export_model(exported(name), pico_tokenizer(), there / name, card="A card.")
             arguments += [str(there / name), str(there / "ids"), str(there / f"{name}.found")]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(there / "modules")}
-    command = [sys.executable, "-c", RELOADS, RELOAD, SAMPLE, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=there, timeout=300)
+    done = stock().run(["-c", RELOAD, SAMPLE, *arguments], there, environment, RELOADS)
     assert done.returncode == 0, done.stderr[-2000:]
     return {name: (there / name, load_file(there / f"{name}.found")) for name in names}
 

@@ -19,6 +19,7 @@ from surgery.models import mamba_ssm_format as formats
 from tests.integration.conftest import BASE, surgery
 from tests.support.mamba2attn import attn_model
 from tests.support.mamba_ssm_files import PADDED, tiny, write
+from tests.support.processes import stock
 
 GIB = 2**30
 
@@ -94,7 +95,7 @@ def test_convert_then_inspect_generate_and_a_stranger(tmp_path: Path) -> None:
         "print(m(torch.arange(9)[None]).logits.double().sum().item())"
     )
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    alone = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    alone = stock().run(["-c"], tmp_path, environment, code)
     assert alone.returncode == 0, alone.stderr
     with torch.no_grad():
         expected = model(torch.arange(9)[None]).logits.double().sum().item()

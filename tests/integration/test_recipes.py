@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from surgery.recipe import AnalysisRecipe, Base, PretrainRecipe, Recipe, load_an
 from surgery.reproduce.expansion import check_change, expand
 from surgery.run.dry_run import LENGTHS, dry_run
 from tests.integration.conftest import BASE, ROOT
+from tests.support.processes import library
 
 RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}
 LOADED = {name: load_any(path) for name, path in RECIPES.items()}
@@ -132,8 +131,7 @@ def test_a_dry_run_at_true_size_is_quick_and_light(name: str, tmp_path: Path) ->
         "found |= {'gib': resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}\n"
         "print(json.dumps(found, default=str))\n"
     )
-    command = [sys.executable, "-c", code, str(RECIPES[name])]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS)
+    done = library().start(["-c", str(RECIPES[name])], tmp_path, script=code).wait(SECONDS)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert_complete(found, load_recipe(RECIPES[name]))

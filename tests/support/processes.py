@@ -190,6 +190,11 @@ def library() -> Server:
     return Server("library", stock())
 
 
+def module_script(name: str) -> str:
+    """A script that runs a module of this checkout, as `python -m` does."""
+    return f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r}); runpy.run_module({name!r}, run_name='__main__')"
+
+
 def servers() -> list[int]:
     """Process ids of the servers that this process has started."""
     return [make().process.pid for make in (stock, library) if make.cache_info().currsize]

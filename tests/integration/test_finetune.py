@@ -172,7 +172,7 @@ def test_it_is_run_of_the_shipped_recipe(place: Path, finished: Path) -> None:
     [
         (("./base", "rows.jsonl"), ("base.model", "Nothing is spliced", "Splice it first")),
         (("./nowhere", "rows.jsonl"), ("base.model", "no such folder")),
-        (("./hybrid", "missing.jsonl"), ("data.path", "missing.jsonl", "no such file")),
+        (("./hybrid", "missing.jsonl"), ("data.path", "missing.jsonl", "No such file")),
         (("./hybrid", "bad.jsonl"), ("bad.jsonl:3", "answer")),
         (("./hybrid", "unmarked.jsonl"), ("unmarked.jsonl:1", "span")),
         (("./hybrid", "one.jsonl"), ("one.jsonl", "no row is", "holdout")),

@@ -14,8 +14,10 @@ import signal
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -33,6 +35,7 @@ from surgery.console import (
 from surgery.errors import SurgeryError, is_out_of_memory, reading, summary
 from surgery.files.atomic import is_full
 from surgery.recipe import AnalysisRecipe, Base, PretrainRecipe, Recipe, load_any, load_recipe, shipped, to_yaml
+from surgery.recipe.section import RenamedKeyWarning
 from surgery.registry import load_plugins
 
 app = typer.Typer(
@@ -350,7 +353,20 @@ def quiet() -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("RUST_BACKTRACE", "0")
     warnings.filterwarnings("ignore", category=FutureWarning)
+    if os.environ.get("RANK", "0") == "0":
+        warnings.filterwarnings("once", category=RenamedKeyWarning)
+    warnings.showwarning = partial(_show_warning, warnings.showwarning)
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+
+
+def _show_warning(
+    show: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any, **more: Any
+) -> None:
+    """Print renamed keys of a recipe in one line each."""
+    if issubclass(category, RenamedKeyWarning):
+        print(f"warning: {message}", file=sys.stderr)
+    else:
+        show(message, category, *where, **more)
 
 
 def main() -> None:

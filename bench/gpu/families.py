@@ -35,7 +35,7 @@ from surgery.errors import ModelError
 from surgery.interventions.hooks import record
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.testing.pico import SPLICED_FAMILIES
-from surgery.train.packing import why_not
+from surgery.train.packing import packing_fault
 from surgery.types import Mode
 
 BATCH, STEPS, PADS = 2, 4, 5
@@ -215,7 +215,7 @@ def silence(name: str, options: Options) -> bool:
 def packing(name: str, options: Options) -> str:
     """`apart`, or why documents of one row are not; asked in training, and in eval mode for the kernels that it has."""
     hybrid = hybrid_of(base_of(name, options.toy), "add").to(options.device)
-    return why_not({"training": hybrid.train()}) or why_not({"eval": hybrid.eval()}) or "apart"
+    return packing_fault({"training": hybrid.train()}) or packing_fault({"eval": hybrid.eval()}) or "apart"
 
 
 def hooked(name: str, options: Options, training: bool) -> str:

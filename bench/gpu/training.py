@@ -45,7 +45,8 @@ from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Base, Train
 from surgery.splice.graft import splice_model
 from surgery.testing.pico import pico_config, pico_tokenizer
-from surgery.train.trainer import Trainer
+from surgery.train.targets import Targets
+from surgery.train.trainer import train_stage
 from surgery.train.training import make_accelerator
 from surgery.types import Graft, Plan
 
@@ -56,7 +57,7 @@ WARM_UP = 3  # steps that are not timed
 APART = 0.02  # of two losses in bf16, relative
 GROWN = 1.2  # of a loss over the first; documents differ
 SETTINGS: dict[str, dict[str, Any]] = {
-    "lora": {"trains": "lora", "gradient_checkpointing": True},
+    "lora": {"trainable": "lora", "gradient_checkpointing": True},
     "checkpointing": {"gradient_checkpointing": True},
     "compile": {"compile": True},
     "packing": {"packing": True},
@@ -152,17 +153,16 @@ def _train(model: PreTrainedModel, grafts: tuple[Graft, ...], task: str, options
         torch.cuda.reset_peak_memory_stats()
     with watch(model) as ran, tempfile.TemporaryDirectory() as folder:
         section = _section(task, options, Path(folder))
-        made = Trainer(model, pico_tokenizer(), section, 0, None, accelerator, grafts=grafts)
-        history = made.run()
+        result = train_stage(model, pico_tokenizer(), section, 0, accelerator, Targets(grafts=grafts))
     return Run(
-        losses=[entry["loss"] for entry in history],
-        seconds=[entry["seconds"] for entry in history],
+        losses=[entry["loss"] for entry in result.history],
+        seconds=[entry["seconds"] for entry in result.history],
         peak=torch.cuda.max_memory_allocated() if cuda else None,
         kind=_kind(accelerator),
         checksum=float(sum(p.detach().double().abs().sum().cpu() for p in model.parameters())),
         moved=all(bool(p.any()) for name, p in model.named_parameters() if ".lora_B" in name),
         ran=in_words(ran),
-        packed=made.packed,
+        packed=result.packing,
     )
 
 
@@ -179,7 +179,7 @@ def _section(task: str, options: Options, folder: Path) -> Train:
     source = {"task": "kv_retrieval", "rows": rows, "pairs": (pairs, pairs), "questions": 4}
     if task in UNEVEN:
         source = _uneven(folder, *((8, 12) if options.toy else (40, 100)))
-    weights = {"answer": 1.0, "text": 1.0, "attention": 1.0}
+    weights = {"answer": 1.0, "lm": 1.0, "attention": 1.0}
     optimizer = {"lr": 1e-3, "new_heads_lr": 1e-3, "warmup": 1, "schedule": "constant"}
     given = {"steps": WARM_UP + options.repeats, "precision": "bf16", "optimizer": optimizer, **SETTINGS.get(task, {})}
     return Train.model_validate({**given, "sources": [{**source, "weights": weights}]})

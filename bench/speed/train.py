@@ -3,7 +3,7 @@
     python -m bench.speed.train [--out FILE] [--quick]
 
 First comparison: the shipped base and the shipped hybrid (one spliced head of 32), the same documents, all weights
-trainable. Second: one head in the last layer, only the new head trainable with `keep`, with and without sharing the
+trainable. Second: one head in the last layer, only the new head trainable with `base_kl`, with and without sharing the
 layers below it with the frozen base. Time is CPU seconds of one thread, median over steps that alternate between the
 two. Memory is the peak of the tensors that torch holds in forward and backward pass, counted exactly, without weights,
 gradients and optimizer state.
@@ -15,44 +15,51 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from bench.common import CHECKPOINTS, SHIPPED, load, parser, quiet_on_one_thread
+from surgery.models.loading import load_tokenizer
 from surgery.models.lookup import geometry_of
 from surgery.models.meters import Meter
-from surgery.recipe import Splice, Train
+from surgery.recipe import Base, Splice, Train
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
-from surgery.train.trainer import Trainer
+from surgery.train.micro_batches import split_step, with_counts
+from surgery.train.targets import Targets
+from surgery.train.trainer import PreparedStage, prepare_stage
 from surgery.train.training import make_accelerator
 from surgery.types import HeadId, HeadSet, Plan, ScoredHead
 
 GOAL = 1.15
 KV = {"task": "kv_retrieval", "pairs": (8, 32), "questions": 4, "rows": 32, "weights": {"answer": 1.0}}
-KEEP = {"task": "closed_book", "half": 0, "rows": 32, "weights": {"keep": 1.0}}
+KEEP = {"task": "closed_book", "split": 0, "rows": 32, "weights": {"base_kl": 1.0}}
 
 
-def trainer(model: PreTrainedModel, base: PreTrainedModel, plan: Plan | None, given: dict[str, Any]) -> Trainer:
-    _, tokenizer = load(SHIPPED)
+def prepared(model: PreTrainedModel, base: PreTrainedModel, plan: Plan | None, given: dict[str, Any]) -> PreparedStage:
+    tokenizer = load_tokenizer(Base(model=str(SHIPPED)))
     section = Train.model_validate({"steps": 1, **given})
-    made = Trainer(model, tokenizer, section, 0, None, make_accelerator(), base, plan.grafts if plan else ())
-    made._streams = made._open()
-    made._prepare_model()
-    model.train()
-    return made
+    targets = Targets(base=base, grafts=plan.grafts if plan else ())
+    return prepare_stage(model, tokenizer, section, 0, make_accelerator(), targets)
 
 
-def step(made: Trainer) -> Callable[[], None]:
+def step(stage: PreparedStage) -> Callable[[], None]:
     """Forward and backward of one step's documents, always the same."""
-    micro = made._micro_batches(0)
+    tokenizer, accelerator, sources = load_tokenizer(Base(model=str(SHIPPED))), make_accelerator(), stage.stage.sources
+    documents = [stream.step(0) for stream in stage.streams]
+    parts = split_step(sources, documents, stage.sizes, tokenizer, accelerator)
+    parts = with_counts(sources, parts, bool(stage.targets.grafts), accelerator)
 
     def run() -> None:
-        made._run(made.model, micro, 0)
-        made.model.zero_grad()
+        for part in parts:
+            losses = stage.targets.weighted_losses(stage.wrapped, part.source, part.batch, part.counts)
+            accelerator.backward(torch.stack(list(losses.values())).sum())
+        stage.wrapped.zero_grad()
 
     return run
 
@@ -76,7 +83,7 @@ def peak(run: Callable[[], None]) -> int:
     return int(meter.peak)
 
 
-def compare(first: Trainer, second: Trainer, rounds: int) -> dict[str, Any]:
+def compare(first: PreparedStage, second: PreparedStage, rounds: int) -> dict[str, Any]:
     runs = [step(first), step(second)]
     one, two = seconds(runs, rounds)
     bytes_one, bytes_two = (peak(run) for run in runs)
@@ -107,15 +114,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rounds = 2 if asked.quick else 15
     base, _ = load(SHIPPED)
     hybrid, _ = load(CHECKPOINTS / "quickstart" / "export")
-    everything = {"sources": [KV], "trains": "all"}
+    everything = {"sources": [KV], "trainable": "all"}
     found = {"hybrid against base": compare(
-        trainer(load(SHIPPED)[0], base, None, everything), trainer(hybrid, base, None, everything), rounds
+        prepared(load(SHIPPED)[0], base, None, everything), prepared(hybrid, base, None, everything), rounds
     )}  # fmt: skip
     (spliced, plan), (other, _) = in_last_layer(base), in_last_layer(base)
-    only_new = {"sources": [KEEP], "trains": "new_heads"}
-    alone = trainer(other, load(SHIPPED)[0], plan, only_new)
-    alone.prefix = None
-    found["shared prefix against none"] = compare(alone, trainer(spliced, base, plan, only_new), rounds)
+    only_new = {"sources": [KEEP], "trainable": "new_heads"}
+    alone = prepared(other, load(SHIPPED)[0], plan, only_new)
+    alone = replace(alone, targets=replace(alone.targets, prefix=None))
+    found["shared prefix against none"] = compare(alone, prepared(spliced, base, plan, only_new), rounds)
     for name, row in found.items():
         (a, b), (m, n) = row["seconds"], row["bytes"]
         print(f"{name}: {b:.2f} s of {a:.2f} s a step, {row['time_ratio']:.2f}x; "

@@ -89,13 +89,13 @@ def maker(source: Source, rng: Random, tokenizer: PreTrainedTokenizerBase | None
         groups=source.groups,
         needles=pairs,
         tokens=source.max_tokens or 0,
-        half=source.half,
+        half=source.split,
         tokenizer=tokenizer,
     )
 
     def make() -> Document:
         document = probe.document(rng, "train", options)
-        return with_ends(document) if source.end else document
+        return with_ends(document) if source.train_eos else document
 
     return make
 

@@ -14,7 +14,8 @@ from surgery.files.secret_scan import refuse_tokens
 from surgery.recipe.analysis import AnalysisRecipe
 from surgery.recipe.pretrain import PretrainRecipe
 from surgery.recipe.run import Recipe
-from surgery.recipe.yaml import read_mapping
+from surgery.recipe.section import current_keys, current_path
+from surgery.recipe.yaml import apply, read_mapping
 from surgery.registry import load_plugins
 
 R = TypeVar("R", Recipe, PretrainRecipe, AnalysisRecipe)
@@ -31,7 +32,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: type[R] =
     Raises:
         RecipeError: the file is missing or not YAML, or a key is unknown, duplicate or has an invalid value.
     """
-    data = read_mapping(Path(path), overrides)
+    data = current_keys(kind, read_mapping(Path(path)))
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        apply(data, f"{current_path(kind, key)}{separator}{value}")
     load_plugins(plugin_modules(data))
     return check_recipe(data, kind)
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from surgery.recipe.evaluate import Evaluate
+from surgery.recipe.objectives import OBJECTIVES
 from surgery.recipe.section import Plugins, Positive, Section, Seed
 from surgery.recipe.train import Train
 
@@ -96,8 +97,14 @@ class PretrainRecipe(Section):
     plugins: Plugins = ()
 
     @model_validator(mode="after")
-    def _nothing_to_keep(self) -> PretrainRecipe:
-        if self.train.uses("keep", "attention", "reading", "mixing"):
-            names = "base_kl, attention, attention_kl and attention_mse"
-            raise ValueError(f"pretraining from scratch has no base model and no spliced head: set {names} to 0")
+    def _no_base(self) -> PretrainRecipe:
+        unusable = [
+            name
+            for name, objective in OBJECTIVES.items()
+            if (objective.needs_splice or "base.logits" in objective.needs) and self.train.uses(name)
+        ]
+        if unusable:
+            raise ValueError(
+                f"Pretraining from scratch has no base model and no new heads: set {', '.join(unusable)} to 0"
+            )
         return self

@@ -1,14 +1,22 @@
-"""The base class of recipe sections, and the types that they share."""
+"""Base class of every section of a recipe, shared numbers, and renamed keys.
+
+To rename a key: rename the field, and add `old: new` to `renamed` of its section. Recipes, overrides and constructor
+calls with the old key then work with a warning. `keys_of_0_1` puts the old keys back for hashes, so that finished
+stages stay finished and checkpoints still match.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0, le=10**9, strict=True)]
 Tokens = Annotated[int, Field(gt=0, le=10**15, strict=True)]  # of a whole training
 Pairs = Annotated[int, Field(ge=2, le=100, strict=True, description="Values are distinct integers 0-99.")]
+Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 
 Module = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
 Plugins = Annotated[
@@ -17,10 +25,95 @@ Plugins = Annotated[
 ]
 
 
+class RenamedKeyWarning(DeprecationWarning):
+    """A recipe uses the old name of a key. The command line prints it."""
+
+
 class Section(BaseModel):
-    """A section of a recipe: frozen, and unknown keys are errors."""
+    """A part of a recipe. Frozen; unknown keys are refused.
+
+    Attributes:
+        path_in_recipe: dotted path of the section in a recipe, for warnings. Set it where `renamed` is set.
+        renamed: present name of each key that has an old name.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    path_in_recipe: ClassVar[str] = ""
+    renamed: ClassVar[Mapping[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_old_keys(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not cls.renamed.keys() & data.keys():
+            return data
+        for old, new in cls.renamed.items():
+            if old in data and new in data:
+                raise ValueError(f"`{old}` is the old name of `{new}`, and both are set. Remove `{old}`.")
+        return {cls.current_name(key): value for key, value in data.items()}
+
+    @classmethod
+    def current_name(cls, key: str) -> str:
+        """Present name of a key. Warns if `key` is an old one."""
+        if key not in cls.renamed:
+            return key
+        old, new = (f"{cls.path_in_recipe}.{name}" for name in (key, cls.renamed[key]))
+        message = f"{old} has been renamed to {new}. The old name will be removed in 0.3."
+        warnings.warn(message, RenamedKeyWarning, stacklevel=2)
+        return cls.renamed[key]
+
+    @classmethod
+    def names_of_0_1(cls, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Plain data of this section, not of those below it, under the keys of version 0.1."""
+        old = {new: old for old, new in cls.renamed.items()}
+        return {old.get(key, key): value for key, value in data.items()}
 
 
-Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+def keys_of_0_1(section: type[Section] | None, data: Any) -> Any:
+    """Plain data of a section with the keys of version 0.1, at all depths. Hashes are made of it.
+
+    Args:
+        section: class of the section, or None below the fields of one.
+        data: from `model_dump(mode="json")`, or a part of it.
+    """
+    if isinstance(data, list):
+        return [keys_of_0_1(section, item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    deep = {key: keys_of_0_1(_section_of(section, key), value) for key, value in data.items()}
+    return section.names_of_0_1(deep) if section is not None else deep
+
+
+def current_keys(section: type[Section] | None, data: Any) -> Any:
+    """Plain data of a recipe with the present keys, at all depths. A key that is there under both names stays twice."""
+    if isinstance(data, list):
+        return [current_keys(section, item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    result = {}
+    for key, value in data.items():
+        name = section.current_name(key) if section is not None and section.renamed.get(key) not in data else key
+        result[name] = current_keys(_section_of(section, name), value)
+    return result
+
+
+def current_path(section: type[Section], path: str) -> str:
+    """A dotted key such as `train.sources.0.half` with the present names."""
+    names, below = [], section
+    for part in path.split("."):
+        names.append(below.current_name(part) if below is not None else part)
+        if not part.isdecimal():  # an index of a list
+            below = _section_of(below, names[-1])  # type: ignore[assignment]
+    return ".".join(names)
+
+
+def _section_of(section: type[Section] | None, key: Any) -> type[Section] | None:
+    """The class of the section that a field holds, alone or in a list."""
+    field = section.model_fields.get(key) if section is not None else None
+    return next(_sections_in(field.annotation), None) if field is not None else None
+
+
+def _sections_in(annotation: Any) -> Iterator[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _sections_in(argument)

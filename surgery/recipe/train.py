@@ -1,60 +1,78 @@
-"""The part of a recipe that says what trains, on what, towards what. Owns: its schema.
-
-Must never know: torch, models, how a loss is computed (train). docs/TRAINING.md says what to choose.
-"""
+"""Schema of the section `train`: data, objectives, trainable weights and optimizer. See docs/TRAINING.md."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, GetJsonSchemaHandler, TypeAdapter, field_validator, model_validator
+from pydantic_core import CoreSchema
 
 from surgery.probes.registry import PROBES, Probe
 from surgery.recipe.base import Checkpoint
+from surgery.recipe.objectives import OBJECTIVES, needs_of
 from surgery.recipe.section import Pairs, Positive, Section, Tokens
 from surgery.registry import NameOf
 from surgery.types import HeadId
 
 Weight = Annotated[float, Field(ge=0)]
-Scheduled = Weight | tuple[Weight, Weight]  # a number, or its value at the first and the last step, linear between them
+Scheduled = Weight | tuple[Weight, Weight]  # constant, or [first, last] with a linear change over the stage
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Task = Annotated[str, NameOf(PROBES, keep=lambda probe: probe.trains)]
-FROM_TEACHER = frozenset({"distil", "reading", "mixing", "hidden"})  # objectives that compare with a teacher
-Trains = Literal["all", "new_heads", "spliced_layers", "lora"]
+Trainable = Literal["all", "new_heads", "spliced_layers", "lora"]
+_WEIGHTS_OF_0_1 = ("answer", "attention", "keep", "text", "distil", "reading", "mixing", "hidden")
 
 
 class Weights(Section):
-    """How much each objective counts on the documents of one source; [first, last] changes it over the stage."""
+    """Weight of each objective on the documents of one source. [first, last] changes it linearly over the stage."""
 
-    answer: Scheduled = Field(0.0, description="Cross-entropy on the answers.")
-    attention: Scheduled = Field(0.0, description="Cross-entropy of the new head's attention at the gold position.")
-    keep: Scheduled = Field(0.0, description="Divergence from the frozen base, on every token.")
-    text: Scheduled = Field(0.0, description="Cross-entropy on every token.")
-    distil: Scheduled = Field(0.0, description="Divergence from the teacher, on every token.")
-    reading: Scheduled = Field(
-        0.0, description="Divergence of the new head's attention from the teacher's head's, where an answer is asked."
-    )
-    mixing: Scheduled = Field(
-        0.0, description="Distance of the new heads' attention matrices from the teacher's (MOHAWK's first stage)."
-    )
-    hidden: Scheduled = Field(
-        0.0, description="Distance of every layer's output from the teacher's (MOHAWK's second stage)."
-    )
+    model_config = ConfigDict(extra="allow")
+    path_in_recipe: ClassVar[str] = "train.sources.weights"
+    renamed: ClassVar[dict[str, str]] = {
+        "keep": "base_kl",
+        "text": "lm",
+        "reading": "attention_kl",
+        "mixing": "attention_mse",
+        "hidden": "hidden_mse",
+    }
+    __pydantic_extra__: dict[Annotated[str, NameOf(OBJECTIVES)], Scheduled] = Field(init=False)
 
     def at(self, progress: float) -> dict[str, float]:
-        """The weights that are not zero, `progress` in [0, 1] of the way through the stage."""
-        found = {}
-        for name, value in self.model_dump().items():
+        """Weights of the objectives that are used, in the order of their registration.
+
+        Args:
+            progress: position in the stage, from 0 to 1.
+        """
+        weights = {}
+        for name in OBJECTIVES:
+            value = (self.model_extra or {}).get(name, 0.0)
             first, last = value if isinstance(value, tuple) else (value, value)
             if first or last:
-                found[name] = first + (last - first) * progress
-        return found
+                weights[name] = first + (last - first) * progress
+        return weights
 
     def uses(self, *names: str) -> bool:
-        """Whether one of these objectives counts at any time."""
+        """Whether one of these objectives has a weight at any time."""
         return bool(self.at(0.5).keys() & set(names))
+
+    def needs(self, *needs: str) -> bool:
+        """Whether an objective that has a weight needs one of these, such as `base.logits`."""
+        return bool(needs_of(self.at(0.5)) & set(needs))
+
+    @classmethod
+    def names_of_0_1(cls, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Every objective of version 0.1 was listed, with weight 0 by default."""
+        return {**dict.fromkeys(_WEIGHTS_OF_0_1, 0.0), **super().names_of_0_1(data)}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        value = TypeAdapter(Scheduled).json_schema()
+        properties = {
+            name: {**value, "default": 0.0, "description": entry.description} for name, entry in OBJECTIVES.items()
+        }
+        return {**handler(schema), "properties": properties, "additionalProperties": False}
 
 
 class Columns(Section):
@@ -118,11 +136,13 @@ class Source(Section):
     groups: tuple[Positive, ...] | None = Field(
         None, description="json_kv: digits of each group of a key and of a value; a UUID's if not said. [4] is small."
     )
-    end: bool = Field(
-        False, description="A task's answers: the newline behind them is trained too, so that generation knows to stop."
+    train_eos: bool = Field(
+        False, description="Also train on the newline after the answers of a task, so that generation stops there."
     )
-    half: Literal[0, 1] | None = Field(None, description="closed_book, statement, sentence: only this half of them.")
+    split: Literal[0, 1] | None = Field(None, description="closed_book, statement, sentence: use this half only.")
     weights: Weights
+    path_in_recipe: ClassVar[str] = "train.sources"
+    renamed: ClassVar[dict[str, str]] = {"end": "train_eos", "half": "split"}
 
     @property
     def probe(self) -> Probe | None:
@@ -156,22 +176,28 @@ class Source(Section):
     @model_validator(mode="after")
     def _weights_have_a_meaning(self) -> Source:
         if not self.weights.at(0.5):
-            raise ValueError("every weight is 0; give it one, or leave the source out")
-        if self.weights.uses("answer") and self.probe is not None and self.probe.scoring == "perplexity":
-            raise ValueError(f"{self.task} has no answers; give `answer` weight 0")
-        if self.weights.uses("attention") and self.probe is not None and not self.probe.gold_position:
-            raise ValueError(f"{self.task} has no one place to read; give `attention` weight 0")
-        if self.data is not None and self.data.columns.text is not None and self.weights.uses("answer", "attention"):
-            raise ValueError("plain text has no answers; give `answer` and `attention` weight 0")
-        if self.data is not None and self.data.columns.answer_span is None and self.weights.uses("attention"):
-            raise ValueError("`attention` needs `data.columns.answer_span`, or weight 0: it is not known what to read")
+            raise ValueError("every weight is 0. Give an objective a weight, or remove the source")
+        if self.weights.needs("answers") and self.probe is not None and self.probe.scoring == "perplexity":
+            raise ValueError(f"{self.task} has no answers. Set {self._that_need('answers')} to 0")
+        if self.weights.needs("gold_positions") and self.probe is not None and not self.probe.gold_position:
+            raise ValueError(f"{self.task} has no gold position. Set {self._that_need('gold_positions')} to 0")
+        if self.data is not None and self.data.columns.text is not None:
+            if self.weights.needs("answers", "gold_positions"):
+                raise ValueError(f"plain text has no answers. Set {self._that_need('answers', 'gold_positions')} to 0")
+        elif self.data is not None and self.data.columns.answer_span is None and self.weights.needs("gold_positions"):
+            names = self._that_need("gold_positions")
+            raise ValueError(f"{names} needs gold positions. Set `data.columns.answer_span`, or {names} to 0")
         return self
+
+    def _that_need(self, *needs: str) -> str:
+        """Names of the objectives with a weight that need one of these, for messages."""
+        return ", ".join(f"`weights.{name}`" for name in self.weights.at(0.5) if needs_of([name]) & set(needs))
 
     @model_validator(mode="after")
     def _end_has_a_meaning(self) -> Source:
-        if self.end and not (self.probe and self.probe.newline_ends_answer):
-            hint = "say it in `data.end`" if self.data is not None else "leave it out"
-            raise ValueError(f"`end` is about a task's answers, and {self.name} has none that end; {hint}")
+        if self.train_eos and not (self.probe and self.probe.newline_ends_answer):
+            hint = "Set `data.end` instead" if self.data is not None else "Remove it"
+            raise ValueError(f"`train_eos` needs a task with a newline after its answers: {self.name} is none. {hint}")
         return self
 
     @model_validator(mode="after")
@@ -189,8 +215,8 @@ class Source(Section):
 
     @model_validator(mode="after")
     def _half_has_a_meaning(self) -> Source:
-        if self.half is not None and not (self.probe and "half" in self.probe.options):
-            raise ValueError(f"{self.name} has no halves. Remove `half`.")
+        if self.split is not None and not (self.probe and "half" in self.probe.options):
+            raise ValueError(f"{self.name} has no halves. Remove `split`")
         return self
 
 
@@ -223,7 +249,7 @@ class Lora(Section):
 
 
 class Distil(Section):
-    """How `keep` and `distil` compare two distributions of the next token."""
+    """How `base_kl` and `distil` compare two distributions of the next token."""
 
     divergence: Literal["forward", "reverse", "jensen_shannon"] = Field(
         "forward", description="KL(teacher || student), KL(student || teacher), or the mean of both to their mean."
@@ -244,7 +270,7 @@ class Distil(Section):
 
 
 class Align(Section):
-    """What of the teacher corresponds to what of the hybrid, for `reading`, `mixing` and `hidden`."""
+    """Which heads and layers of the teacher correspond to those of the hybrid."""
 
     heads: dict[str, str] = Field(
         {}, description="The teacher's head for a spliced head, such as {L17H3: L17H24}; the same name if not said."
@@ -270,14 +296,16 @@ class TrainStage(Section):
     name: str = Field("finetune", pattern=r"^[a-z0-9_-]+$")
     steps: Positive | None = Field(None, description="Steps; 300 if `tokens` is not said either.")
     tokens: Tokens | None = Field(None, description="Or tokens in all; every source then says its `tokens` a step.")
-    trains: Trains = Field(
-        "all", description="Which weights train; `lora`: new heads whole, adapters on the rest (`lora`)."
+    trainable: Trainable = Field(
+        "all", description="Weights to train. `lora`: the new heads in full, and adapters on the rest."
     )
     sources: tuple[Source, ...] = ()
     optimizer: Optimizer = Optimizer()
     lora: Lora = Lora()
     distil: Distil = Distil()
     align: Align = Align()
+    path_in_recipe: ClassVar[str] = "train"
+    renamed: ClassVar[dict[str, str]] = {"trains": "trainable"}
 
     @model_validator(mode="after")
     def _a_length(self) -> TrainStage:
@@ -294,9 +322,30 @@ class TrainStage(Section):
             return self.steps or 300
         return -(-self.tokens // sum(source.tokens or 0 for source in self.sources))
 
+    @property
+    def sequence(self) -> tuple[TrainStage, ...]:
+        """Stages, in order."""
+        return (self,)
+
+    @property
+    def objectives(self) -> tuple[str, ...]:
+        """Objectives that have a weight in a source of any stage."""
+        used = {name for stage in self.sequence for source in stage.sources for name in source.weights.at(0.5)}
+        return tuple(name for name in OBJECTIVES if name in used)
+
     def uses(self, *names: str) -> bool:
-        """Whether one of these objectives counts anywhere."""
-        return any(source.weights.uses(*names) for source in self.sources)
+        """Whether one of these objectives has a weight."""
+        return bool(set(self.objectives) & set(names))
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the objectives need, such as `base.logits` and `teacher.attention`."""
+        return frozenset(needs_of(self.objectives))
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether an objective compares with a teacher."""
+        return any(need.startswith("teacher.") for need in self.needs)
 
 
 class Train(TrainStage):
@@ -304,7 +353,7 @@ class Train(TrainStage):
 
     stages: tuple[TrainStage, ...] = Field((), description="Such as align, distil, finetune, in place of one stage.")
     teacher: Checkpoint | None = Field(
-        None, description="A model with the same tokenizer, for `distil`, `reading`, `mixing` and `hidden`."
+        None, description="A model with the same tokenizer, for the objectives that compare with a teacher."
     )
     precision: Literal["fp32", "bf16"] = Field(
         "fp32", description="bf16: matrix products in bf16; what trains stays in fp32, with A_log, dt_bias and D."
@@ -324,7 +373,8 @@ class Train(TrainStage):
     trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = Field(
         (), description="Where losses go too, through Accelerate."
     )
-    no_splice: bool = Field(True, description="Also train the control: the base, for the same steps, no splice.")
+    control: bool = Field(True, description="Also train the control: the base without a splice, for the same steps.")
+    renamed: ClassVar[dict[str, str]] = {**TrainStage.renamed, "no_splice": "control"}
 
     @model_validator(mode="after")
     def _one_or_several(self) -> Train:
@@ -339,10 +389,12 @@ class Train(TrainStage):
         for stage in self.sequence:
             if not stage.sources:
                 raise ValueError(f"the stage {stage.name} has no `sources`")
-            if stage.uses(*FROM_TEACHER) and self.teacher is None:
-                raise ValueError("`distil`, `reading`, `mixing` and `hidden` need `teacher`")
-        if self.teacher is not None and not any(s.uses(*FROM_TEACHER) for s in self.sequence):
-            raise ValueError("no objective uses `teacher`; give `distil`, `reading`, `mixing` or `hidden` a weight")
+            if stage.needs_teacher and self.teacher is None:
+                users = [name for name in stage.objectives if OBJECTIVES[name].needs_teacher]
+                raise ValueError(f"`weights.{users[0]}` needs a teacher. Set `teacher`")
+        if self.teacher is not None and not self.needs_teacher:
+            usable = ", ".join(name for name, objective in OBJECTIVES.items() if objective.needs_teacher)
+            raise ValueError(f"no objective uses `teacher`. Give one of {usable} a weight, or remove it")
         return self
 
     @model_validator(mode="after")
@@ -360,7 +412,7 @@ class Train(TrainStage):
 
     @property
     def sequence(self) -> tuple[TrainStage, ...]:
-        """The stages, one after the other."""
+        """Stages, in order."""
         return self.stages or (self,)
 
     @property
@@ -368,11 +420,7 @@ class Train(TrainStage):
         """Of all stages."""
         return sum(stage.num_steps for stage in self.sequence)
 
-    def uses(self, *names: str) -> bool:
-        """Whether one of these objectives counts in any stage."""
-        return any(source.weights.uses(*names) for stage in self.sequence for source in stage.sources)
-
     @property
     def has_control(self) -> bool:
-        """Whether a control is trained; where only new heads train, the base itself is the control."""
-        return self.no_splice and any(stage.trains != "new_heads" for stage in self.sequence)
+        """Whether a control is trained. If only new heads train, the base itself is the control."""
+        return self.control and any(stage.trainable != "new_heads" for stage in self.sequence)

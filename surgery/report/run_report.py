@@ -88,7 +88,7 @@ def _operation(inputs: ReportInputs) -> _Values:
     """What was spliced into which model, and how it was trained, for the first paragraph."""
     recipe, plan = inputs.recipe, inputs.plan
     splice, train = recipe.splice, recipe.train
-    trained = dict.fromkeys(stage.trains for stage in train.sequence)
+    trained = dict.fromkeys(stage.trainable for stage in train.sequence)
     in_order = " then ".join(name.replace("_", " ") for name in trained)
     prompts = f"{recipe.locate.examples} prompts of {recipe.locate.pairs} pairs"
     kind = "fine-tuning" if splice is None else "layer" if splice.unit == "layer" else splice.mode

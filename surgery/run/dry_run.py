@@ -25,9 +25,10 @@ from surgery.recipe import Base, Hardware, Recipe, Splice, TrainStage, as_base, 
 from surgery.recipe.inputs import inputs_of
 from surgery.run.context import Run
 from surgery.run.folder import RunDir
-from surgery.run.memory_estimate import MicroBatch, StepCost, micro_batches, step_cost
+from surgery.run.memory_estimate import SourceSample, StepCost, sample_sources, step_cost
 from surgery.run.stages import STAGES
 from surgery.splice.plan import make_plan, splice_field
+from surgery.train.teacher import Teacher
 from surgery.train.training import make_accelerator
 from surgery.types import HeadId, HeadSet, Plan, ScoredHead, head_set_from_json
 
@@ -66,9 +67,11 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
     processes = recipe.hardware.count
     costs, trainable = [], 0
     for number, stage in enumerate(recipe.train.sequence):
-        batches = micro_batches(stage, recipe.seed, tokenizer, processes, recipe.train.micro_batch)
-        frozen = plain if stage.uses("keep") else None
-        costs.append((stage, batches, step_cost(hybrid, frozen, plan.grafts, recipe.train, batches, number)))
+        samples = sample_sources(stage, recipe.seed, tokenizer, processes, recipe.train.micro_batch)
+        frozen = plain if "base.logits" in stage.needs else None
+        teacher = _teacher(recipe, stage, tokenizer, hybrid.config, plan, path) if stage.needs_teacher else None
+        cost = step_cost(hybrid, frozen, plan.grafts, recipe.train, samples, number, teacher)
+        costs.append((stage, samples, cost))
         trainable = max(trainable, sum(p.numel() for p in hybrid.parameters() if p.requires_grad))
     return {
         "shapes_from": shapes_from,
@@ -97,8 +100,23 @@ def _planned(
     return plan, splice_field(plan, config, recipe.splice, teacher), origin
 
 
+def _teacher(
+    recipe: Recipe,
+    stage: TrainStage,
+    tokenizer: PreTrainedTokenizerBase,
+    student: PreTrainedConfig,
+    plan: Plan,
+    path: Path | None,
+) -> Teacher:
+    """The teacher of training, on the meta device."""
+    assert recipe.train.teacher is not None
+    base = as_base(recipe.train.teacher)
+    model = _as_loaded(meta_model(load_config(_at_hand(base, path)[0])), base)
+    return Teacher(model, tokenizer, student, plan.grafts, stage.align, stage.needs)
+
+
 def _training(
-    recipe: Recipe, costs: Sequence[tuple[TrainStage, tuple[MicroBatch, ...], StepCost]], counted_with: str
+    recipe: Recipe, costs: Sequence[tuple[TrainStage, tuple[SourceSample, ...], StepCost]], counted_with: str
 ) -> dict[str, Any]:
     """Steps, tokens, FLOPs and memory. Those of the run count all trained arms; those of a step, the largest step."""
     processes = recipe.hardware.count

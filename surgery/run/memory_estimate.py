@@ -1,16 +1,15 @@
-"""What training costs at true size, from shapes alone. Owns: micro-batches, memory and FLOPs of a step, cache bytes.
+"""Estimate what training costs at true size, from shapes alone: memory and FLOPs of a step.
 
-Must never know: weights, files, printing. The model lies on the meta device; its own forward pass, the training's own
-losses and the backward pass run there, and meters watch. All of it is without fused CUDA kernels, which keep less.
+The model is on the meta device. Its own forward pass, the losses of training and the backward pass run there, and are
+metered. Fused CUDA kernels, which save less, are not taken into account.
 
-Shape legend: B documents, T tokens, V vocabulary, Q questions, H spliced heads of a layer.
+Shape legend: B documents, T tokens, V vocabulary, Q questions, H spliced heads of a layer, D model width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor, nn
@@ -22,27 +21,25 @@ from surgery.data.user import open_source
 from surgery.models.lookup import family_of
 from surgery.models.meters import PassCost, extrapolate, measure
 from surgery.recipe import Source, Train, TrainStage
-from surgery.train.optimizer import trainable
-from surgery.train.trainer import Trainer
-from surgery.train.training import make_accelerator
+from surgery.recipe.objectives import OBJECTIVES, needs_of
+from surgery.train.optimizer import mark_trainable
+from surgery.train.targets import Targets, model_options
+from surgery.train.teacher import Teacher
 from surgery.types import Graft
 
-SAMPLED_STEPS = 4  # whose documents give the mean length
-SHORT = (
-    2,
-    4,
-    6,
-)  # tokens: a scan that loops over them is run at these lengths and extrapolated; at two without attention
+SAMPLED_STEPS = 4  # for the mean length of documents
+SHORT = (2, 4, 6)  # tokens; a scan that loops over tokens runs at these lengths, the first two without attention
 LOOPING = ("mamba1", "falcon_mamba")  # kinds whose scan loops over tokens without kernels
 MOMENT_BYTES = 2 * 4  # AdamW: two fp32 moments for each trained number
-MASTER_BYTES = 4  # an fp32 copy of each trained number that is stored in less
+MASTER_BYTES = 4  # an fp32 copy of each trained number in a smaller dtype
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """What one source contributes to a step, on one process.
+class SourceSample:
+    """Documents that one source contributes to a step, on one process.
 
     Attributes:
+        source: where they are from.
         batch: documents of the largest size that the source draws.
         tokens: mean number of tokens a step, without padding.
         columns: mean length of the batch, padding included.
@@ -62,31 +59,39 @@ class MicroBatch:
         return rows, columns
 
 
-def micro_batches(
-    stage: TrainStage, seed: int, tokenizer: PreTrainedTokenizerBase, processes: int = 1, at_once: int | None = None
-) -> tuple[MicroBatch, ...]:
-    """The sources of a step, from the generators and files that training uses.
+def sample_sources(
+    stage: TrainStage,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    processes: int = 1,
+    micro_batch: int | None = None,
+) -> tuple[SourceSample, ...]:
+    """Draw documents of every source, from the generators and files that training uses.
 
     Args:
-        at_once: documents of a source that go through the model together, at most.
+        stage: whose sources.
+        seed: of the recipe.
+        tokenizer: encodes the documents.
+        processes: that share the documents of a step.
+        micro_batch: documents of a source in a micro-batch, at most.
 
     Raises:
-        ProbeError: the tokenizer cannot tell the choices of a probe apart.
+        ProbeError: the tokenizer cannot distinguish the choices of a probe.
     """
-    found = []
+    samples = []
     for index, source in enumerate(stage.sources):
         high = source.pairs[1]
         largest = open_source(source.model_copy(update={"pairs": (high, high)}), tokenizer, seed, index)
-        batch = encode(largest.step(0)[::processes][:at_once], tokenizer)
+        batch = encode(largest.step(0)[::processes][:micro_batch], tokenizer)
         stream = open_source(source, tokenizer, seed, index)
-        drawn = [stream.step(step)[::processes] for step in range(SAMPLED_STEPS)]
-        masks = [encode(documents, tokenizer).attention_mask for documents in drawn]
+        steps = [stream.step(step)[::processes] for step in range(SAMPLED_STEPS)]
+        masks = [encode(documents, tokenizer).attention_mask for documents in steps]
         tokens, columns, rows = (
             sum(f(mask) for mask in masks) / SAMPLED_STEPS
             for f in (lambda m: int(m.sum()), lambda m: m.shape[1], lambda m: m.shape[0])
         )
-        found.append(MicroBatch(source, batch, tokens, columns, rows))
-    return tuple(found)
+        samples.append(SourceSample(source, batch, tokens, columns, rows))
+    return tuple(samples)
 
 
 @dataclass(frozen=True)
@@ -94,11 +99,14 @@ class Memory:
     """Bytes on one device while training.
 
     Attributes:
-        weights, gradients: of the model, and of what trains.
-        optimizer: AdamW's two moments in fp32; `master_copies`: of what trains in less than fp32.
-        frozen_base: the base beside the model, which `keep` compares with.
-        activations: what autograd keeps of the largest micro-batch, without kernels.
-        temporaries: what is alive beside them at the worst moment, without kernels.
+        weights: of the model.
+        gradients: of what trains.
+        optimizer: AdamW's two moments in fp32.
+        master_copies: fp32 copies of what trains in a smaller dtype.
+        frozen_base: weights of the base, if an objective compares with it.
+        teacher: weights of the teacher, if an objective compares with it.
+        activations: what autograd saves of the largest micro-batch, without kernels.
+        temporaries: other tensors at the peak, without kernels.
     """
 
     weights: int
@@ -106,6 +114,7 @@ class Memory:
     optimizer: int
     master_copies: int
     frozen_base: int
+    teacher: int
     activations: int
     temporaries: int
 
@@ -119,8 +128,9 @@ class StepCost:
     """One step of training on one process.
 
     Attributes:
-        largest: index of the source whose micro-batch needs most.
-        flops: matrix products, convolutions and attention, backward pass and frozen base included.
+        memory: at the peak.
+        largest: index of the source whose micro-batch needs most memory.
+        flops: of matrix products, convolutions and attention, with backward pass, frozen base and teacher.
         tokens: mean number of tokens, without padding.
     """
 
@@ -135,26 +145,33 @@ def step_cost(
     base: PreTrainedModel | None,
     grafts: tuple[Graft, ...],
     section: Train,
-    batches: Sequence[MicroBatch],
+    samples: Sequence[SourceSample],
     number: int = 0,
+    teacher: Teacher | None = None,
 ) -> StepCost:
-    """Runs every micro-batch of a step on the meta device.
+    """Run every micro-batch of a step on the meta device.
 
     Args:
-        model: on the meta device; what trains is marked and gets a gradient.
-        base: the frozen base on the meta device, needed where a source gives `keep` a weight.
-        number: of the stage in `section.sequence`.
+        model: on the meta device. What trains is marked and gets a gradient.
+        base: the frozen base on the meta device, for objectives that need `base.logits`.
+        grafts: the spliced heads.
+        section: the recipe's section `train`.
+        samples: documents of every source.
+        number: index of the stage in `section.sequence`.
+        teacher: with its model on the meta device, for objectives that need `teacher.*`.
     """
-    trained = trainable(model, section.sequence[number])
+    stage = section.sequence[number]
+    trained = mark_trainable(model, stage)
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter)
     model.train()
     if base is not None:
         base.eval().requires_grad_(False)
-    supervised = any(_is_supervised(micro.source, grafts) for micro in batches)
-    runner = _Runner(model, batches, supervised)
-    frozen = _Runner(base, batches, supervised=False) if base is not None else None
-    costs = [_source_cost(runner, frozen, grafts, section, micro) for micro in batches]
+    spliced = bool(grafts)
+    runner = _Runner(model, samples, stage.needs if spliced else stage.needs - _OF_SPLICES)
+    frozen = _Runner(base, samples, frozenset()) if base is not None else None
+    targets = Targets(stage.distil, grafts, teacher=teacher)
+    costs = [_source_cost(runner, frozen, targets, sample) for sample in samples]
     largest = max(range(len(costs)), key=lambda i: costs[i].peak)
     memory = Memory(
         weights=weight_bytes(model),
@@ -162,62 +179,68 @@ def step_cost(
         optimizer=sum(p.numel() for p in trained) * MOMENT_BYTES,
         master_copies=sum(p.numel() for p in trained if p.element_size() < MASTER_BYTES) * MASTER_BYTES,
         frozen_base=weight_bytes(base) if base is not None else 0,
+        teacher=weight_bytes(teacher.model) if teacher is not None else 0,
         activations=costs[largest].saved,
         temporaries=costs[largest].peak - costs[largest].saved,
     )
     flops = sum(
-        cost.flops * micro.columns / micro.shape[1] * micro.rows / micro.shape[0]
-        for cost, micro in zip(costs, batches, strict=True)
+        cost.flops * sample.columns / sample.shape[1] * sample.rows / sample.shape[0]
+        for cost, sample in zip(costs, samples, strict=True)
     )
-    return StepCost(memory, largest, flops, sum(micro.tokens for micro in batches))
+    return StepCost(memory, largest, flops, sum(sample.tokens for sample in samples))
+
+
+_OF_SPLICES = frozenset({"model.attention", "model.full_attention"})
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Of its parameters and buffers, tied ones once."""
+    """Bytes of parameters and buffers, tied ones once."""
     return sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
 
 
 @dataclass(frozen=True)
 class _SourceCost:
-    """Of one micro-batch: bytes saved, most bytes alive beside weights, gradients and moments, FLOPs."""
+    """Of one micro-batch: bytes saved, peak without weights, gradients and moments, FLOPs."""
 
     saved: int
     peak: int
     flops: int
 
 
-def _is_supervised(source: Source, grafts: tuple[Graft, ...]) -> bool:
-    return source.weights.uses("attention") and bool(grafts)
-
-
-def _source_cost(
-    runner: _Runner, frozen: _Runner | None, grafts: tuple[Graft, ...], section: Train, micro: MicroBatch
-) -> _SourceCost:
-    """Model and losses one after the other: the model's scan may have to be extrapolated, the losses never."""
-    body, outputs = runner.cost(micro, _is_supervised(micro.source, grafts))
-    kept, kept_outputs = PassCost(0, 0, 0, 0, 0), None
-    if micro.source.weights.uses("keep"):
+def _source_cost(runner: _Runner, frozen: _Runner | None, targets: Targets, sample: SourceSample) -> _SourceCost:
+    """Cost of the model and of the losses, measured separately: only the model's scan may have to be extrapolated."""
+    names = [name for name in sample.source.weights.at(0.5) if targets.grafts or not OBJECTIVES[name].needs_splice]
+    needs = frozenset(needs_of(names))
+    body, outputs = runner.cost(sample, needs)
+    base_cost, base_outputs = PassCost(0, 0, 0, 0, 0), None
+    if "base.logits" in needs:
         assert frozen is not None
         with torch.no_grad():
-            kept, kept_outputs = frozen.cost(micro, supervised=False)
-    loss = _loss_cost(outputs, kept_outputs, grafts, section, micro)
+            base_cost, base_outputs = frozen.cost(sample, frozenset())
+    targets = replace(targets, base=base_outputs)  # type: ignore[arg-type]
+
+    def losses() -> list[Tensor]:
+        batch = sample.batch.to("meta")  # inside, where the meter keeps its integers
+        return [torch.stack(list(targets.weighted_losses(outputs, sample.source, batch).values())).sum()]
+
+    loss = measure(losses, targets.teacher.model if targets.teacher is not None else None)
     logits = outputs.output.logits.nbytes  # freed before the backward pass begins, unless they are saved
     peak = max(
         body.forward_peak,
-        body.held + kept.forward_peak,
-        body.held + kept.held + loss.forward_peak,
+        body.held + base_cost.forward_peak,
+        body.held + base_cost.held + loss.forward_peak,
         body.saved + loss.backward_peak,
         body.backward_peak - logits,
     )
-    return _SourceCost(body.saved + loss.saved, peak, body.flops + kept.flops + loss.flops)
+    return _SourceCost(body.saved + loss.saved, peak, body.flops + base_cost.flops + loss.flops)
 
 
 class _Outputs(nn.Module):
-    """Stands in for a model whose outputs are known by shape: leaves on the meta device."""
+    """Stand-in for a model whose outputs are known by shape: leaves on the meta device."""
 
-    def __init__(self, logits: Tensor, splice_attentions: tuple[Tensor, ...]) -> None:
+    def __init__(self, output: ModelOutput) -> None:
         super().__init__()
-        self.output = ModelOutput(logits=logits, splice_attentions=splice_attentions)
+        self.output = output
 
     def forward(
         self,
@@ -225,70 +248,61 @@ class _Outputs(nn.Module):
         attention_mask: Tensor | None = None,
         use_cache: bool = False,
         splice_queries: Tensor | None = None,
+        output_hidden_states: bool = False,
     ) -> ModelOutput:
         return self.output
 
 
 class _Runner:
-    """Runs one model on micro-batches.
+    """Runs one model on the batches of sources.
 
-    A scan that loops over tokens is run on a few short lengths, once, with the most documents; the cost at the real
-    length is the polynomial through them, and goes with the number of documents.
+    A scan that loops over tokens runs on a few short lengths, once, with the most documents. The cost at the real
+    length is the polynomial through them, in proportion to the number of documents.
     """
 
-    def __init__(self, model: PreTrainedModel, batches: Sequence[MicroBatch], supervised: bool) -> None:
+    def __init__(self, model: PreTrainedModel, samples: Sequence[SourceSample], needs: frozenset[str]) -> None:
         self.model = model
         mixers = family_of(model.config).mixers(model.config)
         self._loops = any(spec.kind in LOOPING for spec in mixers)
         attends = bool(getattr(model.config, "splice", None)) or not all(spec.is_ssm for spec in mixers)
         self._lengths = SHORT if attends else SHORT[:2]
-        self._widest = max(batches, key=lambda micro: micro.shape[0])
-        self._supervised = supervised
+        self._widest = max(samples, key=lambda sample: sample.shape[0])
+        self._needs = needs
         self._short: list[PassCost] = []
-        self._outputs: list[Tensor] = []
 
-    def cost(self, micro: MicroBatch, supervised: bool) -> tuple[PassCost, _Outputs]:
-        """The model on a micro-batch, and what stands in for its outputs there."""
-        rows, T = micro.shape
+    def cost(self, sample: SourceSample, needs: frozenset[str]) -> tuple[PassCost, _Outputs]:
+        """Cost of the model on a batch, and a stand-in with outputs of the same shapes."""
+        rows, T = sample.shape
         if self._loops and max(SHORT) < T:
-            self._short = self._short or [self._measure(self._widest, n, self._supervised) for n in self._lengths]
+            self._short = self._short or [self._measure(self._widest, n, self._needs) for n in self._lengths]
             cost = extrapolate(self._lengths, self._short, T).times(rows / self._widest.shape[0])
         else:
-            cost = self._measure(micro, T, supervised)
-        logits, *attentions = self._outputs
-        questions = micro.batch.query.shape[1]
-        shapes: list[tuple[int, ...]] = [(rows, T, logits.shape[2])]
-        shapes += [(rows, a.shape[1], questions, T) for a in attentions] if supervised else []
-        trains = logits.requires_grad
-        leaves = [
-            torch.empty(shape, dtype=like.dtype, device="meta", requires_grad=trains)
-            for shape, like in zip(shapes, self._outputs, strict=False)
-        ]
-        return cost, _Outputs(leaves[0], tuple(leaves[1:]))
+            cost = self._measure(sample, T, needs)
+        queries = T if "model.full_attention" in needs else sample.batch.query.shape[1]
 
-    def _measure(self, micro: MicroBatch, length: int, supervised: bool) -> PassCost:
-        """On the last columns: where documents differ in length these hold padding, as the whole batch does."""
-        batch = micro.batch
+        def leaf(like: Tensor, *shape: int) -> Tensor:
+            return torch.empty(shape, dtype=like.dtype, device="meta", requires_grad=self._output.logits.requires_grad)
+
+        output = ModelOutput(logits=leaf(self._output.logits, rows, T, self._output.logits.shape[2]))
+        if _OF_SPLICES & needs:
+            attentions = self._output.splice_attentions
+            output["splice_attentions"] = tuple(leaf(a, rows, a.shape[1], queries, T) for a in attentions)
+        if "model.hidden_states" in needs:
+            output["hidden_states"] = tuple(leaf(h, rows, T, h.shape[2]) for h in self._output.hidden_states)
+        return cost, _Outputs(output)
+
+    def _measure(self, sample: SourceSample, length: int, needs: frozenset[str]) -> PassCost:
+        """Cost on the last columns, which hold padding in proportion where documents differ in length."""
+        batch = sample.batch
+        columns = {"input_ids": batch.input_ids[:, -length:], "attention_mask": batch.attention_mask[:, -length:]}
 
         def run() -> list[Tensor]:
-            ids, mask = (x[:, -length:].to("meta") for x in (batch.input_ids, batch.attention_mask))
-            extra = {"splice_queries": batch.query.clamp(max=length - 1).to("meta")} if supervised else {}
-            output = self.model(ids, attention_mask=mask, use_cache=False, **extra)
-            self._outputs = [output.logits, *(output.splice_attentions if supervised else ())]
-            return self._outputs
+            shortened = replace(batch, **columns, query=batch.query.clamp(max=length - 1)).to("meta")
+            options = model_options(needs, shortened)
+            self._output = self.model(
+                shortened.input_ids, attention_mask=shortened.attention_mask, use_cache=False, **options
+            )
+            states = self._output.hidden_states if "model.hidden_states" in needs else ()
+            return [self._output.logits, *(self._output.splice_attentions if _OF_SPLICES & needs else ()), *states]
 
         return measure(run, self.model)
-
-
-def _loss_cost(
-    outputs: _Outputs, frozen: _Outputs | None, grafts: tuple[Graft, ...], section: Train, micro: MicroBatch
-) -> PassCost:
-    """The losses of training itself, on leaves in place of the model's outputs."""
-    tokenizer: Any = None
-    trainer = Trainer(outputs, tokenizer, section, 0, None, make_accelerator(), frozen, grafts)  # type: ignore[arg-type]
-
-    def run() -> list[Tensor]:
-        terms = trainer.losses(outputs, micro.source, micro.batch.to("meta"))
-        return [torch.stack(list(terms.values())).sum()]
-
-    return measure(run)

@@ -35,6 +35,7 @@ from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Recipe, as_base, to_yaml
 from surgery.recipe.public import public_name, public_recipe
+from surgery.recipe.section import keys_of_0_1
 from surgery.report.figures.attention import attention_map
 from surgery.report.figures.costs import costs_by_length
 from surgery.report.figures.curves import accuracy_by_pairs, training_curve
@@ -75,7 +76,7 @@ class Stage:
 
     def key(self, run: Run) -> str:
         """Hash everything that the result depends on: sections or their fields (`splice.select`), inputs, revisions."""
-        recipe = run.recipe.model_dump(mode="json")
+        recipe = keys_of_0_1(Recipe, run.recipe.model_dump(mode="json"))
         for unused in ("no_splice", "save_every"):
             recipe["train"].pop(unused)
         recipe["train"]["control"] = run.recipe.has_control and self.name in ("control", "evaluate", "export")
@@ -186,7 +187,7 @@ def _train_arm(
         run.tokenizer(),
         section,
         run.plan(),
-        reference() if section.uses("keep") else None,
+        reference() if "base.logits" in section.needs else None,
         run.recipe.seed,
         checkpoints,
         run.accelerator,

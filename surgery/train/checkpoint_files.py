@@ -1,6 +1,6 @@
-"""Tells a checkpoint that is whole from one that was cut short, without loading it into a model.
+"""Detect damaged checkpoints without loading them into a model.
 
-Pickles hold tensors and their descriptions alone: nothing else in them is ever built.
+Pickles may hold tensors and their descriptions only. Nothing else in them is ever constructed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 WEIGHTS, OPTIMIZER, STATE, SHARDS = "model.safetensors", "optimizer.pt", "state.json", "shards"
-_ZIP = b"PK\x03\x04"  # how every tensor that torch.save wrote begins
+_ZIP = b"PK\x03\x04"  # first bytes of every tensor written by torch.save
 
 
 def fault_of(step: Path) -> str | None:
-    """What is wrong with the files of a `step_*` folder; None if nothing is.
+    """Describe what is wrong with the files of a `step_*` folder. None if nothing is.
 
-    Reads headers, indexes and sizes, not the tensors: a file that was cut anywhere does not pass.
+    Reads headers, indexes and sizes, not the tensors. A file that is truncated anywhere is detected.
     """
     checks = {STATE: _check_state}
     checks |= (
@@ -36,7 +36,7 @@ def fault_of(step: Path) -> str | None:
             return f"{Path(error.filename or name).name} is missing"
         except (MemoryError, PermissionError):
             raise
-        except Exception as error:  # whatever json, safetensors, torch or pickle make of a damaged file
+        except Exception as error:  # json, safetensors, torch and pickle raise many types for a damaged file
             return f"{name}: {' '.join(str(error).split())[:100] or type(error).__name__}"
     return None
 
@@ -56,7 +56,7 @@ def _check_state(path: Path) -> None:
 
 
 def _check_weights(path: Path) -> None:
-    with safe_open(path, "pt"):  # the header has to account for every byte
+    with safe_open(path, "pt"):  # checks that the header accounts for every byte
         pass
 
 
@@ -78,10 +78,10 @@ def _check_shards(path: Path) -> None:
 
 
 class ShardReader(FileSystemReader):
-    """torch's reader of sharded checkpoints, whose own index is an unrestricted pickle."""
+    """torch's reader of sharded checkpoints with a restricted unpickler for the index."""
 
     def read_metadata(self) -> Metadata:  # type: ignore[override]
-        """As the base class does, with a pickle that can hold descriptions of tensors alone."""
+        """Read the index, which may hold descriptions of tensors only."""
         with open(self._get_metadata_path(), "rb") as file:
             metadata = _Descriptions(file).load()
         if not isinstance(metadata, Metadata) or metadata.storage_data is None or metadata.storage_meta is None:

@@ -1,9 +1,9 @@
-"""Checkpoints to resume from. Owns: `step_*/`, written whole, the two newest kept. Must never know: losses, data.
+"""Checkpoints to resume from: `step_*/`, written atomically, the two newest.
 
-A checkpoint that cannot be read is set aside as `broken_step_*`, and the one before it is taken.
+A checkpoint that cannot be read is renamed to `broken_step_*`, and the one before it is used.
 
-model.safetensors, optimizer.pt, state.json       where every process has all weights; the main one writes
-shards/, state.json                               where each has its part: every process writes its own
+model.safetensors, optimizer.pt, state.json       all weights; the main process writes them
+shards/, state.json                               sharded weights; every process writes its own
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from surgery.files.atomic import is_full, new_folder, sweep
 from surgery.train.checkpoint_files import OPTIMIZER, SHARDS, STATE, WEIGHTS, ShardReader, fault_of
 from surgery.train.sharded import is_sharded
 
-_KEPT = 2  # the newest, and the one before it in case that one cannot be read
+_KEEP = 2  # the newest, and one more in case the newest cannot be read
 _LOG = logging.getLogger(__name__)
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The `step_*` folders, oldest first."""
-    found = (p for p in folder.glob("step_*") if re.fullmatch(r"step_\d+", p.name))
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+    """List the `step_*` folders, oldest first."""
+    folders = (p for p in folder.glob("step_*") if re.fullmatch(r"step_\d+", p.name))
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def set_aside_broken(folder: Path, accelerator: Accelerator) -> None:
-    """Clears away what a kill left half-written, and renames every checkpoint that cannot be read to `broken_step_*`.
+    """Remove half-written files, and rename every checkpoint that cannot be read to `broken_step_*`.
 
-    Every process calls it, before any of them looks at the folder.
+    All processes must call it, before any of them reads the folder.
     """
     if folder.exists() and accelerator.is_main_process:
         sweep(folder)
@@ -53,20 +53,25 @@ def set_aside_broken(folder: Path, accelerator: Accelerator) -> None:
                 aside = step.with_name(f"broken_{step.name}")
                 shutil.rmtree(aside, ignore_errors=True)
                 step.rename(aside)
-                _LOG.warning("%s cannot be read (%s): set aside as %s", step, fault, aside.name)
+                _LOG.warning("%s cannot be read (%s). It is renamed to %s", step, fault, aside.name)
     accelerator.wait_for_everyone()
 
 
-def save_step(
+def save_checkpoint(
     folder: Path, model: nn.Module, optimizer: Any, step: int, state: dict[str, Any], accelerator: Accelerator
 ) -> None:
-    """Writes `step_*/` whole, then drops all but the two newest. Every process calls it.
+    """Write `step_*/` atomically, then delete all but the two newest. All processes must call it.
 
     Args:
-        state: plain data; `of` in it names the training that this is a step of.
+        folder: of the stage.
+        model: its parameters are saved.
+        optimizer: its state is saved.
+        step: number of steps that are done.
+        state: plain data. `of` identifies the training.
+        accelerator: of this process.
 
     Raises:
-        RunError: the disk is full; the older checkpoint stays.
+        RunError: the disk is full. The older checkpoint stays.
     """
     target, sharded = folder / f"step_{step:06d}", is_sharded(model)
     if sharded or accelerator.is_main_process:
@@ -76,17 +81,14 @@ def save_step(
         except (CheckpointException, Exception) as error:
             if not is_full(error.__cause__ or error):
                 raise
-            raise RunError("steps", str(target), _full(folder)) from None
+            saved = checkpoints(folder)
+            kept = f"{saved[-1].name} is kept, and training resumes from it" if saved else "No checkpoint was saved yet"
+            hint = f"The disk is full. {kept}. Free some space, and run the same command again."
+            raise RunError("steps", str(target), hint) from None
     if accelerator.is_main_process:
-        for old in checkpoints(folder)[:-_KEPT]:
+        for old in checkpoints(folder)[:-_KEEP]:
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
-
-
-def _full(folder: Path) -> str:
-    found = checkpoints(folder)
-    kept = f"{found[-1].name} is kept, and the run goes on from there" if found else "No step was saved before"
-    return f"The disk is full. {kept}. Make room, and start again."
 
 
 def _write(target: Path, model: nn.Module, optimizer: Any, state: dict[str, Any], accelerator: Accelerator) -> None:
@@ -104,15 +106,15 @@ def _write_sharded(
         tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
         for name, parameter in model.named_parameters():
             moments: dict[str, Tensor] = optimizer.state.get(parameter, {})
-            tensors |= {f"optimizer.{name}.{what}": moment for what, moment in moments.items()}
-        dcp.save(tensors, checkpoint_id=folder / SHARDS)  # returns when every process has written
+            tensors |= {f"optimizer.{name}.{kind}": moment for kind, moment in moments.items()}
+        dcp.save(tensors, checkpoint_id=folder / SHARDS)  # returns after all processes have written
         if accelerator.is_main_process:
             (folder / STATE).write_text(json.dumps(state))
 
 
 @contextmanager
 def _common_folder(target: Path, accelerator: Accelerator) -> Iterator[Path]:
-    """A new folder that every process fills; the main one makes it, and renames it when it is done itself."""
+    """A new folder that all processes write into. The main process creates it, and renames it at the end."""
     if not accelerator.is_main_process:
         name: list[str | None] = [None]
         broadcast_object_list(name)
@@ -123,30 +125,37 @@ def _common_folder(target: Path, accelerator: Accelerator) -> Iterator[Path]:
         yield folder
 
 
-def load_step(
+def load_checkpoint(
     folder: Path, model: nn.Module, optimizer: Any, identity: str, accelerator: Accelerator
 ) -> dict[str, Any] | None:
-    """Loads the newest checkpoint that can be read and returns its state; None if there is none.
+    """Load the newest checkpoint that can be read. All processes must call it.
 
-    Every process calls it.
+    Args:
+        folder: of the stage.
+        model: its parameters are overwritten.
+        optimizer: its state is overwritten.
+        identity: `of` in the state must be equal to it.
+        accelerator: of this process.
+
+    Returns:
+        The state of the checkpoint; None if there is none.
 
     Raises:
-        RunError: it belongs to another training, or weights are sharded now and were not then, or the reverse.
+        RunError: it belongs to another training, or only one of checkpoint and launch has sharded weights.
     """
     set_aside_broken(folder, accelerator)
-    found = checkpoints(folder)
-    if not found:
+    if not checkpoints(folder):
         return None
-    state: dict[str, Any] = json.loads((found[-1] / STATE).read_text(encoding="utf-8"))
+    newest = checkpoints(folder)[-1]
+    state: dict[str, Any] = json.loads((newest / STATE).read_text(encoding="utf-8"))
     if state["of"] != identity:
-        hint = "It belongs to another training. Delete it, or name another folder."
-        raise RunError("steps", str(found[-1]), hint)
-    was_sharded = (found[-1] / SHARDS).is_dir()
+        raise RunError("steps", str(newest), "It belongs to another training. Delete it, or set another folder.")
+    was_sharded = (newest / SHARDS).is_dir()
     if was_sharded != is_sharded(model):
         kinds = ("sharded", "whole") if was_sharded else ("whole", "sharded")
         hint = f"Its weights are {kinds[0]}, those of this launch {kinds[1]}. Launch as before, or delete it."
-        raise RunError("steps", str(found[-1]), hint)
-    (_read_sharded if was_sharded else _read)(found[-1], model, optimizer)
+        raise RunError("steps", str(newest), hint)
+    (_read_sharded if was_sharded else _read)(newest, model, optimizer)
     return state
 
 
@@ -161,22 +170,23 @@ def _read(step: Path, model: nn.Module, optimizer: Any) -> None:
 
 
 def _read_sharded(step: Path, model: nn.Module, optimizer: Any) -> None:
-    """Of any number of processes: each reads what it holds now, whoever wrote it."""
+    """Read a checkpoint of any number of processes: each reads the shards that it holds now."""
     parameters = dict(model.named_parameters())
     reader = ShardReader(step / SHARDS)
     saved = reader.read_metadata().state_dict_metadata
     _check_names(step, {key.removeprefix("model.") for key in saved if key.startswith("model.")}, model)
     tensors = {f"model.{name}": p.detach() for name, p in parameters.items()}
     for key in saved.keys() - tensors.keys():
-        name, _, what = key.removeprefix("optimizer.").rpartition(".")
+        name, _, kind = key.removeprefix("optimizer.").rpartition(".")
         parameter = parameters[name]
-        tensors[key] = torch.zeros(()) if what == "step" else torch.zeros_like(parameter.detach())
-        optimizer.state[parameter][what] = tensors[key]
+        tensors[key] = torch.zeros(()) if kind == "step" else torch.zeros_like(parameter.detach())
+        optimizer.state[parameter][kind] = tensors[key]
     dcp.load(tensors, storage_reader=reader)
 
 
 def _check_names(step: Path, saved: Any, model: nn.Module) -> None:
-    apart = set(saved) ^ {name for name, _ in model.named_parameters()}
-    if apart:
-        hint = f"It has other weights: {min(apart)} and {len(apart) - 1} more. Delete it, or name another folder."
+    different = set(saved) ^ {name for name, _ in model.named_parameters()}
+    if different:
+        names = f"{min(different)} and {len(different) - 1} more"
+        hint = f"It has other weights: {names}. Delete it, or set another folder."
         raise RunError("steps", str(step), hint)

@@ -1,22 +1,22 @@
-"""How far the student's next-token distribution is from a teacher's. Owns: the three divergences, the teacher's top k.
+"""Divergence of the student's next-token distribution from a teacher's.
 
-Must never know: batches, models, recipes. With p the teacher's and q the student's distribution at temperature `tau`
-(softmax of the logits over tau) and m = (p + q) / 2:
+With p the teacher's and q the student's distribution at temperature `tau` (softmax of the logits over tau) and
+m = (p + q) / 2:
 
     forward         tau^2 * sum p (log p - log q)           Hinton et al., arXiv 1503.02531
     reverse         tau^2 * sum q (log q - log p)           MiniLLM, arXiv 2306.08543
     jensen_shannon  tau^2 * (KL(p || m) + KL(q || m)) / 2   as in GKD, arXiv 2306.13649, with beta = 1/2
 
-The square keeps gradients of one size whatever the temperature (arXiv 1503.02531, section 2.1). With the teacher's k
-likeliest tokens alone, both distributions become one of k + 1 events, these tokens and "any other": the student's logit
-of "any other" is the logsumexp of all its other logits, the teacher's log-probability of it is log(1 - sum of the k).
-The formulas above are then taken over the k + 1 events, softened by tau after the others were put together: what
-the teacher's rest would be at another temperature is not known from k values.
+The square makes the size of gradients independent of the temperature (arXiv 1503.02531, section 2.1). With only
+the teacher's k most likely tokens, both distributions become distributions over k + 1 events: these tokens, and "any
+other". The student's logit of "any other" is the logsumexp of all its other logits. The teacher's log-probability of
+it is log(1 - sum of the k). The formulas are then applied to the k + 1 events, with the temperature after the grouping,
+since the probability of the teacher's rest at another temperature cannot be computed from k values.
 
-Everything is computed for some rows at a time, in fp32 at least, forwards and backwards: beside the logits no tensor of
-their size is made but the gradient, in their own dtype.
+Rows are processed in blocks, in fp32 or more, forward and backward. Besides the logits, the only tensor of their size
+is the gradient, in their dtype.
 
-Shape legend: N rows of the logits, M rows that are asked for, V vocabulary, K teacher's likeliest tokens, C either V or
+Shape legend: N rows of the logits, M selected rows, V vocabulary, K most likely tokens of the teacher, C either V or
 K + 1.
 """
 
@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -42,11 +41,11 @@ _BLOCK_ON_CPU, _BLOCK = 2**19, 2**24  # numbers in a block of rows: within a CPU
 
 @dataclass(frozen=True)
 class TopK:
-    """The k likeliest tokens of each row.
+    """The k most likely tokens of each row.
 
     Attributes:
-        values: (M,K) their log-probabilities at temperature 1, of the whole vocabulary's distribution.
-        indices: (M,K) their ids.
+        values: (M,K) log-probabilities at temperature 1 in the distribution over the whole vocabulary.
+        indices: (M,K) token ids.
     """
 
     values: Tensor
@@ -64,25 +63,30 @@ class TopK:
     @classmethod
     @torch.no_grad()
     def of(cls, logits_NV: Tensor, k: int, rows_M: Tensor | None = None) -> TopK:
-        """The k likeliest of these rows of logits, all rows by default.
+        """Select the k most likely tokens.
+
+        Args:
+            logits_NV: of N rows.
+            k: number of tokens.
+            rows_M: indices of the rows; all by default.
 
         Raises:
             RecipeError: the vocabulary has no more than k tokens.
         """
         if k >= logits_NV.shape[-1]:
-            hint = f"The vocabulary has {logits_NV.shape[-1]} tokens: leave it out, and all are compared."
+            hint = f"The vocabulary has {logits_NV.shape[-1]} tokens. Remove top_k to compare all of them."
             raise RecipeError("train.distil.top_k", k, hint)
-        found = []
+        all_values, all_indices = [], []
         for rows in _blocks(logits_NV, rows_M):
-            x = _exact(_at(logits_NV, rows))
+            x = _fp32(_select(logits_NV, rows))
             values, indices = x.topk(k, dim=-1)
-            found.append((values - x.logsumexp(-1, keepdim=True), indices))
-        values_, indices_ = zip(*found, strict=True)
-        return cls(torch.cat(values_), torch.cat(indices_))
+            all_values.append(values - x.logsumexp(-1, keepdim=True))
+            all_indices.append(indices)
+        return cls(torch.cat(all_values), torch.cat(all_indices))
 
     def events(self) -> Tensor:
-        """(M,K+1) log-probabilities of the k tokens and of any other, in fp32 at least."""
-        values = _exact(self.values)
+        """(M,K+1) log-probabilities of the k tokens and of any other, in fp32 or more."""
+        values = _fp32(self.values)
         rest = (1 - values.exp().sum(-1, keepdim=True)).clamp(min=_LEAST).log()
         return torch.cat([values, rest], dim=-1)
 
@@ -90,11 +94,17 @@ class TopK:
 def divergence(
     student_NV: Tensor, teacher: Tensor | TopK, kind: Kind, temperature: float = 1.0, rows_M: Tensor | None = None
 ) -> Tensor:
-    """(M,) divergence of each row, in fp32 at least; the gradient goes to the student alone.
+    """Divergence of each row. Only the student gets a gradient.
 
     Args:
-        teacher: (N,V) logits; or the likeliest tokens of the M rows.
+        student_NV: logits.
+        teacher: (N,V) logits, or the most likely tokens of the M rows.
+        kind: one of the formulas of this module.
+        temperature: both logits are divided by it.
         rows_M: indices of the rows to compare; all by default.
+
+    Returns:
+        (M,) in fp32 or more.
     """
     if isinstance(teacher, Tensor):
         return _Divergence.apply(student_NV, teacher.detach(), rows_M, kind, temperature)  # type: ignore[no-any-return]
@@ -103,40 +113,28 @@ def divergence(
 
 
 def grouped(logits_NV: Tensor, indices_MK: Tensor, rows_M: Tensor | None = None) -> Tensor:
-    """(M,K+1) logits of K tokens of each row and, last, of any other: the logsumexp of the rest. In fp32 at least."""
+    """(M,K+1) logits of K tokens of each row and, last, of any other: the logsumexp of the rest. In fp32 or more."""
     return _Grouped.apply(logits_NV, indices_MK.long(), rows_M)  # type: ignore[no-any-return]
 
 
-def naive_divergence(student_MC: Tensor, teacher_MC: Tensor, kind: Kind, temperature: float = 1.0) -> Tensor:
-    """The formulas as they are written, for autograd, with every tensor whole: what tests hold `divergence` against."""
-    q, p = F.log_softmax(student_MC / temperature, -1), F.log_softmax(teacher_MC / temperature, -1)
-    m = torch.logaddexp(p, q) - _LOG_2
-    found = {
-        "forward": (p.exp() * (p - q)).sum(-1),
-        "reverse": (q.exp() * (q - p)).sum(-1),
-        "jensen_shannon": ((p.exp() * (p - m)).sum(-1) + (q.exp() * (q - m)).sum(-1)) / 2,
-    }
-    return found[kind] * temperature**2
-
-
-def _exact(x: Tensor) -> Tensor:
+def _fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _soft(x: Tensor, temperature: float) -> Tensor:
-    return _exact(x) if temperature == 1 else _exact(x) / temperature
+    return _fp32(x) if temperature == 1 else _fp32(x) / temperature
 
 
 def _blocks(logits_NV: Tensor, rows_M: Tensor | None) -> Iterator[Any]:
-    """Indices of rows, a block at a time."""
+    """Indices of rows, one block at a time."""
     size = max(1, (_BLOCK_ON_CPU if logits_NV.device.type == "cpu" else _BLOCK) // logits_NV.shape[-1])
     if rows_M is not None:
-        yield from rows_M.split(size)  # of no rows: one block without any
+        yield from rows_M.split(size)  # one empty block if there are no rows
     else:
         yield from (slice(i, i + size) for i in range(0, max(1, logits_NV.shape[0]), size))
 
 
-def _at(x_NV: Tensor, rows: Any) -> Tensor:
+def _select(x_NV: Tensor, rows: Any) -> Tensor:
     return x_NV[rows] if isinstance(rows, slice) else x_NV.index_select(0, rows)
 
 
@@ -150,35 +148,35 @@ def _put(x_NV: Tensor, rows: Any, values: Tensor) -> None:
 class _Divergence(torch.autograd.Function):
     """d/ds_j = q_j (g_j - sum_i q_i g_i) / tau with g = d/dq: -p/q, log(q/p), or log(q/m) / 2.
 
-    Kept for the backward pass: both logits, which are there anyway, and three numbers a row.
+    Saved for the backward pass: both logits, which exist anyway, and three numbers a row.
     """
 
     @staticmethod
     def forward(
         ctx: Any, student_NC: Tensor, teacher_NC: Tensor, rows_M: Tensor | None, kind: Kind, temperature: float
     ) -> Tensor:
-        losses, kept = [], []
+        losses, statistics = [], []
         for rows in _blocks(student_NC, rows_M):
-            s, t = _soft(_at(student_NC, rows), temperature), _soft(_at(teacher_NC, rows), temperature)
+            s, t = _soft(_select(student_NC, rows), temperature), _soft(_select(teacher_NC, rows), temperature)
             norms = torch.stack([s.logsumexp(-1), t.logsumexp(-1)])
             loss, mean = _FORMULAS[kind](t - norms[1][:, None], s - norms[0][:, None])
             losses.append(loss * temperature**2)
-            kept.append(torch.cat([norms, mean[None]]))
-        ctx.save_for_backward(student_NC, teacher_NC, torch.cat(kept, 1), *(() if rows_M is None else (rows_M,)))
+            statistics.append(torch.cat([norms, mean[None]]))
+        ctx.save_for_backward(student_NC, teacher_NC, torch.cat(statistics, 1), *(() if rows_M is None else (rows_M,)))
         ctx.kind, ctx.temperature = kind, temperature
         return torch.cat(losses)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream_M: Tensor) -> Any:
-        student_NC, teacher_NC, kept, *rest = ctx.saved_tensors
+        student_NC, teacher_NC, statistics, *rest = ctx.saved_tensors
         rows_M = rest[0] if rest else None
         gradient = torch.empty_like(student_NC) if rows_M is None else torch.zeros_like(student_NC)
         done = 0
         for rows in _blocks(student_NC, rows_M):
-            s, t = (_soft(_at(x, rows), ctx.temperature) for x in (student_NC, teacher_NC))
+            s, t = (_soft(_select(x, rows), ctx.temperature) for x in (student_NC, teacher_NC))
             here = slice(done, done + len(s))
-            norm_s, norm_t, mean = kept[:, here, None]
+            norm_s, norm_t, mean = statistics[:, here, None]
             slope = _SLOPES[ctx.kind](t - norm_t, s - norm_s, mean)
             _put(gradient, rows, slope.mul_(upstream_M[here, None] * ctx.temperature))
             done = here.stop
@@ -186,7 +184,7 @@ class _Divergence(torch.autograd.Function):
 
 
 def _forward(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """The divergence of each row and the mean of g under q, from log-probabilities; so the next two."""
+    """Divergence of each row and mean of g under q, from log-probabilities."""
     loss = (p.exp() * (p - q)).sum(-1)
     return loss, torch.full_like(loss, -1.0)
 
@@ -211,19 +209,19 @@ _SLOPES = {
 
 
 class _Grouped(torch.autograd.Function):
-    """See `grouped`. The gradient of "any other" is shared out among its tokens by their probabilities."""
+    """See `grouped`. The gradient of "any other" is distributed over its tokens by their probabilities."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, indices_MK: Tensor, rows_M: Tensor | None) -> Tensor:
-        found, done = [], 0
+        events, done = [], 0
         for rows in _blocks(logits_NV, rows_M):
-            x = _at(logits_NV, rows)
+            x = _select(logits_NV, rows)
             indices = indices_MK[done : done + len(x)]
-            named = _exact(x.gather(-1, indices))
+            named = _fp32(x.gather(-1, indices))
             rest = _others(x, indices).logsumexp(-1, keepdim=True)
-            found.append(torch.cat([named, rest], dim=-1))
+            events.append(torch.cat([named, rest], dim=-1))
             done += len(x)
-        events_MC = torch.cat(found)
+        events_MC = torch.cat(events)
         ctx.save_for_backward(logits_NV, indices_MK, events_MC[:, -1:], *(() if rows_M is None else (rows_M,)))
         return events_MC
 
@@ -235,7 +233,7 @@ class _Grouped(torch.autograd.Function):
         gradient = torch.empty_like(logits_NV) if rows_M is None else torch.zeros_like(logits_NV)
         done = 0
         for rows in _blocks(logits_NV, rows_M):
-            x = _at(logits_NV, rows)
+            x = _select(logits_NV, rows)
             here = slice(done, done + len(x))
             indices, upstream = indices_MK[here], upstream_MC[here]
             share = (_others(x, indices) - rest_M1[here]).exp_().mul_(upstream[:, -1:])
@@ -245,5 +243,5 @@ class _Grouped(torch.autograd.Function):
 
 
 def _others(x_MV: Tensor, indices_MK: Tensor) -> Tensor:
-    """The logits in fp32 at least, -inf at the indices."""
-    return _exact(x_MV).scatter(-1, indices_MK, -torch.inf)
+    """Logits in fp32 or more, with -inf at the indices."""
+    return _fp32(x_MV).scatter(-1, indices_MK, -torch.inf)

@@ -1,14 +1,14 @@
-"""A teacher's top-k logits on disk. Owns: shards, their index, what a folder may be used for.
+"""Cache of a teacher's top-k logits on disk.
 
-Must never know: models, recipes, steps. A document is known by its token ids, so it is found again in another epoch, in
-another order, by another number of processes; what the teacher says does not depend on the documents beside it.
+A document is identified by its token ids, so it is found again in another epoch, another order, and with another number
+of processes. The teacher's logits of a document do not depend on the other documents of a batch.
 
-A folder holds `cache.json`, which says whose logits these are, and shards named by what is in them:
+A folder holds `cache.json`, which identifies the teacher, and shards named by their contents:
 
-    documents (D,16) bytes: a hash of each document's token ids     offsets (D+1): its rows, [offsets[d], offsets[d+1])
-    values (R,K) fp16: log-probabilities                            indices (R,K) int32
+    documents (D,16) bytes: hash of each document's token ids     offsets (D+1): its rows, [offsets[d], offsets[d+1])
+    values (R,K) fp16: log-probabilities                          indices (R,K) int32
 
-A row takes 6 K bytes. A shard is written beside its place and renamed into it: a run that was killed leaves whole ones.
+A row takes 6 K bytes. A shard is written to a temporary file and renamed, so a killed run leaves no damaged ones.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from surgery.files.atomic import read_json, sweep, write_json
 from surgery.train.divergence import TopK
 
 _HASH = 16  # bytes
-Place = tuple[Path, int, int]  # a shard, and the rows of a document in it
+Place = tuple[Path, int, int]  # shard, first row of a document, row after its last
 
 
 class LogitsCache:
-    """The logits of one teacher, filled as they are needed.
+    """Top-k logits of one teacher, filled as they are needed.
 
     Args:
-        folder: made if there is none.
-        identity: what the logits depend on besides the document: the teacher's revision, the tokenizer, `top_k`.
-        flush_every: batches that are put in before a shard is written; a run that is killed loses no more.
-        main: whether this process clears away what a killed run left half-written. One process should.
+        folder: created if there is none.
+        identity: what the logits depend on temporarys the document: the teacher's revision, the tokenizer, `top_k`.
+        flush_every: batches before a shard is written. A run that is killed loses no more than these.
+        main: this process removes half-written files. Set it on one process only.
 
     Raises:
         RunError: the folder holds logits of another identity, other files, or a damaged shard.
@@ -56,44 +56,48 @@ class LogitsCache:
         self._index()
 
     def __len__(self) -> int:
-        """Documents that are known."""
+        """Number of documents in the cache."""
         return len(self._places.keys() | self._pending.keys())
 
     def get(self, batch: EncodedBatch) -> TopK | None:
-        """The rows of the batch's real tokens, document after document, on its device; None unless all are known."""
+        """Rows of the batch's tokens without padding, document after document, on its device.
+
+        Returns:
+            None unless the cache holds every document of the batch.
+        """
         names = [_hashed(ids) for ids in _documents(batch)]
         if any(name not in self._places and name not in self._pending for name in names):
             return None
-        found: dict[bytes, TopK] = {name: self._pending[name] for name in names if name in self._pending}
+        documents: dict[bytes, TopK] = {name: self._pending[name] for name in names if name in self._pending}
         by_file: dict[Path, list[bytes]] = {}
-        for name in {*names} - found.keys():
+        for name in {*names} - documents.keys():
             by_file.setdefault(self._places[name][0], []).append(name)
-        for path, wanted in by_file.items():
+        for path, stored in by_file.items():
             with _opened(path) as file:
                 values, indices = file.get_slice("values"), file.get_slice("indices")
-                for name in wanted:
+                for name in stored:
                     _, start, end = self._places[name]
-                    found[name] = TopK(values[start:end], indices[start:end])
-        rows = TopK(torch.cat([found[n].values for n in names]), torch.cat([found[n].indices for n in names]))
+                    documents[name] = TopK(values[start:end], indices[start:end])
+        rows = TopK(torch.cat([documents[n].values for n in names]), torch.cat([documents[n].indices for n in names]))
         return TopK(rows.values.float(), rows.indices.long()).to(batch.input_ids.device)
 
     def put(self, batch: EncodedBatch, rows: TopK) -> None:
-        """Remembers the rows of the batch's real tokens; every so often a shard is written."""
+        """Add the rows of the batch's tokens without padding. Writes a shard every `flush_every` batches."""
         stored = TopK(rows.values.to("cpu", torch.float16), rows.indices.to("cpu", torch.int32))
         start = 0
         for ids in _documents(batch):
             self._pending[_hashed(ids)] = stored[start : start + len(ids)]
             start += len(ids)
-        assert start == len(rows), "the rows are not those of the batch's real tokens"
+        assert start == len(rows), "the rows are not those of the batch's tokens without padding"
         self._batches += 1
         if self._batches >= self._flush_every:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what was put in as a shard, and takes notice of those that other processes wrote.
+        """Write pending documents as a shard, and index the shards of other processes.
 
         Raises:
-            RunError: it cannot be written; what was written before is kept.
+            RunError: the shard cannot be written. Earlier shards stay.
         """
         if self._pending:
             names = sorted(self._pending)
@@ -111,14 +115,14 @@ class LogitsCache:
     def _claim(self, identity: dict[str, Any], main: bool) -> None:
         path = self.folder / "cache.json"
         if self.folder.exists() and not path.exists() and any(p.suffix != ".tmp" for p in self.folder.iterdir()):
-            raise RunError("train.distil.cache", str(self.folder), "It holds something else; delete or move it.")
+            raise RunError("train.distil.cache", str(self.folder), "It holds other files. Delete or move it.")
         if path.exists():
             stored = read_json(path)
             if not isinstance(stored, dict):
                 raise RunError("train.distil.cache", str(path), "It is not a JSON object. Delete the folder.")
-            odd = sorted(k for k in stored.keys() | identity.keys() if stored.get(k) != identity.get(k))
-            if odd:
-                hint = f"Its logits are of another {', '.join(odd)}. Delete it, or use another folder."
+            different = sorted(k for k in stored.keys() | identity.keys() if stored.get(k) != identity.get(k))
+            if different:
+                hint = f"Its logits are of another {', '.join(different)}. Delete it, or use another folder."
                 raise RunError("train.distil.cache", str(self.folder), hint)
         else:
             write_json(path, identity)
@@ -126,7 +130,7 @@ class LogitsCache:
             sweep(self.folder)
 
     def _index(self) -> None:
-        """Reads which documents the shards hold that are new."""
+        """Index the documents of new shards."""
         for path in sorted(set(self.folder.glob("shard_*.safetensors")) - self._indexed):
             with _opened(path) as file:
                 names, offsets = file.get_tensor("documents").tolist(), file.get_tensor("offsets").tolist()
@@ -136,7 +140,7 @@ class LogitsCache:
 
 
 def _documents(batch: EncodedBatch) -> list[Tensor]:
-    """The token ids of each document, without padding, row after row."""
+    """Token ids of each document, without padding, row after row."""
     ids, real = batch.input_ids.cpu(), batch.attention_mask.bool().cpu()
     if batch.documents is None:
         return [row[there] for row, there in zip(ids, real, strict=True)]
@@ -151,22 +155,22 @@ def _hashed(ids: Tensor) -> bytes:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Raises RunError where the file is not whole, or holds something else."""
-    hint = "Delete it: its documents are computed again."
+    """Open a shard. Raises RunError if the file is damaged."""
+    hint = "Delete it. Its documents will be computed again."
     with reading("train.distil.cache", str(path), hint, RunError), safe_open(path, "pt") as file:
         yield file
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Whole or not at all."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Write a file atomically."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        save_file(tensors, beside)
-        with open(beside, "rb+") as file:
+        save_file(tensors, temporary)
+        with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except (SafetensorError, OSError) as error:
-        hint = f"A shard could not be written ({error}). Free some space, or leave `cache` out."
+        hint = f"A shard could not be written ({error}). Free some space, or remove `cache`."
         raise RunError("train.distil.cache", str(path.parent), hint) from None
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

@@ -1,14 +1,13 @@
-"""LoRA beside the spliced heads, through PEFT. Owns: where adapters go, their merging, the folder that PEFT loads.
+"""LoRA adapters beside the spliced heads, through PEFT.
 
-Must never know: data, losses, schedules. The spliced heads are trained whole, and stand in the saved adapter as
-`modules_to_save`. Three traps are met here:
+The spliced heads are trained in full, and saved with the adapters as `modules_to_save`. Three special cases:
 
-- The fused training kernels of Mamba read `out_proj.weight` themselves and pass an adapter by. A mixer whose `out_proj`
-  has one runs its other path, as it does in eval mode with gradients.
-- PEFT refuses `out_proj` of the model types whose kernels do that, by name, whatever path runs. With the other path the
-  refusal has no reason, so it is not asked.
-- A silenced head's columns of `out_proj` are zero and get no gradient, and the hybrid silences the input of an adapter
-  there. Merging would fill the columns: they are zeroed again.
+- The fused training kernels of Mamba read `out_proj.weight` directly and bypass an adapter. A mixer with an adapter on
+  `out_proj` uses its other code path, as it does in eval mode with gradients.
+- PEFT refuses `out_proj` for the model types with these kernels, by name. With the other path there is no reason to, so
+  the name is hidden.
+- The columns of `out_proj` of a silenced head are zero and get no gradient, and the hybrid silences the input of an
+  adapter there. Merging would fill these columns, so they are set to zero again.
 """
 
 from __future__ import annotations
@@ -37,10 +36,12 @@ from surgery.types import Graft
 
 
 class Adapters:
-    """Adapters on the target layers of a model, outside its spliced heads. They change nothing until they are trained.
+    """Adapters on the target layers of a model, outside its spliced heads. Untrained adapters change no output.
 
     Args:
-        grafts: what was spliced, for the heads that have to stay silent.
+        model: gets the adapters.
+        section: the recipe's section `lora`.
+        grafts: the spliced heads; those with `mode: replace` silence heads that must stay silent.
 
     Raises:
         RecipeError: a target matches no linear layer.
@@ -50,28 +51,27 @@ class Adapters:
         self.model, self.section = model, section
         self._silent = [graft for graft in grafts if graft.unit == "head" and graft.mode == "replace"]
         self._hooks: list[RemovableHandle] = []
-        self._config = _config(model, section)
-        with _nameless(model):
+        self._config = _peft_config(model, section)
+        with _without_model_type(model):
             inject_adapter_in_model(self._config, model)
         for spec in family_of(model.config).mixers(model.config):
             mixer = mixer_of(model, spec)
             if isinstance(getattr(mixer, "out_proj", None), LoraLayer):
                 self._hooks += _unfuse(mixer)
 
-    def check_reached(self) -> None:
-        """Raises RecipeError where an adapter has no gradient after a backward pass: a kernel passed it by."""
+    def check_gradients(self) -> None:
+        """Raise RecipeError if an adapter has no gradient after a backward pass, because a kernel bypassed it."""
         for name, parameter in self.model.named_parameters():
             if ".lora_" in name and parameter.grad is None:
-                hint = "No gradient reaches this adapter: a kernel reads the layer's weight itself. Leave it out."
+                hint = "A kernel reads this layer's weight directly, so the adapter gets no gradient. Remove it."
                 raise RecipeError("train.lora.targets", name.split(".lora_")[0], hint)
 
     def save(self, folder: Path, base: str) -> None:
-        """Writes what `PeftModel.from_pretrained(spliced model, folder)` loads: adapters, and the spliced heads whole.
-
-        The folder is replaced in one piece.
+        """Write a folder for `PeftModel.from_pretrained(spliced_model, folder)`: adapters and the whole spliced heads.
 
         Args:
-            base: where the model that they belong to is, for `adapter_config.json`.
+            folder: replaced atomically.
+            base: path or id of the model that they belong to, for `adapter_config.json`.
         """
         branches = tuple(f"{name}." for name, m in self.model.named_modules() if isinstance(m, SplicedAttention))
         state = {
@@ -88,7 +88,7 @@ class Adapters:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Adds every adapter to its layer's weight and takes it away; silenced heads stay silent."""
+        """Add every adapter to its layer's weight and remove it. Silenced heads stay silent."""
         for name, module in list(self.model.named_modules()):
             if isinstance(module, LoraLayer):
                 module.merge()
@@ -100,51 +100,51 @@ class Adapters:
             silence(mixer_of(self.model, graft.site).out_proj, graft)
 
 
-def _config(model: PreTrainedModel, section: Lora) -> LoraConfig:
-    """Every target by its whole name, so that nothing inside a spliced head is meant."""
+def _peft_config(model: PreTrainedModel, section: Lora) -> LoraConfig:
+    """Configuration that lists every target by its full name, so that none is inside a spliced head."""
     inside = {name for name, m in model.named_modules() if isinstance(m, SplicedAttention)}
     linear = [
         name
         for name, m in model.named_modules()
         if isinstance(m, nn.Linear) and not any(name.startswith(f"{branch}.") for branch in inside)
     ]
-    found = {target: [n for n in linear if n.rsplit(".", 1)[-1] == target] for target in section.targets}
-    for target, names in found.items():
+    matches = {target: [n for n in linear if n.rsplit(".", 1)[-1] == target] for target in section.targets}
+    for target, names in matches.items():
         if not names:
-            there = ", ".join(sorted({n.rsplit(".", 1)[-1] for n in linear}))
-            raise RecipeError("train.lora.targets", target, f"No linear layer has that name; there are {there}.")
+            known = ", ".join(sorted({n.rsplit(".", 1)[-1] for n in linear}))
+            raise RecipeError("train.lora.targets", target, f"No linear layer has that name. Use one of {known}.")
     return LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,
         lora_dropout=section.dropout,
-        target_modules=[name for names in found.values() for name in names],
+        target_modules=[name for names in matches.values() for name in names],
     )
 
 
 @contextlib.contextmanager
-def _nameless(model: PreTrainedModel) -> Iterator[None]:
-    """PEFT's refusal goes by the config's `model_type`."""
+def _without_model_type(model: PreTrainedModel) -> Iterator[None]:
+    """Hide `model_type`, by which PEFT refuses `out_proj` of some models."""
     model.config.model_type = ""
     try:
         yield
     finally:
-        del model.config.model_type  # the class's own shows again
+        del model.config.model_type  # restores the class attribute
 
 
 def _unfuse(mixer: nn.Module) -> list[RemovableHandle]:
-    """While its forward runs, the mixer is in eval mode; the flags of the modules below it stay."""
-    was: list[bool] = []
+    """Put the mixer into eval mode during its forward pass, but not the modules below it."""
+    modes: list[bool] = []
 
     def enter(module: nn.Module, args: Any) -> None:
-        was.append(module.training)
+        modes.append(module.training)
         module.training = False
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        module.training = was.pop()
+        module.training = modes.pop()
 
     return [mixer.register_forward_pre_hook(enter), mixer.register_forward_hook(leave, always_call=True)]
 
 
 def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Of all adapters, each once."""
+    """Parameters of all adapters, each once."""
     return [p for name, p in model.named_parameters() if ".lora_" in name]

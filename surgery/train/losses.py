@@ -1,19 +1,19 @@
-"""What training asks for. Owns: the formula of each objective. Must never know: optimizers, data, files.
+"""Formulas of the objectives.
 
-Every loss is a sum over its terms (tokens, or questions) divided by `count`, by default the number that the batch has:
-the loss is then their mean. A batch that is only a part, of several processes or of several micro-batches, is given the
-number of terms of the whole, and its parts add up to the mean over the whole:
+Every loss is a sum over its terms (tokens, or questions) divided by `count`. By default that is the number of terms in
+the batch, and the loss is their mean. For a part of a step, such as one of several micro-batches or processes, `count`
+is the number of terms of the whole step. The parts then add up to the mean over the whole:
 
     sum over processes of loss(count=whole / processes) / processes == loss of the whole
 
-With a `count`, a part that has no term itself gives a zero that still depends on the model's output.
+With a `count`, a part without any term gives a zero that still depends on the model's outputs.
 
 Shape legend: B documents, T tokens, V vocabulary, Q questions, H spliced heads of a layer, D model width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,76 +24,61 @@ from surgery.train.divergence import TopK, divergence, grouped
 from surgery.types import Reads
 
 
-def counts(batch: EncodedBatch, names: Iterable[str]) -> dict[str, int]:
-    """How many terms each of these objectives has in a batch.
-
-    Answer tokens for `answer`, tokens with another of their document before them for `text`, questions with gold
-    positions for `attention`, questions for `reading`, tokens for `keep`, `distil`, `mixing` and `hidden`.
-    """
-    real = batch.attention_mask.bool()
-    terms = {
-        "answer": _answer_tokens,
-        "text": lambda batch: batch.same_document,
-        "attention": _asked,
-        "reading": lambda batch: batch.query >= 0,
-    }
-    return {name: int(terms[name](batch).sum() if name in terms else real.sum()) for name in names}
-
-
-def _answer_tokens(batch: EncodedBatch) -> Tensor:
+def answer_tokens(batch: EncodedBatch) -> Tensor:
+    """(B,T-1) bool: the next token belongs to an answer."""
     return batch.answers[:, 1:] & batch.same_document
 
 
-def _asked(batch: EncodedBatch) -> Tensor:
+def has_gold_positions(batch: EncodedBatch) -> Tensor:
     """(B,Q) bool: the question has gold positions."""
     return (batch.segment_end >= 0) & (batch.answer_token >= 0)
 
 
-def _next_token_loss(logits_BTV: Tensor, batch: EncodedBatch, asked_BT: Tensor, count: float | None) -> Tensor:
-    """-log p(token t + 1 | tokens up to t) where `asked_BT` (B,T-1) is True."""
-    document, place = asked_BT.nonzero(as_tuple=True)
+def _next_token_loss(logits_BTV: Tensor, batch: EncodedBatch, included_BT: Tensor, count: float | None) -> Tensor:
+    """-log p(token t + 1 | tokens up to t) where `included_BT` (B,T-1) is True."""
+    document, place = included_BT.nonzero(as_tuple=True)
     targets_M1 = batch.input_ids[document, place + 1][:, None]
     logits_NV, rows_M = logits_BTV.flatten(0, 1), document * logits_BTV.shape[1] + place
-    if 2 * len(rows_M) < len(logits_NV):  # then only these are kept for the backward pass
+    if 2 * len(rows_M) < len(logits_NV):  # keep only these rows for the backward pass
         events_M2 = grouped(logits_NV.index_select(0, rows_M), targets_M1)
     else:
         events_M2 = grouped(logits_NV, targets_M1, rows_M)
-    losses_M = events_M2.logsumexp(-1) - events_M2[:, 0]  # of two events: the token, and any other
+    losses_M = events_M2.logsumexp(-1) - events_M2[:, 0]  # two events: the token, and any other
     return losses_M.sum() / (len(rows_M) if count is None else count)
 
 
 def answer_loss(logits_BTV: Tensor, batch: EncodedBatch, count: float | None = None) -> Tensor:
-    """Retrieval cross-entropy: -log p of every answer token, and of nothing else.
+    """Retrieval cross-entropy: -log p of every answer token.
 
     Raises:
-        ValueError: no document of the batch has an answer, and no count says that others have.
+        ValueError: no document of the batch has an answer, and there is no `count`.
     """
-    asked = _answer_tokens(batch)
-    if count is None and not bool(asked.any()):
-        raise ValueError("answer: no document has an answer; give this source weight 0.")
-    return _next_token_loss(logits_BTV, batch, asked, count)
+    included = answer_tokens(batch)
+    if count is None and not bool(included.any()):
+        raise ValueError("answer: no document has an answer. Set the weight to 0.")
+    return _next_token_loss(logits_BTV, batch, included, count)
 
 
-def text_loss(logits_BTV: Tensor, batch: EncodedBatch, count: float | None = None) -> Tensor:
-    """Language modelling: -log p of every token but a document's first."""
+def lm_loss(logits_BTV: Tensor, batch: EncodedBatch, count: float | None = None) -> Tensor:
+    """Language modelling: -log p of every token except the first of each document."""
     return _next_token_loss(logits_BTV, batch, batch.same_document, count)
 
 
 def divergence_loss(
     logits_BTV: Tensor, target: Tensor | TopK, batch: EncodedBatch, settings: Distil, count: float | None = None
 ) -> Tensor:
-    """Divergence from the base (`keep`) or the teacher (`distil`) at every token; formulas in `divergence`.
+    """Divergence from the base (`base_kl`) or the teacher (`distil`) at every token. Formulas are in `divergence`.
 
     Args:
-        target: (B,T,V) logits; or the likeliest tokens of the batch's real tokens, document after document.
+        target: (B,T,V) logits, or the most likely tokens for all tokens without padding, document after document.
     """
     rows = batch.attention_mask.flatten().nonzero()[:, 0]
     if isinstance(target, Tensor):
         target = target.flatten(0, 1)
         if settings.top_k is not None:
             target = TopK.of(target, settings.top_k, rows)
-    some = None if len(rows) == batch.attention_mask.numel() else rows
-    losses_M = divergence(logits_BTV.flatten(0, 1), target, settings.divergence, settings.temperature, some)
+    selected = None if len(rows) == batch.attention_mask.numel() else rows
+    losses_M = divergence(logits_BTV.flatten(0, 1), target, settings.divergence, settings.temperature, selected)
     return losses_M.sum() / (len(rows) if count is None else count)
 
 
@@ -104,63 +89,63 @@ def attention_loss(
 
     Args:
         attentions: for each spliced layer, (B,H,Q,T) rows at `batch.query`.
-        reads: for each spliced layer and head, which gold position it is to read.
+        reads: for each spliced layer and head, the gold position that it should attend to.
 
     Raises:
-        ValueError: no question of the batch has gold positions, and no count says that others have.
+        ValueError: no question of the batch has gold positions, and there is no `count`.
     """
-    asked_BQ = _asked(batch)
-    if count is None and not bool(asked_BQ.any()):
-        raise ValueError("attention: no question has a gold position; give this source weight 0.")
+    included_BQ = has_gold_positions(batch)
+    if count is None and not bool(included_BQ.any()):
+        raise ValueError("attention: no question has a gold position. Set the weight to 0.")
     losses = []
     for rows_BHQT, layer_reads in zip(attentions, reads, strict=True):
         for head, read in enumerate(layer_reads):
             gold_BQ = batch.segment_end if read == "segment_end" else batch.answer_token
             row_BQT = rows_BHQT[:, head].float()
             mass = row_BQT.gather(-1, gold_BQ.clamp(min=0)[..., None])[..., 0]
-            losses.append(-torch.log(mass[asked_BQ].clamp(min=1e-9)).sum())
-    return torch.stack(losses).mean() / (int(asked_BQ.sum()) if count is None else count)
+            losses.append(-torch.log(mass[included_BQ].clamp(min=1e-9)).sum())
+    return torch.stack(losses).mean() / (int(included_BQ.sum()) if count is None else count)
 
 
-def reading_loss(
+def attention_kl_loss(
     rows: Sequence[Tensor], teacher_rows: Sequence[Tensor], batch: EncodedBatch, count: float | None = None
 ) -> Tensor:
-    """KL(a' || a) of the new heads' attention from each query, a, and that of the teacher's heads, a'; mean over heads.
+    """KL(a' || a) from the teacher's attention a' to the new heads' attention a at each query, mean over heads.
 
-    As MiniLM compares attention (arXiv 2002.10957), at the tokens that an answer follows and at no others: elsewhere a
-    retrieval head of the teacher attends to nothing in particular, and there are many such tokens. No gold position is
-    needed.
+    MiniLM compares attention in this way (arXiv 2002.10957) at all tokens. Here only the tokens before an answer count:
+    elsewhere a retrieval head of the teacher is diffuse, and there are many such tokens. Needs no gold position.
 
     Args:
-        rows, teacher_rows: for each spliced layer, (B,H,Q,T) at `batch.query`; questions that are none do not count.
+        rows: for each spliced layer, (B,H,Q,T) at `batch.query`. Padded questions do not count.
+        teacher_rows: the same of the corresponding heads of the teacher.
     """
-    asked_BQ = batch.query >= 0
+    included_BQ = batch.query >= 0
     losses = []
-    for mine_BHQT, other_BHQT in zip(rows, teacher_rows, strict=True):
-        mine, other = (x.float().clamp(min=1e-9) for x in (mine_BHQT, other_BHQT.detach()))
-        apart_BHQ = (other * (other.log() - mine.log())).sum(-1)
-        losses.append(apart_BHQ.masked_fill(~asked_BQ[:, None], 0.0).sum((0, 2)))
-    return torch.cat(losses).mean() / (int(asked_BQ.sum()) if count is None else count)
+    for rows_BHQT, teacher_BHQT in zip(rows, teacher_rows, strict=True):
+        a, target = (x.float().clamp(min=1e-9) for x in (rows_BHQT, teacher_BHQT.detach()))
+        kl_BHQ = (target * (target.log() - a.log())).sum(-1)
+        losses.append(kl_BHQ.masked_fill(~included_BQ[:, None], 0.0).sum((0, 2)))
+    return torch.cat(losses).mean() / (int(included_BQ.sum()) if count is None else count)
 
 
-def mixing_loss(
+def attention_mse_loss(
     rows: Sequence[Tensor], teacher_rows: Sequence[Tensor], batch: EncodedBatch, count: float | None = None
 ) -> Tensor:
-    """Squared distance of the new heads' attention matrices from the teacher's: sum over the tokens that are attended
-    to, for each token that attends, mean over heads.
+    """Squared distance of the new heads' attention matrices from the teacher's, for each query token, mean over heads.
 
-    MOHAWK's first stage (arXiv 2408.10189) takes the Frobenius norm of the matrices' difference, with the
-    teacher's stream as both layers' input. Here it is squared, so that it is a sum over tokens, and each model runs on
-    its own stream: the branch is trained on what it will see.
+    MOHAWK's first stage (arXiv 2408.10189) takes the Frobenius norm of the difference, and feeds the teacher's residual
+    stream to both layers. Here the norm is squared, so that it is a sum over tokens, and each model runs on its own
+    stream: the branch is trained on the inputs that it will have.
 
     Args:
-        rows, teacher_rows: for each spliced layer, (B,H,T,T); padding does not count.
+        rows: for each spliced layer, (B,H,T,T). Padding does not count.
+        teacher_rows: the same of the corresponding heads of the teacher.
     """
     real = batch.attention_mask.bool()
-    seen_BTT = (real[:, :, None] & real[:, None, :]).tril()
+    causal_BTT = (real[:, :, None] & real[:, None, :]).tril()
     losses = []
-    for mine_BHTT, other_BHTT in zip(rows, teacher_rows, strict=True):
-        difference = (mine_BHTT.float() - other_BHTT.detach().float()).masked_fill(~seen_BTT[:, None], 0.0)
+    for rows_BHTT, teacher_BHTT in zip(rows, teacher_rows, strict=True):
+        difference = (rows_BHTT.float() - teacher_BHTT.detach().float()).masked_fill(~causal_BTT[:, None], 0.0)
         losses.append(difference.square().sum((0, 2, 3)))
     return torch.cat(losses).mean() / (int(real.sum()) if count is None else count)
 
@@ -170,15 +155,22 @@ def hidden_loss(
 ) -> Tensor:
     """L2 norm of the difference between the layers' outputs and the teacher's, at every token, mean over layers.
 
-    MOHAWK's second stage (arXiv 2408.10189) gives every student block the teacher's stream as its input;
-    here the student runs as a whole, so that a layer also answers for what those below it leave.
+    MOHAWK's second stage (arXiv 2408.10189) feeds the teacher's residual stream to every student block. Here the
+    student runs as a whole, so that a layer also corrects the layers below it.
 
     Args:
-        states, teacher_states: (B,T,D) of each layer that is compared.
+        states: (B,T,D) of each layer that is compared.
+        teacher_states: (B,T,D) of the corresponding layers of the teacher.
     """
     real = batch.attention_mask.bool()
     losses = []
-    for mine_BTD, other_BTD in zip(states, teacher_states, strict=True):
-        difference = mine_BTD[real].float() - other_BTD[real].detach().float()
+    for states_BTD, teacher_BTD in zip(states, teacher_states, strict=True):
+        difference = states_BTD[real].float() - teacher_BTD[real].detach().float()
         losses.append(torch.linalg.vector_norm(difference, dim=-1).sum())
     return torch.stack(losses).mean() / (int(real.sum()) if count is None else count)
+
+
+def rows_at_queries(rows_BHTT: Tensor, batch: EncodedBatch) -> Tensor:
+    """Select the rows of the queries, (B,H,Q,T), from those of all tokens. Padded questions take row 0."""
+    index = batch.query.clamp(min=0)[:, None, :, None]
+    return rows_BHTT.gather(2, index.expand(-1, rows_BHTT.shape[1], -1, rows_BHTT.shape[3]))

@@ -1,7 +1,7 @@
-"""A step, cut up. Owns: which documents go through the model together, and what their losses are divided by.
+"""Micro-batches: split the documents of a step, and count the terms of its losses.
 
-Must never know: models, losses, optimizers. Every loss is a sum divided by how many terms the whole step has, over all
-micro-batches and processes: however a step is cut up, its gradient is the same.
+Every loss is a sum divided by the number of terms of the whole step, over all micro-batches and processes. So the
+gradient of a step does not depend on how it is split.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import RunError
 from surgery.probes.documents import Document
 from surgery.recipe import Source
-from surgery.train.losses import counts
-from surgery.train.row_packing import pack
+from surgery.recipe.objectives import OBJECTIVES
+from surgery.train.packing import pack
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,12 @@ class MicroBatch:
     """Documents that go through the model together.
 
     Attributes:
+        source: where they are from.
         index: of the source in its stage.
-        documents: how many they are.
-        counts: how many terms each of its objectives has, over the whole step, for one process.
-        real: False for a stand-in, where a process has no document of its own; it counts for nothing.
+        batch: the documents as tensors.
+        documents: number of documents.
+        counts: number of terms of each objective over the whole step, for one process.
+        real: False for a stand-in of a process without documents of its own; it has no effect on the gradient.
     """
 
     source: Source
@@ -40,64 +42,73 @@ class MicroBatch:
     real: bool = True
 
 
-def cut(
+def split_step(
     sources: Sequence[Source],
     documents: Sequence[Sequence[Document]],
-    at_once: Mapping[int, int | None],
+    sizes: Mapping[int, int | None],
     tokenizer: PreTrainedTokenizerBase,
     accelerator: Accelerator,
     packing: bool = False,
 ) -> list[MicroBatch]:
-    """This process's share of a step.
+    """Split this process's share of a step into micro-batches, without counts.
 
     Args:
+        sources: of the stage.
         documents: by source, of all processes.
-        at_once: by source, how many go through the model together; all if None.
-        packing: those that go together share rows.
+        sizes: by source, documents in a micro-batch; all if None.
+        tokenizer: encodes the documents.
+        accelerator: says which share is this process's.
+        packing: put the documents of a micro-batch into shared rows.
     """
     rank, world = accelerator.process_index, accelerator.num_processes
-    made: list[MicroBatch] = []
+    micro_batches: list[MicroBatch] = []
 
     def encoded(part: Sequence[Document]) -> EncodedBatch:
         batch = encode(part, tokenizer)
         return (pack(batch) if packing else batch).to(accelerator.device)
 
     for index, source in enumerate(sources):
-        mine, asked = documents[index][rank::world], at_once[index]
-        if asked:  # those of a length together: less padding
-            mine = sorted(mine, key=lambda document: len(document.text))
-        size, most = asked or max(1, len(mine)), 1
-        if asked and accelerator.is_fsdp2:  # weights are gathered for each, on all processes together
-            most = -(-len(documents[index][::world]) // asked)
-        chunks = [mine[i : i + size] for i in range(0, len(mine), size)]
-        made += [MicroBatch(source, index, encoded(chunk), len(chunk)) for chunk in chunks]
+        share, limit = documents[index][rank::world], sizes[index]
+        if limit:  # documents of similar length together: less padding
+            share = sorted(share, key=lambda document: len(document.text))
+        size, most = limit or max(1, len(share)), 1
+        if limit and accelerator.is_fsdp2:  # all processes gather the weights for each micro-batch together
+            most = -(-len(documents[index][::world]) // limit)
+        chunks = [share[i : i + size] for i in range(0, len(share), size)]
+        micro_batches += [MicroBatch(source, index, encoded(chunk), len(chunk)) for chunk in chunks]
         for _ in range(most - len(chunks)):
-            made.append(MicroBatch(source, index, encoded(documents[index][:1]), 1, real=False))
-    return made
+            micro_batches.append(MicroBatch(source, index, encoded(documents[index][:1]), 1, real=False))
+    return micro_batches
 
 
-def counted(
-    sources: Sequence[Source], micro: Sequence[MicroBatch], spliced: bool, accelerator: Accelerator
+def with_counts(
+    sources: Sequence[Source], micro_batches: Sequence[MicroBatch], spliced: bool, accelerator: Accelerator
 ) -> list[MicroBatch]:
-    """The same, with the number of terms of every source's objectives in the whole step, for one process.
+    """Add the number of terms of every objective in the whole step, for one process, by source.
 
     Args:
-        spliced: whether there are spliced heads, which `attention` and `mixing` are about.
+        sources: of the stage.
+        micro_batches: of this process.
+        spliced: the model has spliced heads. Without them objectives that need a splice may have no terms.
+        accelerator: sums the counts of all processes.
 
     Raises:
-        RunError: no document of the step has anything for an objective.
+        RunError: an objective has no terms in the whole step.
     """
-    total = {(i, name): 0 for i, s in enumerate(sources) for name in sorted(s.weights.at(0.5))}
-    for part in micro:
-        for name, count in counts(part.batch, part.source.weights.at(0.5)).items():
-            total[part.index, name] += count * part.real
-    values = torch.tensor(list(total.values()), dtype=torch.float64, device=accelerator.device)
+    totals = {(i, name): 0 for i, source in enumerate(sources) for name in source.weights.at(0.5)}
+    for part in micro_batches:
+        for name in part.source.weights.at(0.5):
+            totals[part.index, name] += OBJECTIVES[name].count(part.batch) * part.real
+    values = torch.tensor(list(totals.values()), dtype=torch.float64, device=accelerator.device)
     world = accelerator.num_processes
     if world > 1:
         values = accelerator.reduce(values, "sum")
-    found = {key: float(value) / world for key, value in zip(total, values, strict=True)}
-    for (index, name), count in found.items():
-        if not count and (spliced or name not in ("attention", "reading", "mixing")):
-            hint = f"No document of this step has anything for {name}; give it weight 0."
+    counts = {key: float(value) / world for key, value in zip(totals, values, strict=True)}
+    for (index, name), count in counts.items():
+        if not count and (spliced or not OBJECTIVES[name].needs_splice):
+            hint = f"No document of this step has a term for {name}. Set the weight to 0."
             raise RunError(f"train.sources.{index}.weights.{name}", sources[index].name, hint)
-    return [replace(m, counts={name: c for (i, name), c in found.items() if i == m.index}) for m in micro]
+    return [
+        replace(part, counts={name: count for (i, name), count in counts.items() if i == part.index})
+        for part in micro_batches
+    ]

@@ -1,165 +1,228 @@
-"""What a batch is trained towards. Owns: which objectives a source asks for, and what each of them needs.
+"""Training objectives: one class each. Schema, counts, labels and cost estimates are derived from these classes.
 
-Must never know: steps, optimizers, how a step is cut up. The formulas stand in `objectives.py`.
-Shape legend: B documents, T tokens, Q questions, H spliced heads of a layer, V vocabulary.
+Importing this module loads no torch, since a recipe is validated against it. The formulas are in `losses`.
+Shape legend: B documents, T tokens, Q questions, H spliced heads of a layer, V vocabulary, D model width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from surgery.errors import RecipeError
+from surgery.recipe.objectives import NEEDS, OBJECTIVES, ObjectiveInfo
 
-from surgery.data.encoding import EncodedBatch
-from surgery.recipe import Distil, Source
-from surgery.recipe.train import FROM_TEACHER
-from surgery.train.divergence import TopK
-from surgery.train.logits_cache import LogitsCache
-from surgery.train.losses import (
-    answer_loss,
-    attention_loss,
-    divergence_loss,
-    hidden_loss,
-    mixing_loss,
-    reading_loss,
-    text_loss,
-)
-from surgery.train.packing import apart
-from surgery.train.shared_prefix import SharedPrefix
-from surgery.train.teacher import Teacher
-from surgery.types import Graft
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from surgery.data.encoding import EncodedBatch
+    from surgery.recipe import Distil
+    from surgery.types import Reads
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What objectives compare with.
+class Outputs:
+    """Outputs of one model on a batch. What no objective needs is left empty.
 
     Attributes:
-        distil: how two distributions are compared.
-        grafts: the spliced heads, by layer.
-        base, prefix: the frozen base, and what of it the model begins with.
-        teacher, cache: the teacher, and its logits on disk.
+        logits: (B,T,V). With `distil.cache` the teacher's are a `TopK`.
+        attention: for each spliced layer, (B,H,Q,T) rows at the questions. A teacher's are of the corresponding heads.
+        full_attention: for each spliced layer, (B,H,T,T).
+        hidden_states: (B,T,D) of each layer that is compared.
     """
 
+    logits: Any = None
+    attention: Sequence[Tensor] = ()
+    full_attention: Sequence[Tensor] = ()
+    hidden_states: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True)
+class ObjectiveInputs:
+    """What an objective computes its loss from.
+
+    Attributes:
+        batch: documents as tensors.
+        model: outputs of the model that is trained.
+        base: outputs of the frozen base, with `base.logits` among the objective's needs.
+        teacher: outputs of the teacher, for the needs that begin with `teacher.`.
+        distil: settings of divergences.
+        reads: for each spliced layer and head, the gold position that it should attend to.
+    """
+
+    batch: EncodedBatch
+    model: Outputs
+    base: Outputs
+    teacher: Outputs
     distil: Distil
-    grafts: tuple[Graft, ...] = ()
-    base: PreTrainedModel | None = None
-    prefix: SharedPrefix | None = None
-    teacher: Teacher | None = None
-    cache: LogitsCache | None = None
+    reads: Sequence[Sequence[Reads]] = ()
 
-    def of(
-        self,
-        model: nn.Module,
-        source: Source,
-        batch: EncodedBatch,
-        counts: Mapping[str, float] | None = None,
-        progress: float = 0.5,
-    ) -> dict[str, Tensor]:
-        """The objectives that have a weight on this source, each times its weight.
 
-        Args:
-            counts: how many terms each is divided by; those of the batch itself if not given.
-            progress: through the stage, in [0, 1].
+class Objective(ObjectiveInfo, ABC):
+    """Something to train towards. Subclass it, implement `count` and `loss`, and register the class."""
+
+    @abstractmethod
+    def count(self, batch: EncodedBatch) -> int:
+        """Number of terms of the loss in a batch, such as its tokens or questions."""
+
+    @abstractmethod
+    def loss(self, inputs: ObjectiveInputs) -> Tensor:
+        """Sum of the loss over the terms that `count` counts.
+
+        The training loop divides it by the number of terms of the whole step, over all micro-batches and processes,
+        and multiplies it by the weight. It must depend on the model's outputs even if the batch has no term.
         """
-        weights, divide = source.weights.at(progress), dict(counts or {})
-        supervise = "attention" in weights and bool(self.grafts)
-        aligned = set(FROM_TEACHER & weights.keys())
-        if not self.grafts:
-            aligned -= {"reading", "mixing"}
-        extra: dict[str, Any] = {}
-        if "mixing" in aligned:
-            extra["splice_queries"] = every_token(batch)
-        elif supervise or "reading" in aligned:
-            extra["splice_queries"] = batch.query
-        if "hidden" in aligned:
-            extra["output_hidden_states"] = True
-        base: Tensor | None = None
-        with ExitStack() as below, apart(model, batch.documents):
-            if "keep" in weights:
-                base = self._base_logits(batch)
-                if self.prefix is not None:
-                    below.enter_context(self.prefix.skipped())
-            output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, **extra)
-        terms: dict[str, Tensor] = {}
-        if "answer" in weights:
-            terms["answer"] = answer_loss(output.logits, batch, divide.get("answer"))
-        if supervise:
-            reads, rows = [graft.reads for graft in self.grafts], rows_at_queries(output, aligned, batch)
-            terms["attention"] = attention_loss(rows, reads, batch, divide.get("attention"))
-        if base is not None:
-            terms["keep"] = divergence_loss(output.logits, base, batch, self.distil, divide.get("keep"))
-        if "text" in weights:
-            terms["text"] = text_loss(output.logits, batch, divide.get("text"))
-        if aligned:
-            assert self.teacher is not None
-            terms |= self._towards_teacher(output, batch, aligned, divide)
-        terms = {name: weights[name] * term for name, term in terms.items()}
-        if not terms.keys() - {"attention", "reading", "mixing"}:
-            terms["none"] = output.logits.sum() * 0  # every parameter takes part, or DDP waits for it
-        return terms
-
-    @torch.no_grad()
-    def _base_logits(self, batch: EncodedBatch) -> Tensor:
-        """(B,T,V) of the frozen base."""
-        assert self.base is not None
-        with apart(self.base, batch.documents):
-            if self.prefix is not None:
-                return self.prefix.base_logits(batch.input_ids, batch.attention_mask)
-            logits: Tensor = self.base(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
-        return logits
-
-    def _towards_teacher(
-        self, output: Any, batch: EncodedBatch, aligned: set[str], divide: Mapping[str, float]
-    ) -> dict[str, Tensor]:
-        """The unweighted objectives that compare with the teacher."""
-        assert self.teacher is not None
-        known = self.cache.get(batch) if self.cache is not None and "distil" in aligned else None
-        found, terms = self.teacher.outputs(batch, aligned - {"distil"} if known is not None else aligned), {}
-        if "distil" in aligned:
-            target = self._kept(found.logits, batch) if known is None else known
-            terms["distil"] = divergence_loss(output.logits, target, batch, self.distil, divide.get("distil"))
-        if "reading" in aligned:
-            theirs = [at_queries(x, batch) for x in found.mixing or ()]
-            mine = rows_at_queries(output, aligned, batch)
-            terms["reading"] = reading_loss(mine, theirs, batch, divide.get("reading"))
-        if "mixing" in aligned:
-            pairs = (output.splice_attentions, found.mixing)
-            terms["mixing"] = mixing_loss(*pairs, batch, divide.get("mixing"))
-        if "hidden" in aligned:
-            own = self.teacher.student_hidden(output.hidden_states)
-            terms["hidden"] = hidden_loss(own, found.hidden, batch, divide.get("hidden"))
-        return terms
-
-    def _kept(self, logits_BTV: Tensor, batch: EncodedBatch) -> Tensor | TopK:
-        """The teacher's logits, as the cache gives them next time."""
-        if self.cache is None:
-            return logits_BTV
-        assert self.distil.top_k is not None
-        self.cache.put(batch, TopK.of(logits_BTV[batch.attention_mask.bool()], self.distil.top_k))
-        found = self.cache.get(batch)
-        assert found is not None
-        return found
 
 
-def every_token(batch: EncodedBatch) -> Tensor:
-    """(B,T) every real token's index; -1 on padding."""
-    index = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
-    return index.expand(batch.input_ids.shape).where(batch.attention_mask.bool(), -1)
+O = TypeVar("O", bound=type[Objective])  # noqa: E741
 
 
-def rows_at_queries(output: Any, aligned: Collection[str], batch: EncodedBatch) -> Sequence[Tensor]:
-    """For each spliced layer, (B,H,Q,T) of the new heads: the pass had the queries' rows, or those of all tokens."""
-    rows: Sequence[Tensor] = output.splice_attentions
-    return [at_queries(x, batch) for x in rows] if "mixing" in aligned else rows
+def register_objective(name: str) -> Callable[[O], O]:
+    """Class decorator: register a subclass of `Objective` under the name that `weights` in a recipe uses.
+
+    Raises:
+        RecipeError: another objective has this name, or the class needs something unknown.
+    """
+
+    def register(objective: O) -> O:
+        entry = objective()
+        unknown = sorted(set(entry.needs) - NEEDS)
+        if unknown:
+            raise RecipeError(f"objective {name}: needs", unknown[0], f"Use names among {', '.join(sorted(NEEDS))}.")
+        entry.name = name
+        entry.label = entry.label or name
+        OBJECTIVES.register(name, entry)
+        return objective
+
+    return register
 
 
-def at_queries(rows_BHTT: Tensor, batch: EncodedBatch) -> Tensor:
-    """(B,H,Q,T) of the rows of all tokens, those of the queries; padded questions take row 0."""
-    index = batch.query.clamp(min=0)[:, None, :, None]
-    return rows_BHTT.gather(2, index.expand(-1, rows_BHTT.shape[1], -1, rows_BHTT.shape[3]))
+def counts(batch: EncodedBatch, names: Iterable[str]) -> dict[str, int]:
+    """Number of terms of each of these objectives in a batch."""
+    return {name: OBJECTIVES[name].count(batch) for name in names}
+
+
+def num_tokens(batch: EncodedBatch) -> int:
+    """Number of tokens without padding."""
+    return int(batch.attention_mask.sum())
+
+
+@register_objective("answer")
+class Answer(Objective):
+    description = "Cross-entropy on the tokens of answers."
+    needs = ("answers",)
+    in_nats = True
+
+    def count(self, batch: EncodedBatch) -> int:
+        from surgery.train.losses import answer_tokens
+
+        return int(answer_tokens(batch).sum())
+
+    def loss(self, inputs: ObjectiveInputs) -> Tensor:
+        from surgery.train.losses import answer_loss
+
+        return answer_loss(inputs.model.logits, inputs.batch, 1)
+
+
+@register_objective("attention")
+class Attention(Objective):
+    description = "Cross-entropy of the new heads' attention at the gold position."
+    needs = ("gold_positions", "model.attention")
+
+    def count(self, batch: EncodedBatch) -> int:
+        from surgery.train.losses import has_gold_positions
+
+        return int(has_gold_positions(batch).sum())
+
+    def loss(self, inputs: ObjectiveInputs) -> Tensor:
+        from surgery.train.losses import attention_loss
+
+        return attention_loss(inputs.model.attention, inputs.reads, inputs.batch, 1)
+
+
+@register_objective("base_kl")
+class BaseKL(Objective):
+    description = "Divergence from the frozen base's next-token distribution, on every token."
+    needs = ("base.logits",)
+    in_nats = starts_at_zero = uses_temperature = True
+
+    def count(self, batch: EncodedBatch) -> int:
+        return num_tokens(batch)
+
+    def loss(self, inputs: ObjectiveInputs) -> Tensor:
+        from surgery.train.losses import divergence_loss
+
+        return divergence_loss(inputs.model.logits, inputs.base.logits, inputs.batch, inputs.distil, 1)
+
+
+@register_objective("lm")
+class LanguageModelling(Objective):
+    description = "Cross-entropy on every token: language modelling."
+    in_nats = True
+
+    def count(self, batch: EncodedBatch) -> int:
+        return int(batch.same_document.sum())
+
+    def loss(self, inputs: ObjectiveInputs) -> Tensor:
+        from surgery.train.losses import lm_loss
+
+        return lm_loss(inputs.model.logits, inputs.batch, 1)
+
+
+@register_objective("distil")
+class Distillation(Objective):
+    description = "Divergence from the teacher's next-token distribution, on every token."
+    needs = ("teacher.logits",)
+    in_nats = uses_temperature = True
+
+    def count(self, batch: EncodedBatch) -> int:
+        return num_tokens(batch)
+
+    def loss(self, inputs: ObjectiveInputs) -> Tensor:
+        from surgery.train.losses import divergence_loss
+
+        return divergence_loss(inputs.model.logits, inputs.teacher.logits, inputs.batch, inputs.distil, 1)
+
+
+@register_objective("attention_kl")
+class AttentionKL(Objective):
+    description = "KL divergence of the new heads' attention from that of the teacher's heads, at the questions."
+    needs = ("model.attention", "teacher.attention")
+
+    def count(self, batch: EncodedBatch) -> int:
+        return int((batch.query >= 0).sum())
+
+    def loss(self, inputs: ObjectiveInputs) -> Tensor:
+        from surgery.train.losses import attention_kl_loss
+
+        return attention_kl_loss(inputs.model.attention, inputs.teacher.attention, inputs.batch, 1)
+
+
+@register_objective("attention_mse")
+class AttentionMSE(Objective):
+    description = "Squared distance of the new heads' attention matrices from the teacher's (MOHAWK, stage 1)."
+    needs = ("model.full_attention", "teacher.full_attention")
+
+    def count(self, batch: EncodedBatch) -> int:
+        return num_tokens(batch)
+
+    def loss(self, inputs: ObjectiveInputs) -> Tensor:
+        from surgery.train.losses import attention_mse_loss
+
+        return attention_mse_loss(inputs.model.full_attention, inputs.teacher.full_attention, inputs.batch, 1)
+
+
+@register_objective("hidden_mse")
+class HiddenMSE(Objective):
+    description = "Distance of the output of every layer from that of the teacher's layer (MOHAWK, stage 2)."
+    needs = ("model.hidden_states", "teacher.hidden_states")
+
+    def count(self, batch: EncodedBatch) -> int:
+        return num_tokens(batch)
+
+    def loss(self, inputs: ObjectiveInputs) -> Tensor:
+        from surgery.train.losses import hidden_loss
+
+        return hidden_loss(inputs.model.hidden_states, inputs.teacher.hidden_states, inputs.batch, 1)

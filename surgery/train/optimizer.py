@@ -1,7 +1,4 @@
-"""What trains, and at what rate. Owns: the choice of parameters, AdamW's groups, the schedule of the learning rate.
-
-Must never know: data, losses, files.
-"""
+"""Optimizer: which parameters train, AdamW's groups, and the schedule of the learning rate."""
 
 from __future__ import annotations
 
@@ -21,43 +18,51 @@ from surgery.train.lora import adapter_parameters
 
 
 def spliced_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters of the spliced heads, each once."""
+    """Parameters of the spliced heads, each once, in the model's order."""
     return [p for m in model.modules() if isinstance(m, SplicedAttention) for p in m.parameters()]
 
 
-def trainable(model: PreTrainedModel, stage: TrainStage, layers: Sequence[int] = ()) -> list[nn.Parameter]:
-    """Marks what trains, and returns it, each once. Every other parameter is frozen.
+def mark_trainable(model: PreTrainedModel, stage: TrainStage, layers: Sequence[int] = ()) -> list[nn.Parameter]:
+    """Set `requires_grad` of all parameters, as `trainable` of the stage requires.
 
     Args:
-        layers: what `spliced_layers` means for a model without a splice, the control.
+        model: changed in place.
+        stage: says which parameters train.
+        layers: layers that `spliced_layers` means for a model without a splice, the control.
+
+    Returns:
+        The parameters that train, each once.
 
     Raises:
-        RunError: nothing would train.
+        RunError: no parameter would train.
     """
-    chosen = {id(p): p for p in _chosen(model, stage, layers)}
-    if not chosen:
-        raise RunError("train.trains", stage.trains, "The model has no spliced heads: nothing would train.")
+    if stage.trainable == "all":
+        parameters = list(model.parameters())
+    elif stage.trainable == "lora":
+        parameters = spliced_parameters(model) + adapter_parameters(model)
+    elif stage.trainable == "new_heads":
+        parameters = spliced_parameters(model)
+    else:
+        spec = family_of(model.config).mixers(model.config)[0]
+        spliced = {site["layer"] for site in getattr(model.config, "splice", None) or ()} or set(layers)
+        parameters = [p for layer in sorted(spliced) for p in block_of(model, layer, spec).parameters()]
+    if not parameters:
+        raise RunError("train.trainable", stage.trainable, "The model has no spliced heads, so no weight would train.")
     model.requires_grad_(False)
-    for parameter in chosen.values():
+    for parameter in parameters:
         parameter.requires_grad_(True)
-    return list(chosen.values())
-
-
-def _chosen(model: PreTrainedModel, stage: TrainStage, layers: Sequence[int]) -> list[nn.Parameter]:
-    if stage.trains == "all":
-        return list(model.parameters())
-    if stage.trains == "lora":
-        return spliced_parameters(model) + adapter_parameters(model)
-    if stage.trains == "new_heads":
-        return spliced_parameters(model)
-    spec = family_of(model.config).mixers(model.config)[0]
-    spliced = {site["layer"] for site in getattr(model.config, "splice", None) or ()} or set(layers)
-    return [p for layer in sorted(spliced) for p in block_of(model, layer, spec).parameters()]
+    return list({id(p): p for p in parameters}.values())
 
 
 def adamw(model: nn.Module, parameters: Sequence[nn.Parameter], settings: Optimizer) -> torch.optim.AdamW:
-    """AdamW over new heads, adapters and the rest; vectors (norms, biases, scales, A_log, D) do not decay."""
-    new, adapters = ({id(p) for p in found} for found in (spliced_parameters(model), adapter_parameters(model)))
+    """AdamW with learning rates for new heads, adapters and the rest. Vectors (norms, biases, A_log, D) do not decay.
+
+    Args:
+        model: says which parameters are new or of adapters.
+        parameters: those that train.
+        settings: the recipe's section `optimizer`.
+    """
+    new, adapters = ({id(p) for p in group} for group in (spliced_parameters(model), adapter_parameters(model)))
     lora_lr = settings.new_heads_lr if settings.lora_lr is None else settings.lora_lr
     rates = {id(p): settings.lr for p in parameters}
     rates |= dict.fromkeys(new & rates.keys(), settings.new_heads_lr) | dict.fromkeys(adapters, lora_lr)
@@ -76,7 +81,13 @@ def adamw(model: nn.Module, parameters: Sequence[nn.Parameter], settings: Optimi
 
 
 def learning_rate_factor(step: int, steps: int, settings: Optimizer) -> float:
-    """The share of the peak at `step`, counted from 0: a linear warm-up, then the schedule down to `floor`."""
+    """Learning rate at a step as a share of its peak: linear warm-up, then the schedule down to `floor`.
+
+    Args:
+        step: counted from 0.
+        steps: of the stage.
+        settings: the recipe's section `optimizer`.
+    """
     if step < settings.warmup:
         return (step + 1) / (settings.warmup + 1)
     if settings.schedule == "constant":
@@ -90,6 +101,6 @@ def learning_rate_factor(step: int, steps: int, settings: Optimizer) -> float:
 
 
 def set_learning_rates(optimizer: Any, settings: Optimizer, step: int, steps: int) -> None:
-    """Sets every group's rate for this step."""
+    """Set the learning rate of every group for this step."""
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * learning_rate_factor(step, steps, settings)

@@ -1,14 +1,15 @@
-"""Several documents a row, in a forward pass. Owns: how a model is told, and whether it keeps them apart.
+"""Packing: several documents in one row of a batch.
 
-Must never know: losses, optimizers, how documents are put together (`train/row_packing.py`). Scans take `seq_idx` where
-there are the kernels of mamba_ssm and causal_conv1d; attention sees where documents begin by its positions.
+`pack` puts the documents of a batch into fewer rows. `separate_documents` keeps them apart in a forward pass: scans
+take `seq_idx` with the kernels of mamba_ssm and causal_conv1d, and attention takes positions that restart at each
+document. `packing_fault` tests whether a model keeps documents apart.
 
 Shape legend: B rows, T tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,48 +17,116 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from surgery.data.encoding import EncodedBatch
 from surgery.hybrid.model import HybridModelMixin
 from surgery.hybrid.packing import packed_masks, positions_of
 from surgery.models.lookup import family_of
 
-_APART = 1e-5  # of logits that nothing but a leak can change, relative; equal shapes are computed alike
+_TOKENS = ("input_ids", "attention_mask", "answers")
+_POSITIONS = ("query", "segment_start", "segment_end", "answer_token")  # indices into T
+_VALUES = ("target", "gold", "choice_ids", "choice_rest")
+_TOLERANCE = 1e-5  # relative difference of logits; only a leak exceeds it, since equal shapes are computed alike
+
+
+def first_fit(lengths: Sequence[int]) -> list[list[int]]:
+    """Assign documents to rows as long as the longest: longest first, each into the first row with room.
+
+    At most 11/9 of the fewest possible rows, and two thirds of a row (Dosa, 2007).
+
+    Args:
+        lengths: of each document.
+
+    Returns:
+        For each row, the indices of its documents.
+    """
+    longest, rows, room = max(lengths, default=0), list[list[int]](), list[int]()
+    for document in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        row = next((i for i, left in enumerate(room) if left >= lengths[document]), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(longest)
+        rows[row].append(document)
+        room[row] -= lengths[document]
+    return rows
+
+
+def pack(batch: EncodedBatch) -> EncodedBatch:
+    """Put the same documents into fewer rows of the same length, the documents of a row one after the other.
+
+    Args:
+        batch: right-padded, one document a row.
+
+    Returns:
+        The batch itself if no two documents fit into one row.
+    """
+    lengths = batch.attention_mask.sum(1).tolist()
+    rows = first_fit(lengths)
+    if len(rows) == len(batch):
+        return batch
+    packed = _empty(batch, rows)
+    for row, members in enumerate(rows):
+        start, first = 0, 0
+        for index, b in enumerate(members):
+            tokens, questions = lengths[b], int((batch.target[b] >= 0).sum())
+            for name in _TOKENS:
+                packed[name][row, start : start + tokens] = getattr(batch, name)[b, :tokens]
+            for name in (*_POSITIONS, *_VALUES):
+                values = getattr(batch, name)[b, :questions]
+                moved = values.where(values < 0, values + start) if name in _POSITIONS else values
+                packed[name][row, first : first + questions] = moved
+            packed["documents"][row, start : start + tokens] = index
+            start, first = start + tokens, first + questions
+        packed["documents"][row, start:] = len(members)
+    return EncodedBatch(**packed)
+
+
+def _empty(batch: EncodedBatch, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """Rows of padding, with room for the questions of all their documents."""
+    shape, questions = (len(rows), batch.input_ids.shape[1]), (batch.target >= 0).sum(1)
+    pad = batch.input_ids[~batch.attention_mask.bool()][0]
+    fill = {"input_ids": pad, "attention_mask": 0, "answers": False}
+    tensors = {name: getattr(batch, name).new_empty(shape).fill_(value) for name, value in fill.items()}
+    most = max(1, *(int(questions[list(members)].sum()) for members in rows))
+    for name in (*_POSITIONS, *_VALUES):
+        values = getattr(batch, name)
+        tensors[name] = values.new_full((len(rows), most, *values.shape[2:]), -1)
+    return {**tensors, "documents": torch.empty(shape, dtype=torch.int32)}
 
 
 @contextmanager
-def apart(model: nn.Module, documents_BT: Tensor | None) -> Iterator[None]:
-    """In the forward passes inside, a row's documents do not see one another.
+def separate_documents(model: nn.Module, documents_BT: Tensor | None) -> Iterator[None]:
+    """Keep the documents of a row apart in all forward passes inside.
 
-    What is said goes to the model without its head: some causal language models of transformers hand nothing on.
-    Padding is one more document, so no mask reaches it.
+    The arguments are passed to the model without its head: some causal language models of transformers do not forward
+    them. Padding is one more document, so no mask reaches it.
 
     Args:
-        model: may be wrapped, as for several processes.
-        documents_BT: as of `EncodedBatch`; None where every document has its own row.
+        model: may be wrapped by Accelerate.
+        documents_BT: `EncodedBatch.documents`. None if every document has its own row.
     """
     if documents_BT is None:
         yield
         return
-    body = _inner(model).base_model
-    given = _said(body, documents_BT)
+    body = _unwrapped(model).base_model
+    arguments = _packing_arguments(body, documents_BT)
 
-    def hand(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        return args, {**kwargs, **given}
+    def add_arguments(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return args, {**kwargs, **arguments}
 
-    handle = body.register_forward_pre_hook(hand, with_kwargs=True)
+    handle = body.register_forward_pre_hook(add_arguments, with_kwargs=True)
     try:
         yield
     finally:
         handle.remove()
 
 
-def _inner(model: nn.Module) -> PreTrainedModel:
-    """The model inside of what Accelerate wraps around it."""
+def _unwrapped(model: nn.Module) -> PreTrainedModel:
     return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
-def _said(body: nn.Module, documents_BT: Tensor) -> dict[str, Any]:
-    """The keyword arguments by which a model without its head keeps documents apart."""
-    if isinstance(body, HybridModelMixin):  # it makes the rest of it
+def _packing_arguments(body: nn.Module, documents_BT: Tensor) -> dict[str, Any]:
+    """Keyword arguments with which a model without its head keeps documents apart."""
+    if isinstance(body, HybridModelMixin):  # it makes masks and positions itself
         return {"attention_mask": None, "seq_idx": documents_BT}
     family, positions_BT = family_of(body.config), positions_of(documents_BT)
     if family.cache_argument == "cache_params":
@@ -65,42 +134,47 @@ def _said(body: nn.Module, documents_BT: Tensor) -> dict[str, Any]:
     if not any(spec.is_ssm for spec in family.mixers(body.config)):
         return {"attention_mask": None, "position_ids": positions_BT}
     like = {"dtype": body.get_input_embeddings().weight.dtype, "device": documents_BT.device}
-    embeds_BTD = torch.empty(*documents_BT.shape, 0, **like)  # no number of it is read
+    embeds_BTD = torch.empty(*documents_BT.shape, 0, **like)  # only its shape, dtype and device are read
     masks = packed_masks(body.config, embeds_BTD, positions_BT)
     return {"attention_mask": masks, "position_ids": positions_BT, "seq_idx": documents_BT}
 
 
-def why_not(models: Mapping[str, nn.Module]) -> str | None:
-    """Why documents cannot share a row; None if they can in every one of these models.
+def packing_fault(models: Mapping[str, nn.Module]) -> str | None:
+    """Test whether models keep the documents of a row apart. The reason why one does not, or None.
 
-    Nothing is looked up in a table: each model runs twice on two short rows of two documents, and the second documents'
-    logits have to stay when the first ones are others.
+    Each model runs twice on two short rows of two documents. The logits of the second documents must not change when
+    the first ones do.
+
+    Args:
+        models: by their names in the reason.
     """
     for name, model in models.items():
         try:
             leaks = _leaks(model)
-        except (ValueError, RuntimeError) as error:  # each kernel has its own way to say what it cannot
+        except (ValueError, RuntimeError) as error:  # kernels raise either for arguments that they do not support
             return f"{name}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
         if leaks:
-            return f"{name}: a document changes what is said of the next one in its row"
+            return f"{name}: a document changes the logits of the next one in its row"
     return None
 
 
 @torch.no_grad()
 def _leaks(model: nn.Module) -> bool:
-    """Whether a document's logits change with the one before it; the rows are longer than two chunks of a scan."""
+    """Whether a document's logits depend on the document before it. Rows are longer than two chunks of a scan."""
     parameter = next(model.parameters())
-    config = _inner(model).config
+    config = _unwrapped(model).config
     chunk = getattr(config, "chunk_size", None) or getattr(config, "mamba_chunk_size", None) or 8
     T, ends = 2 * chunk + 8, (chunk, chunk + chunk // 2 + 1)
     index_T = torch.arange(T, device=parameter.device)
     second_BT = index_T >= torch.tensor(ends, device=parameter.device)[:, None]
     ids_BT = (index_T % (config.vocab_size - 1)).expand(2, T)
-    found = []
+    logits_by_shift = []
     for shift in (0, 1):
-        with torch.random.fork_rng([parameter.device] if parameter.is_cuda else []), apart(model, second_BT.int()):
-            torch.manual_seed(0)  # of adapters' dropout
+        devices = [parameter.device] if parameter.is_cuda else []
+        with torch.random.fork_rng(devices), separate_documents(model, second_BT.int()):
+            torch.manual_seed(0)  # for the dropout of adapters
             shifted_BT = ids_BT.where(second_BT, ids_BT + shift)
             logits = model(shifted_BT, attention_mask=torch.ones_like(ids_BT), use_cache=False).logits
-        found.append(logits[second_BT].float())
-    return not torch.allclose(*found, rtol=0, atol=_APART * float(found[0].abs().max()))
+        logits_by_shift.append(logits[second_BT].float())
+    largest = float(logits_by_shift[0].abs().max())
+    return not torch.allclose(*logits_by_shift, rtol=0, atol=_TOLERANCE * largest)

@@ -1,8 +1,7 @@
-"""Weights that are cut up over processes, by Accelerate's FSDP2. Owns: what is cut up, and how it becomes whole again.
+"""Sharded training with Accelerate's FSDP2.
 
-Must never know: losses, data, files. `fully_shard` changes a model for good: its classes, its hooks, its parameters. So
-it is a twin that is sharded and stepped, and its weights are copied back into the model at the end. Between, the model
-holds the weights from before, in main memory.
+`fully_shard` changes a model for good: its classes, hooks and parameters. So a twin is sharded and stepped, and its
+weights are copied back into the model at the end. Until then the model holds the old weights, in main memory.
 """
 
 from __future__ import annotations
@@ -20,31 +19,31 @@ from surgery.models.lookup import family_of
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a process holds a part of the parameters only."""
+    """Whether this process holds a part of the parameters only."""
     return any(isinstance(p, DTensor) for p in model.parameters())
 
 
-def trains(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are not frozen, each once, in the model's order."""
+def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters that are not frozen, each once, in the model's order."""
     return [p for p in model.parameters() if p.requires_grad]
 
 
 def twin(model: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel:
-    """A copy of the modules on the same tensors, for `accelerator.prepare` to shard by blocks.
+    """Copy the modules on the same tensors, for `accelerator.prepare` to shard by blocks.
 
-    The model moves to main memory; what is sharded moves to the device block by block, so no device holds all of it.
+    The model moves to main memory. Shards move to the device block by block, so no device holds the whole model.
     """
     model.cpu()
     shared = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
     accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = block_classes(model)
-    made: PreTrainedModel = copy.deepcopy(model, shared)
-    return made
+    copied: PreTrainedModel = copy.deepcopy(model, shared)
+    return copied
 
 
 def block_classes(model: PreTrainedModel) -> list[str]:
-    """Classes of the blocks that are sharded one at a time: those around a mixer that share no weight with another.
+    """Class names of the blocks that are sharded one at a time: those with a mixer and without shared weights.
 
-    transformers' own list, `_no_split_modules`, names classes that a model need not have, which Accelerate refuses, and
+    transformers' `_no_split_modules` is not used: it names classes that a model may lack, which Accelerate refuses, and
     blocks with shared weights, which torch refuses.
     """
     paths = {spec.path.rpartition(".")[0] for spec in family_of(model.config).mixers(model.config)}
@@ -54,13 +53,13 @@ def block_classes(model: PreTrainedModel) -> list[str]:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every process; each of them has to ask."""
+    """The whole tensor, on every process. All processes must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def gather(sharded: nn.Module, model: nn.Module) -> None:
-    """Copies the sharded weights into the model, on every process; one tensor at a time is whole on the device."""
+    """Copy sharded weights into the model, on every process, one whole tensor on the device at a time."""
     parts = dict(sharded.named_parameters())
     for name, parameter in model.named_parameters():
         parameter.copy_(full(parts[name].detach()))

@@ -1,6 +1,6 @@
-"""The model that is learned from. Owns: whether it can teach, and what corresponds to what in the two models.
+"""The teacher model: check that it fits, align its heads and layers with the student's, and run it.
 
-Must never know: losses, optimizers, data. The teacher runs on the same token ids, so both tokenizers have to agree.
+The teacher runs on the same token ids, so both tokenizers must agree.
 
 Shape legend: B documents, T tokens, V the student's vocabulary, H spliced heads of a layer, D model width.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,85 +21,81 @@ from surgery.hybrid.packing import positions_of
 from surgery.models.donors import donor_mixers
 from surgery.models.lookup import family_of
 from surgery.recipe import Align
-from surgery.train.packing import apart
+from surgery.train.losses import rows_at_queries
+from surgery.train.objectives import Outputs
+from surgery.train.packing import separate_documents
 from surgery.types import Graft, HeadId, MixerSpec
 
 _FIELD = "train.teacher.model"
-_SAMPLE = "The value of 'key12' is 3.5%.\n\n\tNaïve: {'a': [1, 20, 300]}"  # texts are to be cut the same way
-# Of these, transformers' models list every block's output; those of all others begin with the embeddings.
+_ATTENTION = frozenset({"teacher.attention", "teacher.full_attention"})
+_SAMPLE = "The value of 'key12' is 3.5%.\n\n\tNaïve: {'a': [1, 20, 300]}"  # both must split texts in the same way
+# Models of these families return the output of every block as hidden states. All others put the embeddings first.
 _WITHOUT_EMBEDDINGS = ("mamba2", "mamba2attn", "mamba", "falcon_mamba")
 
 
 def check_tokenizers(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:
-    """Both have the same tokens under the same ids, the same of them special, and cut text the same way.
+    """Check that both have the same tokens, ids and special tokens, and split text in the same way.
 
-    Which of the special tokens ends a text, or pads, may differ: the student's tokenizer makes all documents.
+    The special tokens that end or pad a text may differ: the student's tokenizer makes all documents.
 
     Raises:
-        RecipeError: they do not; it names a token.
+        RecipeError: they differ. The error names a token.
     """
-    mine, theirs = student.get_vocab(), teacher.get_vocab()
-    if mine != theirs:
-        token = min(mine.items() ^ theirs.items(), key=lambda item: (item[1], item[0]))[0]
-        raise _unlike(f"{token!r} is {_id(mine, token)} in the base's, {_id(theirs, token)} in the teacher's")
+    vocabulary, other = student.get_vocab(), teacher.get_vocab()
+    if vocabulary != other:
+        token = min(vocabulary.items() ^ other.items(), key=lambda item: (item[1], item[0]))[0]
+        base_id, teacher_id = (f"token {v[token]}" if token in v else "no token" for v in (vocabulary, other))
+        raise _different_tokenizer(f"{token!r} is {base_id} in the base's, {teacher_id} in the teacher's")
     special = [{i for i, token in x.added_tokens_decoder.items() if token.special} for x in (student, teacher)]
     if special[0] != special[1]:
         odd = student.convert_ids_to_tokens(min(special[0] ^ special[1]))
-        raise _unlike(f"{odd!r} is a special token in one of them alone")
-    cut = [x(_SAMPLE, add_special_tokens=False)["input_ids"] for x in (student, teacher)]
-    if cut[0] != cut[1]:
-        raise _unlike(f"{_SAMPLE!r} has {len(cut[0])} tokens in the base's, {len(cut[1])} in the teacher's, others too")
+        raise _different_tokenizer(f"{odd!r} is a special token in one of them only")
+    ids = [x(_SAMPLE, add_special_tokens=False)["input_ids"] for x in (student, teacher)]
+    if ids[0] != ids[1]:
+        raise _different_tokenizer(f"{_SAMPLE!r} is {len(ids[0])} tokens in the base's, {len(ids[1])} in the teacher's")
 
 
-def _id(vocabulary: dict[str, int], token: str) -> str:
-    return f"token {vocabulary[token]}" if token in vocabulary else "no token"
-
-
-def _unlike(what: str) -> RecipeError:
-    return RecipeError(_FIELD, f"its tokenizer is not the base's: {what}", "Name a teacher with the base's tokenizer.")
+def _different_tokenizer(difference: str) -> RecipeError:
+    value = f"its tokenizer differs from the base's: {difference}"
+    return RecipeError(_FIELD, value, "Set a teacher with the base's tokenizer.")
 
 
 def layer_outputs(config: PreTrainedConfig, hidden_states: Sequence[Tensor], layers: Collection[int]) -> list[Tensor]:
-    """The outputs of these layers, each (B,T,D), from what a model returns with `output_hidden_states`.
+    """Select the outputs of some layers from what a model returns with `output_hidden_states`.
 
-    The last layer's is taken behind the final norm: many models return no other.
+    The last layer's output is the one after the final norm, since many models return no other.
+
+    Args:
+        config: of the model.
+        hidden_states: (B,T,D) each, as the model returns them.
+        layers: indices.
+
+    Returns:
+        (B,T,D) for each layer.
     """
-    before = 0 if family_of(config).name in _WITHOUT_EMBEDDINGS else 1
+    offset = 0 if family_of(config).name in _WITHOUT_EMBEDDINGS else 1
     last = config.num_hidden_layers - 1
-    return [hidden_states[-1] if layer == last else hidden_states[layer + before] for layer in layers]
-
-
-@dataclass(frozen=True)
-class TeacherOutput:
-    """What was asked for; None for the rest.
-
-    Attributes:
-        logits: (B,T,V).
-        mixing: for each graft, (B,H,T,T): the attention of the heads that correspond to its heads.
-        hidden: for each layer that is compared, (B,T,D).
-    """
-
-    logits: Tensor | None = None
-    mixing: list[Tensor] | None = None
-    hidden: list[Tensor] | None = None
+    return [hidden_states[-1] if layer == last else hidden_states[layer + offset] for layer in layers]
 
 
 class Teacher:
-    """A frozen model, and what of it corresponds to what of the student.
+    """A frozen model with its heads and layers aligned to the student's.
 
     Args:
-        model: frozen and put into eval mode here.
+        model: put into eval mode and frozen.
         tokenizer: the student's.
         student: the student's config.
-        objectives: those that are asked for at any time; what they need is checked here, before training.
+        grafts: the spliced heads of the student.
+        align: heads, offsets and layers that the recipe sets.
+        needs: what is needed at any time, such as `teacher.logits`. It is checked here, before training.
 
     Attributes:
-        heads: with `reading` or `mixing`: for each graft, by layer, the teacher's head for each of its heads.
-        layers: with `hidden`: the teacher's layer for each of the student's that is compared.
+        heads: for each graft, by layer, the teacher's head for each of its heads. Set if attention is needed.
+        layers: the teacher's layer for each layer of the student that is compared. Set if hidden states are needed.
 
     Raises:
-        RecipeError: tokens, heads, layers or widths that the teacher does not have; a head or layer in `align` that the
-            student does not have; matrices of a model without attention that is known.
+        RecipeError: the teacher lacks tokens, heads, layers or the width that are needed, or its attention is unknown;
+            or `align` names a head or layer that the student lacks.
     """
 
     def __init__(
@@ -110,84 +105,92 @@ class Teacher:
         student: PreTrainedConfig,
         grafts: Sequence[Graft] = (),
         align: Align | None = None,
-        objectives: Collection[str] = ("distil",),
+        needs: Collection[str] = ("teacher.logits",),
     ) -> None:
         self.model, self.student = model.eval().requires_grad_(False), student
         align = align or Align()
         used = max(tokenizer.get_vocab().values()) + 1
         if used > min(model.config.vocab_size, student.vocab_size):
-            found = f"{model.config.vocab_size} tokens; the base has {student.vocab_size}, the tokenizer {used}"
-            raise RecipeError(_FIELD, found, "Both models have to know every token of the tokenizer.")
+            sizes = f"{model.config.vocab_size} tokens; the base has {student.vocab_size}, the tokenizer {used}"
+            raise RecipeError(_FIELD, sizes, "Both models must have an embedding for every token of the tokenizer.")
         self.heads: tuple[tuple[HeadId, ...], ...] = ()
         self.layers: dict[int, int] = {}
-        if {"reading", "mixing"} & set(objectives):
-            self._mixers, self.heads = _heads(model.config, grafts, align)
+        if _ATTENTION & set(needs):
+            self._mixers, self.heads = _aligned_heads(model.config, grafts, align)
             self._offsets = _offsets(grafts, align)
-        if "hidden" in objectives:
-            self.layers = _layers(model.config, student, align)
+        if "teacher.hidden_states" in needs:
+            self.layers = _aligned_layers(model.config, student, align)
 
     @torch.no_grad()
-    def outputs(self, batch: EncodedBatch, want: Collection[str]) -> TeacherOutput:
-        """What these objectives compare with; of `distil`, `reading`, `mixing` and `hidden`.
+    def outputs(self, batch: EncodedBatch, needs: Collection[str]) -> Outputs:
+        """Run the teacher on a batch.
 
-        Matrices take the eager attention in all layers, T^2 numbers a head, one layer at a time; those of the heads
-        that are asked for are kept.
+        Attention needs eager attention in all layers: T^2 numbers a head, one layer at a time. Only matrices of the
+        heads that are compared are kept.
+
+        Args:
+            batch: documents of the student.
+            needs: among those that the teacher was made for. Without any for a teacher it does not run.
         """
-        needs_logits, needs_hidden = (name in want for name in ("distil", "hidden"))
-        needs_rows = bool({"reading", "mixing"} & set(want))
-        if not (needs_logits or needs_rows or needs_hidden):
-            return TeacherOutput()
+        needs_logits, needs_hidden = (name in needs for name in ("teacher.logits", "teacher.hidden_states"))
+        needs_attention = bool(_ATTENTION & set(needs))
+        if not (needs_logits or needs_attention or needs_hidden):
+            return Outputs()
         model = self.model if needs_logits else self.model.base_model
-        seen: dict[int, Tensor] = {}
+        matrices: dict[int, Tensor] = {}
         with ExitStack() as stack:
-            if needs_rows:
+            if needs_attention:
                 stack.enter_context(_eager(self.model))
-                stack.enter_context(self._watched(seen))
-            stack.enter_context(apart(self.model, batch.documents))
+                stack.enter_context(self._recording(matrices))
+            stack.enter_context(separate_documents(self.model, batch.documents))
             output = model(
                 batch.input_ids,
                 attention_mask=batch.attention_mask,
                 use_cache=False,
                 output_hidden_states=needs_hidden,
             )
-        return TeacherOutput(
-            _fitted(output.logits, self.student.vocab_size) if needs_logits else None,
-            self._matrices(seen, batch.documents) if needs_rows else None,
-            layer_outputs(self.model.config, output.hidden_states, self.layers.values()) if needs_hidden else None,
+        full = self._aligned(matrices, batch.documents) if needs_attention else []
+        return Outputs(
+            logits=_resized(output.logits, self.student.vocab_size) if needs_logits else None,
+            attention=[rows_at_queries(x, batch) for x in full] if "teacher.attention" in needs else (),
+            full_attention=full,
+            hidden_states=(
+                layer_outputs(self.model.config, output.hidden_states, self.layers.values()) if needs_hidden else ()
+            ),
         )
 
     def student_hidden(self, hidden_states: Sequence[Tensor]) -> list[Tensor]:
-        """The student's side of `hidden`: the same layers' outputs, from its `output_hidden_states`."""
+        """Outputs of the student's layers that are compared, each (B,T,D), from its `output_hidden_states`."""
         return layer_outputs(self.student, hidden_states, self.layers)
 
-    def _matrices(self, seen: dict[int, Tensor], documents: Tensor | None) -> list[Tensor]:
-        """For each graft, (B,H,T,T) of the heads that correspond to its heads."""
+    def _aligned(self, matrices: dict[int, Tensor], documents: Tensor | None) -> list[Tensor]:
+        """For each graft, (B,H,T,T) of the teacher's heads that correspond to its heads."""
         return [
             torch.stack(
-                [_moved(seen[h.layer][:, h.head], by, documents) for h, by in zip(heads, offsets, strict=True)], 1
+                [_shifted(matrices[h.layer][:, h.head], by, documents) for h, by in zip(heads, offsets, strict=True)], 1
             )
             for heads, offsets in zip(self.heads, self._offsets, strict=True)
         ]
 
     @contextmanager
-    def _watched(self, seen: dict[int, Tensor]) -> Iterator[None]:
-        """Keeps the attention matrices (B,all heads,T,T) of the layers that heads are taken from."""
-        wanted = {head.layer for heads in self.heads for head in heads}
+    def _recording(self, matrices: dict[int, Tensor]) -> Iterator[None]:
+        """Record the attention matrices (B,all heads,T,T) of the layers that have an aligned head."""
+        layers = {head.layer for heads in self.heads for head in heads}
         with ExitStack() as stack:
-            for layer in wanted:
+            for layer in layers:
 
-                def keep(module: nn.Module, args: Any, output: Any, layer: int = layer) -> None:
-                    seen[layer] = output[1]
+                def record(module: nn.Module, args: Any, output: Any, layer: int = layer) -> None:
+                    matrices[layer] = output[1]
 
                 mixer = self.model.get_submodule(self._mixers[layer].path)
-                stack.callback(mixer.register_forward_hook(keep).remove)
+                stack.callback(mixer.register_forward_hook(record).remove)
             yield
-        assert seen.keys() == wanted, "an attention layer was passed by"
+        assert matrices.keys() == layers, "the hook of an attention layer did not fire"
 
 
 @contextmanager
 def _eager(model: PreTrainedModel) -> Iterator[None]:
-    """The one implementation that returns its matrices."""
+    """Use eager attention inside: the only implementation that returns its matrices."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
@@ -196,11 +199,11 @@ def _eager(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-def _fitted(logits_BTV: Tensor, width: int) -> Tensor:
-    """As wide as the student's. Models pad their vocabulary to different sizes, with tokens that no tokenizer makes.
+def _resized(logits_BTV: Tensor, width: int) -> Tensor:
+    """Cut or pad the vocabulary to the student's. Models pad theirs to different sizes, with tokens that are not used.
 
-    What the teacher does not have is as unlikely as the unlikeliest that it has: at -inf the reverse divergence would
-    be infinite.
+    Tokens that the teacher lacks get the logit of its least likely token. With -inf the reverse divergence would be
+    infinite.
     """
     missing = width - logits_BTV.shape[-1]
     if missing <= 0:
@@ -209,72 +212,66 @@ def _fitted(logits_BTV: Tensor, width: int) -> Tensor:
     return torch.cat([logits_BTV, least], dim=-1)
 
 
-def _heads(
+def _aligned_heads(
     teacher: PreTrainedConfig, grafts: Sequence[Graft], align: Align
 ) -> tuple[dict[int, MixerSpec], tuple[tuple[HeadId, ...], ...]]:
-    """The teacher's attention by layer, and its head for every spliced one: as named, its donor, or its namesake."""
+    """The teacher's attention by layer, and its head for every spliced one: from `align`, its donor or namesake."""
     try:
         mixers = {spec.layer: spec for spec in donor_mixers(teacher)}
     except PlanError as error:
         raise RecipeError(_FIELD, error.value, error.hint) from None
     known = {head for spec in mixers.values() for head in spec.heads}
-    found: list[tuple[HeadId, ...]] = []
+    heads_by_graft: list[tuple[HeadId, ...]] = []
     named = dict(align.heads)
     for graft in sorted(grafts, key=lambda graft: graft.site.layer):
         names = [f"{graft.site.name}{head}" for head in graft.heads]
-        heads = [HeadId.parse(named.pop(n, own)) for n, own in zip(names, _donors(graft, names), strict=True)]
+        donors: Sequence[str] = graft.donors or names
+        if graft.unit == "layer":
+            donors = [f"{graft.donors[0]}H{head}" for head in graft.heads]
+        heads = [HeadId.parse(named.pop(name, donor)) for name, donor in zip(names, donors, strict=True)]
         for name, head in zip(names, heads, strict=True):
             if head not in known:
-                hint = f"The teacher has no such head; it has {len(mixers)} layers of {mixers[0].num_heads}."
+                hint = f"The teacher has no such head. It has {len(mixers)} layers of {mixers[0].num_heads} heads."
                 raise RecipeError("train.align.heads", f"{name}: {head}", hint)
-        found.append(tuple(heads))
+        heads_by_graft.append(tuple(heads))
     if named:
         raise RecipeError("train.align.heads", next(iter(named)), "No head of that name is spliced.")
-    return mixers, tuple(found)
+    return mixers, tuple(heads_by_graft)
 
 
 def _offsets(grafts: Sequence[Graft], align: Align) -> list[list[int]]:
-    """By graft and head, as `_heads`."""
+    """Offset of each head, by graft, in the order of `_aligned_heads`."""
     named = dict(align.offsets)
     ordered = sorted(grafts, key=lambda graft: graft.site.layer)
-    found = [[named.pop(f"{graft.site.name}{head}", 0) for head in graft.heads] for graft in ordered]
+    offsets = [[named.pop(f"{graft.site.name}{head}", 0) for head in graft.heads] for graft in ordered]
     if named:
         raise RecipeError("train.align.offsets", next(iter(named)), "No head of that name is spliced.")
-    return found
+    return offsets
 
 
-def _moved(rows_BTT: Tensor, offset: int, documents: Tensor | None = None) -> Tensor:
-    """Attention to a token becomes attention to the one `offset` behind it, the first of its document or the attending
-    one at most.
-    """
+def _shifted(rows_BTT: Tensor, offset: int, documents: Tensor | None = None) -> Tensor:
+    """Move attention by `offset` tokens, no further than the first token of the document and the attending token."""
     if not offset:
         return rows_BTT
     place_T = torch.arange(rows_BTT.shape[-1], device=rows_BTT.device)
     first = place_T.new_zeros(()) if documents is None else (place_T - positions_of(documents))[..., None]
-    moved = torch.minimum(torch.maximum(place_T + offset, first), place_T[:, None])
-    return torch.zeros_like(rows_BTT).scatter_add(-1, moved.expand(rows_BTT.shape), rows_BTT)
+    shifted = torch.minimum(torch.maximum(place_T + offset, first), place_T[:, None])
+    return torch.zeros_like(rows_BTT).scatter_add(-1, shifted.expand(rows_BTT.shape), rows_BTT)
 
 
-def _donors(graft: Graft, names: Sequence[str]) -> Sequence[str]:
-    """Where the graft's heads were copied from; their own names if they were not."""
-    if graft.unit == "layer":
-        return [f"{graft.donors[0]}H{head}" for head in graft.heads]
-    return graft.donors or names
-
-
-def _layers(teacher: PreTrainedConfig, student: PreTrainedConfig, align: Align) -> dict[int, int]:
-    """The teacher's layer for each of the student's, in proportion where none is named: the last for the last."""
+def _aligned_layers(teacher: PreTrainedConfig, student: PreTrainedConfig, align: Align) -> dict[int, int]:
+    """The teacher's layer for each of the student's: from `align.layers`, or in proportion, the last for the last."""
     if teacher.hidden_size != student.hidden_size:
-        hint = "`hidden` compares streams of the same width: give it weight 0, or name another teacher."
+        hint = "hidden_mse compares streams of the same width. Set its weight to 0, or another teacher."
         raise RecipeError(_FIELD, f"{teacher.hidden_size} wide, and the base {student.hidden_size}", hint)
-    mine, theirs = student.num_hidden_layers, teacher.num_hidden_layers
+    count, teacher_count = student.num_hidden_layers, teacher.num_hidden_layers
     if not align.layers:
-        return {i: max(0, (i + 1) * theirs // mine - 1) for i in range(mine)}
+        return {i: max(0, (i + 1) * teacher_count // count - 1) for i in range(count)}
     for layer, other in align.layers.items():
-        if not (0 <= layer < mine and 0 <= other < theirs):
-            hint = f"The base's layers are 0 to {mine - 1}, the teacher's 0 to {theirs - 1}."
+        if not (0 <= layer < count and 0 <= other < teacher_count):
+            hint = f"Use layers 0 to {count - 1} of the base and 0 to {teacher_count - 1} of the teacher."
             raise RecipeError("train.align.layers", f"{layer}: {other}", hint)
-        if (layer == mine - 1) != (other == theirs - 1):
-            hint = "The last layer's output is known behind the final norm alone: compare last with last, or neither."
+        if (layer == count - 1) != (other == teacher_count - 1):
+            hint = "Only the output after the final norm is known of a last layer. Align last with last, or neither."
             raise RecipeError("train.align.layers", f"{layer}: {other}", hint)
     return dict(align.layers)

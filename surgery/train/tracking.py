@@ -1,7 +1,7 @@
-"""Where losses go beside the run folder. Owns: tensorboard, trackio, wandb, through Accelerate's trackers.
+"""Send losses to tensorboard, trackio or wandb, through Accelerate's trackers.
 
-Must never know: what is trained. A tracker's own settings, such as a project's name or a key, come from its
-environment variables; nothing of them is written here.
+A tracker's settings, such as a project's name or a key, come from its environment variables. None of them is written
+here.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import LoggerType
 
 from surgery.errors import RecipeError
-
-_NOT_LOGGED = ("step",)
 
 
 @contextmanager
 def tracked(
     accelerator: Accelerator, names: Sequence[str], folder: Path, config: Mapping[str, Any]
 ) -> Iterator[Accelerator]:
-    """Trackers that are open inside.
+    """Open trackers for the training inside.
 
     Args:
-        folder: for those that write files.
+        accelerator: the trackers are attached to it.
+        names: of trackers, such as `tensorboard`.
+        folder: for trackers that write files.
         config: plain data of the recipe, one level deep.
 
     Raises:
@@ -34,11 +35,11 @@ def tracked(
     """
     for name in names:
         if find_spec(name) is None:
-            raise RecipeError("train.trackers", name, f"It is not installed: pip install {name}.")
+            raise RecipeError("train.trackers", name, f"It is not installed. Run pip install {name}.")
     if names:
         folder.mkdir(parents=True, exist_ok=True)
         accelerator.project_configuration.set_directories(str(folder))
-        accelerator.log_with = [_kind(name) for name in names]
+        accelerator.log_with = [LoggerType(name) for name in names]
         accelerator.init_trackers("surgery", dict(config))
     try:
         yield accelerator
@@ -49,13 +50,7 @@ def tracked(
             accelerator.trackers, accelerator.log_with = [], []
 
 
-def _kind(name: str) -> Any:
-    from accelerate.utils import LoggerType
-
-    return LoggerType(name)
-
-
 def log(accelerator: Accelerator, step: int, entry: Mapping[str, float]) -> None:
-    """One entry of the history."""
+    """Send the entry of one step to the trackers."""
     if accelerator.trackers:
-        accelerator.log({f"train/{k}": v for k, v in entry.items() if k not in _NOT_LOGGED}, step=step)
+        accelerator.log({f"train/{k}": v for k, v in entry.items() if k != "step"}, step=step)

@@ -1,4 +1,4 @@
-"""Brief training of a hybrid, of its control, and the pretraining of small bases."""
+"""Train a hybrid or its control, or pretrain a small base."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ from surgery.errors import RunError
 from surgery.files.atomic import fingerprint
 from surgery.models.loading import check_vocabulary, load_model, load_tokenizer, revision_of
 from surgery.recipe import Train, TrainStage, as_base
-from surgery.recipe.train import FROM_TEACHER
+from surgery.recipe.objectives import OBJECTIVES, needs_of
 from surgery.train.checkpoints import checkpoints, set_aside_broken
 from surgery.train.logits_cache import LogitsCache
+from surgery.train.targets import Targets
 from surgery.train.teacher import Teacher, check_tokenizers
 from surgery.train.tracking import log, tracked
-from surgery.train.trainer import OnStep, Trainer
+from surgery.train.trainer import OnStep, train_stage
 from surgery.types import Graft, Plan
 
 
 def make_accelerator() -> Accelerator:
-    """The Accelerator of this process, on the GPU if there is one.
+    """Create the Accelerator of this process, on the GPU if there is one.
 
     Raises:
-        RunError: a launcher started several processes and each of them sees itself alone; they would all write.
+        RunError: a launcher started several processes, but each sees itself only; they would all write.
     """
-    # Rank 0 locates, evaluates and exports while the others wait for it.
-    patience = InitProcessGroupKwargs(timeout=timedelta(days=1))
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[patience])
+    # The other processes wait while rank 0 evaluates and exports.
+    timeout = InitProcessGroupKwargs(timeout=timedelta(days=1))
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[timeout])
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != world:
         value = f"{accelerator.num_processes} of {world}"
-        raise RunError("num_processes", value, "Launch with torchrun, or with accelerate launch and a GPU each.")
+        hint = "Launch with torchrun, or with accelerate launch and one GPU for each process."
+        raise RunError("num_processes", value, hint)
     return accelerator
 
 
@@ -54,21 +56,28 @@ def train_model(
     control: bool = False,
     outputs: Path | None = None,
 ) -> list[dict[str, float]]:
-    """Trains `model` in place, stage after stage, and returns the losses of every step.
+    """Train a model in place, stage after stage.
 
     Args:
-        plan: what was spliced, so that attention supervision knows its heads; None trains without.
-        base: the frozen model for the `keep` objective.
-        folder: for the checkpoints to resume from; training goes on from the newest one that is there.
-            None trains without: an interrupted call begins anew.
+        model: a hybrid, a control or a base.
+        tokenizer: the model's.
+        section: the recipe's section `train`.
+        plan: what was spliced. Without it no objective compares the attention of new heads.
+        base: the frozen model for the objective `base_kl`.
+        seed: of documents, adapters and dropout.
+        folder: for the checkpoints to resume from. Training resumes from the newest one. None saves no checkpoints.
+        accelerator: of this process; created by default.
         on_step: called after each step with its number and its entry of the history: losses, tokens, seconds.
-        control: `model` has no splice; stages that train new heads alone are left out.
-        outputs: folder for what is kept besides the weights: `adapters/` in PEFT's format, `teacher_logits/` where a
-            stage says `distil.cache`, `logs/` of trackers that write files. None keeps nothing, and logs nothing.
+        control: the model has no splice. Stages that train new heads only are skipped.
+        outputs: folder for `adapters/` in PEFT's format, `teacher_logits/` of stages with `distil.cache`, and `logs/`
+            of trackers. None writes none of them.
+
+    Returns:
+        The entries of all steps.
 
     Raises:
-        TrainingDiverged: loss or gradient is not finite, or grows; says which step, and keeps the last good one.
-        RunError: the folder holds the steps of another training.
+        TrainingDiverged: loss or gradient is not finite, or the loss has grown. The last good checkpoint stays.
+        RunError: the folder holds checkpoints of another training.
         DataError: a row of the user's data cannot be used.
         ModelError: the tokenizer is another model's.
     """
@@ -77,44 +86,37 @@ def train_model(
     layers = tuple(sorted({graft.site.layer for graft in plan.grafts})) if plan else ()
     accelerator = accelerator or make_accelerator()
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
-    numbers = [n for n, stage in enumerate(section.sequence) if not (control and stage.trains == "new_heads")]
-    steps = {n: _steps_of(folder, section, n) for n in numbers}
-    for folder_of_stage in filter(None, steps.values()):
-        set_aside_broken(folder_of_stage, accelerator)
-    begun = [n for n in numbers if steps[n] is not None and checkpoints(steps[n])]  # type: ignore[arg-type]
+    numbers = [n for n, stage in enumerate(section.sequence) if not (control and stage.trainable == "new_heads")]
+    folders = {n: _stage_folder(folder, section, n) for n in numbers}
+    for stage_folder in filter(None, folders.values()):
+        set_aside_broken(stage_folder, accelerator)
+    begun = [n for n, stage_folder in folders.items() if stage_folder is not None and checkpoints(stage_folder)]
     history: list[dict[str, float]] = []
 
-    def note(step: int, entry: dict[str, float]) -> None:
+    def log_step(step: int, entry: dict[str, float]) -> None:
         log(accelerator, step, entry)
         if on_step is not None:
             on_step(step, entry)
 
-    names = section.trackers if outputs is not None else ()
+    trackers = section.trackers if outputs is not None else ()
     logs = (outputs or Path()) / "logs" / ("no_splice" if control else "hybrid")
-    with tracked(accelerator, names, logs, {"seed": seed, "steps": section.num_all_steps}):
+    with tracked(accelerator, trackers, logs, {"seed": seed, "steps": section.num_all_steps}):
         for number in numbers[numbers.index(max(begun)) if begun else 0 :]:
             stage = section.sequence[number]
-            teacher = load_teacher(section, stage, tokenizer, model, grafts) if stage.uses(*FROM_TEACHER) else None
-            cached = open_cache(outputs, section, stage, tokenizer, accelerator.is_main_process)
-            trainer = Trainer(
-                model, tokenizer, section, seed, steps[number], accelerator, base, grafts, note,
-                number, teacher, cached, layers, history,
-            )  # fmt: skip
-            history = trainer.run()
-            _finish(trainer, outputs if accelerator.is_main_process and not control else None)
+            teacher = load_teacher(section, stage, tokenizer, model, grafts) if stage.needs_teacher else None
+            cache = open_cache(outputs, section, stage, tokenizer, accelerator.is_main_process)
+            targets = Targets(grafts=grafts, base=base, teacher=teacher, cache=cache)
+            arguments = (model, tokenizer, section, seed, accelerator, targets, number, folders[number])
+            result = train_stage(*arguments, history, log_step, layers)
+            history = result.history
+            if result.adapters is not None:
+                if outputs is not None and accelerator.is_main_process and not control:
+                    adapters = outputs / "adapters" / (stage.name if section.stages else "")
+                    result.adapters.save(adapters, str(model.name_or_path))
+                result.adapters.merge()  # the next stage and the export need a plain model
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtypes[name])
     return history
-
-
-def _finish(trainer: Trainer, outputs: Path | None) -> None:
-    """Keeps a stage's adapters, and merges them: the next stage, and the export, have a plain model."""
-    if trainer.adapters is None:
-        return
-    if outputs is not None:
-        folder = outputs / "adapters" / (trainer.stage.name if trainer.section.stages else "")
-        trainer.adapters.save(folder, str(trainer.model.name_or_path))
-    trainer.adapters.merge()
 
 
 def load_teacher(
@@ -124,24 +126,38 @@ def load_teacher(
     model: PreTrainedModel,
     grafts: Sequence[Graft] = (),
 ) -> Teacher:
-    """The recipe's teacher, if it can teach this model.
+    """Load the recipe's teacher and check that it fits the model.
+
+    Args:
+        section: names the teacher.
+        stage: its objectives say what is needed of the teacher.
+        tokenizer: the model's.
+        model: the student.
+        grafts: its spliced heads. Without any the attention of the teacher is not needed.
 
     Raises:
-        RecipeError: its tokenizer is another, or it lacks tokens, heads, layers or the width that the stage compares.
+        RecipeError: its tokenizer differs, or it lacks tokens, heads, layers or the width that the stage compares.
     """
     assert section.teacher is not None
-    given = as_base(section.teacher)
-    check_tokenizers(tokenizer, load_tokenizer(given))
-    used = FROM_TEACHER if grafts else FROM_TEACHER - {"reading", "mixing"}
-    objectives = [name for name in sorted(used) if stage.uses(name)]
-    return Teacher(load_model(given), tokenizer, model.config, grafts, stage.align, objectives)
+    teacher = as_base(section.teacher)
+    check_tokenizers(tokenizer, load_tokenizer(teacher))
+    needs = needs_of(name for name in stage.objectives if grafts or not OBJECTIVES[name].needs_splice)
+    return Teacher(load_model(teacher), tokenizer, model.config, grafts, stage.align, needs)
 
 
 def open_cache(
     outputs: Path | None, section: Train, stage: TrainStage, tokenizer: PreTrainedTokenizerBase, main: bool = True
 ) -> LogitsCache | None:
-    """The teacher's logits on disk, for this teacher, tokenizer and `top_k`; None where the stage keeps none."""
-    if section.teacher is None or outputs is None or not (stage.distil.cache and stage.uses("distil")):
+    """Open the cache of the teacher's logits for this teacher, tokenizer and `top_k`. None if the stage has none.
+
+    Args:
+        outputs: folder of the cache's folder.
+        section: names the teacher.
+        stage: has `distil.cache` and `distil.top_k`.
+        tokenizer: the model's.
+        main: this is the main process.
+    """
+    if section.teacher is None or outputs is None or not (stage.distil.cache and "teacher.logits" in stage.needs):
         return None
     identity = {
         "teacher": revision_of(as_base(section.teacher)),
@@ -151,8 +167,8 @@ def open_cache(
     return LogitsCache(outputs / "teacher_logits" / f"top{stage.distil.top_k}", identity, main=main)
 
 
-def _steps_of(folder: Path | str | None, section: Train, number: int) -> Path | None:
-    """Where a stage keeps its steps."""
+def _stage_folder(folder: Path | str | None, section: Train, number: int) -> Path | None:
+    """Folder of a stage's checkpoints."""
     if folder is None:
         return None
     return Path(folder) / f"{number}-{section.stages[number].name}" if section.stages else Path(folder)

@@ -21,7 +21,7 @@ from tests.fuzz.values import Values
 SMALL_RUN = (
     f"base.model={BASE}",
     "train.steps=2",
-    "train.sources=[{task: sentence, half: 0, rows: 2, weights: {keep: 1.0}}]",
+    "train.sources=[{task: sentence, split: 0, rows: 2, weights: {base_kl: 1.0}}]",
 )
 FEW = ("evaluate.tasks=[kv_retrieval]", "evaluate.pairs=[2]", "evaluate.examples=2", "evaluate.sentences=2")
 ODD = ("", "-", "--", "--help", "--version", "--runs", "--no-such", "-x", "\udcff\udcfe", "\U0001f40d", "a=b", "=",
@@ -355,7 +355,7 @@ def data(bench: Bench) -> Built:
         else:
             path.write_bytes(mutate.text("".join(json.dumps(line) + "\n" for line in lines)))
     given = ["train.steps=1", "train.sources.0.rows=2",
-             "train.sources.1={task: sentence, half: 0, rows: 1, weights: {keep: 1.0}}",
+             "train.sources.1={task: sentence, split: 0, rows: 1, weights: {base_kl: 1.0}}",
              *(f"train.sources.{i}.rows=1" for i in (2, 3))]  # fmt: skip
     if rng.random() < 0.6:
         given += ["train.sources.0.data.columns.answer_span=null", "train.sources.0.weights.attention=0"]

@@ -24,7 +24,7 @@ TINY = (
     "train.steps=4",
     "train.save_every=1",
     "train.sources=[{task: kv_retrieval, pairs: [4, 6], rows: 2, weights: {answer: 2.0, attention: 1.0}},"
-    " {task: sentence, half: 0, rows: 2, weights: {keep: 1.0}}]",
+    " {task: sentence, split: 0, rows: 2, weights: {base_kl: 1.0}}]",
     "evaluate={tasks: [kv_retrieval], pairs: [4], examples: 4, sentences: 4}",
 )
 

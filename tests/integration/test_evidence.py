@@ -37,7 +37,7 @@ from surgery.hybrid.attention import SplicedAttention
 from surgery.models.loading import load_model
 from surgery.recipe import Base
 from surgery.testing.pico import pico_base, pico_hybrid, pico_site, prompts, tokens
-from surgery.train.optimizer import spliced_parameters, trainable
+from surgery.train.optimizer import mark_trainable, spliced_parameters
 from surgery.types import HeadId
 from tests.integration.conftest import BASE
 
@@ -178,7 +178,7 @@ class TestLora:
         own = sum(p.numel() for p in spliced_parameters(hybrid))
         add_lora(hybrid, rank=2)
         assert torch.equal(before, hybrid(ids, use_cache=False).logits)
-        chosen = {id(p) for p in trainable(hybrid, TOY.train(attention=True, new_heads=True))}
+        chosen = {id(p) for p in mark_trainable(hybrid, TOY.train(attention=True, new_heads=True))}
         names = {name for name, p in hybrid.named_parameters() if id(p) in chosen}
         assert all(".attention." in name or "lora_" in name for name in names)
         layers, D = hybrid.config.num_hidden_layers, hybrid.config.hidden_size

@@ -71,7 +71,7 @@ def test_a_probe_from_outside(tmp_path: Path) -> None:
         "locate": {"pairs": 16, "examples": 16, "methods": ["query", "sharpen"]},
         **yaml.safe_load(block("A probe", "yaml")),
     }
-    recipe["train"] |= {"steps": 2, "no_splice": False}
+    recipe["train"] |= {"steps": 2, "control": False}
     recipe["evaluate"] |= {"pairs": [4], "examples": 4}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}

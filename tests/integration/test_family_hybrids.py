@@ -31,8 +31,9 @@ from surgery.models.lookup import family_of, geometry_of, mixer_of, structure_of
 from surgery.models.runtime import requires_grad
 from surgery.recipe import Base, Optimizer, Train
 from surgery.testing.pico import SPLICED_FAMILIES, pad, pico_family, pico_tokenizer, prompts, randomise, tokens
-from surgery.train.optimizer import adamw, spliced_parameters, trainable
-from surgery.train.trainer import Trainer
+from surgery.train.optimizer import adamw, mark_trainable, spliced_parameters
+from surgery.train.targets import Targets
+from surgery.train.trainer import train_stage
 from tests.support.battery import (
     assert_cache_is_as_large_as_said,
     base,
@@ -92,7 +93,7 @@ class TestSplice:
 
     def test_silenced_heads_stay_silent_in_training(self, name: str) -> None:
         model, plan = copy.deepcopy(trained(name, "replace")).train(), plan_of(base(name), "replace")
-        parameters = trainable(model, Train.model_validate({"sources": [KV], "trains": "all"}))
+        parameters = mark_trainable(model, Train.model_validate({"sources": [KV], "trainable": "all"}))
         optimizer = adamw(model, parameters, Optimizer(weight_decay=0.1, lr=1e-2))
         for _ in range(3):
             optimizer.zero_grad()
@@ -126,8 +127,8 @@ class TestSplice:
         hybrid = randomise(spliced(model), 7)
         before = {k: v.clone() for k, v in hybrid.state_dict().items()}
         optimizer = {"warmup": 0, "weight_decay": 0.1}
-        section = Train.model_validate({"steps": 1, "trains": "new_heads", "sources": [KV], "optimizer": optimizer})
-        Trainer(hybrid, pico_tokenizer(), section, 0, None, Accelerator(cpu=True), grafts=plan.grafts).run()
+        section = Train.model_validate({"steps": 1, "trainable": "new_heads", "sources": [KV], "optimizer": optimizer})
+        train_stage(hybrid, pico_tokenizer(), section, 0, Accelerator(cpu=True), Targets(grafts=plan.grafts))
         moved = {k for k, v in hybrid.state_dict().items() if not torch.equal(v, before[k])}
         assert moved == {k for k in before if any(f"{g.site.path}.attention." in k for g in plan.grafts)}
         assert len(moved) == len(spliced_parameters(hybrid)) > 0

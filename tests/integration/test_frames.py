@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 #   deepest: the deepest call, with the command's own frames.
 BOUNDS = {
     "locate": {"below_cli": 11, "deepest": 12},
-    "train": {"below_cli": 13, "deepest": 15},
+    "train": {"below_cli": 9, "deepest": 11},
 }
 
 

@@ -100,7 +100,7 @@ def test_a_stage_alone_refuses_what_was_made_with_other_settings(finished: Path,
 
 def test_without_the_control_nothing_of_it_is_left(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished.parent, tmp_path / "runs")
-    done = run_small(tmp_path, "train.no_splice=false")
+    done = run_small(tmp_path, "train.control=false")
     assert done.returncode == 0, done.stderr
     skipped = [line.split()[0] for line in done.stdout.splitlines() if "skipped" in line]
     assert skipped == ["locate", "plan", "splice", "train"]
@@ -193,7 +193,7 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     ids=["replace", "random init, two random heads"],
 )
 def test_other_ways_to_splice_export_too(tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    few = ("train.steps=2", "train.no_splice=false", "evaluate.tasks=[kv_retrieval]", "evaluate.pairs=[4]")
+    few = ("train.steps=2", "train.control=false", "evaluate.tasks=[kv_retrieval]", "evaluate.pairs=[4]")
     done = run_small(tmp_path, *overrides, *few)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "runs" / "quickstart" / "export" / "export.json").read_text())

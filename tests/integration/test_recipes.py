@@ -92,7 +92,7 @@ def test_kept_configs_are_of_the_size_that_their_name_says(name: str) -> None:
 def test_dry_runs_from_the_kept_config(name: str, tmp_path: Path) -> None:
     """With one short document a step: the shapes are the real ones."""
     path = RECIPES[name]
-    source = "{task: kv_retrieval, rows: 1, pairs: [4, 4], weights: {answer: 1.0, keep: 1.0}}"
+    source = "{task: kv_retrieval, rows: 1, pairs: [4, 4], weights: {answer: 1.0, base_kl: 1.0}}"
     recipe = load_recipe(path, [f"train.sources=[{source}]"])
     found = dry_run(recipe, tmp_path / name, path)
     assert_complete(found, recipe)
@@ -104,7 +104,7 @@ def assert_complete(found: dict[str, Any], recipe: Recipe) -> None:
     memory, cache = found["memory"], found["cache"]
     assert found["shapes_from"] == str(kept(recipe.base.model))
     assert 0 < found["new_parameters"] < found["parameters"]
-    everything = recipe.train.trains == "all"
+    everything = recipe.train.trainable == "all"
     assert (found["trainable_parameters"] > found["new_parameters"]) == everything
     assert memory["total"] == sum(size for part, size in memory.items() if part != "total")
     assert memory["activations"] > 0 and found["flops"]["step"] > 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -28,6 +30,7 @@ from surgery.models.lookup import mixer_of
 from surgery.probes.documents import Document
 from surgery.scoring.generation import GeneratedAnswers, answer_list, expected_answers, is_match, max_answer_tokens
 from surgery.scoring.ranking import ChoiceScores, answer_choices
+from surgery.train.divergence import Kind
 from surgery.types import HeadId
 
 
@@ -128,3 +131,15 @@ def naive_layer_divergence(run: CleanRun) -> Tensor:
             ablated_BV = logits_at_query(run).float().log_softmax(-1)
         divergences.append((clean_BV.exp() * (clean_BV - ablated_BV)).sum(-1).clamp(min=0))
     return torch.stack(divergences).cpu()
+
+
+def naive_divergence(student_MC: Tensor, teacher_MC: Tensor, kind: Kind, temperature: float = 1.0) -> Tensor:
+    """(M,) divergences of `surgery.train.divergence` as their formulas are written, for autograd."""
+    q, p = F.log_softmax(student_MC / temperature, -1), F.log_softmax(teacher_MC / temperature, -1)
+    m = torch.logaddexp(p, q) - math.log(2)
+    divergences = {
+        "forward": (p.exp() * (p - q)).sum(-1),
+        "reverse": (q.exp() * (q - p)).sum(-1),
+        "jensen_shannon": ((p.exp() * (p - m)).sum(-1) + (q.exp() * (q - m)).sum(-1)) / 2,
+    }
+    return divergences[kind] * temperature**2

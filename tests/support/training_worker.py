@@ -25,19 +25,19 @@ from safetensors.torch import load_file, save_file
 from surgery.models.lookup import family_of
 from surgery.recipe import Train
 from surgery.testing.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
-from surgery.train.sharded import full
-from surgery.train.trainer import Trainer
+from surgery.train.targets import Targets
 from surgery.train.training import make_accelerator
 from surgery.types import Graft
 from tests.support.kernels import with_kernels
 from tests.support.processes import library
+from tests.support.stage_run import StageRun
 
 ROOT = Path(__file__).parents[2]
 FSDP2 = ROOT / "recipes" / "accelerate" / "fsdp2.yaml"
 SCRIPT = "from tests.support.training_worker import main; main()"
 SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}
 KV = {"task": "kv_retrieval", "rows": 5, "pairs": (2, 9), "questions": 3, "weights": {"answer": 1, "attention": 0.5}}
-TEXT = {"task": "sentence", "rows": 3, "weights": {"keep": 1.0, "text": 0.5}}
+TEXT = {"task": "sentence", "rows": 3, "weights": {"base_kl": 1.0, "lm": 0.5}}
 
 
 def launch(folder: Path, case: str, code: int = 0, processes: int = 2) -> dict[str, torch.Tensor]:
@@ -86,7 +86,7 @@ def uneven(folder: Path) -> dict[str, Any]:
         lengths = (40, 1, 2, 3, 4, 5, 6, 7, 8, 40, 9, 10)
         rows = [{"prompt": f"Say {n} times a:", "answer": " a" * n} for n in lengths]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {"data": {"path": str(path)}, "rows": 12, "weights": {"answer": 1.0, "keep": 0.5}}
+    return {"data": {"path": str(path)}, "rows": 12, "weights": {"answer": 1.0, "base_kl": 0.5}}
 
 
 def section(folder: Path, steps: int, **more: Any) -> Train:
@@ -109,30 +109,23 @@ def shard() -> None:
     state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
 
 
-def trainer(folder: Path, train: Train, double: bool = False, **more: Any) -> Trainer:
-    """A hybrid of two layers with one spliced head, on what `section` says; steps go to FOLDER/steps."""
+def stage_run(folder: Path, train: Train, double: bool = False, on_step: Any = None) -> StageRun:
+    """A hybrid of two layers with one spliced head, on what `section` says; checkpoints go to FOLDER/steps."""
     model, base = pico_hybrid([pico_site(1)], **SHAPE), pico_base(**SHAPE)
     if double:
         model, base = model.double(), base.double()
     site = family_of(base.config).mixers(base.config)[1]
     graft = Graft(site, (2,), "add", "ssm", ("segment_end",))
-    given = {"base": base, "grafts": (graft,), **more}
-    return Trainer(model, pico_tokenizer(), train, 0, folder / "steps", make_accelerator(), **given)
+    targets = Targets(base=base, grafts=(graft,))
+    return StageRun(model, pico_tokenizer(), train, 0, folder / "steps", make_accelerator(), targets, on_step)
 
 
 def gradients(folder: Path, **more: Any) -> dict[str, torch.Tensor]:
     """Of the first step, before clipping."""
-    made = trainer(folder, section(folder, 1, **more))
-    found: dict[str, torch.Tensor] = {}
-
-    def keep(parameters: Any, norm: float) -> torch.Tensor:
-        named = made.trained.named_parameters()
-        found.update({name: full(p.grad).clone() for name, p in named if p.grad is not None})
-        return torch.tensor(1.0)
-
-    made.accelerator.clip_grad_norm_ = keep  # type: ignore[method-assign]
+    made = stage_run(folder, section(folder, 1, **more))
+    recorded = made.record_gradients()
     made.run()
-    return found
+    return recorded
 
 
 def weights(folder: Path, steps: int, stop: int | None = None, double: bool = True, **more: Any) -> dict[str, Any]:
@@ -142,18 +135,18 @@ def weights(folder: Path, steps: int, stop: int | None = None, double: bool = Tr
         if step == stop:
             raise SystemExit(9)
 
-    made = trainer(folder, section(folder, steps, **more), double, on_step=on_step)
+    made = stage_run(folder, section(folder, steps, **more), double, on_step)
     made.run()
     return {name: p.detach().clone() for name, p in made.model.named_parameters()}
 
 
 def lora(folder: Path, steps: int) -> dict[str, torch.Tensor]:
     """Final weights of a bf16 model with new heads and adapters in fp32, as `train` leaves them to be merged."""
-    train = section(folder, steps, trains="lora", precision="bf16", lora={"rank": 4, "targets": ["in_proj"]})
-    made = trainer(folder, train)
+    train = section(folder, steps, trainable="lora", precision="bf16", lora={"rank": 4, "targets": ["in_proj"]})
+    made = stage_run(folder, train)
     made.model.bfloat16()
-    assert made.base is not None
-    made.base.bfloat16()
+    assert made.targets.base is not None
+    made.targets.base.bfloat16()
     made.run()
     return {name: p.detach().clone() for name, p in made.model.named_parameters()}
 
@@ -172,7 +165,7 @@ def sharded(folder: Path) -> dict[str, torch.Tensor]:
 
 def losses(folder: Path) -> list[dict[str, float]]:
     """Of three steps."""
-    return trainer(folder, section(folder, 3)).run()
+    return stage_run(folder, section(folder, 3)).run()
 
 
 def main() -> None:
@@ -193,7 +186,7 @@ def main() -> None:
     elif case == "losses":
         found = {
             name: torch.tensor([h[name] for h in losses(folder)])
-            for name in ("answer", "attention", "keep", "text", "tokens")
+            for name in ("answer", "attention", "base_kl", "lm", "tokens")
         }
     elif case.endswith("stop"):
         weights(folder, 5, stop=3)

@@ -51,14 +51,16 @@ class Budget:
     def train(self, attention: bool, new_heads: bool) -> Train:
         """The library's training section; `attention`: whether its own supervision of spliced heads is on."""
         weights = Weights(answer=1.0, attention=1.0 if attention else 0.0)
-        kept = Weights(keep=1.0)
+        kept = Weights(base_kl=1.0)
         sources = (
             Source(task="kv_retrieval", pairs=self.pairs, questions=4, rows=self.rows, weights=weights),
-            Source(task="closed_book", half=0, rows=self.keep_rows, weights=kept),
-            Source(task="sentence", half=0, rows=self.keep_rows, weights=kept),
+            Source(task="closed_book", split=0, rows=self.keep_rows, weights=kept),
+            Source(task="sentence", split=0, rows=self.keep_rows, weights=kept),
         )
         optimizer = Optimizer(lr=self.lr, new_heads_lr=self.new_heads_lr, warmup=self.warmup)
-        return Train(steps=self.steps, trains="new_heads" if new_heads else "all", sources=sources, optimizer=optimizer)
+        return Train(
+            steps=self.steps, trainable="new_heads" if new_heads else "all", sources=sources, optimizer=optimizer
+        )
 
     @property
     def evaluate(self) -> Evaluate:

@@ -24,31 +24,32 @@ from surgery.run.stages import versions
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
 from surgery.train.losses import attention_loss
-from surgery.train.trainer import Trainer
+from surgery.train.targets import Targets
+from surgery.train.trainer import train_stage
 from surgery.train.training import make_accelerator
 from surgery.types import HeadId, HeadSet, Plan, Reads, ScoredHead
 
 
-@dataclass
-class RowTrainer(Trainer):
-    """The library's loop, with supervision of rows that its models do not hand out.
+@dataclass(frozen=True)
+class RowTargets(Targets):
+    """Losses of the library, with attention supervision of rows that its models do not return.
 
     Attributes:
-        rows: gives (B,H,Q,T) for each supervised layer after a forward pass; None supervises nothing.
-        reads: for each of those layers and heads, what it is to read.
+        rows: returns (B,H,Q,T) for each supervised layer after a forward pass; None supervises nothing.
+        reads: for each of those layers and heads, the gold position that it should attend to.
     """
 
     rows: Rows | None = None
     reads: tuple[tuple[Reads, ...], ...] = ()
 
-    def losses(
+    def weighted_losses(
         self, model: torch.nn.Module, source: Source, batch: EncodedBatch, *given: Any, **named: Any
     ) -> dict[str, Tensor]:
-        """As the loop's, and the attention loss on documents that have something to read."""
-        terms = super().losses(model, source, batch, *given, **named)
+        """Losses of the library, and the attention loss on documents with a gold position."""
+        losses = super().weighted_losses(model, source, batch, *given, **named)
         if self.rows is not None and bool((batch.answer_token >= 0).any()):
-            terms["attention"] = attention_loss(self.rows(batch), self.reads, batch)
-        return terms
+            losses["attention"] = attention_loss(self.rows(batch), self.reads, batch)
+        return losses
 
 
 def plan_of(arm: Arm, base: PreTrainedModel) -> Plan:
@@ -67,7 +68,7 @@ def _splice_section(arm: Arm) -> Splice:
 
 @contextmanager
 def prepared(arm: Arm, base: PreTrainedModel, budget: Budget) -> Iterator[tuple[PreTrainedModel, dict[str, Any]]]:
-    """The model before training, and what `RowTrainer` has to know of it."""
+    """The model before training, and the arguments of `RowTargets`."""
     if arm.kind in ("none", "hidden"):
         model = copy.deepcopy(base)
         if arm.kind == "none":
@@ -99,8 +100,8 @@ def run_arm(
     began = time.perf_counter()
     section = budget.train(arm.supervised and arm.kind == "softmax", arm.trains != "all")
     with prepared(arm, base, budget) as (model, supervision):
-        trainer = RowTrainer(model, tokenizer, section, arm.seed, None, make_accelerator(), base, **supervision)
-        history = trainer.run()
+        targets = RowTargets(base=base, **supervision)
+        history = train_stage(model, tokenizer, section, arm.seed, make_accelerator(), targets).history
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     halfway = time.perf_counter()
     result = evaluate_model(model, tokenizer, budget.evaluate, 0, prompts)

@@ -40,7 +40,7 @@ from surgery.models.lookup import geometry_of
 from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Splice, Train, Weights
-from surgery.recipe.train import FROM_TEACHER
+from surgery.recipe.objectives import OBJECTIVES
 from surgery.run.stages import versions
 from surgery.scoring.ranking import answer_choices
 from surgery.splice.graft import splice_model
@@ -57,10 +57,10 @@ ARMS: dict[str, dict[str, float]] = {
     "answers": {"answer": 1.0},
     "answers, teacher's logits": {"answer": 1.0, "distil": 1.0},
     "teacher's logits alone": {"distil": 1.0},
-    "answers, teacher's matrices": {"answer": 1.0, "mixing": 10.0},
-    "answers, teacher's reading": {"answer": 1.0, "reading": 1.0},
-    "answers, teacher's reading and logits": {"answer": 1.0, "reading": 1.0, "distil": 1.0},
-    "teacher's reading and logits alone": {"reading": 1.0, "distil": 1.0},
+    "answers, teacher's matrices": {"answer": 1.0, "attention_mse": 10.0},
+    "answers, teacher's reading": {"answer": 1.0, "attention_kl": 1.0},
+    "answers, teacher's reading and logits": {"answer": 1.0, "attention_kl": 1.0, "distil": 1.0},
+    "teacher's reading and logits alone": {"attention_kl": 1.0, "distil": 1.0},
     "answers, gold attention": {"answer": 1.0, "attention": 1.0},
     "answers, gold attention, teacher's logits": {"answer": 1.0, "attention": 1.0, "distil": 1.0},
 }
@@ -71,7 +71,7 @@ def section(weights: dict[str, float], steps: int, teacher: Path, head: str) -> 
     """The evidence's budget, with these objectives on the dictionaries."""
     given = Budget(steps=steps).train(attention=True, new_heads=False).model_dump()
     given["sources"][0]["weights"] = Weights.model_validate(weights).model_dump()
-    if FROM_TEACHER & weights.keys():
+    if any(OBJECTIVES[name].needs_teacher for name in weights):
         given |= {
             "teacher": {"model": str(teacher)},
             "align": {"heads": {SITE: head}, "offsets": {SITE: OFFSET}},

@@ -46,7 +46,8 @@ from surgery.probes.documents import rng_of
 from surgery.recipe import Base, Locate, Source, Splice, Train, Weights
 from surgery.scoring.ranking import answer_choices
 from surgery.stats import holm, mcnemar
-from surgery.train.trainer import Trainer
+from surgery.train.targets import Targets
+from surgery.train.trainer import train_stage
 from surgery.train.training import make_accelerator
 from surgery.types import HeadSet, Reads, ScoredHead, head_set_from_json, to_json
 
@@ -207,8 +208,8 @@ def run_arm(
     """Trains the arm and asks it every prompt."""
     began = time.perf_counter()
     with prepared(arm, base, experiment.budget) as (model, supervision):
-        trainer = Trainer(model, tokenizer, section, arm.seed, None, make_accelerator(), base, **supervision)
-        history = trainer.run()
+        targets = Targets(base=base, **supervision)
+        history = train_stage(model, tokenizer, section, arm.seed, make_accelerator(), targets).history
     halfway = time.perf_counter()
     model.eval()
     gold = {f"{t.name}/{t.choices}": round(on_gold(model, tokenizer, t, arm), 4) for t in asking} if arm.heads else {}

@@ -11,6 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
+from surgery.recipe.objectives import OBJECTIVES
+from surgery.recipe.train import Weights
 from surgery.report.figures.canvas import (
     BLUE,
     FAINT,
@@ -47,7 +49,7 @@ _MORE_ARMS = (
     ("#332288", "h"),
     ("#117733", ">"),
 )
-_OBJECTIVES = {"loss": INK, "answer": BLUE, "attention": ORANGE, "keep": GREEN, "text": PURPLE}
+_COLOURS = {"loss": INK, "answer": BLUE, "attention": ORANGE, "base_kl": GREEN, "lm": PURPLE}
 _MORE_COLOURS = ["#B8860B", "#56B4E9", GREY]
 _NOT_LOSSES = ("step", "seconds", "tokens", "kv_accuracy")
 _Curves = Mapping[str, NDArray[np.float64]]
@@ -166,12 +168,14 @@ def training_curve(history: Sequence[Mapping[str, float]], folder: Path, name: s
     more = iter(_MORE_COLOURS * len(curves))
     ends = []
     for key, line in smooth.items():
-        colour = _OBJECTIVES.get(key) or next(more)
+        objective = Weights.renamed.get(key, key)  # histories of 0.1 have the old names
+        colour = _COLOURS.get(objective) or next(more)
         if reach:
             axes.plot(steps, curves[key], color=colour, linewidth=0.6, alpha=0.3)
         axes.plot(steps, line, color=colour, linewidth=1.8, marker="o" if len(steps) <= 20 else "", markersize=3.5)
         last = int(np.flatnonzero(np.isfinite(line))[-1])
-        text = f"{'all' if key == 'loss' and len(curves) > 1 else key} {line[last]:.3g}"
+        label = OBJECTIVES[objective].label if objective in OBJECTIVES else objective
+        text = f"{'all' if key == 'loss' and len(curves) > 1 else label} {line[last]:.3g}"
         ends.append((text, steps[last], max(line[last], axes.get_ylim()[0]), colour))
     label_ends(axes, ends, gap=0.065)
     return save(figure, folder, name, keys, [[entry.get(key, "") for key in keys] for entry in history])

@@ -39,7 +39,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def source(task: str, rows: int | None = 3, **more: Any) -> Source:
-    return Source.model_validate({"task": task, "rows": rows, "weights": {"text": 1.0}, **SIZES.get(task, {}), **more})
+    return Source.model_validate({"task": task, "rows": rows, "weights": {"lm": 1.0}, **SIZES.get(task, {}), **more})
 
 
 def step_documents(source: Source, seed: int, index: int, step: int) -> list[Document]:
@@ -72,7 +72,7 @@ def test_seed_index_and_step_each_matter(task: str) -> None:
 
 @pytest.mark.parametrize("task", HALVED)
 def test_halves_are_disjoint(task: str) -> None:
-    seen = [{t for step in range(20) for t in texts(source(task, 10, half=half), step=step)} for half in (0, 1)]
+    seen = [{t for step in range(20) for t in texts(source(task, 10, split=half), step=step)} for half in (0, 1)]
     assert not seen[0] & seen[1]
     assert min(map(len, seen)) > 50
 
@@ -81,7 +81,7 @@ def test_halves_are_disjoint(task: str) -> None:
 def test_facts_come_from_the_half_that_was_asked_for(task: str, tell: Any) -> None:
     for half in (0, 1, None):
         allowed = {tell(f).text for f in facts() if half in (None, f.half)}
-        seen = {t for step in range(20) for t in texts(source(task, 10, half=half), step=step)}
+        seen = {t for step in range(20) for t in texts(source(task, 10, split=half), step=step)}
         assert seen <= allowed
     assert {f.half for f in facts() if tell(f).text in seen} == {0, 1}
 
@@ -104,7 +104,7 @@ def test_sentence_halves_keep_their_split() -> None:
 @pytest.mark.parametrize("half", [0, 1])
 def test_a_half_of_what_has_none_is_refused(task: str, half: int) -> None:
     with pytest.raises(ValueError, match=f"{task} has no halves"):
-        step_documents(source(task, half=half), 0, 0, 0)
+        step_documents(source(task, split=half), 0, 0, 0)
 
 
 def test_pairs_stay_in_their_range_and_reach_its_ends() -> None:
@@ -172,8 +172,8 @@ def test_an_answers_end_is_the_newline_behind_it(task: str) -> None:
     "given", [{"task": "copying"}, {"task": "json_kv"}, {"task": "sentence"}, {"data": {"path": "own.jsonl"}}]
 )
 def test_an_end_of_what_has_none_is_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="`end` is about a task's answers"):
-        Source.model_validate({**given, "rows": 1, "weights": {"text": 1.0}, "end": True})
+    with pytest.raises(ValueError, match="`train_eos` needs a task with a newline"):
+        Source.model_validate({**given, "rows": 1, "weights": {"lm": 1.0}, "train_eos": True})
 
 
 def test_training_never_sees_evaluation_texts() -> None:

@@ -33,7 +33,7 @@ def rows(tmp_path: Path) -> Path:
 
 def source(path: Path, holdout: float, rows: int = 10, **data: Any) -> Source:
     given = {"path": str(path), "holdout": holdout, **data}
-    return Source.model_validate({"data": given, "rows": rows, "weights": {"keep": 1.0}})
+    return Source.model_validate({"data": given, "rows": rows, "weights": {"base_kl": 1.0}})
 
 
 def prompt(document: Document) -> str:
@@ -86,7 +86,7 @@ def test_whole_texts_are_held_out_not_their_pieces(tmp_path: Path) -> None:
     texts = [f"The old baker went to the market {i} times. " * 4 for i in range(60)]
     path = file_of(tmp_path / "texts.jsonl", [{"text": t} for t in texts])
     given = {"path": str(path), "holdout": 0.3, "columns": {"text": "text"}, "end": False}
-    made = Source.model_validate({"data": given, "rows": 10, "max_tokens": 20, "weights": {"text": 1.0}})
+    made = Source.model_validate({"data": given, "rows": 10, "max_tokens": 20, "weights": {"lm": 1.0}})
     asked, trained = held_out(made), trained_on(made, 60)
     of = [{i for i in range(60) if any(f"market {i} times" in piece for piece in side)} for side in (asked, trained)]
     assert not of[0] & of[1] and of[0] | of[1] == set(range(60)) and of[0]

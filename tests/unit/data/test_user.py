@@ -66,7 +66,7 @@ def numbered(count: int, words: int = 0) -> list[dict[str, str]]:
 def source(path: Path | str, rows: int | None = 4, tokens: int | None = None, **data: Any) -> Source:
     limit = {"max_tokens": data.pop("max_tokens")} if "max_tokens" in data else {}
     sizes = {"tokens": tokens} if tokens is not None else {"rows": rows}
-    return Source.model_validate({"data": {"path": str(path), **data}, "weights": {"keep": 1.0}, **sizes, **limit})
+    return Source.model_validate({"data": {"path": str(path), **data}, "weights": {"base_kl": 1.0}, **sizes, **limit})
 
 
 def opened(path: Path | str, rows: int | None = 4, seed: int = 0, index: int = 0, **given: Any) -> Stream:
@@ -380,7 +380,7 @@ def test_the_model_sets_limits_too(tmp_path: Path) -> None:
 
 
 def test_generated_documents_are_checked_as_well() -> None:
-    generated = Source.model_validate({"task": "kv_retrieval", "rows": 2, "weights": {"keep": 1.0}})
+    generated = Source.model_validate({"task": "kv_retrieval", "rows": 2, "weights": {"base_kl": 1.0}})
     assert len(open_source(generated, TOKENIZER, 0, 0, 1000, len(TOKENIZER)).step(3)) == 2
     with pytest.raises(DataError, match="The model takes 5"):
         open_source(generated, TOKENIZER, 0, 0, context=5)

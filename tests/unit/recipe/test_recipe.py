@@ -24,7 +24,7 @@ train:
     - task: kv_retrieval
       rows: 4
       weights: {answer: 1}
-    - {task: sentence, rows: 2, weights: {keep: 1}}
+    - {task: sentence, rows: 2, weights: {base_kl: 1}}
 """
 
 Write = Callable[[str], Path]
@@ -59,10 +59,10 @@ def test_a_minimal_recipe_gets_the_defaults_of_the_schema(write: Write) -> None:
         "ssm",
         1,
     )
-    assert recipe.train.trains == "all"
+    assert recipe.train.trainable == "all"
     first, second = recipe.train.sources
-    assert (first.weights.answer, first.weights.attention, first.weights.keep, first.weights.text) == (1, 0, 0, 0)
-    assert (second.task, second.half, second.weights.keep) == ("sentence", None, 1)
+    assert first.weights.at(0.5) == {"answer": 1.0}
+    assert (second.task, second.split, second.weights.base_kl) == ("sentence", None, 1)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_a_minimal_recipe_gets_the_defaults_of_the_schema(write: Write) -> None:
         ("train.sources.0.pairs=[8,4]", "train.sources.0.pairs", "[8, 4]"),
         ("train.sources.0.pairs=[1,4]", "train.sources.0.pairs", "1"),
         ("train.sources.0.pairs=[4,101]", "train.sources.0.pairs", "101"),
-        ("train.sources.0.half=1", "train.sources.0", "1"),
-        ("train.sources.1.half=2", "train.sources.1.half", "2"),
+        ("train.sources.0.split=1", "train.sources.0", "1"),
+        ("train.sources.1.split=2", "train.sources.1.split", "2"),
         ("locate.pairs=1", "locate.pairs", "1"),
         ("train.sources.0.pairs=[4]", "train.sources.0.pairs", "missing"),
         ("train.sources=[]", "train", "[]"),
@@ -178,7 +178,7 @@ def test_overrides_reach_nested_keys_lists_and_absent_sections(write: Write) -> 
 
 
 def test_an_override_replaces_a_whole_list_entry(write: Write) -> None:
-    recipe = load_recipe(write(MINIMAL), ["train.sources.1={task: statement, rows: 3, weights: {text: 1}}"])
+    recipe = load_recipe(write(MINIMAL), ["train.sources.1={task: statement, rows: 3, weights: {lm: 1}}"])
     assert [s.task for s in recipe.train.sources] == ["kv_retrieval", "statement"]
 
 
@@ -250,7 +250,7 @@ def test_yaml_of_a_recipe_holds_every_default(write: Write) -> None:
 
 
 def test_pretrain_recipe_round_trip(write: Write) -> None:
-    text = "name: p\nmodel: {hidden_size: 32}\ntrain: {sources: [{task: sentence, rows: 1, weights: {text: 1}}]}\n"
+    text = "name: p\nmodel: {hidden_size: 32}\ntrain: {sources: [{task: sentence, rows: 1, weights: {lm: 1}}]}\n"
     recipe = load_recipe(write(text), ["model.num_hidden_layers=2"], PretrainRecipe)
     assert (recipe.model.hidden_size, recipe.model.num_hidden_layers) == (32, 2)
     assert load_recipe(write(to_yaml(recipe)), kind=PretrainRecipe) == recipe
@@ -357,7 +357,7 @@ def test_a_hybrid_is_trained_further_with_a_control_if_one_is_named(write: Write
     assert [recipe.has_control for recipe in (spliced, alone, beside)] == [True, False, True]
     assert (alone.splice, alone.teacher) == (None, None)
     assert load_recipe(write(to_yaml(beside))) == beside
-    off = load_recipe(write(to_yaml(beside)), ["train.no_splice=false"])
+    off = load_recipe(write(to_yaml(beside)), ["train.control=false"])
     assert not off.has_control
     error = assert_refused(write(MINIMAL + "control: {model: some/base}\n"))
     assert "splice: null" in error.hint

@@ -25,10 +25,10 @@ def test_the_examples_of_the_documentation_are_valid() -> None:
 
 
 def test_weights_between_first_and_last() -> None:
-    weights = Weights(answer=2.0, attention=(1.0, 0.0), text=(0.0, 3.0))
-    assert weights.at(0.0) == {"answer": 2.0, "attention": 1.0, "text": 0.0}
-    assert weights.at(0.5) == {"answer": 2.0, "attention": 0.5, "text": 1.5}
-    assert weights.uses("text") and weights.uses("keep", "attention") and not weights.uses("keep")
+    weights = Weights(answer=2.0, attention=(1.0, 0.0), lm=(0.0, 3.0))
+    assert weights.at(0.0) == {"answer": 2.0, "attention": 1.0, "lm": 0.0}
+    assert weights.at(0.5) == {"answer": 2.0, "attention": 0.5, "lm": 1.5}
+    assert weights.uses("lm") and weights.uses("base_kl", "attention") and not weights.uses("base_kl")
 
 
 @pytest.mark.parametrize(("tokens", "steps"), [(1, 1), (1500, 1), (1501, 2), (15_000, 10)])
@@ -54,12 +54,12 @@ def test_a_section_in_full_loads_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("trains", "control"), [(["new_heads"], False), (["new_heads", "lora"], True), (["all"], True)]
+    ("trainable", "control"), [(["new_heads"], False), (["new_heads", "lora"], True), (["all"], True)]
 )
-def test_a_control_is_trained_where_more_than_new_heads_trains(trains: list[str], control: bool) -> None:
-    stages = [{"name": f"s{i}", "sources": [KV], "trains": what} for i, what in enumerate(trains)]
+def test_a_control_is_trained_where_more_than_new_heads_trains(trainable: list[str], control: bool) -> None:
+    stages = [{"name": f"s{i}", "sources": [KV], "trainable": what} for i, what in enumerate(trainable)]
     assert Train.model_validate({"stages": stages}).has_control == control
-    assert not Train.model_validate({"stages": stages, "no_splice": False}).has_control
+    assert not Train.model_validate({"stages": stages, "control": False}).has_control
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_control_is_trained_where_more_than_new_heads_trains(trains: list[str]
         ({"questions": 2}, "x.jsonl takes one question"),
         ({"data": None, "task": "phonebook", "groups": [4]}, "has no groups"),
         ({"data": None, "task": "json_kv", "groups": [2, 2]}, "3 or more of them in the first"),
-        ({"data": None, "task": "copying", "weights": {"attention": 1.0}}, "no one place to read"),
+        ({"data": None, "task": "copying", "weights": {"attention": 1.0}}, "no gold position"),
     ],
 )
 def test_sources_that_mean_nothing_are_refused(change: dict[str, Any], says: str) -> None:

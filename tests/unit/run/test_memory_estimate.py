@@ -14,7 +14,7 @@ from surgery.models.cache import cache_bytes, cache_tensors
 from surgery.models.lookup import family_of, geometry_of
 from surgery.models.meters import belongings, measure, saved_bytes
 from surgery.recipe import Source, Splice, Train, Weights
-from surgery.run.memory_estimate import MicroBatch, StepCost, micro_batches, step_cost
+from surgery.run.memory_estimate import SourceSample, StepCost, sample_sources, step_cost
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
 from surgery.testing.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, pico_tokenizer
@@ -26,14 +26,14 @@ CLOSE = 0.1
 OBJECTIVES: dict[str, dict[str, float]] = {
     "answer": {"answer": 1.0},
     "supervised": {"answer": 1.0, "attention": 1.0},
-    "keep": {"keep": 1.0},
-    "text and keep": {"text": 0.5, "keep": 1.0},
+    "base_kl": {"base_kl": 1.0},
+    "lm and base_kl": {"lm": 0.5, "base_kl": 1.0},
 }
 
 
-def section(weights: dict[str, float], trains: str = "all", rows: int = 3, pairs: tuple[int, int] = (4, 4)) -> Train:
+def section(weights: dict[str, float], trainable: str = "all", rows: int = 3, pairs: tuple[int, int] = (4, 4)) -> Train:
     source = Source(task="kv_retrieval", pairs=pairs, questions=2, rows=rows, weights=Weights(**weights))
-    return Train(steps=1, trains=trains, sources=(source,))
+    return Train(steps=1, trainable=trainable, sources=(source,))
 
 
 @cache
@@ -50,7 +50,7 @@ def spliced(name: str, **splice_fields: Any) -> tuple[PreTrainedModel, PreTraine
 def estimated(name: str, asked: Train, **splice_fields: Any) -> StepCost:
     base, hybrid, plan = spliced(name, **splice_fields)
     on_meta = [copy.deepcopy(model).to("meta") for model in (hybrid, base)]
-    return step_cost(*on_meta, plan.grafts, asked, micro_batches(asked, 0, pico_tokenizer()))
+    return step_cost(*on_meta, plan.grafts, asked, sample_sources(asked, 0, pico_tokenizer()))
 
 
 def really_saved(name: str, asked: Train, **splice_fields: Any) -> int:
@@ -62,10 +62,10 @@ def really_saved(name: str, asked: Train, **splice_fields: Any) -> int:
     return saved.total
 
 
-@pytest.mark.parametrize("trains", ["all", "new_heads"])
+@pytest.mark.parametrize("trainable", ["all", "new_heads"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_saved_bytes_agree_with_training(objective: str, trains: str) -> None:
-    asked = section(OBJECTIVES[objective], trains)
+def test_saved_bytes_agree_with_training(objective: str, trainable: str) -> None:
+    asked = section(OBJECTIVES[objective], trainable)
     found, real = estimated("mamba2", asked).memory.activations, really_saved("mamba2", asked)
     assert found == pytest.approx(real, rel=CLOSE)
 
@@ -81,7 +81,7 @@ def test_saved_bytes_agree_for_every_family(name: str) -> None:
 def test_a_scan_that_loops_is_extrapolated_exactly(name: str) -> None:
     """Run at 2, 4 and 6 tokens; the documents have more than 30."""
     asked = section({"answer": 1.0}, pairs=(2, 2))
-    (micro,) = micro_batches(asked, 0, pico_tokenizer())
+    (micro,) = sample_sources(asked, 0, pico_tokenizer())
     assert micro.shape[1] > 30
     model = copy.deepcopy(spliced(name)[1]).train().to("meta")
     for parameter in model.parameters():
@@ -97,7 +97,7 @@ def test_a_scan_that_loops_is_extrapolated_exactly(name: str) -> None:
     assert found.flops == pytest.approx(direct.flops, rel=0.001)
 
 
-def _body_of_mamba2(micro: MicroBatch) -> int:
+def _body_of_mamba2(micro: SourceSample) -> int:
     model = copy.deepcopy(spliced("mamba2")[1]).train().to("meta")
     ids, mask = micro.batch.input_ids, micro.batch.attention_mask
     return measure(lambda: [model(ids.to("meta"), attention_mask=mask.to("meta"), use_cache=False).logits], model).saved
@@ -105,13 +105,13 @@ def _body_of_mamba2(micro: MicroBatch) -> int:
 
 def test_the_peak_covers_a_real_one() -> None:
     """Between two micro-batches: weights have gradients already. The frozen base's logits are the largest temporary."""
-    asked = section(OBJECTIVES["keep"])
+    asked = section(OBJECTIVES["base_kl"])
     base, hybrid, _ = spliced("mamba2")
     hybrid = copy.deepcopy(hybrid).train()
     for parameter in hybrid.parameters():
         parameter.grad = torch.zeros_like(parameter)
     memory = estimated("mamba2", asked).memory
-    (micro,) = micro_batches(asked, 0, pico_tokenizer())
+    (micro,) = sample_sources(asked, 0, pico_tokenizer())
     batch = micro.batch
 
     def run() -> list[torch.Tensor]:
@@ -130,14 +130,14 @@ def test_the_peak_covers_a_real_one() -> None:
     assert peak == pytest.approx(max(real.forward_peak, real.backward_peak), rel=CLOSE)
 
 
-@pytest.mark.parametrize("trains", ["all", "new_heads"])
+@pytest.mark.parametrize("trainable", ["all", "new_heads"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_gradients_and_moments(dtype: torch.dtype, trains: str) -> None:
+def test_weights_gradients_and_moments(dtype: torch.dtype, trainable: str) -> None:
     _, hybrid, plan = spliced("mamba2")
     model = copy.deepcopy(hybrid).to(dtype).to("meta")
-    asked = section({"answer": 1.0}, trains)
-    memory = step_cost(model, None, plan.grafts, asked, micro_batches(asked, 0, pico_tokenizer())).memory
-    trained = spliced_parameters(model) if trains == "new_heads" else list(model.parameters())
+    asked = section({"answer": 1.0}, trainable)
+    memory = step_cost(model, None, plan.grafts, asked, sample_sources(asked, 0, pico_tokenizer())).memory
+    trained = spliced_parameters(model) if trainable == "new_heads" else list(model.parameters())
     numbers = sum(p.numel() for p in trained)
     size = torch.empty(0, dtype=dtype).element_size()
     assert memory.weights == sum(p.numel() for p in model.parameters()) * size
@@ -149,8 +149,8 @@ def test_weights_gradients_and_moments(dtype: torch.dtype, trains: str) -> None:
 
 
 def test_training_less_keeps_less() -> None:
-    weights = OBJECTIVES["keep"]
-    whole, new = (estimated("mamba2", section(weights, trains)) for trains in ("all", "new_heads"))
+    weights = OBJECTIVES["base_kl"]
+    whole, new = (estimated("mamba2", section(weights, trainable)) for trainable in ("all", "new_heads"))
     assert new.memory.activations < whole.memory.activations
     assert new.flops < whole.flops
     assert new.memory.frozen_base == whole.memory.frozen_base > 0
@@ -182,9 +182,9 @@ def check_cache(model: PreTrainedModel) -> None:
     assert found.at(8) == sum(t.nbytes for t in (*states, *grown))
 
 
-def test_micro_batches_are_the_largest_that_a_source_draws() -> None:
+def test_samples_are_the_largest_that_a_source_draws() -> None:
     wide, narrow = (
-        micro_batches(section({"answer": 1.0}, pairs=p), 0, pico_tokenizer())[0] for p in ((4, 12), (12, 12))
+        sample_sources(section({"answer": 1.0}, pairs=p), 0, pico_tokenizer())[0] for p in ((4, 12), (12, 12))
     )
     assert wide.shape[1] == pytest.approx(narrow.shape[1], abs=3)
     assert wide.tokens < narrow.tokens <= narrow.batch.attention_mask.sum() + 9
@@ -193,7 +193,7 @@ def test_micro_batches_are_the_largest_that_a_source_draws() -> None:
 
 def test_processes_share_the_rows() -> None:
     asked = section({"answer": 1.0}, rows=4)
-    (alone,), (shared,) = (micro_batches(asked, 0, pico_tokenizer(), n) for n in (1, 2))
+    (alone,), (shared,) = (sample_sources(asked, 0, pico_tokenizer(), n) for n in (1, 2))
     assert (alone.shape[0], shared.shape[0]) == (4, 2)
     assert shared.tokens == pytest.approx(alone.tokens / 2, rel=0.05)
 

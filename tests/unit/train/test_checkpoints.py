@@ -21,9 +21,9 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import fully_shard
 
 from surgery.errors import RunError
-from surgery.train import checkpoints as steps_module
+from surgery.train import checkpoints as checkpoints_module
 from surgery.train.checkpoint_files import fault_of
-from surgery.train.checkpoints import checkpoints, load_step, save_step
+from surgery.train.checkpoints import checkpoints, load_checkpoint, save_checkpoint
 from surgery.train.sharded import full, is_sharded
 
 OF = {"of": "this", "history": []}
@@ -61,10 +61,10 @@ class Training:
         self.optimizer.zero_grad()
 
     def save(self, folder: Path, step: int = 1) -> None:
-        save_step(folder, self.model, self.optimizer, step, OF, self.accelerator)
+        save_checkpoint(folder, self.model, self.optimizer, step, OF, self.accelerator)
 
     def load(self, folder: Path, of: str = "this") -> dict[str, Any] | None:
-        return load_step(folder, self.model, self.optimizer, of, self.accelerator)
+        return load_checkpoint(folder, self.model, self.optimizer, of, self.accelerator)
 
     def weights(self) -> list[torch.Tensor]:
         return [full(p.detach()).clone() for p in self.model.parameters()]
@@ -151,7 +151,7 @@ def test_one_that_was_cut_short_is_set_aside_and_the_one_before_it_taken(
         assert all(torch.equal(a, b) for a, b in zip(loaded.weights(), first, strict=True)), what
         assert {p.name for p in folder.iterdir()} == {"step_000001", "broken_step_000002"}, what
         (warning,) = [r.getMessage() for r in caplog.records if r.name == "surgery.train.checkpoints"]
-        assert warning.endswith("set aside as broken_step_000002"), what
+        assert warning.endswith("renamed to broken_step_000002"), what
         loaded.step()
         loaded.save(folder, 2)  # goes on, beside what was set aside
         assert_same(loaded, saved)
@@ -211,7 +211,7 @@ def test_a_full_disk_at_any_file_leaves_the_last_ones(
     def fail(*given: Any, **named: Any) -> None:
         raise full_disk()[call]
 
-    where = {"save_file": steps_module, "save": torch, "dumps": json}[call]
+    where = {"save_file": checkpoints_module, "save": torch, "dumps": json}[call]
     monkeypatch.setattr(where, call, fail)
     with pytest.raises(RunError, match=r"The disk is full\. step_000001 is kept"):
         training.save(tmp_path, step=2)

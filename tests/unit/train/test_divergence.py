@@ -14,7 +14,8 @@ from torch import Tensor
 from surgery.errors import RecipeError
 from surgery.models.meters import Meter
 from surgery.train import divergence as module
-from surgery.train.divergence import Kind, TopK, divergence, grouped, naive_divergence
+from surgery.train.divergence import Kind, TopK, divergence, grouped
+from tests.support.oracles import naive_divergence
 
 N, V = 7, 61
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -136,7 +136,7 @@ def test_a_folder_of_another_identity_is_refused_and_says_why(tmp_path: Path) ->
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("all of it")
-    with pytest.raises(RunError, match="something else"):
+    with pytest.raises(RunError, match="other files"):
         opened(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 

@@ -76,10 +76,10 @@ def test_a_fused_kernel_does_not_pass_adapters_by(make: type, monkeypatch: pytes
     model.train()
     model(prompts((6, 6)).input_ids % 64, use_cache=False).logits.sum().backward()
     assert seen and not any(seen) and mixer.training
-    adapters.check_reached()
+    adapters.check_gradients()
     next(iter(adapter_parameters(model))).grad = None
-    with pytest.raises(RecipeError, match="a kernel reads"):
-        adapters.check_reached()
+    with pytest.raises(RecipeError, match="A kernel reads"):
+        adapters.check_gradients()
 
 
 def replaced(kind: str) -> tuple[PreTrainedModel, Graft]:

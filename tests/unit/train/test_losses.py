@@ -16,18 +16,19 @@ from surgery.data.encoding import EncodedBatch, encode
 from surgery.models.meters import saved_bytes
 from surgery.recipe import Distil
 from surgery.testing.pico import pico_tokenizer
-from surgery.train.divergence import TopK, naive_divergence
+from surgery.train.divergence import TopK
 from surgery.train.losses import (
     answer_loss,
+    attention_kl_loss,
     attention_loss,
-    counts,
+    attention_mse_loss,
     divergence_loss,
     hidden_loss,
-    mixing_loss,
-    reading_loss,
-    text_loss,
+    lm_loss,
 )
+from surgery.train.objectives import counts
 from surgery.types import Reads
+from tests.support.oracles import naive_divergence
 from tests.support.samples import sample, several_questions
 
 V = 1024
@@ -69,11 +70,11 @@ def test_answer_loss_counts_answers_and_nothing_else(side: str) -> None:
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_text_loss_counts_every_token_but_the_first(side: str) -> None:
+def test_lm_loss_counts_every_token_but_the_first(side: str) -> None:
     batch = batch_of(side)
     logits = logits_for(batch)
     expected = naive_next_token(logits, batch, batch.attention_mask)
-    assert float(text_loss(logits, batch)) == pytest.approx(expected, rel=1e-5)
+    assert float(lm_loss(logits, batch)) == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_gradient_reaches_the_tokens_before_answers_alone() -> None:
@@ -97,7 +98,7 @@ def test_padding_does_not_count(side: str) -> None:
     for settings in (Distil(), Distil(top_k=3)):
         loss = divergence_loss(logits, base, batch, settings)
         assert divergence_loss(spoiled, base, batch, settings) == loss
-    assert text_loss(spoiled, batch) == text_loss(logits, batch)
+    assert lm_loss(spoiled, batch) == lm_loss(logits, batch)
 
 
 def test_answer_loss_refuses_where_nothing_is_answered() -> None:
@@ -111,14 +112,14 @@ def test_sure_and_right_costs_nothing() -> None:
     logits = torch.zeros(*batch.input_ids.shape, V)
     logits[:, :-1].scatter_(2, batch.input_ids[:, 1:, None], 100.0)
     assert float(answer_loss(logits, batch)) == pytest.approx(0, abs=1e-6)
-    assert float(text_loss(logits, batch)) == pytest.approx(0, abs=1e-6)
+    assert float(lm_loss(logits, batch)) == pytest.approx(0, abs=1e-6)
 
 
 def test_knowing_nothing_costs_the_logarithm_of_the_vocabulary() -> None:
     batch = batch_of("right")
     logits = torch.zeros(*batch.input_ids.shape, V)
     assert float(answer_loss(logits, batch)) == pytest.approx(math.log(V), rel=1e-6)
-    assert float(text_loss(logits, batch)) == pytest.approx(math.log(V), rel=1e-6)
+    assert float(lm_loss(logits, batch)) == pytest.approx(math.log(V), rel=1e-6)
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -250,7 +251,7 @@ def random_states(batch: EncodedBatch, seed: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_mixing_loss_is_the_squared_distance_of_the_causal_rows(side: str) -> None:
+def test_attention_mse_loss_is_the_squared_distance_of_the_causal_rows(side: str) -> None:
     batch = batch_of(side)
     mine, other = random_rows(batch, 0), random_rows(batch, 1)
     heads = []
@@ -263,7 +264,7 @@ def test_mixing_loss_is_the_squared_distance_of_the_causal_rows(side: str) -> No
                     total += float((a[d, h, t, places[: i + 1]] - b[d, h, t, places[: i + 1]]).double().square().sum())
                     tokens += 1
             heads.append(total / tokens)
-    assert float(mixing_loss(mine, other, batch)) == pytest.approx(sum(heads) / len(heads), rel=1e-5)
+    assert float(attention_mse_loss(mine, other, batch)) == pytest.approx(sum(heads) / len(heads), rel=1e-5)
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -277,13 +278,13 @@ def test_hidden_loss_is_the_mean_length_of_the_difference(side: str) -> None:
     assert float(hidden_loss(mine, other, batch)) == pytest.approx(sum(found) / len(found), rel=1e-5)
 
 
-def test_reading_loss_is_the_mean_divergence_of_the_questions_rows() -> None:
+def test_attention_kl_loss_is_the_mean_divergence_of_the_questions_rows() -> None:
     """Against torch's own; questions that are none do not count, and its gradient by the scores is a - a'."""
     batch = batch_of()
     Q, asked = batch.query.shape[1], (batch.query >= 0).nonzero().tolist()
     scores = [x[:, :, :Q].clone().requires_grad_() for x in random_rows(batch, 0)]
     theirs = [x[:, :, :Q].softmax(-1) for x in random_rows(batch, 1)]
-    loss = reading_loss([x.softmax(-1) for x in scores], theirs, batch)
+    loss = attention_kl_loss([x.softmax(-1) for x in scores], theirs, batch)
     found = [
         F.kl_div(a[d, h, q].log_softmax(-1), b[d, h, q], reduction="sum")
         for a, b in zip(scores, theirs, strict=True)
@@ -301,7 +302,7 @@ def test_reading_loss_is_the_mean_divergence_of_the_questions_rows() -> None:
 
 def test_where_student_and_teacher_agree_the_gradient_is_zero_and_finite() -> None:
     batch = batch_of()
-    for loss, made in ((mixing_loss, random_rows), (hidden_loss, random_states)):
+    for loss, made in ((attention_mse_loss, random_rows), (hidden_loss, random_states)):
         mine = [x.requires_grad_() for x in made(batch, 0)]
         found = loss(mine, [x.detach().clone() for x in mine], batch)
         assert float(found) == 0
@@ -310,32 +311,32 @@ def test_where_student_and_teacher_agree_the_gradient_is_zero_and_finite() -> No
 
 def loss_of(name: str, batch: EncodedBatch, model: list[Tensor], count: float | None) -> Tensor:
     """An objective on outputs that stand for the whole batch's: `model` is cut to the batch's rows by the caller."""
-    if name in ("answer", "text"):
-        return {"answer": answer_loss, "text": text_loss}[name](model[0], batch, count)
-    if name in ("keep", "distil"):
+    if name in ("answer", "lm"):
+        return {"answer": answer_loss, "lm": lm_loss}[name](model[0], batch, count)
+    if name in ("base_kl", "distil"):
         base = model[0].detach().roll(7, dims=-1)
         return divergence_loss(model[0], base, batch, Distil(top_k=5 if name == "distil" else None), count)
     if name == "attention":
         rows = [x.softmax(-1) for x in model]
         return attention_loss(rows, [("segment_end", "answer_token"), ("answer_token",)], batch, count)
-    if name == "reading":
-        return reading_loss(
+    if name == "attention_kl":
+        return attention_kl_loss(
             [x.softmax(-1) for x in model], [x.detach().flip(-1).softmax(-1) for x in model], batch, count
         )
     other = [x.detach().flip(-1) for x in model]
-    return {"mixing": mixing_loss, "hidden": hidden_loss}[name](model, other, batch, count)
+    return {"attention_mse": attention_mse_loss, "hidden_mse": hidden_loss}[name](model, other, batch, count)
 
 
 def outputs_for(name: str, batch: EncodedBatch) -> list[Tensor]:
-    if name in ("mixing", "hidden"):
-        return {"mixing": random_rows, "hidden": random_states}[name](batch, 4)
-    if name in ("attention", "reading"):
+    if name in ("attention_mse", "hidden_mse"):
+        return {"attention_mse": random_rows, "hidden_mse": random_states}[name](batch, 4)
+    if name in ("attention", "attention_kl"):
         Q = batch.query.shape[1]
         return [x[:, :, :Q] for x in random_rows(batch, 4)]
     return [logits_for(batch)]
 
 
-OBJECTIVES = ("answer", "attention", "keep", "text", "distil", "reading", "mixing", "hidden")
+OBJECTIVES = ("answer", "attention", "base_kl", "lm", "distil", "attention_kl", "attention_mse", "hidden_mse")
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

@@ -14,7 +14,8 @@ from surgery.data.generated import step_documents
 from surgery.errors import RunError
 from surgery.recipe import Source
 from surgery.testing.pico import pico_tokenizer
-from surgery.train.micro_batches import cut
+from surgery.train.micro_batches import split_step
+from surgery.train.targets import Targets
 from tests.support import training_worker as worker
 
 
@@ -42,24 +43,24 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_step(
     tmp_path: Path, whole: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """More than two documents do not fit; the gradient is that of all five."""
-    real = worker.Trainer.losses
+    real = Targets.weighted_losses
 
     def small(self: Any, model: Any, source: Any, batch: Any, *given: Any, **named: Any) -> Any:
         if len(batch) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 PiB")
         return real(self, model, source, batch, *given, **named)
 
-    monkeypatch.setattr(worker.Trainer, "losses", small)
+    monkeypatch.setattr(Targets, "weighted_losses", small)
     assert_same(worker.gradients(tmp_path), whole)
-    assert "train.sources.0 goes on with 2 documents" in caplog.text
-    assert "train.sources.1 goes on with 1 documents" in caplog.text
+    assert "train.sources.0 continues with 2 documents" in caplog.text
+    assert "train.sources.1 continues with 1 documents" in caplog.text
 
 
 def test_one_document_that_does_not_fit_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(worker.Trainer, "losses", never)
+    monkeypatch.setattr(Targets, "weighted_losses", never)
     with pytest.raises(RunError, match="Out of memory with one document"):
         worker.gradients(tmp_path)
 
@@ -68,16 +69,16 @@ def test_other_errors_are_not_taken_for_lack_of_memory(tmp_path: Path, monkeypat
     def wrong(*_: Any, **__: Any) -> Any:
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr(worker.Trainer, "losses", wrong)
+    monkeypatch.setattr(Targets, "weighted_losses", wrong)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         worker.gradients(tmp_path)
 
 
 def test_documents_of_a_length_go_together() -> None:
     """Fewer padded tokens than in the order they came in, and every document once."""
-    source = Source.model_validate({"task": "sentence", "rows": 12, "weights": {"text": 1.0}})
+    source = Source.model_validate({"task": "sentence", "rows": 12, "weights": {"lm": 1.0}})
     documents = step_documents(source, 0, 0, 0)
-    parts = cut([source], [documents], {0: 3}, pico_tokenizer(), Accelerator(cpu=True))
+    parts = split_step([source], [documents], {0: 3}, pico_tokenizer(), Accelerator(cpu=True))
     apart = [encode(documents[i : i + 3], pico_tokenizer()) for i in range(0, 12, 3)]
     assert sum(part.batch.input_ids.numel() for part in parts) < sum(batch.input_ids.numel() for batch in apart)
 

@@ -24,17 +24,18 @@ from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site,
 from surgery.train import packing as packed
 from surgery.train.divergence import TopK
 from surgery.train.logits_cache import LogitsCache
-from surgery.train.losses import counts
-from surgery.train.packing import apart, why_not
-from surgery.train.row_packing import pack
-from surgery.train.teacher import Teacher, _moved
-from surgery.train.trainer import Trainer
+from surgery.train.objectives import Outputs, counts
+from surgery.train.packing import pack, packing_fault, separate_documents
+from surgery.train.targets import Targets
+from surgery.train.teacher import Teacher, _shifted
+from surgery.train.trainer import _supports_packing
 from surgery.types import Graft
 from tests.support.battery import base as base_of
 from tests.support.battery import trained
 from tests.support.kernels import with_kernels
 from tests.support.rounding import assert_close_in_ulps
 from tests.support.samples import several_questions
+from tests.support.stage_run import StageRun
 
 SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}
 SITE = 1
@@ -60,9 +61,9 @@ def own(folder: Path, weights: dict[str, float], text: bool = False, **more: Any
 
 
 def section(folder: Path, *weights: dict[str, float], steps: int = 1, **more: Any) -> Train:
-    given = weights or ({"answer": 1.0, "attention": 0.5}, {"keep": 1.0, "text": 0.5})
+    given = weights or ({"answer": 1.0, "attention": 0.5}, {"base_kl": 1.0, "lm": 0.5})
     sources = [own(folder, w, text="answer" not in w and "attention" not in w) for w in given]
-    teaches = any(set(w) & {"distil", "mixing", "reading", "hidden"} for w in given)
+    teaches = any(set(w) & {"distil", "attention_mse", "attention_kl", "hidden_mse"} for w in given)
     rates = {"warmup": 1, "lr": 1e-3, "new_heads_lr": 1e-3}
     made = {"steps": steps, "sources": sources, "optimizer": rates, **({"teacher": {"model": "x"}} if teaches else {})}
     return Train.model_validate({**made, **more})
@@ -73,36 +74,36 @@ def graft() -> Graft:
     return Graft(site, (2,), "add", "ssm", ("segment_end",))
 
 
-def trainer(train: Train, control: bool = False, **more: Any) -> Trainer:
+def trainer(train: Train, control: bool = False, **more: Any) -> StageRun:
     model = pico_base(**SHAPE) if control else pico_hybrid([pico_site(SITE)], **SHAPE)
     grafts = () if control else (graft(),)
-    asked = [name for name in ("distil", "reading", "mixing", "hidden") if train.uses(name)]
     teacher = None
-    if asked:
+    if train.needs_teacher:
         llama = pico_family("llama", vocab_size=1024, num_hidden_layers=2)
-        teacher = Teacher(llama, pico_tokenizer(), model.config, grafts, train.align, asked)
-    given = {"base": pico_base(**SHAPE), "grafts": grafts, "teacher": teacher, **more}
-    return Trainer(model, pico_tokenizer(), train, 0, None, Accelerator(cpu=True), **given)
+        teacher = Teacher(llama, pico_tokenizer(), model.config, grafts, train.align, train.needs)
+    targets = Targets(base=pico_base(**SHAPE), grafts=grafts, teacher=teacher, **more)
+    return StageRun(model, pico_tokenizer(), train, 0, None, Accelerator(cpu=True), targets)
+
+
+def packs(run: StageRun) -> bool:
+    return _supports_packing(run.model, run.section, run.section.sequence[0], run.targets, run.accelerator)
 
 
 def first_step(train: Train, monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[dict, dict[str, Tensor], list]:
     """Losses, gradients and batches."""
-    made, found = trainer(train, **more), dict[str, Tensor]()
+    made = trainer(train, **more)
     seen: list[EncodedBatch] = []
-    real = made.losses
+    real = Targets.weighted_losses
 
-    def watched(model: Any, source: Any, batch: EncodedBatch, *rest: Any) -> Any:
+    def watched(self: Targets, model: Any, source: Any, batch: EncodedBatch, *rest: Any) -> Any:
         seen.append(batch)
-        return real(model, source, batch, *rest)
+        return real(self, model, source, batch, *rest)
 
-    def keep(parameters: Any, norm: float) -> Tensor:
-        found.update({n: p.grad.clone() for n, p in made.trained.named_parameters() if p.grad is not None})
-        return torch.tensor(1.0)
-
-    monkeypatch.setattr(made, "losses", watched)
-    made.accelerator.clip_grad_norm_ = keep  # type: ignore[method-assign]
-    (entry,) = made.run()
-    return {k: v for k, v in entry.items() if k != "seconds"}, found, seen
+    with monkeypatch.context() as patch:
+        patch.setattr(Targets, "weighted_losses", watched)
+        gradients = made.record_gradients()
+        (entry,) = made.run()
+    return {k: v for k, v in entry.items() if k != "seconds"}, gradients, seen
 
 
 def check_same(train: Callable[[bool], Train], monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
@@ -125,13 +126,13 @@ class TestAStep:
             {"answer": 1.0},
             {"attention": 1.0},
             {"answer": 1.0, "attention": 0.5},
-            {"text": 1.0},
-            {"keep": 1.0},
+            {"lm": 1.0},
+            {"base_kl": 1.0},
             {"distil": 1.0},
-            {"mixing": 1.0},
-            {"attention": 0.5, "reading": 1.0, "mixing": 1.0},
-            {"attention": 0.5, "reading": 1.0},
-            {"hidden": 1.0},
+            {"attention_mse": 1.0},
+            {"attention": 0.5, "attention_kl": 1.0, "attention_mse": 1.0},
+            {"attention": 0.5, "attention_kl": 1.0},
+            {"hidden_mse": 1.0},
         ],
         ids=lambda weights: "+".join(weights),
     )
@@ -144,11 +145,11 @@ class TestAStep:
     @pytest.mark.parametrize(
         "more",
         [
-            {"trains": "lora", "lora": {"rank": 2}},
-            {"trains": "new_heads"},
-            {"trains": "spliced_layers"},
+            {"trainable": "lora", "lora": {"rank": 2}},
+            {"trainable": "new_heads"},
+            {"trainable": "spliced_layers"},
             {"gradient_checkpointing": True},
-            {"trains": "new_heads", "gradient_checkpointing": True},
+            {"trainable": "new_heads", "gradient_checkpointing": True},
             {"distil": {"top_k": 5, "divergence": "reverse"}},
         ],
         ids=lambda more: "+".join(map(str, more.values())) if "distil" not in more else "top_k",
@@ -161,16 +162,16 @@ class TestAStep:
         with_kernels(monkeypatch, fuses=fuses)
         check_same(lambda packing: section(tmp_path, packing=packing, **more), monkeypatch)
 
-    def test_of_matrices_that_are_moved(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_of_matrices_that_are_shifted(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with_kernels(monkeypatch)
         align = {"offsets": {f"{graft().site.name}2": -2}}
-        given = {"mixing": 1.0}
+        given = {"attention_mse": 1.0}
         check_same(lambda packing: section(tmp_path, given, align=align, packing=packing), monkeypatch)
 
     def test_of_a_control(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """transformers' own class, which hands no keyword on, is what trains."""
         with_kernels(monkeypatch)
-        weights = ({"answer": 1.0}, {"text": 1.0, "keep": 1.0})
+        weights = ({"answer": 1.0}, {"lm": 1.0, "base_kl": 1.0})
         check_same(lambda packing: section(tmp_path, *weights, packing=packing), monkeypatch, control=True)
 
     def test_with_logits_on_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +183,7 @@ class TestAStep:
 
         train = {packing: section(tmp_path, {"distil": 1.0}, distil=distil, packing=packing) for packing in (0, 1)}
         losses, *_ = first_step(train[0], monkeypatch, cache=opened())
-        monkeypatch.setattr(Teacher, "outputs", lambda *_: type("Nothing", (), {"logits": None})())
+        monkeypatch.setattr(Teacher, "outputs", lambda *_: Outputs())
         found, *_ = first_step(train[1], monkeypatch, cache=opened())
         assert found == pytest.approx(losses, rel=1e-5)
 
@@ -214,47 +215,50 @@ class TestWithoutKernels:
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with_kernels(monkeypatch)
-        made = trainer(section(tmp_path, packing=True, compile=True))
-        assert not made._packs(made.model) and "torch.compile" in caplog.text
+        assert not packs(trainer(section(tmp_path, packing=True, compile=True))) and "torch.compile" in caplog.text
 
     def test_the_frozen_base_and_the_teacher_are_asked_too(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(packed, "_leaks", lambda model: model.config.model_type in ("mamba2", "llama"))
-        made = trainer(section(tmp_path, packing=True))
-        assert not made._packs(made.model) and "the frozen base: a document changes" in caplog.text
+        assert (
+            not packs(trainer(section(tmp_path, packing=True))) and "the frozen base: a document changes" in caplog.text
+        )
         caplog.clear()
-        made = trainer(section(tmp_path, {"distil": 1.0}, packing=True))
-        assert not made._packs(made.model) and "the teacher: a document changes" in caplog.text
+        assert (
+            not packs(trainer(section(tmp_path, {"distil": 1.0}, packing=True)))
+            and "the teacher: a document changes" in caplog.text
+        )
         caplog.clear()
-        made = trainer(section(tmp_path, {"text": 1.0}, packing=True))
-        assert made._packs(made.model) and not caplog.text, "the base is not used"
+        assert packs(trainer(section(tmp_path, {"lm": 1.0}, packing=True))) and not caplog.text, "the base is not used"
 
 
 class TestAsking:
     @pytest.mark.parametrize("name", [*SCANS, *TRANSFORMERS])
     def test_who_keeps_documents_apart(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with_kernels(monkeypatch)
-        assert why_not({"it": base_of(name)}) is None
+        assert packing_fault({"it": base_of(name)}) is None
         if name in SCANS and name != "falcon_h1":
-            assert why_not({"it": trained(name)}) is None
+            assert packing_fault({"it": trained(name)}) is None
 
     @pytest.mark.parametrize("name", WITHOUT)
     def test_who_does_not(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Mamba-1 of transformers takes the argument, and drops it without a word."""
         with_kernels(monkeypatch)
-        says = "takes none" if name == "llamba" else "a document changes what is said of the next one"
-        assert says in str(why_not({"it": base_of(name)})) and "takes none" in str(why_not({"it": trained(name)}))
+        says = "takes none" if name == "llamba" else "a document changes the logits of the next one"
+        assert says in str(packing_fault({"it": base_of(name)})) and "takes none" in str(
+            packing_fault({"it": trained(name)})
+        )
 
     @pytest.mark.parametrize("leak", ["reset_state", "reset_convolution"])
     def test_a_kernel_that_leaks_is_found_out(self, leak: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with_kernels(monkeypatch, **{leak: False})  # type: ignore[arg-type]
-        assert "a document changes what is said of the next one" in str(why_not({"it": trained("mamba2")}))
+        assert "a document changes the logits of the next one" in str(packing_fault({"it": trained("mamba2")}))
 
     def test_random_numbers_stay_as_they_were(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with_kernels(monkeypatch)
         before = torch.get_rng_state()
-        why_not({"it": base_of("mamba2")})
+        packing_fault({"it": base_of("mamba2")})
         assert torch.equal(torch.get_rng_state(), before)
 
     @pytest.mark.parametrize("name", [*SCANS, *TRANSFORMERS])
@@ -267,7 +271,7 @@ class TestAsking:
         model = base_of(name)
         with torch.no_grad():
             expected = torch.cat([model(text[None], use_cache=False).logits[0] for text in texts])
-            with apart(model, index):
+            with separate_documents(model, index):
                 ids = torch.cat(texts)[None]
                 found = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
             after = model(ids, use_cache=False).logits[0]
@@ -281,7 +285,7 @@ def batch_of() -> EncodedBatch:
 
 
 def test_as_many_terms_as_in_padded_rows() -> None:
-    names = ("answer", "text", "attention", "reading", "keep", "distil", "mixing", "hidden")
+    names = ("answer", "lm", "attention", "attention_kl", "base_kl", "distil", "attention_mse", "hidden_mse")
     assert counts(pack(batch_of()), names) == counts(batch_of(), names)
 
 
@@ -316,9 +320,9 @@ def test_moved_attention_stays_in_its_document(offset: int) -> None:
     documents = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 2, 2]])
     same = documents[0][:, None] == documents[0]
     rows = torch.rand(1, 10, 10, generator=torch.Generator().manual_seed(0)).tril() * same
-    found = _moved(rows, offset, documents)
+    found = _shifted(rows, offset, documents)
     for start, stop in ((0, 5), (5, 8), (8, 10)):
-        part = _moved(rows[:, start:stop, start:stop], offset)
+        part = _shifted(rows[:, start:stop, start:stop], offset)
         assert torch.equal(found[:, start:stop, start:stop], part)
     torch.testing.assert_close(found.sum(-1), rows.sum(-1))
     assert not found[0][~same].any()
@@ -328,7 +332,7 @@ def test_out_of_memory_halves_documents_and_not_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with_kernels(monkeypatch)
-    real, sizes = Trainer.losses, list[int]()
+    real, sizes = Targets.weighted_losses, list[int]()
 
     def small(self: Any, model: Any, source: Any, batch: EncodedBatch, *rest: Any) -> Any:
         sizes.append(len(batch))
@@ -337,10 +341,10 @@ def test_out_of_memory_halves_documents_and_not_rows(
         return real(self, model, source, batch, *rest)
 
     whole = trainer(section(tmp_path, {"answer": 1.0})).run()[0]["loss"]
-    monkeypatch.setattr(Trainer, "losses", small)
+    monkeypatch.setattr(Targets, "weighted_losses", small)
     made = trainer(section(tmp_path, {"answer": 1.0}, packing=True))
     assert made.run()[0]["loss"] == pytest.approx(whole, rel=1e-5)
-    assert sizes[0] < len(PAIRS) and "goes on with 2 documents" in caplog.text
+    assert sizes[0] < len(PAIRS) and "continues with 2 documents" in caplog.text
 
 
 def test_a_recipe_packs_where_it_says_so(tmp_path: Path) -> None:

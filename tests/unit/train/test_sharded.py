@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 from surgery.errors import RunError
 from surgery.models.lookup import family_of
 from surgery.testing.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, pico_hybrid, pico_site, tokens
-from surgery.train.sharded import block_classes, gather, trains, twin
-from surgery.train.trainer import Trainer
+from surgery.train.sharded import block_classes, gather, trainable_parameters, twin
+from surgery.train.targets import Targets
+from surgery.train.trainer import check_stage
 from tests.support import training_worker as worker
 from tests.support.battery import logits, trained
 
@@ -53,7 +54,7 @@ def test_a_twin_has_the_tensors_and_modules_of_its_own() -> None:
     theirs = dict(other.named_parameters())
     for name, parameter in model.named_parameters():
         assert theirs[name] is not parameter and theirs[name].data_ptr() == parameter.data_ptr()
-    assert [p.shape for p in trains(other)] == [model.lm_head.weight.shape]
+    assert [p.shape for p in trainable_parameters(other)] == [model.lm_head.weight.shape]
     assert not {id(m) for m in model.modules()} & {id(m) for m in other.modules()}
 
 
@@ -94,9 +95,6 @@ class OldSharding(Accelerator):
 def test_what_sharding_cannot_do_is_said_first(
     kind: type[Accelerator], more: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    no_tokenizer: Any = None
-    given = Trainer(
-        pico_hybrid([pico_site(1)]), no_tokenizer, worker.section(tmp_path, 1, **more), 0, None, kind(cpu=True)
-    )
+    section = worker.section(tmp_path, 1, **more)
     with pytest.raises(RunError, match=said):
-        given.run()
+        check_stage(section, section.sequence[0], Targets(), kind(cpu=True))

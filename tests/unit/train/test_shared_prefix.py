@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site
-from surgery.train import trainer as loop
+from surgery.models.lookup import family_of, geometry_of
+from surgery.recipe import Train
+from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
 from surgery.train.shared_prefix import SharedPrefix, share_weights
+from surgery.train.training import train_model
+from surgery.types import Graft, Plan
 from tests.support import training_worker as worker
 
 SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}
@@ -19,7 +22,7 @@ SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}
 
 def after_two_steps(folder: Path, **more: Any) -> tuple[dict[str, Tensor], Any]:
     folder.mkdir(exist_ok=True)
-    made = worker.trainer(folder, worker.section(folder, 2, **more))
+    made = worker.stage_run(folder, worker.section(folder, 2, **more))
     made.folder = None
     made.run()
     return {name: p.detach().clone() for name, p in made.model.named_parameters()}, made
@@ -29,31 +32,48 @@ def after_two_steps(folder: Path, **more: Any) -> tuple[dict[str, Tensor], Any]:
 def test_a_shared_prefix_changes_no_weight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
 ) -> None:
-    given = {"trains": "new_heads", "gradient_checkpointing": checkpointing}
-    shared, trainer = after_two_steps(tmp_path, **given)
-    assert trainer.prefix is not None and trainer.prefix.layer == 1, "the head is in the second of two layers"
-    monkeypatch.setattr(loop.SharedPrefix, "of", lambda *_: None)
-    alone, other = after_two_steps(tmp_path, **given)
-    assert other.prefix is None
+    given = {"trainable": "new_heads", "gradient_checkpointing": checkpointing}
+    prefixes, real = list[SharedPrefix | None](), SharedPrefix.of
+    monkeypatch.setattr(SharedPrefix, "of", lambda *models: prefixes.append(real(*models)) or prefixes[-1])
+    shared, _ = after_two_steps(tmp_path, **given)
+    assert prefixes[0] is not None and prefixes[0].layer == 1, "the head is in the second of two layers"
+    monkeypatch.setattr(SharedPrefix, "of", lambda *_: None)
+    alone, _ = after_two_steps(tmp_path, **given)
     for name, weight in alone.items():
         torch.testing.assert_close(shared[name], weight, atol=1e-6, rtol=1e-5)
 
 
 def test_the_layers_below_run_once(tmp_path: Path) -> None:
     calls: list[str] = []
-    made = worker.trainer(tmp_path, worker.section(tmp_path, 1, trains="new_heads", sources=[worker.TEXT]))
-    assert made.base is not None
-    for name, model in (("model", made.model), ("base", made.base)):
+    made = worker.stage_run(tmp_path, worker.section(tmp_path, 1, trainable="new_heads", sources=[worker.TEXT]))
+    assert made.targets.base is not None
+    for name, model in (("model", made.model), ("base", made.targets.base)):
         model.backbone.layers[0].mixer.in_proj.register_forward_hook(lambda *_, n=name: calls.append(n))
     made.run()
     assert calls == ["base"]
 
 
 def test_all_that_trains_shares_nothing(tmp_path: Path) -> None:
-    _, made = after_two_steps(tmp_path, trains="all")
-    assert made.prefix is None
-    mine, theirs = dict(made.model.named_parameters()), dict(made.base.named_parameters())
+    _, made = after_two_steps(tmp_path, trainable="all")
+    assert SharedPrefix.of(made.model, made.targets.base) is None
+    mine, theirs = dict(made.model.named_parameters()), dict(made.targets.base.named_parameters())
     assert not any(mine[name].data_ptr() == p.data_ptr() for name, p in theirs.items())
+
+
+@pytest.mark.parametrize("after", ["all", "lora"])
+def test_a_base_that_an_earlier_stage_shared_stays_as_it_is(after: str) -> None:
+    """A stage that trains new heads shares the rest with the base. The next stage changes the rest in place."""
+    model, base = pico_hybrid([pico_site(1)], **SHAPE), pico_base(**SHAPE)
+    before = {name: p.detach().clone() for name, p in base.named_parameters()}
+    source = {"task": "sentence", "rows": 1, "weights": {"base_kl": 1.0, "lm": 1.0}}
+    stages = [{"name": t, "steps": 1, "trainable": t, "sources": [source]} for t in ("new_heads", after)]
+    section = Train.model_validate({"stages": stages})
+    spliced = family_of(base.config).mixers(base.config)[1]
+    plan = Plan("base", geometry_of(base.config), (Graft(spliced, (2,), "add", "ssm", ("segment_end",)),), 0)
+    train_model(model, pico_tokenizer(), section, plan, base)
+    name = "backbone.layers.0.mixer.in_proj.weight"
+    assert not torch.equal(model.get_parameter(name), before[name])
+    assert all(torch.equal(p, before[name]) for name, p in base.named_parameters())
 
 
 def test_equal_frozen_weights_are_one() -> None:

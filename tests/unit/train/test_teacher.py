@@ -26,7 +26,7 @@ from surgery.testing.pico import (
     pico_tokenizer,
     tokens,
 )
-from surgery.train.losses import hidden_loss, mixing_loss
+from surgery.train.losses import attention_mse_loss, hidden_loss
 from surgery.train.teacher import Teacher, check_tokenizers, layer_outputs
 from surgery.types import Graft
 from tests.support.samples import several_questions
@@ -45,12 +45,12 @@ def graft(layer: int, heads: tuple[int, ...], **more: Any) -> Graft:
     return Graft(site, heads, more.pop("mode", "add"), more.pop("init", "ssm"), reads, **more)  # type: ignore[arg-type]
 
 
-def teacher_of(name: str = "llama", objectives: tuple[str, ...] = ("distil",), **more: Any) -> Teacher:
+def teacher_of(name: str = "llama", needs: tuple[str, ...] = ("teacher.logits",), **more: Any) -> Teacher:
     """A teacher of `pico_base`, which has 3 layers of 4 heads."""
     student = more.pop("student", pico_base(vocab_size=V).config)
     grafts, align = more.pop("grafts", ()), more.pop("align", None)
     model = pico_family(name, **{"vocab_size": V, **more})
-    return Teacher(model, pico_tokenizer(), student, grafts, align, objectives)
+    return Teacher(model, pico_tokenizer(), student, grafts, align, needs)
 
 
 def changed(tokenizer: PreTrainedTokenizerFast, **more: Any) -> PreTrainedTokenizerFast:
@@ -131,28 +131,28 @@ def test_the_matrices_are_those_of_output_attentions(name: str, side: str) -> No
     """The naive way: the model's own `output_attentions` under eager attention, which keeps every layer's."""
     batch = batch_of(side)
     grafts = (graft(0, (1, 3)), graft(2, (0,)))
-    teacher = teacher_of(name, ("mixing",), grafts=grafts, align=Align(heads={"L0H3": "L1H2"}))
-    found = teacher.outputs(batch, {"mixing"})
-    assert found.logits is None and found.hidden is None and found.mixing is not None
+    teacher = teacher_of(name, ("teacher.full_attention",), grafts=grafts, align=Align(heads={"L0H3": "L1H2"}))
+    found = teacher.outputs(batch, {"teacher.full_attention"})
+    assert found.logits is None and not found.hidden_states and found.full_attention
     naive = pico_family(name, vocab_size=V)
     naive.set_attn_implementation("eager")
     with torch.no_grad():
         every = naive(batch.input_ids, attention_mask=batch.attention_mask, output_attentions=True).attentions
     expected = [torch.stack([every[0][:, 1], every[1][:, 2]], 1), every[2][:, :1]]
-    for mine, theirs in zip(found.mixing, expected, strict=True):
+    for mine, theirs in zip(found.full_attention, expected, strict=True):
         torch.testing.assert_close(mine, theirs)
-    assert not torch.allclose(found.mixing[0][:, 0], found.mixing[0][:, 1])
+    assert not torch.allclose(found.full_attention[0][:, 0], found.full_attention[0][:, 1])
 
 
 @pytest.mark.parametrize("offset", [-3, 2])
 def test_an_offset_moves_what_the_teacher_attends_to(offset: int) -> None:
     """By so many tokens, no further than the first or the attending one; no attention is lost."""
-    batch, grafts = batch_of(), (graft(0, (1, 3)),)
+    batch, grafts, needs = batch_of(), (graft(0, (1, 3)),), ("teacher.attention",)
     plain, moved = (
-        teacher_of("llama", ("reading",), grafts=grafts, align=Align(offsets=given)).outputs(batch, {"reading"}).mixing
+        teacher_of("llama", needs, grafts=grafts, align=Align(offsets=given)).outputs(batch, needs).full_attention
         for given in ({}, {"L0H3": offset})
     )
-    assert plain is not None and moved is not None
+    assert plain and moved
     assert torch.equal(moved[0][:, 0], plain[0][:, 0])
     expected, T = torch.zeros_like(plain[0][:, 1]), plain[0].shape[-1]
     for t in range(T):
@@ -163,15 +163,15 @@ def test_an_offset_moves_what_the_teacher_attends_to(offset: int) -> None:
 
 
 def test_the_attention_implementation_is_as_before_even_after_an_error() -> None:
-    teacher = teacher_of("llama", ("mixing",), grafts=(graft(0, (1,)),))
+    teacher = teacher_of("llama", ("teacher.full_attention",), grafts=(graft(0, (1,)),))
     before = teacher.model.config._attn_implementation
     assert before != "eager"
-    teacher.outputs(batch_of(), {"mixing"})
+    teacher.outputs(batch_of(), {"teacher.full_attention"})
     assert teacher.model.config._attn_implementation == before
     broken = batch_of()
     broken.input_ids[0, 0] = V
     with pytest.raises(IndexError):
-        teacher.outputs(broken, {"mixing"})
+        teacher.outputs(broken, {"teacher.full_attention"})
     assert teacher.model.config._attn_implementation == before
     assert not any(m._forward_hooks for m in teacher.model.modules() if type(m).__name__ == "LlamaAttention")
 
@@ -184,16 +184,18 @@ def test_heads_are_the_named_the_donors_or_the_namesakes_by_layer() -> None:
     copied = graft(1, (0, 2), init="teacher", donors=("L2H3", "L2H1"))
     whole = graft(2, (0, 1, 2, 3), mode="replace", init="teacher", unit="layer", donors=("L1",))
     plain = graft(0, (3,))
-    teacher = teacher_of("llama", ("mixing",), grafts=(copied, whole, plain), align=Align(heads={"L1H2": "L0H0"}))
+    teacher = teacher_of(
+        "llama", ("teacher.full_attention",), grafts=(copied, whole, plain), align=Align(heads={"L1H2": "L0H0"})
+    )
     assert names_of(teacher) == [["L0H3"], ["L2H3", "L0H0"], ["L1H0", "L1H1", "L1H2", "L1H3"]]
 
 
 def test_heads_that_one_of_the_models_does_not_have_are_refused() -> None:
-    asked: dict[str, Any] = {"objectives": ("mixing",), "grafts": (graft(0, (3,)),)}
+    asked: dict[str, Any] = {"needs": ("teacher.full_attention",), "grafts": (graft(0, (3,)),)}
     with pytest.raises(RecipeError, match="L0H3: L0H9"):
         teacher_of(align=Align(heads={"L0H3": "L0H9"}), **asked)
     with pytest.raises(RecipeError, match="L2H3"):
-        teacher_of("llama", ("mixing",), grafts=(graft(2, (3,)),), num_hidden_layers=2)
+        teacher_of("llama", ("teacher.full_attention",), grafts=(graft(2, (3,)),), num_hidden_layers=2)
     with pytest.raises(RecipeError, match=r"L1H1.*No head of that name"):
         teacher_of(align=Align(heads={"L1H1": "L0H0"}), **asked)
     with pytest.raises(RecipeError, match=r"align\.offsets: L1H1.*No head of that name"):
@@ -205,23 +207,23 @@ def test_heads_that_one_of_the_models_does_not_have_are_refused() -> None:
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
 def test_logits_are_the_models_own(name: str) -> None:
     teacher, batch = teacher_of(name), batch_of()
-    found = teacher.outputs(batch, {"answer", "distil"})
+    found = teacher.outputs(batch, {"answers", "teacher.logits"})
     with torch.no_grad():
         expected = teacher.model(batch.input_ids, attention_mask=batch.attention_mask).logits
     assert found.logits is not None and torch.equal(found.logits, expected)
-    assert found.mixing is None and found.hidden is None
+    assert not found.full_attention and not found.hidden_states
     assert not any(p.requires_grad for p in teacher.model.parameters())
 
 
 def test_a_vocabulary_padded_otherwise_is_cut_or_filled() -> None:
     batch = batch_of()
-    plain = teacher_of().outputs(batch, {"distil"}).logits
-    wide = teacher_of(student=pico_base(vocab_size=V + 8).config).outputs(batch, {"distil"}).logits
+    plain = teacher_of().outputs(batch, {"teacher.logits"}).logits
+    wide = teacher_of(student=pico_base(vocab_size=V + 8).config).outputs(batch, {"teacher.logits"}).logits
     narrow = teacher_of(vocab_size=V + 8, student=pico_base(vocab_size=V).config)
     assert plain is not None and wide is not None
     assert torch.equal(wide[..., :V], plain)
     assert torch.equal(wide[..., V:], plain.amin(-1, keepdim=True).expand(-1, -1, 8))
-    found = narrow.outputs(batch, {"distil"}).logits
+    found = narrow.outputs(batch, {"teacher.logits"}).logits
     assert found is not None and found.shape[-1] == V
     whole = narrow.model(batch.input_ids, attention_mask=batch.attention_mask).logits
     assert torch.equal(found, whole[..., :V])
@@ -238,8 +240,8 @@ def test_a_vocabulary_without_some_of_the_tokens_is_refused() -> None:
 def test_nothing_runs_where_nothing_is_wanted() -> None:
     teacher = teacher_of()
     teacher.model.register_forward_pre_hook(lambda module, args: pytest.fail("it ran"))
-    found = teacher.outputs(batch_of(), {"answer", "attention"})
-    assert found.logits is None and found.mixing is None and found.hidden is None
+    found = teacher.outputs(batch_of(), {"answers", "model.attention"})
+    assert found.logits is None and not found.full_attention and not found.hidden_states
 
 
 @pytest.mark.parametrize(
@@ -248,30 +250,30 @@ def test_nothing_runs_where_nothing_is_wanted() -> None:
 )
 def test_layers_correspond_in_proportion(mine: int, theirs: int, expected: list[int]) -> None:
     student = pico_base(vocab_size=V, layers=mine).config
-    found = teacher_of("llama", ("hidden",), student=student, num_hidden_layers=theirs).layers
+    found = teacher_of("llama", ("teacher.hidden_states",), student=student, num_hidden_layers=theirs).layers
     assert list(found) == list(range(mine))
     assert list(found.values()) == expected
 
 
 def test_named_layers_are_the_only_ones() -> None:
-    assert teacher_of("llama", ("hidden",), align=Align(layers={0: 1, 2: 2})).layers == {0: 1, 2: 2}
+    assert teacher_of("llama", ("teacher.hidden_states",), align=Align(layers={0: 1, 2: 2})).layers == {0: 1, 2: 2}
 
 
 @pytest.mark.parametrize("layers", [{0: 3}, {3: 0}, {2: 1}, {1: 2}])
 def test_layers_that_do_not_correspond_are_refused(layers: dict[int, int]) -> None:
     with pytest.raises(RecipeError, match=r"train\.align\.layers"):
-        teacher_of("llama", ("hidden",), align=Align(layers=layers))
+        teacher_of("llama", ("teacher.hidden_states",), align=Align(layers=layers))
 
 
 def test_streams_of_another_width_are_refused() -> None:
     with pytest.raises(RecipeError, match=f"64 wide, and the base {HIDDEN}"):
-        teacher_of("llama", ("hidden",), hidden_size=64)
+        teacher_of("llama", ("teacher.hidden_states",), hidden_size=64)
 
 
 def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_its_streams() -> None:
     batch, model = batch_of(), pico_family("llama", vocab_size=V)
-    teacher = Teacher(model, pico_tokenizer(), model.config, objectives=("hidden",))
-    found = teacher.outputs(batch, {"hidden"}).hidden
+    teacher = Teacher(model, pico_tokenizer(), model.config, needs=("teacher.hidden_states",))
+    found = teacher.outputs(batch, {"teacher.hidden_states"}).hidden_states
     output = model(batch.input_ids, attention_mask=batch.attention_mask, output_hidden_states=True)
     assert found is not None and len(found) == 3
     assert float(hidden_loss(teacher.student_hidden(output.hidden_states), found, batch)) == 0
@@ -279,9 +281,11 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_its_streams() -
 
 def test_both_alignments_reach_the_spliced_head() -> None:
     batch, student = batch_of(), pico_hybrid([pico_site(1, [2])], vocab_size=V)
-    teacher = teacher_of("llama", ("mixing", "hidden"), student=student.config, grafts=(graft(1, (2,)),))
-    target = teacher.outputs(batch, {"mixing", "hidden"})
-    assert target.mixing is not None and target.hidden is not None
+    teacher = teacher_of(
+        "llama", ("teacher.full_attention", "teacher.hidden_states"), student=student.config, grafts=(graft(1, (2,)),)
+    )
+    target = teacher.outputs(batch, {"teacher.full_attention", "teacher.hidden_states"})
+    assert target.full_attention and target.hidden_states
     every = torch.arange(batch.input_ids.shape[1]).expand(len(batch), -1)
     student.requires_grad_(False)
     branch = student.backbone.layers[1].mixer.attention.requires_grad_(True)
@@ -293,11 +297,11 @@ def test_both_alignments_reach_the_spliced_head() -> None:
         output_hidden_states=True,
     )
     rows = output.splice_attentions
-    assert rows[0].shape == target.mixing[0].shape
+    assert rows[0].shape == target.full_attention[0].shape
     query = branch.qkv_proj.weight
     for loss in (
-        mixing_loss(rows, target.mixing, batch),
-        hidden_loss(teacher.student_hidden(output.hidden_states), target.hidden, batch),
+        attention_mse_loss(rows, target.full_attention, batch),
+        hidden_loss(teacher.student_hidden(output.hidden_states), target.hidden_states, batch),
     ):
         (gradient,) = torch.autograd.grad(loss, query, retain_graph=True)
         assert float(gradient.abs().max()) > 0

@@ -19,15 +19,16 @@ from transformers import PreTrainedModel
 from surgery.errors import RunError, TrainingDiverged
 from surgery.recipe import Optimizer, Train
 from surgery.testing.pico import HEAD_DIM, HEADS, STATE, pico_base, pico_hybrid, pico_site, pico_tokenizer
-from surgery.train import objectives as terms
+from surgery.train import losses as formulas
 from surgery.train import trainer as loop
 from surgery.train.checkpoints import checkpoints
-from surgery.train.optimizer import adamw, learning_rate_factor, spliced_parameters, trainable
-from surgery.train.trainer import Trainer
+from surgery.train.optimizer import adamw, learning_rate_factor, mark_trainable, spliced_parameters
+from surgery.train.targets import Targets
 from surgery.types import Graft, MixerSpec
+from tests.support.stage_run import StageRun
 
 KV = {"task": "kv_retrieval", "rows": 1, "pairs": (2, 2), "weights": {"answer": 1.0, "attention": 1.0}}
-PLAIN = {"task": "sentence", "rows": 1, "weights": {"keep": 1.0, "text": 0.5}}
+PLAIN = {"task": "sentence", "rows": 1, "weights": {"base_kl": 1.0, "lm": 0.5}}
 SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}
 SITE = 1
 
@@ -47,11 +48,13 @@ def hybrid() -> PreTrainedModel:
     return pico_hybrid([pico_site(SITE)], **SHAPE)
 
 
-def trainer(folder: Path, train: Train, model: PreTrainedModel | None = None, **more: Any) -> Trainer:
+def trainer(
+    folder: Path, train: Train, model: PreTrainedModel | None = None, on_step: Any = None, **more: Any
+) -> StageRun:
     model = hybrid() if model is None else model
     tokenizer, accelerator = pico_tokenizer(), Accelerator(cpu=True)
-    defaults: dict[str, Any] = {"base": pico_base(**SHAPE), "grafts": (graft(),)}
-    return Trainer(model, tokenizer, train, 0, folder, accelerator, **{**defaults, **more})
+    targets = Targets(**{"base": pico_base(**SHAPE), "grafts": (graft(),), **more})
+    return StageRun(model, tokenizer, train, 0, folder, accelerator, targets, on_step)
 
 
 def weights(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -70,7 +73,7 @@ def losses(history: list[dict[str, float]]) -> list[dict[str, float]]:
 def test_only_new_heads_train_when_asked_for(tmp_path: Path) -> None:
     model = hybrid()
     before = weights(model)
-    trainer(tmp_path, section(2, trains="new_heads"), model).run()
+    trainer(tmp_path, section(2, trainable="new_heads"), model).run()
     moved = changed(before, model)
     new = {n for n in before if f"layers.{SITE}.mixer.attention." in n}
     assert len(new) == len(spliced_parameters(model)) > 0
@@ -81,7 +84,7 @@ def test_only_new_heads_train_when_asked_for(tmp_path: Path) -> None:
 def test_all_weights_train_when_asked_for(tmp_path: Path) -> None:
     model = hybrid()
     before = weights(model)
-    trainer(tmp_path, section(2, trains="all"), model).run()
+    trainer(tmp_path, section(2, trainable="all"), model).run()
     assert changed(before, model) == set(before)
 
 
@@ -112,7 +115,7 @@ def test_history_tells_every_step_and_every_weighted_objective(tmp_path: Path) -
     for entry, (_, parts) in zip(history, seen, strict=True):
         assert entry == parts
         weighted = {k: v for k, v in parts.items() if k not in ("step", "loss", "tokens", "seconds")}
-        assert set(weighted) == {"answer", "attention", "keep", "text"}
+        assert set(weighted) == {"answer", "attention", "base_kl", "lm"}
         assert entry["loss"] == pytest.approx(sum(weighted.values()))
         assert entry["tokens"] == int(entry["tokens"]) > 0
     assert not made.model.training
@@ -120,16 +123,16 @@ def test_history_tells_every_step_and_every_weighted_objective(tmp_path: Path) -
 
 def test_a_weight_scales_its_objective(tmp_path: Path) -> None:
     once = trainer(tmp_path / "1", section(1, sources=[PLAIN])).run()
-    double = {**PLAIN, "weights": {"keep": 2.0, "text": 1.0}}
+    double = {**PLAIN, "weights": {"base_kl": 2.0, "lm": 1.0}}
     twice = trainer(tmp_path / "2", section(1, sources=[double])).run()
-    assert twice[0]["text"] == pytest.approx(2 * once[0]["text"])
-    assert twice[0]["keep"] == pytest.approx(2 * once[0]["keep"])
+    assert twice[0]["lm"] == pytest.approx(2 * once[0]["lm"])
+    assert twice[0]["base_kl"] == pytest.approx(2 * once[0]["base_kl"])
 
 
 def test_a_control_without_grafts_is_not_supervised(tmp_path: Path) -> None:
     history = trainer(tmp_path, section(1), pico_base(**SHAPE), grafts=()).run()
-    assert set(losses(history)[0]) == {"step", "loss", "answer", "keep", "text", "tokens"}
-    assert history[0]["keep"] == pytest.approx(0, abs=1e-5)
+    assert set(losses(history)[0]) == {"step", "loss", "answer", "base_kl", "lm", "tokens"}
+    assert history[0]["base_kl"] == pytest.approx(0, abs=1e-5)
 
 
 class Interrupted(Exception):
@@ -145,7 +148,7 @@ def interrupt_at(last: int) -> Callable[[int, dict[str, float]], None]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> StageRun:
     """A run of five steps, as it should be."""
     done = trainer(tmp_path_factory.mktemp("whole"), section(5))
     done.run()
@@ -153,7 +156,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
 
 
 @pytest.mark.parametrize("last", [1, 3, 4, 5])
-def test_an_interrupted_run_ends_like_one_that_was_not(tmp_path: Path, uninterrupted: Trainer, last: int) -> None:
+def test_an_interrupted_run_ends_like_one_that_was_not(tmp_path: Path, uninterrupted: StageRun, last: int) -> None:
     with pytest.raises(Interrupted):
         trainer(tmp_path, section(5), on_step=interrupt_at(last)).run()
     seen: list[int] = []
@@ -165,7 +168,7 @@ def test_an_interrupted_run_ends_like_one_that_was_not(tmp_path: Path, uninterru
     assert losses(history) == losses(uninterrupted.history)
 
 
-def test_a_half_written_checkpoint_is_ignored(tmp_path: Path, uninterrupted: Trainer) -> None:
+def test_a_half_written_checkpoint_is_ignored(tmp_path: Path, uninterrupted: StageRun) -> None:
     with pytest.raises(Interrupted):
         trainer(tmp_path, section(5), on_step=interrupt_at(3)).run()
     (tmp_path / ".step_000004.99.tmp").mkdir()
@@ -189,7 +192,7 @@ def test_the_steps_of_another_training_are_refused(tmp_path: Path, change: str) 
     assert changed(before, model) == set()
 
 
-def test_a_training_without_a_folder_keeps_no_steps(tmp_path: Path, uninterrupted: Trainer) -> None:
+def test_a_training_without_a_folder_keeps_no_steps(tmp_path: Path, uninterrupted: StageRun) -> None:
     again = trainer(tmp_path, section(5))
     again.folder = None
     again.run()
@@ -200,7 +203,7 @@ def test_a_training_without_a_folder_keeps_no_steps(tmp_path: Path, uninterrupte
 @pytest.mark.parametrize("broken", ["state.json", "model.safetensors", "optimizer.pt"])
 @pytest.mark.parametrize("all_of_them", [False, True])
 def test_after_a_broken_checkpoint_a_run_ends_like_one_that_was_not_interrupted(
-    tmp_path: Path, uninterrupted: Trainer, broken: str, all_of_them: bool
+    tmp_path: Path, uninterrupted: StageRun, broken: str, all_of_them: bool
 ) -> None:
     with pytest.raises(Interrupted):
         trainer(tmp_path, section(5), on_step=interrupt_at(5)).run()
@@ -216,7 +219,7 @@ def test_after_a_broken_checkpoint_a_run_ends_like_one_that_was_not_interrupted(
     assert losses(history) == losses(uninterrupted.history)
 
 
-def test_two_checkpoints_remain_and_hold_all_parameters(uninterrupted: Trainer) -> None:
+def test_two_checkpoints_remain_and_hold_all_parameters(uninterrupted: StageRun) -> None:
     assert uninterrupted.folder is not None
     assert {p.name for p in uninterrupted.folder.iterdir()} == {"step_000002", "step_000004"}
     stored = load_file(uninterrupted.folder / "step_000004" / "model.safetensors")
@@ -233,17 +236,17 @@ def test_checkpoints_come_oldest_first_and_nothing_else_counts(tmp_path: Path) -
 def spoil(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """The answers' loss is not a number at the `at`-th step, although its gradient is finite."""
     calls: list[int] = []
-    real = terms.answer_loss
+    real = formulas.answer_loss
 
     def answer_loss(*given: Any) -> Tensor:
         calls.append(1)
         return real(*given) + (math.nan if len(calls) == at else 0.0)
 
-    monkeypatch.setattr(terms, "answer_loss", answer_loss)
+    monkeypatch.setattr(formulas, "answer_loss", answer_loss)
 
 
 def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: Trainer
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: StageRun
 ) -> None:
     spoil(monkeypatch, at=4)
     made = trainer(tmp_path, section(5))
@@ -264,7 +267,7 @@ def test_a_loss_that_is_no_number_at_once_says_that_nothing_was_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch, at=1)
-    with pytest.raises(TrainingDiverged, match=r"step 1.*No step was saved"):
+    with pytest.raises(TrainingDiverged, match=r"step 1.*No checkpoint was saved"):
         trainer(tmp_path, section(2)).run()
     assert list(tmp_path.iterdir()) == []
 
@@ -303,7 +306,7 @@ def test_a_warm_up_longer_than_the_training_only_rises() -> None:
 def test_new_heads_and_the_rest_have_their_own_rates_and_vectors_do_not_decay() -> None:
     model = hybrid()
     train = section(optimizer={"lr": 1e-3, "new_heads_lr": 1e-2, "weight_decay": 0.1})
-    parameters = trainable(model, train)
+    parameters = mark_trainable(model, train)
     groups = adamw(model, parameters, train.optimizer).param_groups
     new = {id(p) for p in spliced_parameters(model)}
     assert sorted(id(p) for g in groups for p in g["params"]) == sorted(map(id, parameters))

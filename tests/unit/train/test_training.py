@@ -18,12 +18,12 @@ from surgery.errors import RecipeError, RunError, TrainingDiverged
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Optimizer, Train
 from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
-from surgery.train import checkpoints as steps_module
-from surgery.train import objectives as terms
+from surgery.train import checkpoints as checkpoints_module
+from surgery.train import losses as formulas
 from surgery.train import tracking as track
 from surgery.train.checkpoint_files import fault_of
 from surgery.train.checkpoints import checkpoints
-from surgery.train.optimizer import adamw, learning_rate_factor, spliced_parameters, trainable
+from surgery.train.optimizer import adamw, learning_rate_factor, mark_trainable, spliced_parameters
 from surgery.train.training import train_model
 from surgery.types import Graft, Plan
 
@@ -63,7 +63,7 @@ def fit(model: PreTrainedModel, train_section: Train, **more: Any) -> list[dict[
 
 
 class TestStages:
-    SECTION = section(stages=[stage("align", trains="new_heads"), stage("distil", steps=3), stage("last", steps=1)])
+    SECTION = section(stages=[stage("align", trainable="new_heads"), stage("distil", steps=3), stage("last", steps=1)])
 
     def test_they_follow_each_other_and_steps_are_counted_through(self) -> None:
         model, seen = hybrid(), []
@@ -136,7 +136,7 @@ class TestStages:
             ({"stages": [stage("a")], "steps": 3}, "each says its own steps"),
             ({"stages": [stage("a"), stage("a")]}, "same name"),
             ({"stages": [{"name": "a"}]}, "no `sources`"),
-            ({"sources": [{**KV, "weights": {"distil": 1.0}}]}, "need `teacher`"),
+            ({"sources": [{**KV, "weights": {"distil": 1.0}}]}, "needs a teacher"),
             ({"sources": [KV], "teacher": {"model": "x"}}, "no objective uses"),
             ({"sources": [KV], "tokens": 1000}, "not rows"),
             ({"sources": [KV], "tokens": 1000, "steps": 3}, "not both"),
@@ -154,15 +154,15 @@ class TestWhatTrains:
     def test_spliced_layers(self) -> None:
         model = hybrid()
         before = weights(model)
-        fit(model, section(steps=1, trains="spliced_layers"))
+        fit(model, section(steps=1, trainable="spliced_layers"))
         assert moved(before, model) == {n for n in before if "layers.1." in n}
         base = pico_base(**SHAPE)
         before = weights(base)
-        fit(base, section(steps=1, trains="spliced_layers"), control=True)
+        fit(base, section(steps=1, trainable="spliced_layers"), control=True)
         assert moved(before, base) == {n for n in before if "layers.1." in n}, "the control trains the same layers"
 
     def test_lora_trains_new_heads_whole_and_the_rest_a_little(self, tmp_path: Path) -> None:
-        model, fresh, given = hybrid(), hybrid(), section(steps=2, trains="lora", lora={"rank": 2})
+        model, fresh, given = hybrid(), hybrid(), section(steps=2, trainable="lora", lora={"rank": 2})
         before = weights(model)
         fit(model, given, outputs=tmp_path)
         changed = moved(before, model)
@@ -181,7 +181,7 @@ class TestWhatTrains:
         source = {**KV, "weights": {"attention": 1.0}}
         model = hybrid()
         before = weights(model)
-        fit(model, section(steps=1, trains="lora", sources=[source], lora={"targets": ["in_proj"]}))
+        fit(model, section(steps=1, trainable="lora", sources=[source], lora={"targets": ["in_proj"]}))
         assert "backbone.layers.1.mixer.attention.qkv_proj.weight" in moved(before, model)
 
     def test_bf16_keeps_fp32_masters_and_gives_the_dtypes_back(self) -> None:
@@ -192,7 +192,7 @@ class TestWhatTrains:
             seen.append({p.dtype for p in model.parameters() if id(p) in own})
             seen.append({p.dtype for p in model.parameters() if id(p) not in own})
 
-        history = fit(model, section(steps=1, trains="new_heads", precision="bf16"), on_step=on_step)
+        history = fit(model, section(steps=1, trainable="new_heads", precision="bf16"), on_step=on_step)
         assert seen == [{torch.float32}, {torch.bfloat16}] and history[0]["loss"] > 0
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
@@ -202,7 +202,7 @@ class TestWhatTrains:
 
         model, settings = hybrid(), Optimizer(lr=1e-4, new_heads_lr=1e-3, lora_lr=1e-2)
         Adapters(model, Lora(rank=2))
-        parameters = trainable(model, section(trains="lora"))
+        parameters = mark_trainable(model, section(trainable="lora"))
         rates = {id(p): g["lr"] for g in adamw(model, parameters, settings).param_groups for p in g["params"]}
         assert {rates[id(p)] for p in adapter_parameters(model)} == {1e-2}
         assert {rates[id(p)] for p in spliced_parameters(model)} == {1e-3}
@@ -221,7 +221,7 @@ class TestTeacher:
         def aligned(name: str) -> dict[str, Any]:
             return stage(name, steps=8, sources=[{**KV, "weights": {name: 1.0}}], align={"heads": {"L1H2": "L0H1"}})
 
-        names = ("mixing", "hidden", "distil", "reading")
+        names = ("attention_mse", "hidden_mse", "distil", "attention_kl")
         stages = [aligned(name) for name in names]
         history = fit(hybrid(), section(stages=stages, teacher={"model": str(teacher)}))
         for begin, name in zip((0, 8, 16, 24), names, strict=True):
@@ -249,7 +249,7 @@ class TestTeacher:
         pico_family("llama", vocab_size=1024).save_pretrained(tmp_path)
         build_tokenizer(600).save_pretrained(tmp_path)
         source = {**KV, "weights": {"distil": 1.0}}
-        with pytest.raises(RecipeError, match="its tokenizer is not the base's"):
+        with pytest.raises(RecipeError, match="its tokenizer differs from the base's"):
             fit(hybrid(), section(steps=1, sources=[source], teacher={"model": str(tmp_path)}))
 
 
@@ -293,13 +293,13 @@ class TestTrackers:
 class TestTrouble:
     def test_a_loss_that_grows_stops_the_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[int] = []
-        real = terms.answer_loss
+        real = formulas.answer_loss
 
         def growing(*given: Any) -> Tensor:
             calls.append(1)
             return real(*given) * (1 + len(calls) / 5)
 
-        monkeypatch.setattr(terms, "answer_loss", growing)
+        monkeypatch.setattr(formulas, "answer_loss", growing)
         still = {"warmup": 0, "lr": 1e-9, "new_heads_lr": 1e-9}
         with pytest.raises(TrainingDiverged, match=r"train step \d+: loss .* for answer"):
             fit(hybrid(), section(steps=60, optimizer=still))
@@ -308,7 +308,7 @@ class TestTrouble:
     @pytest.mark.parametrize("steps", [4, 8])
     def test_a_learning_rate_that_breaks_the_model_stops_the_run(self, tmp_path: Path, steps: int) -> None:
         model, wild = hybrid(), {"warmup": 0, "lr": 1.0, "new_heads_lr": 1.0}
-        with pytest.raises(TrainingDiverged, match=r"train step 4: .*No step was saved yet") as caught:
+        with pytest.raises(TrainingDiverged, match=r"train step 4: .*No checkpoint was saved yet") as caught:
             fit(model, section(steps=steps, optimizer=wild), folder=tmp_path)
         assert math.isfinite(float(str(caught.value.value).split()[1]))
         assert list(tmp_path.iterdir()) == []
@@ -343,7 +343,7 @@ class TestTrouble:
             fit(model, section(steps=1, compile=True))
 
     def test_a_full_disk_is_said_and_the_last_step_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        real, calls = steps_module.save_file, []
+        real, calls = checkpoints_module.save_file, []
 
         def full(*given: Any, **named: Any) -> None:
             calls.append(1)
@@ -351,7 +351,7 @@ class TestTrouble:
                 raise OSError(errno.ENOSPC, "No space left on device")
             real(*given, **named)
 
-        monkeypatch.setattr(steps_module, "save_file", full)
+        monkeypatch.setattr(checkpoints_module, "save_file", full)
         with pytest.raises(RunError, match=r"The disk is full. step_000001 is kept"):
             fit(hybrid(), section(steps=4, save_every=1), folder=tmp_path)
         assert [p.name for p in tmp_path.iterdir()] == ["step_000001"] == [p.name for p in checkpoints(tmp_path)]

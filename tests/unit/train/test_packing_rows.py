@@ -10,7 +10,7 @@ import torch
 
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.testing.pico import pico_tokenizer
-from surgery.train.row_packing import first_fit, pack
+from surgery.train.packing import first_fit, pack
 from tests.support.samples import MAKERS, sample, several_questions
 
 PLACES = ("query", "segment_start", "segment_end", "answer_token")

@@ -1,6 +1,5 @@
-"""The values that travel between stages: HeadId, MixerSpec, Interval, ScoredHead, HeadSet, Graft, Plan.
+"""The values that stages exchange, with their checks and their JSON form: HeadId, MixerSpec, HeadSet, Graft, Plan.
 
-Owns: their invariants and their JSON form. Must never know: torch, transformers, files.
 Terms follow "Understanding the Skill Gap in Recurrent Language Models: The Role of the Gather-and-Aggregate
 Mechanism" (arXiv 2504.18574); `L17H24` is layer 17, head 24, both counted from 0.
 """
@@ -47,30 +46,30 @@ class HeadId:
 
     @property
     def mixer(self) -> str:
-        """The `MixerSpec.name` of the mixer that it belongs to."""
+        """The `MixerSpec.name` of its mixer."""
         return f"L{self.layer}{self.letter}"
 
     @classmethod
     def parse(cls, name: str) -> HeadId:
-        """Raises PlanError when `name` is not of the form L<layer>H<head> or L<layer>A<head>."""
+        """Parse a name. Raises PlanError where it is not of the form L<layer>H<head> or L<layer>A<head>."""
         match = _HEAD_NAME.fullmatch(name)
         if match is None:
-            raise PlanError("head", repr(name), "Write a head as L<layer>H<head>, both from 0: 'L1H2'.")
+            raise PlanError("head", repr(name), "Use L<layer>H<head>, both counted from 0, for example L1H2.")
         return cls(int(match[1]), int(match[3]), "A" if match[2] == "A" else "H")
 
 
 @dataclass(frozen=True)
 class MixerSpec:
-    """One mixer, known from the config alone.
+    """One mixer, as the config describes it.
 
     Attributes:
         layer: index of the block it sits in.
         path: dotted module path from the ForCausalLM model, e.g. `backbone.layers.1.mixer`.
-        kind: its structure: `mamba2`, `mamba1`, `attention`, ...; see `families.STRUCTURES`.
+        kind: its structure: `mamba2`, `mamba1`, `attention`, ...; see `surgery.models.layouts.STRUCTURES`.
         num_heads, head_dim: H and P; the inner width is H * P.
         num_groups: G; heads of one group share B and C, or a key and a value.
         state_size: N, the width of B and C; of query and key.
-        native_heads: False where "heads" are groups of channels that the model itself does not know.
+        native_heads: False where "heads" are groups of channels that the model itself does not have.
         conv_kernel: width of the short convolution; 0 where there is none.
         letter: as in `HeadId`.
     """
@@ -87,7 +86,7 @@ class MixerSpec:
     letter: Letter = "H"
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a shape that no mixer has."""
+        """Raise ValueError for a shape that no mixer has."""
         counts = (self.num_heads, self.head_dim, self.num_groups, self.state_size)
         if not all(type(n) is int and n > 0 for n in counts):
             raise ValueError(f"layer {self.layer}: heads, head width, groups and state of {counts}")
@@ -98,24 +97,26 @@ class MixerSpec:
 
     @property
     def name(self) -> str:
-        """What tells this mixer from the others of a model: `L17H`, or `L17A` for attention beside SSM heads."""
+        """Its name within the model: `L17H`, or `L17A` for attention where the model has SSM heads too."""
         return f"L{self.layer}{self.letter}"
 
     @property
     def is_ssm(self) -> bool:
+        """Whether it is a recurrence, not softmax attention."""
         return not self.kind.endswith("attention")
 
     @property
     def heads(self) -> tuple[HeadId, ...]:
+        """All its heads."""
         return tuple(HeadId(self.layer, head, self.letter) for head in range(self.num_heads))
 
     def group_of(self, head: int) -> int:
-        """The B/C group that head reads."""
+        """Return the B/C group of a head."""
         return head // (self.num_heads // self.num_groups)
 
 
 def geometry_hash(family: str, mixers: tuple[MixerSpec, ...], hidden_size: int, vocab_size: int) -> str:
-    """A short fingerprint of the shapes that head numbers refer to. Equal for a base and its fine-tunes."""
+    """Return a short hash of the shapes that head numbers refer to. Equal for a base and its fine-tunes."""
     payload = json.dumps([family, [asdict(m) for m in mixers], hidden_size, vocab_size], sort_keys=True)
     return hashlib.sha256(payload.encode()).hexdigest()[:16]
 
@@ -131,20 +132,21 @@ class Interval:
 
     @property
     def above_zero(self) -> bool:
+        """Whether the whole interval is above 0."""
         return self.low > 0
 
 
 @dataclass(frozen=True)
 class ScoredHead:
-    """A head with what was measured of it.
+    """A head with its measurements.
 
     Attributes:
-        role: what its ablation says it does by position; `unmeasured` where neither position was tested, or
-            where the search dropped the head early.
-        reads: the column of the sharpen test that it gains more from, where its attention is supervised; None if it was
-            not measured.
+        role: by position, from its ablation; `unmeasured` where neither position was tested, or where the search
+            dropped the head early.
+        reads: the position of the oracle read (`sharpen`) with the larger gain, where its attention is supervised; None
+            if not measured.
         scores: column name -> interval, in logits (margins) or in accuracy; see `surgery.recipe.methods`.
-        given: heads that were already sharpened when `reads` and the gain that chose it were measured.
+        given: heads with an oracle read of their own while `reads` and its gain were measured.
     """
 
     head: HeadId
@@ -155,7 +157,7 @@ class ScoredHead:
 
     @property
     def n(self) -> int:
-        """Prompts that all of its scores were measured on; fewer where a search dropped it."""
+        """Number of prompts of all its scores; fewer where a search dropped it."""
         return min((interval.n for interval in self.scores.values()), default=0)
 
 
@@ -164,9 +166,9 @@ class ScoredGroup:
     """Heads that were measured together.
 
     Attributes:
-        kind: `layer` (all heads of one mixer), `backup` (one more head off, given the others), `pair` (a Gather and an
-            Aggregate head off together) or `chosen` (all chosen heads off).
-        scores: as of a head. `alone` is what its parts lose one by one: a pair's sum, or the last head of a backup.
+        kind: `layer` (all heads of one mixer), `backup` (redundancy: one more head ablated after the others), `pair` (a
+            Gather and an Aggregate head ablated together) or `chosen` (all chosen heads ablated).
+        scores: as of a head. `alone` is the loss of its parts one by one: a pair's sum, or a backup's last head.
     """
 
     kind: str
@@ -186,9 +188,9 @@ class HeadSet:
         method: a value of `splice.select`.
         seed: seed of the probe.
         clean: accuracy and margin of the untouched model on the same prompts.
-        groups: layers, backups and pairs, where the methods asked for them.
-        cost: what measuring took: seconds, prompts, passes (full forward passes of one prompt), peak_bytes. It is no
-            part of the JSON form, which is the same whenever the same thing is measured.
+        groups: layers, backups and pairs, with the methods that measure them.
+        cost: seconds, prompts, passes (full forward passes of one prompt) and peak_bytes of the measurement. The JSON
+            form omits it, so that equal measurements give equal files.
     """
 
     model: str
@@ -205,7 +207,7 @@ class HeadSet:
 
 @dataclass(frozen=True)
 class Graft:
-    """What is spliced into one mixer: its heads, in order, with the position that each one reads.
+    """The splice of one mixer: its heads in order, with the position that each one reads.
 
     Attributes:
         init: the kind of branch, a name of `surgery.hybrid.branches.BRANCHES`; looked up where the branch is built.
@@ -229,19 +231,21 @@ class Graft:
         ):
             for value in values:
                 if value not in get_args(allowed):
-                    raise PlanError(f"graft.{name}", repr(value), f"Choose one of {', '.join(get_args(allowed))}.")
+                    raise PlanError(f"graft.{name}", repr(value), f"Use one of {', '.join(get_args(allowed))}.")
         if len(self.reads) != len(self.heads):
-            raise PlanError("graft.reads", f"{len(self.reads)} for {len(self.heads)} heads", "Give one for each head.")
+            raise PlanError(
+                "graft.reads", f"{len(self.reads)} for {len(self.heads)} heads", "It needs one for each head."
+            )
         if self.unit == "layer":
             return
         if len(set(self.heads)) < len(self.heads) or not all(0 <= h < self.site.num_heads for h in self.heads):
-            hint = f"Name different heads from 0 to {self.site.num_heads - 1}."
+            hint = f"Use different heads from 0 to {self.site.num_heads - 1}."
             raise PlanError(f"graft.heads of layer {self.site.layer}", list(self.heads), hint)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that splicing needs besides the weights; made from a config alone, printed by `--dry-run`."""
+    """The input of a splice besides the weights; made from a config, and printed by `--dry-run`."""
 
     base: str
     geometry: str
@@ -256,7 +260,7 @@ class Plan:
 
 
 def to_json(value: HeadSet | Plan) -> dict[str, Any]:
-    """The plain form of a value, heads as names. Inverse: `head_set_from_json`, `plan_from_json`."""
+    """Return the JSON form of a value, with heads as names. Inverse: `head_set_from_json`, `plan_from_json`."""
 
     def plain(x: Any) -> Any:
         if isinstance(x, HeadId):
@@ -284,8 +288,8 @@ def _scored(data: Mapping[str, Any]) -> ScoredHead:
 
 
 def head_set_from_json(data: Mapping[str, Any]) -> HeadSet:
-    """Raises PlanError when a field is missing or malformed."""
-    with reading("heads.json", None, "It is not a HeadSet; make it with `surgery locate`.", PlanError):
+    """Parse the JSON form. Raises PlanError where a field is missing or malformed."""
+    with reading("heads.json", None, "It is not a HeadSet. Write it with `surgery locate`.", PlanError):
         heads = HeadSet(
             model=data["model"],
             revision=data["revision"],
@@ -305,8 +309,8 @@ def head_set_from_json(data: Mapping[str, Any]) -> HeadSet:
 
 
 def plan_from_json(data: Mapping[str, Any]) -> Plan:
-    """Raises PlanError when a field is missing or malformed."""
-    with reading("plan.json", None, "It is not a Plan; make it with `surgery plan`.", PlanError):
+    """Parse the JSON form. Raises PlanError where a field is missing or malformed."""
+    with reading("plan.json", None, "It is not a Plan. Write it with `surgery plan`.", PlanError):
         grafts = tuple(
             Graft(
                 MixerSpec(**g["site"]),
@@ -328,7 +332,7 @@ _hints = cache(get_type_hints)
 
 
 def _check_types(value: Any, kind: Any, name: str = "") -> None:
-    """Raises TypeError where a value, or one inside it, is not what the annotations say; JSON may hold anything."""
+    """Raise TypeError where a value, or one inside it, does not fit the annotations; JSON may hold anything."""
     origin, parts = get_origin(kind), get_args(kind)
     if isinstance(kind, type) and is_dataclass(kind):
         fits = isinstance(value, kind)

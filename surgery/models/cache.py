@@ -16,10 +16,10 @@ from surgery.models.meters import FusedAttention, Meter
 
 
 def expand_cache(cache: Cache, variants: int, first: int = 0) -> Cache:
-    """A copy of the cache for W variants of every row: B rows become W*B, variant-major.
+    """Copy the cache for W variants of every row: B rows become W*B, variant-major.
 
     Args:
-        first: layers below it are not going to be run, and are left as they are.
+        first: the first layer that will run; caches of layers below stay as they are.
     """
     expanded = copy.copy(cache)
     expanded.layers = []
@@ -43,40 +43,40 @@ def _repeat(x: Tensor, variants: int) -> Tensor:
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """What decoding keeps for one sequence, in the model's own dtypes.
+    """Bytes of the cache of one sequence, in the model's own dtypes.
 
     Attributes:
-        state: convolution and recurrent states, whatever the length.
-        per_token: keys and values.
+        state: of convolution and recurrent states, at any length.
+        per_token: of keys and values.
     """
 
     state: int
     per_token: int
 
     def at(self, tokens: int) -> int:
-        """Bytes after that many tokens."""
+        """Return the bytes after that many tokens."""
         return self.state + self.per_token * tokens
 
 
 def cache_bytes(model: PreTrainedModel, tokens: int = 4) -> CacheBytes:
-    """Reads the tensors of the cache that the model fills on the meta device."""
+    """Measure the cache that the model fills on the meta device."""
     model.eval()
     with torch.no_grad(), FusedAttention(), Meter():
         ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
         output = model(ids, use_cache=True)
     cache = output[family_of(model.config).cache_argument]
-    kept, grown = cache_tensors(cache)
-    return CacheBytes(sum(t.nbytes for t in kept), sum(t.nbytes for t in grown) // tokens)
+    states, keys_values = cache_tensors(cache)
+    return CacheBytes(sum(t.nbytes for t in states), sum(t.nbytes for t in keys_values) // tokens)
 
 
 def cache_tensors(cache: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """States, and keys with values, of a transformers cache."""
+    """Return the states, and the keys and values, of a transformers cache."""
     states: list[Tensor] = []
-    grown: list[Tensor] = []
+    keys_values: list[Tensor] = []
     for layer in cache.layers:
         for name, value in vars(layer).items():
             if name in ("keys", "values"):
-                grown += [value] if value is not None else []
+                keys_values += [value] if value is not None else []
             elif name in ("conv_states", "recurrent_states"):
                 states += [t for t in value.values() if t is not None]
-    return states, grown
+    return states, keys_values

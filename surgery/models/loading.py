@@ -1,7 +1,7 @@
-"""Reads pretrained checkpoints: folders and Hub ids. Owns: every check before and after loading.
+"""Load pretrained checkpoints from folders and the Hub, with checks before and after.
 
-Must never know: surgery, recipes' other sections. transformers would fill a missing tensor with random numbers and
-say so in a table; here it is an error. Pickles hold tensors alone, and remote code runs only when asked for.
+transformers fills a missing tensor with random numbers and prints a table; here it is an error. Pickles may hold
+tensors only, and remote code runs only with `base.trust_remote_code`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from transformers.quantizers import AutoHfQuantizer
 import surgery.hybrid  # noqa: F401  (registers the hybrid classes)
 from surgery.errors import ModelError, reading
 from surgery.files.atomic import digest
-from surgery.models import mamba_ssm_format as formats
-from surgery.models import tensor_files as weights
+from surgery.models import mamba_ssm_format, tensor_files
 from surgery.models.lookup import family_of, has_family, unknown_type
 from surgery.models.runtime import check_release, shorten_chunks
 from surgery.recipe import Base
-from surgery.recipe.public import _is_hub_id, source_of
+from surgery.recipe.public import is_hub_id, source_of
 from surgery.registry import load_plugins
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -52,18 +51,18 @@ _SIZES = frozenset((
     "num_heads_kv", "num_key_value_heads", "num_mem_blocks", "ssm_state_size", "state_size", "time_step_rank",
     "vocab_size",
 ))  # fmt: skip
-_LISTED = 4  # tensors that an error names
+_LISTED = 4  # tensors in an error message
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """Where a pretrained model lies, and what its config says.
+class StoredModel:
+    """The place of a pretrained model and its config; its weights are not read yet.
 
     Attributes:
         model: a folder, or the id of a repository on the Hub.
-        revision: the commit on the Hub; for a folder it means nothing.
-        config: as transformers has it.
-        is_mamba_ssm: whether the files are in mamba_ssm's format, which the config has been converted from.
+        revision: the commit on the Hub; ignored for a folder.
+        config: of transformers.
+        is_mamba_ssm: whether the files are in mamba_ssm's format; the config is converted already.
     """
 
     model: str
@@ -73,11 +72,11 @@ class Checkpoint:
 
     @property
     def folder(self) -> Path | None:
-        """None on the Hub."""
+        """The folder; None for a model on the Hub."""
         return Path(self.model) if Path(self.model).is_dir() else None
 
     def find(self, name: str) -> Path | None:
-        """The local path of a file, downloaded if need be; None where there is none."""
+        """Return the local path of a file, downloaded if necessary; None where there is none."""
         if self.folder is not None:
             path = self.folder / name
             return path if path.is_file() else None
@@ -87,58 +86,58 @@ class Checkpoint:
             return None
 
     def refuse_adapter(self) -> None:
-        """Raises ModelError where transformers would apply an adapter that lies beside the model."""
+        """Raise ModelError for an adapter in the model's folder, which transformers would apply."""
         if self.find("adapter_config.json") is not None:
-            hint = "transformers would apply it to the model unseen. Merge it (`merge_and_unload`), or remove the file."
+            hint = "transformers would apply it silently. Merge it (`merge_and_unload`), or remove the file."
             raise ModelError("base.model", f"{self.model} holds adapter_config.json", hint)
 
     def weight_files(self) -> tuple[Path, ...]:
-        """Raises ModelError where there are none, or one is damaged or holds anything but tensors."""
-        files = weights.weight_files(self.find)
+        """Return the files of weights. Raises ModelError for none, a damaged one, or one with more than tensors."""
+        files = tensor_files.weight_files(self.find)
         if not files:
-            raise ModelError("base.model", self.model, "It holds no weights (*.safetensors or pytorch_model.bin).")
+            raise ModelError("base.model", self.model, "It has no weights (*.safetensors or pytorch_model.bin).")
         for file in files:
-            weights.check_file(file)
+            tensor_files.check_file(file)
         return files
 
-    def tensors(self) -> dict[str, weights.Stored]:
-        """What the weight files hold, under transformers' names, not read yet.
+    def tensors(self) -> dict[str, tensor_files.Stored]:
+        """Return the tensors of the weight files under transformers' names, not read yet.
 
         Raises:
             ModelError: as `weight_files`; tied embeddings that differ.
         """
-        stored = weights.inventory(self.weight_files())
+        stored = tensor_files.inventory(self.weight_files())
         if not self.is_mamba_ssm:
             return stored
-        stored = {formats.to_transformers(n): s for n, s in stored.items() if not formats.is_derived(n)}
-        tied = [stored[name] for name in formats.TIED if name in stored]
+        stored = {
+            mamba_ssm_format.to_transformers(n): s for n, s in stored.items() if not mamba_ssm_format.is_derived(n)
+        }
+        tied = [stored[name] for name in mamba_ssm_format.TIED if name in stored]
         if self.config.tie_word_embeddings and len(tied) == 2:
-            embedding, head = weights.read_tensors(tied)
+            embedding, head = tensor_files.read_tensors(tied)
             if not torch.equal(embedding, head):
-                hint = (
-                    f"It is not {formats.TIED[0]}, although the config's tie_embeddings says so. Correct one of them."
-                )
-                raise ModelError("base.model", formats.TIED[1], hint)
-            del stored[formats.TIED[1]]
+                hint = f"It differs from {mamba_ssm_format.TIED[0]}, but tie_embeddings is true. Correct one of them."
+                raise ModelError("base.model", mamba_ssm_format.TIED[1], hint)
+            del stored[mamba_ssm_format.TIED[1]]
         return stored
 
 
-def open_checkpoint(base: Base) -> Checkpoint:
-    """Reads the config alone.
+def open_checkpoint(base: Base) -> StoredModel:
+    """Read and check the config only.
 
     Raises:
         ModelError: no such folder or repository, no config, a broken one, an unknown model type or format.
     """
     load_plugins()  # installed packages may register families
     model, revision = source_of(base.model, base.revision)
-    if not _is_hub_id(model):
+    if not is_hub_id(model):
         if not Path(model).is_dir():
             raise ModelError("base.model", model, "There is no such folder.")
         if not (Path(model) / "config.json").is_file():
-            found = sorted(p.name for p in Path(model).iterdir())[:5]
-            raise ModelError("base.model", model, f"It has no config.json (it holds {found or 'nothing'}).")
-    nowhere = "There is neither such a folder nor such a model on the Hub, as far as it can be reached."
-    hint = nowhere if _is_hub_id(model) else _CONFIG_HINT
+            files = sorted(p.name for p in Path(model).iterdir())[:5]
+            raise ModelError("base.model", model, f"It has no config.json. It holds {files or 'nothing'}.")
+    nowhere = "No such folder, and no such model on the Hub, or the Hub cannot be reached."
+    hint = nowhere if is_hub_id(model) else _CONFIG_HINT
     with reading("base.model", f"{base.model}, config.json", hint):
         data, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
         check_sizes(data)
@@ -147,11 +146,11 @@ def open_checkpoint(base: Base) -> Checkpoint:
         packed = data.get("quantization_config")
         if packed is not None and not AutoHfQuantizer.supports_quant_method(packed):
             raise ModelError("config.json: quant_method", packed["quant_method"], "transformers has no such method.")
-        if _is_hub_id(model):
+        if is_hub_id(model):
             revision = _commit_of(hf_hub_download(model, "config.json", revision=revision)) or revision
-        is_mamba_ssm = formats.is_mamba_ssm(data)
+        is_mamba_ssm = mamba_ssm_format.is_mamba_ssm(data)
         if is_mamba_ssm:
-            config = formats.convert_config(data)
+            config = mamba_ssm_format.convert_config(data)
         else:
             if data.get("model_type", "mamba2") not in CONFIG_MAPPING and not base.trust_remote_code:
                 raise unknown_type(data["model_type"])
@@ -159,16 +158,16 @@ def open_checkpoint(base: Base) -> Checkpoint:
         config = _with_channels(config, base)
         if has_family(config.model_type):
             family_of(config).mixers(config)
-    checkpoint = Checkpoint(model, revision, config, is_mamba_ssm)
-    checkpoint.refuse_adapter()
-    return checkpoint
+    stored = StoredModel(model, revision, config, is_mamba_ssm)
+    stored.refuse_adapter()
+    return stored
 
 
 def check_sizes(data: Any) -> None:
-    """Refuses a config.json whose numbers no model has, before any class is built on them.
+    """Refuse a config.json with numbers that no model has, before a class is built from it.
 
     Raises:
-        ModelError: it is no JSON object; a size below 1 or above `_LARGEST`; more layers than `_LAYERS`.
+        ModelError: it is no JSON object; a size is below 1 or above `_LARGEST`; it has more layers than `_LAYERS`.
     """
     if not isinstance(data, dict):
         raise ModelError("config.json", type(data).__name__, f"It is not a JSON object. {_CONFIG_HINT}")
@@ -176,16 +175,18 @@ def check_sizes(data: Any) -> None:
         if isinstance(value, dict):
             check_sizes(value)
         if key in _SIZES and isinstance(value, (int, float)) and not (type(value) is int and 1 <= value <= _LARGEST):
-            raise ModelError(f"config.json: {key}", value, f"It is a whole number from 1 to {_LARGEST}. {_CONFIG_HINT}")
+            raise ModelError(
+                f"config.json: {key}", value, f"It must be a whole number from 1 to {_LARGEST}. {_CONFIG_HINT}"
+            )
         if key in _CHUNKS and value is None:
-            raise ModelError(f"config.json: {key}", "null", f"It is a whole number. {_CONFIG_HINT}")
+            raise ModelError(f"config.json: {key}", "null", f"It must be a whole number. {_CONFIG_HINT}")
         layers = len(value) if key in _LAYER_LISTS and isinstance(value, list) else value if key in _LAYER_COUNTS else 0
         if isinstance(layers, int) and layers > _LAYERS:
             raise ModelError(f"config.json: {key}", layers, f"A model has at most {_LAYERS} layers. {_CONFIG_HINT}")
 
 
 def _refuse_kernels(data: Mapping[str, Any]) -> None:
-    """Raises ModelError where config.json names a kernel of the Hub, which transformers would fetch and run."""
+    """Raise ModelError where config.json names a kernel of the Hub, which transformers would download and run."""
     for key, value in data.items():
         names = value.values() if isinstance(value, dict) else [value]
         if "_implementation" in key and any(isinstance(name, str) and "/" in name for name in names):
@@ -196,52 +197,54 @@ def _refuse_kernels(data: Mapping[str, Any]) -> None:
 
 
 def _commit_of(file: str) -> str | None:
-    """Files in the Hub's cache lie in a folder that is named after their commit."""
+    """Return the commit of a file in the Hub's cache, whose folder is named after it."""
     match = re.search(r"/snapshots/([0-9a-f]{40})/", Path(file).as_posix())
     return match[1] if match else None
 
 
 def _with_channels(config: PreTrainedConfig, base: Base) -> PreTrainedConfig:
-    """What makes a head of a Mamba-1 is the user's choice; it stays with the config."""
+    """Write `base.channels_per_head`, the width of Mamba-1's heads, into the config."""
     if base.channels_per_head is not None:
         groups = has_family(config.model_type) and family_of(config).groups_channels
         inner = getattr(config, "intermediate_size", 0) if groups else 0
         if not inner or inner % base.channels_per_head:
-            hint = f"Name a divisor of the {inner} channels." if inner else "Only Mamba-1 has no heads of its own."
+            hint = f"Use a divisor of the {inner} channels." if inner else "Only Mamba-1 takes it. Remove the key."
             raise ModelError("base.channels_per_head", base.channels_per_head, hint)
         config.channels_per_head = base.channels_per_head
     return config
 
 
 def load_config(base: Base) -> PreTrainedConfig:
-    """The config alone. Raises ModelError as `open_checkpoint`."""
+    """Return the config. Raises ModelError as `open_checkpoint`."""
     return open_checkpoint(base).config
 
 
 def load_model(base: Base) -> PreTrainedModel:
-    """The model in eval mode on the CPU, in `base.dtype`.
+    """Load the model in eval mode on the CPU, in `base.dtype`.
 
     Raises:
         ModelError: as `open_checkpoint`; damaged files; missing, unexpected or misshapen tensors, by name; a release
             of transformers that computes another model.
     """
-    found = open_checkpoint(base)
-    check_release(found.config)
-    if found.config.is_encoder_decoder:
-        raise ModelError("config.json: is_encoder_decoder", found.config.is_encoder_decoder, "Only decoders are read.")
+    stored = open_checkpoint(base)
+    check_release(stored.config)
+    if stored.config.is_encoder_decoder:
+        raise ModelError(
+            "config.json: is_encoder_decoder", stored.config.is_encoder_decoder, "Only decoder models can be loaded."
+        )
     dtype = "auto" if base.dtype == "auto" else getattr(torch, base.dtype)
-    options = {"config": found.config, "dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    options = {"config": stored.config, "dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
     with reading("base.model", base.model, "Download it again, or correct config.json."):
-        _refuse_larger(found, base.trust_remote_code)
-        if found.is_mamba_ssm:
-            tensors = found.tensors()
-            state = dict(zip(tensors, weights.read_tensors(tensors.values()), strict=True))
+        _refuse_larger(stored, base.trust_remote_code)
+        if stored.is_mamba_ssm:
+            tensors = stored.tensors()
+            state = dict(zip(tensors, tensor_files.read_tensors(tensors.values()), strict=True))
             # Not `key_mapping`: transformers would undo the renaming when the model is saved.
-            model, info = formats.model_class(found.config).from_pretrained(None, state_dict=state, **options)
+            model, info = mamba_ssm_format.model_class(stored.config).from_pretrained(None, state_dict=state, **options)
             model.name_or_path = model.config.name_or_path = base.model
         else:
-            options |= {"revision": found.revision, "trust_remote_code": base.trust_remote_code}
-            model, info = AutoModelForCausalLM.from_pretrained(found.model, **options)
+            options |= {"revision": stored.revision, "trust_remote_code": base.trust_remote_code}
+            model, info = AutoModelForCausalLM.from_pretrained(stored.model, **options)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     misshapen = {name: tuple(shape) for name, shape, _ in info["mismatched_keys"]}
     refuse_faults(base.model, expected, info["missing_keys"], info["unexpected_keys"], misshapen)
@@ -255,33 +258,33 @@ def load_model(base: Base) -> PreTrainedModel:
     return model
 
 
-def _refuse_larger(checkpoint: Checkpoint, trust_remote_code: bool) -> None:
-    """Raises ModelError, before memory is taken, where the config describes far more than the files hold."""
-    stored = sum(file.stat().st_size for file in checkpoint.weight_files())
+def _refuse_larger(stored: StoredModel, trust_remote_code: bool) -> None:
+    """Raise ModelError, before memory is allocated, where the config describes far more than the files hold."""
+    size = sum(file.stat().st_size for file in stored.weight_files())
     with torch.device("meta"):
-        if checkpoint.is_mamba_ssm:
-            model = formats.model_class(checkpoint.config)(checkpoint.config)
+        if stored.is_mamba_ssm:
+            model = mamba_ssm_format.model_class(stored.config)(stored.config)
         else:
-            model = AutoModelForCausalLM.from_config(checkpoint.config, trust_remote_code=trust_remote_code)
+            model = AutoModelForCausalLM.from_config(stored.config, trust_remote_code=trust_remote_code)
     count = sum(parameter.numel() for parameter in model.parameters())
-    bits = 1 if hasattr(checkpoint.config, "quantization_config") else 8  # of a parameter, at least
-    if count * bits > stored * 8:
-        value = f"{checkpoint.model}: {count:,} parameters, and its files hold {stored:,} bytes"
+    bits = 1 if hasattr(stored.config, "quantization_config") else 8  # of a parameter, at least
+    if count * bits > size * 8:
+        value = f"{stored.model}: {count:,} parameters, and its files hold {size:,} bytes"
         raise ModelError("base.model", value, _CONFIG_HINT)
 
 
 def check_finite(base: Base) -> None:
-    """Looks through the weight files of a model that is loaded later, one tensor at a time.
+    """Check the weight files of a model that is loaded later, one tensor at a time.
 
     Raises:
         ModelError: as `open_checkpoint`; a weight is NaN or infinite.
     """
     stored = open_checkpoint(base).tensors()
-    refuse_not_finite(base.model, zip(stored, weights.read_tensors(stored.values(), 2**30), strict=True))
+    refuse_not_finite(base.model, zip(stored, tensor_files.read_tensors(stored.values(), 2**30), strict=True))
 
 
 def refuse_not_finite(model: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises ModelError for the first tensor with a number that is NaN or infinite: the model computes nothing."""
+    """Raise ModelError for the first tensor with NaN or infinity."""
     for name, tensor in tensors:
         if tensor.is_floating_point() and tensor.numel() and not all(x.isfinite() for x in tensor.detach().aminmax()):
             hint = "Its training diverged, or the file is damaged. Use an earlier checkpoint, or download it again."
@@ -295,7 +298,7 @@ def refuse_faults(
     unexpected: Iterable[str],
     misshapen: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Raises ModelError if there are any faults, with the names of the first tensors and the shapes they should have.
+    """Raise ModelError for tensors that do not fit the config, with the first names and their expected shapes.
 
     Args:
         expected: shape by name, for all tensors of the model.
@@ -308,7 +311,7 @@ def refuse_faults(
     }
     text = [f"{kind} {_first(names)}" for kind, names in faults.items() if names]
     if text:
-        hint = "Its tensors are not those of its config. Download it again, or correct config.json."
+        hint = "Its tensors do not fit its config. Download it again, or correct config.json."
         raise ModelError("base.model", f"{model}: {'; '.join(text)}", hint)
 
 
@@ -318,15 +321,15 @@ def _first(names: list[str]) -> str:
 
 
 def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
-    """The tokenizer, from `base.tokenizer` or from beside the model; it gets a padding token if it has none.
+    """Load the tokenizer from `base.tokenizer`, or from the model's place. Sets a padding token where there is none.
 
     Raises:
         ModelError: there is none, or it is not a fast one (probes need character offsets).
     """
     source = base.tokenizer or base.model
     name, revision = source_of(source, None if base.tokenizer else base.revision)
-    none = ModelError("base.tokenizer", source, "There is no tokenizer there; say in base.tokenizer where it is.")
-    if not _is_hub_id(name) and not Path(name).is_dir():
+    none = ModelError("base.tokenizer", source, "It has no tokenizer. Set base.tokenizer to its folder or Hub id.")
+    if not is_hub_id(name) and not Path(name).is_dir():
         raise ModelError("base.tokenizer" if base.tokenizer else "base.model", source, "There is no such folder.")
     if Path(name).is_dir() and not any(Path(name).glob("*token*")):
         raise none
@@ -341,31 +344,33 @@ def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
     if is_empty:
         raise none
     if not tokenizer.is_fast:
-        raise ModelError("base.tokenizer", source, "It is not a fast tokenizer; probes need character offsets.")
+        raise ModelError(
+            "base.tokenizer",
+            source,
+            "It is not a fast tokenizer, and probes need character offsets. Use a tokenizer.json.",
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, model: str = "the model") -> None:
-    """Raises ModelError where the tokenizer has tokens that the model has no embedding for."""
+    """Raise ModelError where the tokenizer has tokens without an embedding in the model."""
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= config.vocab_size:
-        hint = (
-            "It is another model's, or tokens were added to it. Set base.tokenizer to what the model was trained with."
-        )
+        hint = "It is of another model, or has added tokens. Set base.tokenizer to the one of the model's training."
         raise ModelError("base.tokenizer", f"token {largest}, and {model} has {config.vocab_size}", hint)
 
 
 def revision_of(base: Base) -> str:
-    """What identifies the weights: the commit of a Hub id, a hash of the files of a folder."""
+    """Return what identifies the weights: the commit of a Hub id, or a hash of a folder's files."""
     if Path(base.model).is_dir():
         return _with_tokenizer(base, digest(*_files(Path(base.model)))[:16])
     return _with_tokenizer(base, open_checkpoint(base).revision or "")
 
 
 def _with_tokenizer(base: Base, revision: str) -> str:
-    """A tokenizer from another folder counts too."""
+    """Add the hash of a tokenizer in another folder."""
     if base.tokenizer is None or not Path(base.tokenizer).is_dir():
         return revision
     return f"{revision}+{digest(*sorted(Path(base.tokenizer).glob('tokenizer*.json')))[:8]}"

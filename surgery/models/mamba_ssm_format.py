@@ -1,9 +1,8 @@
-"""mamba_ssm's checkpoint format. Owns: how its `config.json` and its tensor names become transformers'.
+"""Convert mamba_ssm's `config.json` and tensor names to transformers'.
 
-Must never know: files, the Hub, how weights are read. Read from mamba_ssm 2.3's `models/config_mamba.py`,
-`models/mixer_seq_simple.py` and `modules/{mamba_simple,mamba2,mha,mlp}.py`: a key that is missing takes the default
-there; one that transformers' classes cannot express is refused by name, since guessing it would give a model that runs
-and is wrong.
+It follows mamba_ssm 2.3 (`models/config_mamba.py`, `models/mixer_seq_simple.py`,
+`modules/{mamba_simple,mamba2,mha,mlp}.py`): a missing key takes the default of that release. A value that transformers'
+classes cannot express is an error, since a guess would give a model that runs and is wrong.
 """
 
 from __future__ import annotations
@@ -66,13 +65,13 @@ _TOP: dict[str, Any] = {
     "pad_vocab_size_multiple": 8,
     "tie_embeddings": True,
 }
-# What transformers' classes have built in, and what they would need for another value.
+# Values that transformers' classes have built in, each with the reason of the error for another one.
 _BUILT_IN: dict[str, tuple[Any, str]] = {
     "rmsnorm": (True, "transformers' Mamba-2 always has the gated norm after the scan"),
     "norm_before_gate": (False, "transformers' Mamba-2 always gates before its norm"),
     "D_has_hdim": (False, "transformers' Mamba-2 has one D a head"),
 }
-# Initial values and choices of kernels: a trained checkpoint's numbers do not depend on them.
+# Initial values and choices of kernels, which do not change what a trained checkpoint computes.
 _WITHOUT_EFFECT = {
     "Mamba1": {"use_fast_path"},
     "Mamba2": {"conv_init", "A_init_range", "use_mem_eff_path", "process_group", "sequence_parallel"},
@@ -86,45 +85,47 @@ _CLASSES: dict[type[PreTrainedConfig], type[PreTrainedModel]] = {
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 _RENAMED = {"backbone.embedding.weight": "backbone.embeddings.weight"}  # all other names are the same in both formats
-TIED = ("backbone.embeddings.weight", "lm_head.weight")  # what `tie_embeddings` makes one
+TIED = ("backbone.embeddings.weight", "lm_head.weight")  # one tensor with `tie_embeddings`
 
 
 def is_mamba_ssm(data: Mapping[str, Any]) -> bool:
-    """Whether the contents of a `config.json` are mamba_ssm's `MambaConfig`."""
+    """Return whether a `config.json` is mamba_ssm's `MambaConfig`."""
     return "model_type" not in data and ("ssm_cfg" in data or {"d_model", "n_layer"} <= data.keys())
 
 
 def to_transformers(name: str) -> str:
-    """mamba_ssm's name of a tensor -> transformers'."""
+    """Return transformers' name of a tensor, from mamba_ssm's."""
     return _RENAMED.get(name, name)
 
 
 def to_mamba_ssm(name: str) -> str:
-    """The inverse of `to_transformers`."""
+    """Return mamba_ssm's name of a tensor, from transformers'."""
     return {new: old for old, new in _RENAMED.items()}.get(name, name)
 
 
 def is_derived(name: str) -> bool:
-    """Tensors that older files hold and that follow from the config: rotary frequencies."""
+    """Return whether a tensor of older files follows from the config: rotary frequencies."""
     return name.endswith(".rotary_emb.inv_freq")
 
 
 def convert_config(data: Mapping[str, Any]) -> PreTrainedConfig:
-    """transformers' config of the same model: `MambaConfig`, `Mamba2Config`, or `Mamba2AttnConfig`.
+    """Return transformers' config of the same model: `MambaConfig`, `Mamba2Config`, or `Mamba2AttnConfig`.
 
     Raises:
-        ModelError: a key that mamba_ssm does not know, or a value that none of these classes can express.
+        ModelError: a key that mamba_ssm does not have, or a value that none of these classes can express.
     """
     _refuse_unknown(data, {*_TOP, *_TOKENS, *_WITHOUT_EFFECT[""]}, "")
     top = {key: data.get(key, default) for key, default in _TOP.items()}
     for key in ("ssm_cfg", "attn_layer_idx", "attn_cfg"):
         top[key] = type(_TOP[key])() if top[key] is None else top[key]  # null is empty
         if type(top[key]) is not type(_TOP[key]):
-            raise ModelError(key, top[key], f"It has to be a {'list' if key == 'attn_layer_idx' else 'mapping'}.")
+            raise ModelError(key, top[key], f"It must be a {'list' if key == 'attn_layer_idx' else 'mapping'}.")
     for key in ("d_model", "n_layer", "vocab_size", "pad_vocab_size_multiple"):
         _positive(key, top[key])
     if not top["rms_norm"]:
-        raise ModelError("rms_norm", top["rms_norm"], "transformers' Mambas have RMSNorm, without a bias, only.")
+        raise ModelError(
+            "rms_norm", top["rms_norm"], "transformers' Mamba classes have RMSNorm without a bias only. Set it to true."
+        )
     layer = top["ssm_cfg"].get("layer", "Mamba1")
     _refuse_layer(layer)
     multiple = top["pad_vocab_size_multiple"]
@@ -135,45 +136,44 @@ def convert_config(data: Mapping[str, Any]) -> PreTrainedConfig:
         "layer_norm_epsilon": 1e-5,
         "residual_in_fp32": top["residual_in_fp32"],
         "tie_word_embeddings": top["tie_embeddings"],
-        **{key: data.get(key) for key in _TOKENS},  # the format does not hold them: the tokenizer says
+        **{key: data.get(key) for key in _TOKENS},  # not in the format: the tokenizer has them
     }
     has_more = bool(top["attn_layer_idx"] or top["d_intermediate"])
     if layer == "Mamba1":
         if has_more:
             key = "attn_layer_idx" if top["attn_layer_idx"] else "d_intermediate"
-            raise ModelError(key, top[key], "No class has attention layers or MLPs beside Mamba-1 mixers.")
+            raise ModelError(key, top[key], "No class has attention layers or MLPs besides Mamba-1 mixers.")
         return MambaConfig(**fields, **_ssm_fields(top["ssm_cfg"], "Mamba1", _MAMBA1))
     fields |= _mamba2_fields(top)
     return Mamba2AttnConfig(**fields, **_attention_fields(top)) if has_more else Mamba2Config(**fields)
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The causal language model for what `convert_config` returns."""
+    """Return the class of the causal language model for a config of `convert_config`."""
     return _CLASSES[type(config)]
 
 
 def _refuse_layer(layer: str) -> None:
     if layer == "Mamba3":
         hint = (
-            "Neither transformers nor this toolkit has a class for Mamba-3. One would also have to be told the "
-            "activation of A: mamba_ssm changed it from softplus to a heavy-tailed one, with the same tensors and no "
-            "version in the config."
+            "Neither transformers nor this toolkit has a class for Mamba-3. Its config does not state the activation "
+            "of A, which mamba_ssm changed from softplus to a heavy-tailed one with the same tensors."
         )
         raise ModelError("ssm_cfg.layer", layer, hint)
     if layer not in ("Mamba1", "Mamba2"):
-        raise ModelError("ssm_cfg.layer", layer, "Known layers: Mamba1, Mamba2.")
+        raise ModelError("ssm_cfg.layer", layer, "Use Mamba1 or Mamba2.")
 
 
 def _ssm_fields(ssm: Mapping[str, Any], layer: str, names: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
-    """transformers' fields for the keys of `ssm_cfg` that it has."""
+    """Return transformers' fields for the keys of `ssm_cfg`."""
     _refuse_unknown(
         ssm, {*names, *_WITHOUT_EFFECT[layer], "layer", *(_BUILT_IN if layer == "Mamba2" else ())}, "ssm_cfg."
     )
     expand = ssm.get("expand", 2)
     if expand != int(expand):
-        raise ModelError("ssm_cfg.expand", expand, "transformers' classes take whole numbers only.")
-    found = {ours: ssm.get(theirs, default) for theirs, (ours, default) in names.items()}
-    return {**found, "expand": int(expand)}
+        raise ModelError("ssm_cfg.expand", expand, "It must be a whole number for transformers' classes.")
+    fields = {ours: ssm.get(theirs, default) for theirs, (ours, default) in names.items()}
+    return {**fields, "expand": int(expand)}
 
 
 def _mamba2_fields(top: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,58 +182,56 @@ def _mamba2_fields(top: Mapping[str, Any]) -> dict[str, Any]:
         if ssm.get(key, value) != value:
             raise ModelError(f"ssm_cfg.{key}", ssm[key], f"{why[0].upper()}{why[1:]}.")
     width = ssm.pop("d_ssm", None)
-    found = _ssm_fields(ssm, "Mamba2", _MAMBA2)
-    inner = found["expand"] * top["d_model"]
+    fields = _ssm_fields(ssm, "Mamba2", _MAMBA2)
+    inner = fields["expand"] * top["d_model"]
     if width not in (None, inner):
-        hint = f"transformers' Mamba-2 has the SSM on all {inner} channels, without a gated MLP beside it."
+        hint = f"transformers' Mamba-2 has the SSM on all {inner} channels, without a gated MLP. Remove the key."
         raise ModelError("ssm_cfg.d_ssm", width, hint)
     for key in ("headdim", "ngroups"):
-        _positive(f"ssm_cfg.{key}", found[_MAMBA2[key][0]])
-    if inner % found["head_dim"]:
-        raise ModelError("ssm_cfg.headdim", found["head_dim"], f"It has to divide the {inner} channels.")
-    limit = tuple(float(x) for x in found["time_step_limit"])
-    return {**found, "num_heads": inner // found["head_dim"], "time_step_limit": limit}
+        _positive(f"ssm_cfg.{key}", fields[_MAMBA2[key][0]])
+    if inner % fields["head_dim"]:
+        raise ModelError("ssm_cfg.headdim", fields["head_dim"], f"It must divide the {inner} channels.")
+    limit = tuple(float(x) for x in fields["time_step_limit"])
+    return {**fields, "num_heads": inner // fields["head_dim"], "time_step_limit": limit}
 
 
 def _attention_fields(top: Mapping[str, Any]) -> dict[str, Any]:
-    """`attn_layer_idx`, `attn_cfg` with every key, and `d_intermediate`."""
+    """Return `attn_layer_idx`, `attn_cfg` with every key, and `d_intermediate`."""
     layers: Sequence[int] = top["attn_layer_idx"]
-    given: dict[str, Any] = dict(top["attn_cfg"])
+    attention: dict[str, Any] = dict(top["attn_cfg"])
     for layer in layers:
         if layer not in range(top["n_layer"]):
             raise ModelError("attn_layer_idx", layer, f"The model has layers 0 to {top['n_layer'] - 1}.")
     if not layers:
         return {"d_intermediate": top["d_intermediate"]}
-    _refuse_unknown(given, {*ATTENTION_DEFAULTS, "num_heads", "causal", "mlp_dim"}, "attn_cfg.")
-    if not given.pop("causal", False):
+    _refuse_unknown(attention, {*ATTENTION_DEFAULTS, "num_heads", "causal", "mlp_dim"}, "attn_cfg.")
+    if not attention.pop("causal", False):
         raise ModelError(
-            "attn_cfg.causal", False, "A language model's attention has to be causal; false is the default."
+            "attn_cfg.causal", False, "A language model needs causal attention. Set it to true; false is the default."
         )
-    if given.pop("mlp_dim", 0):
-        raise ModelError(
-            "attn_cfg.mlp_dim", top["attn_cfg"]["mlp_dim"], "Attention with an MLP beside it has no class."
-        )
-    _positive("attn_cfg.num_heads", given.get("num_heads"))
-    own = {**ATTENTION_DEFAULTS, **given}
-    shared = own["num_heads_kv"] or own["num_heads"]
-    if own["num_heads"] % shared:
-        raise ModelError("attn_cfg.num_heads_kv", shared, f"It has to divide the {own['num_heads']} heads.")
-    if own["head_dim"] is None and top["d_model"] % own["num_heads"]:
-        raise ModelError("attn_cfg.num_heads", own["num_heads"], f"It has to divide d_model {top['d_model']}.")
-    head_dim = own["head_dim"] or top["d_model"] // own["num_heads"]
-    if own["rotary_emb_dim"] % 2 or own["rotary_emb_dim"] > head_dim:
-        hint = f"It has to be even, and at most the head's width {head_dim}."
-        raise ModelError("attn_cfg.rotary_emb_dim", own["rotary_emb_dim"], hint)
-    return {"attn_layer_idx": sorted(layers), "attn_cfg": own, "d_intermediate": top["d_intermediate"]}
+    if attention.pop("mlp_dim", 0):
+        raise ModelError("attn_cfg.mlp_dim", top["attn_cfg"]["mlp_dim"], "No class has attention with a parallel MLP.")
+    _positive("attn_cfg.num_heads", attention.get("num_heads"))
+    fields = {**ATTENTION_DEFAULTS, **attention}
+    shared = fields["num_heads_kv"] or fields["num_heads"]
+    if fields["num_heads"] % shared:
+        raise ModelError("attn_cfg.num_heads_kv", shared, f"It must divide the {fields['num_heads']} heads.")
+    if fields["head_dim"] is None and top["d_model"] % fields["num_heads"]:
+        raise ModelError("attn_cfg.num_heads", fields["num_heads"], f"It must divide d_model {top['d_model']}.")
+    head_dim = fields["head_dim"] or top["d_model"] // fields["num_heads"]
+    if fields["rotary_emb_dim"] % 2 or fields["rotary_emb_dim"] > head_dim:
+        hint = f"It must be even, and at most the head's width {head_dim}."
+        raise ModelError("attn_cfg.rotary_emb_dim", fields["rotary_emb_dim"], hint)
+    return {"attn_layer_idx": sorted(layers), "attn_cfg": fields, "d_intermediate": top["d_intermediate"]}
 
 
-def _refuse_unknown(given: Mapping[str, Any], known: Collection[str], prefix: str) -> None:
-    for key, value in given.items():
+def _refuse_unknown(data: Mapping[str, Any], known: Collection[str], prefix: str) -> None:
+    for key, value in data.items():
         if key not in known:
-            hint = "mamba_ssm's format, which this looks like, has no such key; what it means cannot be guessed."
+            hint = "mamba_ssm's format has no such key, so its meaning is unknown. Remove it, or add a model_type."
             raise ModelError(prefix + key, value, hint)
 
 
 def _positive(key: str, value: Any) -> None:
     if type(value) is not int or value < 1:
-        raise ModelError(key, value, "It has to be a whole number above 0.")
+        raise ModelError(key, value, "It must be a whole number above 0.")

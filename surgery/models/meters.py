@@ -1,7 +1,6 @@
-"""What a computation costs: bytes kept for backward, bytes alive at once, FLOPs; on real tensors or on the meta device.
+"""Measure the cost of a computation: bytes saved for backward, peak bytes, FLOPs; on real tensors or the meta device.
 
-Owns: the meters, and what lets the real code run on meta tensors: integers and booleans keep their values there (masks
-decide shapes), and SDPA is counted as a fused kernel. Must never know: recipes, families, losses.
+Integers and booleans keep their values on the meta device, since masks decide shapes. SDPA counts as a fused kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
-_GROUPED = getattr(aten, "_grouped_mm", None)  # of mixtures of experts; absent from older torch
+_GROUPED = getattr(aten, "_grouped_mm", None)  # of mixtures of experts; older torch has none
 
 
 @dataclass(frozen=True)
@@ -31,10 +30,10 @@ class PassCost:
     """One forward pass, and its backward pass if anything in it trains.
 
     Attributes:
-        saved: bytes that autograd keeps for the backward pass, each storage once; parameters and buffers not counted.
-        held: bytes alive when the forward pass ends: what is saved, and the outputs.
-        forward_peak, backward_peak: most bytes alive at once during each; parameters and their gradients not counted.
-        flops: of matrix products, convolutions and attention; elementwise work is not counted.
+        saved: bytes that autograd saves for backward, each storage once, without parameters and buffers.
+        held: bytes alive at the end of the forward pass: saved tensors and outputs.
+        forward_peak, backward_peak: peak bytes of each pass, without parameters and their gradients.
+        flops: of matrix products, convolutions and attention, without elementwise work.
     """
 
     saved: int
@@ -44,16 +43,16 @@ class PassCost:
     flops: int
 
     def times(self, factor: float) -> PassCost:
-        """The same work on that many times the documents."""
+        """Return the cost of the same work on that many times the documents."""
         return PassCost(*(round(getattr(self, field.name) * factor) for field in fields(self)))
 
 
 def measure(call: Callable[[], Sequence[Tensor]], model: nn.Module | None = None) -> PassCost:
-    """Runs `call`, then backward from those of the tensors it returns that need a gradient.
+    """Run `call`, then backward from the returned tensors that require a gradient.
 
     Args:
-        model: what belongs to it is not counted. Trained parameters should have a gradient, as between two
-            micro-batches: a new one would count.
+        model: its parameters, gradients and buffers are not counted. Trained parameters should have a gradient, as
+            between two micro-batches: a new one would count.
     """
     with FusedAttention(), Meter(belongings(model)) as meter:
         with saved_bytes(model) as saved:
@@ -67,7 +66,7 @@ def measure(call: Callable[[], Sequence[Tensor]], model: nn.Module | None = None
 
 
 def extrapolate(lengths: Sequence[int], costs: Sequence[PassCost], length: int) -> PassCost:
-    """The polynomial through the costs at some lengths, at another: exact for what grows with T and T^2 (Lagrange)."""
+    """Extrapolate costs to another length by a Lagrange polynomial: exact for three lengths and terms up to T^2."""
     weights = []
     for i, a in enumerate(lengths):
         weight = 1.0
@@ -79,7 +78,7 @@ def extrapolate(lengths: Sequence[int], costs: Sequence[PassCost], length: int) 
 
 
 def belongings(model: nn.Module | None) -> list[Tensor]:
-    """Parameters, their gradients, and buffers."""
+    """Return parameters, their gradients, and buffers."""
     if model is None:
         return []
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -88,22 +87,22 @@ def belongings(model: nn.Module | None) -> list[Tensor]:
 
 @dataclass
 class Total:
-    """Bytes so far."""
+    """A count of bytes."""
 
     total: int = 0
 
 
 @contextmanager
 def saved_bytes(model: nn.Module | None = None) -> Iterator[Total]:
-    """Counts what autograd keeps while the context is open, each storage once; not what belongs to `model`."""
-    seen = {StorageWeakRef(t.untyped_storage()) for t in belongings(model)}
+    """Count what autograd saves inside the context, each storage once, without the tensors of `model`."""
+    counted = {StorageWeakRef(t.untyped_storage()) for t in belongings(model)}
     result = Total()
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         reference = StorageWeakRef(storage)
-        if reference not in seen:
-            seen.add(reference)
+        if reference not in counted:
+            counted.add(reference)
             result.total += storage.nbytes()
         return tensor.detach()  # the tensor itself would hold the node that holds it
 
@@ -112,10 +111,10 @@ def saved_bytes(model: nn.Module | None = None) -> Iterator[Total]:
 
 
 class Meter(TorchDispatchMode):
-    """Watches every operation.
+    """Count the memory and the FLOPs of every operation.
 
     Attributes:
-        now, peak: bytes of the storages that operations made, alive now and most at once.
+        now, peak: bytes of storages from operations: alive now, and most at once.
         flops: by the formulas of torch's flop counter.
     """
 
@@ -144,8 +143,8 @@ class Meter(TorchDispatchMode):
         return result
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """`func`; or on meta tensors of shapes that it has seen, what it makes of them: blocks repeat, and many of
-        torch's meta functions are slow Python."""
+        """Run `func`, or reuse its output layout for meta tensors of known shapes: blocks repeat, and many of torch's
+        meta functions are slow Python."""
         if func._overloadpacket is _GROUPED and args[0].is_meta:
             return _grouped(*args, **kwargs)
         key = _key((args, kwargs)) if _makes_one(func) else None
@@ -176,7 +175,7 @@ class Meter(TorchDispatchMode):
 def _grouped(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """A matrix product for each group of rows, or of columns; torch's own meta function knows bfloat16 alone."""
+    """Multiply each group of rows or columns; torch's own meta function takes bfloat16 only."""
     shape = (*a.shape[:-1], b.shape[-1])
     if a.dim() == b.dim() == 2 and offs is not None:
         shape = (offs.numel(), *shape)
@@ -196,13 +195,13 @@ _FORMULAS = {**flop_registry, _GROUPED: _grouped_flops}
 
 @cache
 def _makes_one(func: Any) -> bool:
-    """Whether it returns one new tensor, neither a view nor an argument that it has changed."""
+    """Return whether an operation makes one new tensor, neither a view nor a changed argument."""
     returns = func._schema.returns
     return not func._schema.is_mutable and len(returns) == 1 and returns[0].alias_info is None
 
 
 def _key(tree: Any) -> Any:
-    """What the shape of a result depends on; None where that is not known."""
+    """Return what the shape of a result depends on; None where that is not known."""
     if isinstance(tree, Tensor):
         return (tree.shape, tree.stride(), tree.dtype) if tree.is_meta else None
     if isinstance(tree, dict):
@@ -214,7 +213,7 @@ def _key(tree: Any) -> Any:
 
 
 def _layout_of_new(result: Any, inputs: Any) -> tuple[Any, Any, torch.dtype] | None:
-    """Of one floating tensor that shares no memory with the inputs; None for all else."""
+    """Return the layout of a floating tensor that shares no memory with the inputs; None for anything else."""
     if not isinstance(result, Tensor) or not result.is_meta or not result.is_floating_point():
         return None
     storage = result.untyped_storage()
@@ -226,27 +225,29 @@ _ASK_FOR_VALUES = {aten._local_scalar_dense.default, aten.nonzero.default, aten.
 
 
 class Shadows:
-    """Values of integer and boolean meta tensors, on the CPU: those that come from known ones alone are known.
+    """The values of integer and boolean meta tensors, on the CPU, as far as they follow from known values.
 
-    So `mask.all()`, `logits[mask]` and `mask.nonzero()` work beside meta logits: the masks of a batch are small and
-    real, the weights are neither. A shadow belongs to a storage, where views find it.
+    With them `mask.all()`, `logits[mask]` and `mask.nonzero()` work next to meta logits: the masks of a batch are small
+    and real, the weights are not. A shadow belongs to a storage, so views share it.
     """
 
     def __init__(self) -> None:
-        self._shadows: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # holds the storages: no number comes twice
+        self._shadows: dict[
+            int, tuple[torch.UntypedStorage, Tensor]
+        ] = {}  # keeps the storages alive, so that no id is reused
 
     def answer(self, func: Any, args: Any) -> tuple[bool, Any, Any]:
-        """Whether `func` is done, its result if so, and the arguments to call it with if not."""
+        """Return whether `func` is done, then its result, and the arguments to call it with otherwise."""
         if func is aten.index.Tensor:
             return False, None, (args[0], self._positions(args[1]))
         value = self._value(args[0], needed=True)
         if func is aten._local_scalar_dense.default:
             return True, value.item(), args
-        found = value.nonzero()
-        return True, self._remember(torch.empty(found.shape, dtype=torch.long, device="meta"), found), args
+        positions = value.nonzero()
+        return True, self._remember(torch.empty(positions.shape, dtype=torch.long, device="meta"), positions), args
 
     def follow(self, func: Any, args: Any, kwargs: dict[str, Any], made: Sequence[Tensor]) -> None:
-        """Does on the shadows what `func` did on meta tensors, if every input has one."""
+        """Repeat on the shadows what `func` did on meta tensors, if every input has one."""
         changes = func._schema.is_mutable
         if not changes and all(self._value(t) is not None for t in made):
             return  # views
@@ -262,7 +263,7 @@ class Shadows:
                 self._remember(meta, value)
 
     def _remember(self, meta: Tensor, value: Tensor) -> Tensor:
-        """The meta tensor, whose storage has a shadow of the same layout from now on."""
+        """Give the storage of a meta tensor a shadow of the same layout, and return the tensor."""
         storage = meta.untyped_storage()
         flat = torch.zeros(storage.nbytes() // meta.element_size(), dtype=meta.dtype)
         flat.as_strided(meta.size(), meta.stride(), meta.storage_offset()).copy_(value)
@@ -270,7 +271,7 @@ class Shadows:
         return meta
 
     def _value(self, tensor: Tensor, needed: bool = False) -> Any:
-        """The values of a tensor, or None where they are not known."""
+        """Return the values of a tensor, or None where they are not known."""
         if not tensor.is_meta:
             return tensor
         entry = self._shadows.get(tensor.untyped_storage()._cdata)
@@ -278,7 +279,7 @@ class Shadows:
             flat = entry[1].view(tensor.dtype)
             return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
         if needed:
-            raise NotImplementedError("the computation asks for values that a meta tensor does not have")
+            raise NotImplementedError("the computation needs values that a meta tensor does not have")
         return None
 
     def _on_cpu(self, x: Any) -> Any:
@@ -287,20 +288,20 @@ class Shadows:
         return self._value(x) if isinstance(x, Tensor) else x
 
     def _positions(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Boolean indices as the positions where they are True, which says how many there are."""
-        found: list[Tensor | None] = []
+        """Return boolean indices as the positions where they are True, which gives their number."""
+        positions: list[Tensor | None] = []
         for index in indices:
             if index is None or index.dtype != torch.bool:
-                found.append(index)
+                positions.append(index)
             else:
-                found += [i.to("meta") for i in self._value(index, needed=True).nonzero(as_tuple=True)]
-        return found
+                positions += [i.to("meta") for i in self._value(index, needed=True).nonzero(as_tuple=True)]
+        return positions
 
 
 class FusedAttention(TorchFunctionMode):
-    """SDPA on meta tensors as its memory-efficient kernel: it keeps query, key, value, mask, output and a number a row.
+    """Run SDPA on meta tensors as its memory-efficient kernel, which saves its inputs, output and a number a row.
 
-    The flash kernels keep the same, without a mask. Grouped keys and values are expanded first.
+    The flash kernels save the same without a mask. Grouped keys and values are expanded first.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

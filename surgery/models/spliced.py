@@ -1,4 +1,4 @@
-"""Read from a hybrid's config what is spliced where."""
+"""Recover a hybrid's plan from its config."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from surgery.types import Graft, Plan
 
 
 def plan_of_hybrid(config: PreTrainedConfig, name: str) -> Plan:
-    """The plan that a hybrid was spliced by, from its config alone.
+    """Return the plan of a hybrid from its config. The geometry is the base's.
 
-    The base's name, the seed of random branches and the name of a teacher are not in a config: they are `name`, 0 and
-    nothing. The geometry is that of the base.
+    A config has no name of the base, seed and name of a teacher: these become `name`, 0 and empty.
 
     Raises:
         PlanError: nothing is spliced into the model, or an entry is for no site of it.
     """
     entries = getattr(config, "splice", None)
     if not entries:
-        raise PlanError("base.model", name, "Nothing is spliced into it. Splice it first, with surgery run.")
+        raise PlanError("base.model", name, "Nothing is spliced into it. Splice it first with `surgery run`.")
     plain = copy.deepcopy(config)
-    plain.splice = []  # a layer that attention took whole is no site any more
+    plain.splice = []  # a layer that was replaced whole is no site in the hybrid
     sites = {site.layer: site for site in family_of(plain).sites(plain)}
     grafts = []
     for entry in entries:
         if entry["layer"] not in sites:
-            raise PlanError("config.json splice", f"layer {entry['layer']}", f"Sites are in layers {sorted(sites)}.")
+            raise PlanError(
+                "config.json splice", f"layer {entry['layer']}", f"Layers that can be spliced: {sorted(sites)}."
+            )
         heads, reads = tuple(entry["heads"]), tuple(entry["reads"])
         unit, donors = entry.get("unit", "head"), tuple(entry.get("donors", ()))
         grafts.append(Graft(sites[entry["layer"]], heads, entry["mode"], entry["init"], reads, unit, donors))

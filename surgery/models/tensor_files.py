@@ -1,7 +1,6 @@
-"""Files of tensors. Owns: which files hold a checkpoint's weights, reading them safely and lightly, writing shards.
+"""Read and write files of tensors: find a checkpoint's weights, map them into memory, write shards.
 
-Must never know: configs, models, what a tensor's name means. Tensors are mapped into memory, not read; pickles are
-loaded with `weights_only=True` and may hold tensors alone.
+Pickles are loaded with `weights_only=True` and may hold tensors only.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _SAFETENSORS_DTYPES.items()}
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # to look at bits
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers of the same size
 _LFS_POINTER = b"version https://git-lfs"
 _CHUNK = 1 << 22  # elements that are cast and written at once
 _MAPPED_BYTES = 1 << 28  # of a source, while shards are written
@@ -59,17 +58,18 @@ class Stored:
 
     @property
     def bytes(self) -> int:
+        """Size of its numbers."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 def weight_files(find: Callable[[str], Path | None]) -> tuple[Path, ...]:
-    """The files of a checkpoint's weights, shards included; none where there are none.
+    """Return the files of a checkpoint's weights, with all shards; empty where there are none.
 
     Args:
-        find: the local path of a file of the checkpoint, or None where it has no such file.
+        find: returns the local path of a file of the checkpoint, or None where it has no such file.
 
     Raises:
-        ModelError: the index of the shards is broken, or names a shard that is not there.
+        ModelError: the index of the shards is broken, or names a missing shard.
     """
     for name in _NAMES:
         path = find(name)
@@ -100,19 +100,21 @@ def _shards_of(index: Path) -> list[str]:
         for shard in shards:
             leaves = shard.startswith("/") or ".." in shard.split("/") or "\\" in shard
             if leaves or not any((folder / shard).resolve().is_relative_to(place) for place in inside):
-                raise ModelError("base.model", str(index), f"It names {shard!r}, which does not lie in its folder.")
+                raise ModelError(
+                    "base.model", str(index), f"It names {shard!r}, which is outside its folder. Download it again."
+                )
     return shards
 
 
 def check_file(file: Path) -> None:
-    """Refuses a damaged file, and a pickle that holds anything but tensors.
+    """Refuse a damaged file, and a pickle with more than tensors.
 
     Raises:
-        ModelError: says which file, and what is wrong with it.
+        ModelError: names the file and the fault.
     """
     with open(file, "rb") as handle:
         if handle.read(len(_LFS_POINTER)) == _LFS_POINTER:
-            raise ModelError("base.model", str(file), "It is a pointer of Git LFS, not the file: run `git lfs pull`.")
+            raise ModelError("base.model", str(file), "It is a Git LFS pointer, not the file. Run `git lfs pull`.")
     if file.suffix == ".safetensors":
         _header_of(file)
     else:
@@ -120,47 +122,47 @@ def check_file(file: Path) -> None:
 
 
 def inventory(files: Iterable[Path]) -> dict[str, Stored]:
-    """What the files hold, by name, without reading it. Raises ModelError as `check_file`."""
-    found: dict[str, Stored] = {}
+    """Return the tensors of the files by name, without reading them. Raises ModelError as `check_file`."""
+    tensors: dict[str, Stored] = {}
     for file in files:
         if file.suffix == ".safetensors":
             for name, entry in _header_of(file).items():
-                found[name] = Stored(file, name, tuple(entry["shape"]), _SAFETENSORS_DTYPES[entry["dtype"]])
+                tensors[name] = Stored(file, name, tuple(entry["shape"]), _SAFETENSORS_DTYPES[entry["dtype"]])
         else:
             for name, tensor in _read_pickle(file).items():
-                found[name] = Stored(file, name, tuple(tensor.shape), tensor.dtype)
-    return found
+                tensors[name] = Stored(file, name, tuple(tensor.shape), tensor.dtype)
+    return tensors
 
 
 def read_tensors(wanted: Iterable[Stored], mapped_bytes: float = math.inf) -> Iterator[Tensor]:
-    """The tensors in that order, mapped from their files.
+    """Yield the tensors in that order, mapped from their files.
 
     Args:
-        mapped_bytes: after so many, a file is mapped anew, so that what was read before can leave memory.
+        mapped_bytes: map a file again after so many bytes, so that earlier tensors can leave memory.
     """
     opened: Path | None = None
     get: Callable[[str], Tensor] | None = None
-    seen = 0
+    mapped = 0
     for stored in wanted:
-        if get is None or stored.file != opened or (seen > mapped_bytes and _can_map(stored.file)):
-            get, opened, seen = None, stored.file, 0  # the old mapping goes first
+        if get is None or stored.file != opened or (mapped > mapped_bytes and _can_map(stored.file)):
+            get, opened, mapped = None, stored.file, 0  # the old mapping is freed first
             is_pickle = opened.suffix != ".safetensors"
             get = _read_pickle(opened).__getitem__ if is_pickle else safe_open(opened, "pt").get_tensor
-        seen += stored.bytes
+        mapped += stored.bytes
         yield get(stored.name)
 
 
 def _can_map(file: Path) -> bool:
-    """Of pickles, only zip files can be mapped; older ones are read."""
+    """Return whether a file can be mapped. Of pickles, only zip files can; older ones are read."""
     return file.suffix == ".safetensors" or zipfile.is_zipfile(file)
 
 
 def why_refused(error: UnpicklingError) -> str:
-    """One sentence for what torch's safe unpickler says in a page."""
-    asked = re.search(r"GLOBAL (\S+)", str(error))
-    if asked is None:
-        return "It is broken, or no file of tensors as torch writes them. Download it again."
-    return f"It holds more than tensors (it asks for {asked[1]}) and could run code. Only files of tensors are read."
+    """Return one sentence for the long message of torch's safe unpickler."""
+    imported = re.search(r"GLOBAL (\S+)", str(error))
+    if imported is None:
+        return "It is broken, or not a file of tensors that torch wrote. Download it again."
+    return f"It holds more than tensors ({imported[1]}) and could run code. Convert it to safetensors."
 
 
 def _read_pickle(file: Path) -> Mapping[str, Tensor]:
@@ -170,19 +172,21 @@ def _read_pickle(file: Path) -> Mapping[str, Tensor]:
         except UnpicklingError as error:
             raise ModelError("base.model", str(file), why_refused(error)) from error
     if not isinstance(state, Mapping):
-        raise ModelError("base.model", str(file), f"It holds a {type(state).__name__}, not tensors by name.")
+        raise ModelError(
+            "base.model", str(file), f"It holds a {type(state).__name__}, not tensors by name. Download it again."
+        )
     for name, value in state.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
-            hint = f"{name!r} is of type {type(value).__name__}; only files of tensors by name are read."
+            hint = f"{name!r} is of type {type(value).__name__}. Only tensors by name can be loaded."
             raise ModelError("base.model", str(file), hint)
     return state
 
 
 def _header_of(file: Path) -> dict[str, Any]:
-    """The tensors of a safetensors file as its header has them, once the library has checked their places.
+    """Return the entries of a safetensors header, after the library has checked their offsets.
 
     Raises:
-        ModelError: the header is broken, or does not fit the file; numbers of a type that is not supported.
+        ModelError: the header is broken, does not fit the file, or has an unsupported type.
     """
     size = file.stat().st_size
     with reading("base.model", str(file), "Its header is broken. Download it again."):
@@ -195,19 +199,21 @@ def _header_of(file: Path) -> dict[str, Any]:
         expected = 8 + length + max((t["data_offsets"][1] for t in tensors.values()), default=0)
         unknown = [t["dtype"] for t in tensors.values() if t["dtype"] not in _SAFETENSORS_DTYPES]
         if expected != size:
-            hint = f"It is {size} bytes long, and its header says {expected}. Download it again."
+            hint = f"It has {size} bytes, and its header describes {expected}. Download it again."
             raise ModelError("base.model", str(file), hint)
         if unknown:
-            raise ModelError("base.model", str(file), f"It has numbers of type {unknown[0]}, which is not supported.")
+            raise ModelError(
+                "base.model", str(file), f"Its type {unknown[0]} is not supported. Convert it to another dtype."
+            )
         with safe_open(file, "pt"):
             return tensors
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         raise ValueError("the same key twice")
-    return found
+    return entries
 
 
 def write_shards(
@@ -216,12 +222,12 @@ def write_shards(
     dtype_of: Callable[[str, torch.dtype], torch.dtype],
     shard_bytes: int = SHARD_BYTES,
 ) -> int:
-    """Writes `model*.safetensors`, with an index where there are several, and returns how many there are.
+    """Write `model*.safetensors`, with an index where there are several, and return their number.
 
-    Memory stays near the largest tensor and `_MAPPED_BYTES`, whatever the checkpoint's size.
+    Memory stays near the largest tensor plus `_MAPPED_BYTES`, for a checkpoint of any size.
 
     Args:
-        tensors: by the name that they get.
+        tensors: by their new names.
         dtype_of: (new name, stored dtype) -> dtype to write.
     """
     shards: list[dict[str, Stored]] = [{}]
@@ -246,7 +252,7 @@ def write_shards(
 
 
 def _write_safetensors(path: Path, tensors: Mapping[str, Stored], dtypes: Mapping[str, torch.dtype]) -> int:
-    """Writes one file, wide numbers first so that all are aligned, and returns the bytes of its tensors."""
+    """Write one file, wide numbers first so that all are aligned, and return the bytes of its tensors."""
     order = sorted(tensors, key=lambda name: (-dtypes[name].itemsize, tensors[name].file, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -265,6 +271,6 @@ def _write_safetensors(path: Path, tensors: Mapping[str, Stored], dtypes: Mappin
                 if bool(bits.any()):
                     file.write(bits.numpy().data)
                 else:
-                    file.seek(bits.numel() * bits.element_size(), 1)  # zeros need no room on the disk
+                    file.seek(bits.numel() * bits.element_size(), 1)  # a hole in the file: zeros use no disk space
         file.truncate(8 + len(text) + end)
     return end

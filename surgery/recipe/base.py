@@ -1,4 +1,4 @@
-"""The models that a recipe names."""
+"""The models of a recipe: the base, a teacher, a control."""
 
 from __future__ import annotations
 
@@ -11,37 +11,41 @@ from surgery.types import HeadId
 
 
 class Checkpoint(Section):
-    """A model that is read and never changed."""
+    """A model that is only read."""
 
-    model: str = Field(description="Folder of a checkpoint, or its id on the Hub.")
+    model: str = Field(description="Checkpoint folder, or Hub id.")
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub id.")
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("float32", description="Of its weights in memory.")
-
-
-class Base(Section):
-    """The pretrained model that is operated on."""
-
-    model: str = Field(description="Folder of a checkpoint, or its id on the Hub.")
-    revision: str | None = Field(None, description="Branch, tag or commit of a Hub id.")
-    tokenizer: str | None = Field(None, description="Where the tokenizer is, if not with the model.")
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("float32", description="Of the weights in memory.")
-    trust_remote_code: bool = Field(False, description="Run code that the checkpoint brings along.")
-    channels_per_head: Positive | None = Field(
-        None, description="Mamba-1 has channels and no heads: how many of them are taken as one. 64 if not said."
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field(
+        "float32", description="Dtype of the weights in memory."
     )
 
 
-def as_base(given: Checkpoint) -> Base:
-    """The same checkpoint, as what loads one wants it."""
-    return Base(model=given.model, revision=given.revision, dtype=given.dtype)
+class Base(Section):
+    """The pretrained model to splice."""
+
+    model: str = Field(description="Checkpoint folder, or Hub id.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a Hub id.")
+    tokenizer: str | None = Field(None, description="Folder or Hub id of the tokenizer, if it is not with the model.")
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field(
+        "float32", description="Dtype of the weights in memory."
+    )
+    trust_remote_code: bool = Field(False, description="Run modelling code that comes with the checkpoint.")
+    channels_per_head: Positive | None = Field(
+        None, description="Mamba-1 has channels instead of heads: how many channels form one head. 64 if not set."
+    )
+
+
+def as_base(checkpoint: Checkpoint) -> Base:
+    """Return the same checkpoint as a `Base`, which the loader takes."""
+    return Base(model=checkpoint.model, revision=checkpoint.revision, dtype=checkpoint.dtype)
 
 
 class Teacher(Checkpoint):
-    """A Transformer whose attention is transplanted. It has to be as wide as the base."""
+    """A Transformer whose attention is transplanted. Its hidden size must equal the base's."""
 
     donors: dict[str, str] = Field(
         {},
-        description="Its head for a head of the base, such as {L17H3: L17H24}; the one of the same name if not said.",
+        description="The teacher's head for a head of the base, such as {L17H3: L17H24}; by default the same name.",
     )
 
     @field_validator("donors")

@@ -1,4 +1,4 @@
-"""Names of models as a recipe writes them, and the form of a recipe that may be published."""
+"""Model names in recipes, and the form of a recipe that can be published."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from surgery.recipe.train import Source
 
 
 def source_of(model: str, revision: str | None) -> tuple[str, str | None]:
-    """A folder or Hub id, and the revision, which may be written behind it: `repo@revision`.
+    """Split a folder or Hub id from its revision, which may follow it: `repo@revision`.
 
     Raises:
-        ModelError: two revisions, or none behind the @.
+        ModelError: two revisions, or none after the @.
     """
     name, at, written = model.partition("@")
-    if not at or Path(model).exists() or not _is_hub_id(name):
+    if not at or Path(model).exists() or not is_hub_id(name):
         return model, revision
     if not written:
-        raise ModelError("base.model", model, "There is no revision behind the @.")
+        raise ModelError("base.model", model, "The revision after the @ is empty. Use repo@revision.")
     if revision not in (None, written):
-        raise ModelError("base.revision", revision, f"base.model names another one: {model}. Give it once.")
+        raise ModelError("base.revision", revision, f"base.model has another one: {model}. Set it once.")
     return name, written
 
 
-def _is_hub_id(model: str) -> bool:
+def is_hub_id(model: str) -> bool:
     return not Path(model).exists() and model.count("/") == 1 and not model.startswith((".", "~", "/"))
 
 
 def public_name(model: str) -> str:
-    """A Hub id without its revision; of a folder or file, its last part, or the run's name where that is `export`."""
+    """Return a Hub id without its revision, or the last part of a path (the run's name where that is `export`)."""
     model, _ = source_of(model, None)
     if model.count("/") == 1 and not Path(model).exists():
         return model
@@ -41,9 +41,9 @@ def public_name(model: str) -> str:
 
 
 def public_recipe(recipe: Recipe) -> Recipe:
-    """The recipe as it may be published: a folder or file of this machine becomes its last part.
+    """Return the recipe in the form for publishing: folders and files of this machine become their last part.
 
-    Revisions stay. One written behind a model's id moves to its `revision`; a tokenizer has no such key and keeps it.
+    Revisions stay. One after a model's id moves to its `revision`; a tokenizer has no such key and keeps it.
     """
     base = _named(recipe.base)
     if base.tokenizer:
@@ -70,9 +70,9 @@ def public_recipe(recipe: Recipe) -> Recipe:
 M = TypeVar("M", Base, Teacher, Checkpoint)
 
 
-def _named(given: M) -> M:
-    model, revision = source_of(given.model, given.revision)
-    return given.model_copy(update={"model": public_name(model), "revision": revision})
+def _named(section: M) -> M:
+    model, revision = source_of(section.model, section.revision)
+    return section.model_copy(update={"model": public_name(model), "revision": revision})
 
 
 def _public_source(source: Source) -> Source:

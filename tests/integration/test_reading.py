@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 from surgery.cli import main
-from surgery.models import mamba_ssm_format as formats
+from surgery.models import mamba_ssm_format
 from tests.integration.conftest import BASE, surgery
 from tests.support.mamba2attn import attn_model
 from tests.support.mamba_ssm_files import PADDED, tiny, write
@@ -27,15 +27,15 @@ GIB = 2**30
 def write_sparse(folder: Path, layers: int) -> int:
     """A checkpoint of mamba_ssm's that is all zeros but for two tensors, in a file that is a hole; its bytes."""
     data = {"d_model": 2048, "n_layer": layers, "vocab_size": 50277, "pad_vocab_size_multiple": 16}
-    config = formats.convert_config({**data, "ssm_cfg": {"layer": "Mamba2"}})
+    config = mamba_ssm_format.convert_config({**data, "ssm_cfg": {"layer": "Mamba2"}})
     with torch.device("meta"):
-        model = formats.model_class(config)(config)
+        model = mamba_ssm_format.model_class(config)(config)
     header: dict[str, Any] = {}
     end = 0
     for name, tensor in model.state_dict().items():
         if name != "lm_head.weight":
             begin, end = end, end + 4 * tensor.numel()
-            own = formats.to_mamba_ssm(name)
+            own = mamba_ssm_format.to_mamba_ssm(name)
             header[own] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     folder.mkdir()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from surgery.errors import ModelError
 from surgery.files.atomic import digest
-from surgery.models import loading as checkpoint
+from surgery.models import loading
 from surgery.models.loading import (
     check_finite,
     check_vocabulary,
@@ -241,7 +241,7 @@ def test_a_config_that_is_neither(tmp_path: Path) -> None:
 
 def test_a_tokenizer_beside_the_model_and_none(tmp_path: Path) -> None:
     folder = write(tmp_path, tiny("Mamba2"))
-    assert_refused(folder, "base.tokenizer", "no tokenizer there", load=load_tokenizer)
+    assert_refused(folder, "base.tokenizer", "has no tokenizer", load=load_tokenizer)
     for file in BASE.glob("tokenizer*"):
         (folder / file.name).write_bytes(file.read_bytes())
     assert load_tokenizer(base_of(folder))("a 7")["input_ids"] == load_tokenizer(base_of(BASE))("a 7")["input_ids"]
@@ -348,9 +348,9 @@ class TestMalformedConfigs:
         pico_family(name).save_pretrained(tmp_path)
         file = tmp_path / "config.json"
         good = json.loads(file.read_text())
-        fields = {key for key in good if key in checkpoint._SIZES} | set(good.get("ssm_cfg", ()))
-        assert len(fields & checkpoint._SIZES) > 4
-        for field in fields & checkpoint._SIZES:
+        fields = {key for key in good if key in loading._SIZES} | set(good.get("ssm_cfg", ()))
+        assert len(fields & loading._SIZES) > 4
+        for field in fields & loading._SIZES:
             for value in (0, -3, 2.5, True, 2**40):
                 changed = {**good, field: value}
                 if field not in good:

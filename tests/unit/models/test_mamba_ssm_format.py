@@ -11,7 +11,7 @@ from transformers import Mamba2Config, MambaConfig
 
 from surgery.errors import ModelError
 from surgery.hybrid.modeling_mamba2attn import Mamba2AttnConfig
-from surgery.models import mamba_ssm_format as formats
+from surgery.models import mamba_ssm_format
 
 # As published with the models of these names.
 MAMBA_130M = {
@@ -57,15 +57,15 @@ MAMBA2ATTN_27B = {
 
 def shapes_of(data: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every tensor of the model that the config describes."""
-    config = formats.convert_config(data)
+    config = mamba_ssm_format.convert_config(data)
     with torch.device("meta"):
-        model = formats.model_class(config)(config)
+        model = mamba_ssm_format.model_class(config)(config)
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def assert_refused(data: dict[str, Any], field: str, value: Any, *words: str) -> None:
     with pytest.raises(ModelError) as caught:
-        formats.convert_config(data)
+        mamba_ssm_format.convert_config(data)
     assert caught.value.field == field
     assert caught.value.value == value
     assert "\n" not in str(caught.value)
@@ -75,18 +75,18 @@ def assert_refused(data: dict[str, Any], field: str, value: Any, *words: str) ->
 
 @pytest.mark.parametrize("data", [MAMBA_130M, MAMBA2_130M, MAMBA2ATTN_27B, {"ssm_cfg": {}}])
 def test_its_configs_are_recognised(data: dict[str, Any]) -> None:
-    assert formats.is_mamba_ssm(data)
+    assert mamba_ssm_format.is_mamba_ssm(data)
 
 
 @pytest.mark.parametrize(
     "data", [{}, {"model_type": "mamba2"}, {"model_type": "llamba", "d_model": 8, "n_layer": 2, "ssm_cfg": {}}]
 )
 def test_others_are_not(data: dict[str, Any]) -> None:
-    assert not formats.is_mamba_ssm(data)
+    assert not mamba_ssm_format.is_mamba_ssm(data)
 
 
 def test_a_missing_layer_means_mamba1() -> None:
-    config = formats.convert_config(MAMBA_130M)
+    config = mamba_ssm_format.convert_config(MAMBA_130M)
     assert type(config) is MambaConfig
     assert (config.state_size, config.conv_kernel, config.expand, config.time_step_rank) == (16, 4, 2, 48)
     assert config.vocab_size == 50280
@@ -97,7 +97,7 @@ def test_a_missing_layer_means_mamba1() -> None:
 
 
 def test_mamba2_defaults_are_mamba_ssms() -> None:
-    config = formats.convert_config(MAMBA2_130M)
+    config = mamba_ssm_format.convert_config(MAMBA2_130M)
     assert type(config) is Mamba2Config
     assert (config.num_heads, config.head_dim, config.state_size, config.n_groups) == (24, 64, 128, 1)
     assert (config.chunk_size, config.layer_norm_epsilon, config.vocab_size) == (256, 1e-5, 50288)
@@ -110,7 +110,7 @@ def test_mamba2_defaults_are_mamba_ssms() -> None:
 
 
 def test_attention_layers_are_kept() -> None:
-    config = formats.convert_config(MAMBA2ATTN_27B)
+    config = mamba_ssm_format.convert_config(MAMBA2ATTN_27B)
     assert type(config) is Mamba2AttnConfig
     assert [i for i, kind in enumerate(config.layer_types) if kind == "hybrid"] == [9, 18, 27, 36, 45, 56]
     shapes = shapes_of(MAMBA2ATTN_27B)
@@ -132,7 +132,7 @@ def test_mlps_are_rounded_up() -> None:
 @pytest.mark.parametrize("multiple", [1, 8, 16, 100])
 def test_the_vocabulary_is_padded_to_the_next_multiple(multiple: int) -> None:
     for size in (1, 63, 64, 65, 50277):
-        padded = formats.convert_config(
+        padded = mamba_ssm_format.convert_config(
             {**MAMBA2_130M, "vocab_size": size, "pad_vocab_size_multiple": multiple}
         ).vocab_size
         assert padded % multiple == 0
@@ -142,20 +142,23 @@ def test_the_vocabulary_is_padded_to_the_next_multiple(multiple: int) -> None:
 def test_null_means_empty_and_initial_values_do_not_matter() -> None:
     data = {**MAMBA2_130M, "attn_layer_idx": None, "attn_cfg": None}
     ssm = {"layer": "Mamba2", "A_init_range": [1, 16], "conv_init": None, "use_mem_eff_path": True, "d_ssm": 1536}
-    assert formats.convert_config({**data, "ssm_cfg": ssm}).to_dict() == formats.convert_config(MAMBA2_130M).to_dict()
+    assert (
+        mamba_ssm_format.convert_config({**data, "ssm_cfg": ssm}).to_dict()
+        == mamba_ssm_format.convert_config(MAMBA2_130M).to_dict()
+    )
 
 
 def test_every_key_that_has_a_place_arrives() -> None:
     ssm = {"layer": "Mamba2", "d_state": 8, "d_conv": 3, "expand": 4, "headdim": 32, "ngroups": 2, "bias": True}
     ssm |= {"conv_bias": False, "chunk_size": 64, "dt_limit": [0.1, 2.0], "dt_min": 0.01, "dt_max": 0.2}
     more = {"residual_in_fp32": False, "tie_embeddings": False, "eos_token_id": 0}
-    config = formats.convert_config({**MAMBA2_130M, "ssm_cfg": ssm, **more})
+    config = mamba_ssm_format.convert_config({**MAMBA2_130M, "ssm_cfg": ssm, **more})
     found = (config.state_size, config.conv_kernel, config.expand, config.head_dim, config.n_groups, config.num_heads)
     assert found == (8, 3, 4, 32, 2, 96)
     assert (config.use_bias, config.use_conv_bias, config.chunk_size) == (True, False, 64)
     assert (tuple(config.time_step_limit), config.time_step_min, config.time_step_max) == ((0.1, 2.0), 0.01, 0.2)
     assert (config.residual_in_fp32, config.tie_word_embeddings, config.eos_token_id) == (False, False, 0)
-    mamba1 = formats.convert_config({**MAMBA_130M, "ssm_cfg": {"dt_rank": 7, "d_state": 4, "dt_scale": 2.0}})
+    mamba1 = mamba_ssm_format.convert_config({**MAMBA_130M, "ssm_cfg": {"dt_rank": 7, "d_state": 4, "dt_scale": 2.0}})
     assert (mamba1.time_step_rank, mamba1.state_size, mamba1.time_step_scale) == (7, 4, 2.0)
 
 
@@ -167,7 +170,7 @@ def test_every_key_that_has_a_place_arrives() -> None:
         ({"moe_cfg": {"n": 8}}, "moe_cfg", {"n": 8}, "no such key"),
         ({"d_model": "768"}, "d_model", "768", "whole number"),
         ({"pad_vocab_size_multiple": 0}, "pad_vocab_size_multiple", 0, "whole number"),
-        ({"ssm_cfg": {"layer": "Mamba4"}}, "ssm_cfg.layer", "Mamba4", "Mamba1, Mamba2"),
+        ({"ssm_cfg": {"layer": "Mamba4"}}, "ssm_cfg.layer", "Mamba4", "Mamba1 or Mamba2"),
         ({"ssm_cfg": {"layer": "Mamba2", "rmsnorm": False}}, "ssm_cfg.rmsnorm", False, "gated norm"),
         ({"ssm_cfg": {"layer": "Mamba2", "norm_before_gate": True}}, "ssm_cfg.norm_before_gate", True, "gates"),
         ({"ssm_cfg": {"layer": "Mamba2", "D_has_hdim": True}}, "ssm_cfg.D_has_hdim", True, "one D a head"),
@@ -188,7 +191,7 @@ def test_what_cannot_be_expressed_is_refused(change: dict[str, Any], field: str,
     ("change", "field", "value", "word"),
     [
         ({"causal": False}, "attn_cfg.causal", False, "causal"),
-        ({"mlp_dim": 256}, "attn_cfg.mlp_dim", 256, "no class"),
+        ({"mlp_dim": 256}, "attn_cfg.mlp_dim", 256, "No class"),
         ({"num_heads_kv": 7}, "attn_cfg.num_heads_kv", 7, "30 heads"),
         ({"rotary_emb_dim": 129}, "attn_cfg.rotary_emb_dim", 129, "128"),
         ({"rotary_emb_dim": 256}, "attn_cfg.rotary_emb_dim", 256, "128"),
@@ -213,13 +216,13 @@ def test_attention_layers_have_to_be_there() -> None:
 
 def test_mamba3_is_recognised_and_honestly_refused() -> None:
     data = {**MAMBA2_130M, "ssm_cfg": {"layer": "Mamba3", "is_mimo": True}}
-    assert formats.is_mamba_ssm(data)
-    missing = ("Neither transformers nor this toolkit", "softplus", "heavy-tailed", "no version")
+    assert mamba_ssm_format.is_mamba_ssm(data)
+    missing = ("Neither transformers nor this toolkit", "softplus", "heavy-tailed", "does not state the activation")
     assert_refused(data, "ssm_cfg.layer", "Mamba3", *missing)
 
 
 def test_names_go_both_ways() -> None:
     for name in shapes_of({**MAMBA2ATTN_27B, "n_layer": 10, "attn_layer_idx": [9], "d_intermediate": 128}):
-        assert formats.to_transformers(formats.to_mamba_ssm(name)) == name
-    assert formats.to_mamba_ssm("backbone.embeddings.weight") == "backbone.embedding.weight"
-    assert formats.is_derived("backbone.layers.9.mixer.rotary_emb.inv_freq")
+        assert mamba_ssm_format.to_transformers(mamba_ssm_format.to_mamba_ssm(name)) == name
+    assert mamba_ssm_format.to_mamba_ssm("backbone.embeddings.weight") == "backbone.embedding.weight"
+    assert mamba_ssm_format.is_derived("backbone.layers.9.mixer.rotary_emb.inv_freq")

@@ -1,0 +1,103 @@
+"""Files of classes from outside the package: what travels with a checkpoint, and what cannot."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surgery.errors import ModelError, PlanError
+from surgery.export.folder import export_model
+from surgery.hybrid.branches import BRANCHES, BUILT_IN, register_branch
+from surgery.hybrid.shipping import ENTRY, auto_map, module_of, outside_modules
+from surgery.recipe import Splice
+from surgery.splice.graft import splice_model
+from surgery.splice.plan import make_plan
+from surgery.testing.pico import pico_config, pico_tokenizer
+from tests.support.battery import base, every_spliced, plan_of, trained
+from tests.unit.splice.test_plan import chosen
+
+BRANCH = """
+from surgery.hybrid.attention import RandomAttention
+from surgery.hybrid.branches import register_branch
+
+
+@register_branch("planted")
+class PlantedAttention(RandomAttention):
+    pass
+"""
+
+
+@pytest.fixture
+def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Import a module of this text, which registers the branch `planted`, and forget both afterwards."""
+    monkeypatch.syspath_prepend(tmp_path)
+    planted: list[str] = []
+
+    def write(text: str, name: str = "planted_branch") -> type:
+        (tmp_path / f"{name}.py").write_text(text)
+        planted.append(name)
+        importlib.invalidate_caches()
+        importlib.import_module(name)
+        return BRANCHES["planted"]
+
+    yield write
+    BRANCHES.pop("planted", None)
+    for name in planted:
+        del sys.modules[name]
+
+
+def test_the_built_in_names_are_those_registered() -> None:
+    """The recipe lists them without importing torch."""
+    assert tuple(BRANCHES) == BUILT_IN == ("ssm", "random", "teacher")
+
+
+def test_a_name_belongs_to_one_class() -> None:
+    with pytest.raises(ValueError, match=r"'ssm': surgery\.hybrid\.attention\.SplicedAttention has this name already"):
+        register_branch("ssm")(type("Other", (), {}))
+    assert register_branch("ssm")(BRANCHES["ssm"]) is BRANCHES["ssm"]
+
+
+@every_spliced
+def test_classes_of_the_library_need_no_more_files(name: str) -> None:
+    config = trained(name).config
+    assert outside_modules(config) == {}
+    assert set(auto_map(config)) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
+    assert auto_map(config)["AutoConfig"].endswith(f".{type(config).__name__}")
+
+
+def test_a_branch_travels_with_an_entry_module(plant: Any) -> None:
+    cls = plant(BRANCH)
+    config = splice_model(base("bamba"), plan_of(base("bamba"), init="planted")).config
+    modules = outside_modules(config)
+    assert auto_map(config)["AutoModel"] == f"{ENTRY}.BambaHybridModel"
+    assert module_of(cls)[1] == BRANCH.replace("surgery.hybrid.", ".").encode()
+    entry = modules[f"{ENTRY}.py"].decode()
+    assert "from .planted_branch import PlantedAttention" in entry
+    assert "from .modeling_bamba_hybrid import BambaHybridConfig, BambaHybridForCausalLM, BambaHybridModel" in entry
+    assert {"planted_branch.py", "attention.py", "branches.py", "mixer.py", "modeling_bamba_hybrid.py"} <= set(modules)
+    assert not any(b"surgery.hybrid" in text for name, text in modules.items() if name == "planted_branch.py")
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "says"),
+    [
+        ("import surgery.recipe\n" + BRANCH, "planted_branch", r"imports surgery\.recipe, line 1"),
+        ("from surgery import hybrid\n" + BRANCH, "planted_branch", r"imports surgery, line 1"),
+        (BRANCH, "attention", r"Rename attention\.py"),
+    ],
+)
+def test_what_cannot_travel_is_refused_before_a_run_and_at_export(
+    text: str, name: str, says: str, plant: Any, tmp_path: Path
+) -> None:
+    plant(text, name)
+    with pytest.raises(PlanError, match=rf"^splice\.init: planted\. PlantedAttention cannot travel.*{says}"):
+        make_plan(chosen("L1H2"), pico_config(), Splice.model_validate({"init": "planted"}))
+    hybrid = splice_model(base("mamba2"), plan_of(base("mamba2"), init="planted"))
+    with pytest.raises(ModelError, match=says):
+        export_model(hybrid, pico_tokenizer(), tmp_path / "export")
+    assert not (tmp_path / "export").exists()

@@ -91,4 +91,4 @@ def test_locate_alone_says_what_it_found(tmp_path: Path) -> None:
     refused = surgery(
         "plan", str(RECIPE), *SMALL, "locate.methods=[attribution]", "splice.select=attribution", cwd=tmp_path
     )
-    assert refused.returncode == 2 and "add sharpen to locate.methods" in refused.stderr
+    assert refused.returncode == 2 and "Add sharpen to locate.methods" in refused.stderr

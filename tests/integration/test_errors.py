@@ -22,7 +22,7 @@ from tests.support.errors import assert_refused
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("train.stepz=3", ("train.stepz", "not known")),
+        ("train.stepz=3", ("train.stepz", "Unknown key")),
         ("train.steps=many", ("train.steps", "many")),
         ("splice.mode=subtract", ("splice.mode", "subtract", "add")),
         ("locate.pairs=200", ("locate.pairs", "200", "100")),
@@ -56,7 +56,7 @@ def test_an_empty_model_folder(tmp_path: Path) -> None:
 def test_a_model_of_another_kind(tmp_path: Path, kind: str, nearest: str) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text(json.dumps({"model_type": kind, "hidden_size": 32}))
-    assert_refused(surgery("inspect", "./other", cwd=tmp_path), kind, nearest, "surgery/models/registry.py")
+    assert_refused(surgery("inspect", "./other", cwd=tmp_path), kind, nearest, "docs/EXTENDING.md")
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def test_an_index_that_leaves_its_folder(base_copy: Path, tmp_path: Path, name: 
 
 @pytest.mark.parametrize(
     ("target", "word"),
-    [(".", "current folder"), ("..", "FOLDER"), ("/", "FOLDER"), ("./base", "read from"), ("base/config.json", "file")],
+    [(".", "current directory"), ("..", "FOLDER"), ("/", "FOLDER"), ("./base", "MODEL (./base)"), ("base/config.json", "file")],
 )
 def test_convert_onto_what_is_there(base_copy: Path, tmp_path: Path, target: str, word: str) -> None:
     (tmp_path / "empty").mkdir()

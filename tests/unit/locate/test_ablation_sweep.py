@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -332,3 +334,23 @@ def test_memory_limits_the_variants_of_a_pass(at_once: int, monkeypatch: pytest.
     groups.clear()
     change_at_query(run, [Variant(ablate=tuple(heads)) for heads in sets], 3 * (at_once + 1) * 4 * run.cache_bytes - 1)
     assert groups == expected
+
+
+@pytest.mark.parametrize(("device", "mebibytes"), [("cpu", 32), ("cuda", 512)])
+def test_the_default_memory(device: str, mebibytes: int) -> None:
+    assert ablation_sweep._memory(SimpleNamespace(device=torch.device(device))) == mebibytes * 2**20  # type: ignore[arg-type]
+
+
+def test_of_several_questions_the_last_one_is_scored() -> None:
+    """Its gold positions are read, and its segment is ablated."""
+    one = prompts((11, 11))
+    names = ("query", "target", "choice_ids", "gold", "segment_start", "segment_end", "answer_token")
+    both = {name: torch.cat([getattr(one, name).flip(0), getattr(one, name)], 1) for name in names}
+    two = replace(one, choice_rest=None, **both)
+    runs = [run_clean(pico_base(), batch) for batch in (one, two)]
+    assert (two.segment_end[:, 0] != two.segment_end[:, 1]).all() and (two.gold[:, 0] != two.gold[:, 1]).all()
+    for reads in READS:
+        expected, found = (oracle_values(run, run.specs[1], reads) for run in runs)
+        torch.testing.assert_close(found, expected)
+    assert_same(*(change_at_query(run, SINGLE) for run in runs))
+    assert_same(*(ablate(run, SETS, Ablation("segment")) for run in runs))

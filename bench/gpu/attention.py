@@ -1,10 +1,8 @@
-"""The attention implementations of the spliced heads, all through transformers' interface, against eager.
+"""Attention implementations of the spliced heads in transformers' interface, against eager.
 
-Owns: their names, the SDPA backends, two pairs of widths. Must never know: scans, speed.
-
-A hybrid of mamba2 is run with each: its head of 128 query and 64 value channels is what a copy of a published Mamba-2
-head looks like, and the one of 64 and 64 is what backends that want equal widths take. The reference is eager in fp32
-with weights rounded to the dtype in use; eager's own error in that dtype stands beside it.
+A hybrid of mamba2 runs with each implementation, at two pairs of widths: 128 query and 64 value channels (a copy of a
+published Mamba-2 head), and 64 and 64 (for backends that need equal widths). The reference is eager in fp32 with
+weights rounded to the dtype in use. The error of eager itself in that dtype is reported too.
 """
 
 from __future__ import annotations

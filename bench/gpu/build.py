@@ -1,9 +1,7 @@
-"""One build of mamba-ssm, causal-conv1d and flash-attn from their source archives, for the chip at hand alone.
+"""Build mamba-ssm, causal-conv1d and flash-attn from their source archives, for the installed GPU only.
 
-Owns: the builds' settings and time limits. Must never know: what is measured.
-
-The packages' own lists of chips are fixed in their `setup.py`, and building for all of them takes hours. torch lets
-the compiler be named (`PYTORCH_NVCC`), so this file also is a compiler: it drops the other chips' flags and calls nvcc.
+The packages' `setup.py` fix their lists of GPU architectures, and building for all takes hours. torch accepts another
+compiler (`PYTORCH_NVCC`), so this file is also a compiler: it drops the flags of other architectures and calls nvcc.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the GPU bench runs on. Owns: carried wheels, what is installed, the name of the device.
+"""Environment of the GPU bench: carried wheels, installed packages, the name of the device.
 
-Must never import transformers: a carried release of it has to come first.
+This module must not import transformers, because a carried release has to be put on the path first.
 """
 
 from __future__ import annotations

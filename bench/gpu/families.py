@@ -1,10 +1,8 @@
-"""Every spliced family on the device against the CPU: forward, cached decode, gradients of all parameters.
+"""Every spliced family on the device against the CPU: forward pass, cached decoding, gradients of all parameters.
 
-Owns: what is compared, and how far apart is too far. Must never know: speed.
-
-The reference is the CPU in fp32 with the same weights, rounded first where the device computes in bf16. For bf16 the
-CPU's own bf16 error against it is the yardstick: two roundings of one function are compared, not one with itself.
-Training mode is used for gradients, since that is where the fused kernels run.
+The reference is the CPU in fp32 with the same weights, rounded first if the device computes in bf16. For bf16 the limit
+is a multiple of the CPU's own bf16 error, because two roundings of one function are compared. Gradients are computed in
+training mode, where the fused kernels run.
 """
 
 from __future__ import annotations

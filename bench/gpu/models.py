@@ -1,10 +1,7 @@
-"""The models of the GPU bench: a tiny hybrid of each family, at sizes that every kernel takes.
+"""Models of the GPU bench: a tiny hybrid of each family, at sizes that every kernel accepts.
 
-Owns: those sizes, which implementation a mixer really calls. Must never know: what is measured.
-
-Kernels are particular: causal-conv1d wants rows of `in_proj` in multiples of 8, tensor cores widths of 16 and more.
-The widths of heads, states and chunks are those of the published models, so that what Triton compiles and tunes for
-these is what the timings need too.
+causal-conv1d needs rows of `in_proj` in multiples of 8, and tensor cores need widths of 16 and more. Widths of heads,
+states and chunks are those of the published models, so that the timings use the kernels that Triton compiles here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""How the bench's parts run: item by item, within their time, and in a process of their own on a GPU.
+"""Run the parts of the bench: item by item, within a time limit, and in a child process on a GPU.
 
-Owns: time limits, crashes, the log of what is done. Must never know: what is measured.
-
-An error of a GPU kernel leaves the process without a usable GPU, and a compiler can hang: a part's items run in a
-child, which writes what it has to a log. A child that dies or hangs costs one item; the next child does the rest.
+An error in a GPU kernel leaves the process without a usable GPU, and a compiler can hang. The items of a part therefore
+run in a child, which writes results to a log. A child that dies or hangs costs one item; the next child runs the rest.
 """
 
 from __future__ import annotations

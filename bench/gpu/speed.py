@@ -1,9 +1,7 @@
-"""Hybrid against base at the shapes of published models, with random weights: prefill, decoding, a training step.
+"""Speed of hybrid and base at the shapes of published models, with random weights: prefill, decoding, a training step.
 
-Owns: shapes, timing. Must never know: whether the results are right (`families.py`).
-
-Both models share their weights, so that one GPU holds both and a peak is one model's. They are timed in turn, in the
-same run; `ratio` is the hybrid's time over the base's, and a ratio within `spread` of 1 is no difference.
+Both models share their weights, so that one GPU holds both and a peak is that of one model. They are timed in turn, in
+the same run. `ratio` is the hybrid's time over the base's; a ratio within `spread` of 1 is no difference.
 """
 
 from __future__ import annotations

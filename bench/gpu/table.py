@@ -1,4 +1,4 @@
-"""The bench's results as text. Owns: columns and number formats. Must never know: how anything was measured."""
+"""Print the results of the bench as text tables."""
 
 from __future__ import annotations
 

@@ -1,18 +1,15 @@
-"""The training loop itself on a GPU: what `surgery run` does in its train stage, at the shape of mamba2-130m.
-
-Owns: which trainings, their checks. Must never know: how a step is taken (`surgery/train/`).
+"""The training loop on a GPU: the train stage of `surgery run` at the shape of mamba2-130m.
 
     all, checkpointing     hybrid against base: time of a step, peak of memory; bf16 with fp32 master weights
-    lora                   with checkpointing and whatever fused kernels are there: every adapter has moved; the loop
-                           itself refuses those that get no gradient
+    lora                   with checkpointing and all installed fused kernels: every adapter must move
     ddp, fsdp2             one process under `accelerate launch` with the files of recipes/accelerate/: losses and
-                           weights are those of the plain run
-    compile                torch.compile of the hybrid: its losses are those of the plain run
-    packing                documents of very different lengths, several a row, against each in its own padded row: the
-                           same losses, and how long both take; without kernels both are padded, and a line says so
+                           weights equal those of the plain run
+    compile                torch.compile of the hybrid: its losses equal those of the plain run
+    packing                documents of very different lengths, packed into rows against padded: the same losses, and
+                           the time of both; without kernels both are padded, and a line reports it
 
 Weights are random, so no loss may grow. On a CPU there is no FSDP2 (Accelerate falls back to DDP), and no compiling.
-So far this has run on a CPU only, at toy sizes: no number of a GPU comes from it yet.
+So far this has run on a CPU only, at toy sizes; no number of a GPU comes from it yet.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz`: the cases of a seed, a table of what became of them, and how to see one again."""
+"""`python -m tests.fuzz`: run the cases of a seed, print a table of outcomes, and the commands that repeat failures."""
 
 from __future__ import annotations
 

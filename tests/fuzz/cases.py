@@ -1,4 +1,4 @@
-"""What is mutated, and which command reads it: one function for each kind of input."""
+"""Build cases: one function for each kind of input mutates it and names the command that reads it."""
 
 from __future__ import annotations
 

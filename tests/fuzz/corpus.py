@@ -1,6 +1,6 @@
-"""Good inputs that cases start from: models of every family, an export, a finished run, data in every format.
+"""Valid inputs that cases start from: models of every family, an export, a finished run, data in every format.
 
-`python -m tests.fuzz.corpus FOLDER` writes them, in a process of its own: the one that forks never computes anything.
+`python -m tests.fuzz.corpus FOLDER` writes them in a separate process, because the process that forks must not compute.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a case may do, seen from inside its process: an audit hook that no code of Python's can take off again.
+"""Restrict a case from inside its process, with an audit hook that Python code cannot remove.
 
-A write outside the case's folder ends the process before it happens. Code of the input that is run, and processes that
-are started, are written down.
+A write outside the case's folder ends the process before it happens. Executed code of the input and started processes
+are logged.
 """
 
 from __future__ import annotations

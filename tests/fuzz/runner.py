@@ -1,4 +1,4 @@
-"""Runs one case in a forked child and judges what it left."""
+"""Run one case in a forked child and judge its outcome."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Odd values, drawn by hypothesis from a seed: text, numbers, trees of JSON.
 
-They are drawn in a process of their own: hypothesis takes constants from every local module that is loaded, so a change
-to the library would otherwise change the cases.
+They are drawn in a separate process: hypothesis takes constants from all loaded local modules, so that a change to the
+library would change the cases.
 """
 
 from __future__ import annotations

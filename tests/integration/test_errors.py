@@ -224,7 +224,13 @@ def test_an_index_that_leaves_its_folder(base_copy: Path, tmp_path: Path, name: 
 
 @pytest.mark.parametrize(
     ("target", "word"),
-    [(".", "current directory"), ("..", "FOLDER"), ("/", "FOLDER"), ("./base", "MODEL (./base)"), ("base/config.json", "file")],
+    [
+        (".", "current directory"),
+        ("..", "FOLDER"),
+        ("/", "FOLDER"),
+        ("./base", "MODEL (./base)"),
+        ("base/config.json", "file"),
+    ],
 )
 def test_convert_onto_what_is_there(base_copy: Path, tmp_path: Path, target: str, word: str) -> None:
     (tmp_path / "empty").mkdir()

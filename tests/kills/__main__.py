@@ -1,4 +1,4 @@
-"""`python -m tests.kills`: the matrix of stages, moments and ways to be interrupted; what is done is not done again."""
+"""`python -m tests.kills`: run the matrix of stages, moments and interruptions. Finished cells are not run again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts a run's events from inside its process, and does something at one of them."""
+"""Count the events of a run inside its process, and act at one of them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the battery shares: each family's base and hybrids, made once, and how they are asked.
+"""Models that the tests of all families share: a base and hybrids of each, made once.
 
-Models here are read by many tests; who changes one works on a copy.
+Many tests read these models. A test that changes one must work on a copy.
 """
 
 from __future__ import annotations

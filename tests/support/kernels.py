@@ -1,10 +1,9 @@
-"""Kernels that take `seq_idx`, in plain torch: what mamba_ssm and causal_conv1d do on a GPU, token by token.
+"""Stand-ins in plain torch for the kernels of mamba_ssm and causal_conv1d that take `seq_idx`, token by token.
 
-Owns: stand-ins for the functions that transformers' modelling files call, and putting them there. They compute in the
-dtype that they are given.
+They replace the functions that transformers' modelling files call, and compute in the dtype of their arguments.
 
-    with_kernels(monkeypatch)                        every Mamba-2 family has them, the fused training function too
-    with_kernels(monkeypatch, reset_state=False)     one that lets the state go on from one document to the next
+    with_kernels(monkeypatch)                        every Mamba-2 family, with the fused training function
+    with_kernels(monkeypatch, reset_state=False)     a faulty kernel: the state of one document reaches the next
 
 Shape legend: B rows, T tokens, C channels, H heads, P head width, G groups, N state width.
 """

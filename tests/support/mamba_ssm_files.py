@@ -1,7 +1,7 @@
-"""Checkpoints in mamba_ssm's format, made of tiny transformers models. Owns: the exact layout of those files.
+"""Checkpoints in mamba_ssm's format, made of tiny transformers models.
 
 write(folder, model)                  config.json and pytorch_model.bin, as `MambaLMHeadModel.save_pretrained`
-write(folder, model, "safetensors")   the same tensors otherwise
+write(folder, model, "safetensors")   the same tensors in another file format
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a stranger does with an exported folder, in a process without this library.
+"""Use an exported folder in a process without this library, as its users do.
 
     python -m tests.support.stranger FOLDER OUT.json [NAME]...
 
-Every method is one entry of the table in docs/CONFORMANCE.md; it returns what test_conformance.py looks at, or the
-text of the error that it met. All of them share one process, since each would load torch first.
+Each method is one entry of the table in docs/CONFORMANCE.md. It returns the values that test_conformance.py checks, or
+the text of an error. All of them share one process, because each process loads torch first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a stranger does with a saved hybrid of every family, in a process without this library.
+"""Use a saved hybrid of every family in a process without this library.
 
     python -m tests.support.stranger_families FOLDER OUT.json
 
-FOLDER holds one saved model for each family. Prints nothing; OUT.json holds, by family, what was found.
+FOLDER holds one saved model for each family. Results go to OUT.json, by family; nothing is printed.
 """
 
 from __future__ import annotations

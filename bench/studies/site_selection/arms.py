@@ -1,8 +1,7 @@
-"""What is compared: the arms, their budget, their order. Owns: names, definitions, identity. No torch, no models.
+"""Arms of the study: their definitions, budget and order. Imports no torch.
 
-An arm is one training of one model. A way of choosing a site is a pointer to arms: every site is trained once a seed,
-and the report says which arm each method would have picked. What an arm is stands in `Arm` whole, so that its hash says
-whether a result on disk is the one that is asked for.
+An arm is one training of one model. Each site is trained once for each seed; a method points to the arm of its
+site. `Arm` holds the whole definition, so that its hash tells whether a result on disk is that of this arm.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The models of the arms that the library does not build: linear attention, LoRA, a Transformer of the same size.
+"""Models of arms that the library does not build (linear attention, LoRA), and the rows that supervision reads.
 
-Owns: those modules, and the rows that supervision reads from them. Must never know: budgets, files.
 Shape legend: B documents, T tokens, Q questions, H heads, P head width.
 """
 

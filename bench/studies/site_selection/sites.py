@@ -1,6 +1,6 @@
-"""Which site each method chooses. Owns: the methods' scores and choices for one base and one seed of prompts.
+"""Score and choose a site with each method, for one base and one seed of prompts.
 
-Must never know: how arms are trained. All methods see the same prompts, the locating ones of that seed.
+All methods see the same prompts: the locating prompts of that seed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the arms' results say. Owns: pooling over seeds, paired tests, correlations. Must never know: figures, prose.
+"""Statistics of the arms: pooling over seeds, paired tests, correlations.
 
-Every arm of every seed answers the same prompts. A pair is (prompt, seed): seeds differ in documents and in what was
-random, not in questions, so intervals over pooled seeds are about these prompts.
+Every arm of every seed answers the same prompts. A pair is (prompt, seed): seeds differ in training documents and in
+random choices, not in prompts. Intervals over pooled seeds therefore hold for these prompts.
 """
 
 from __future__ import annotations

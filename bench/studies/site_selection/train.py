@@ -1,4 +1,4 @@
-"""Trains and scores one arm. Owns: the way from an arm's definition to its result. Must never know: order, reports."""
+"""Train and evaluate one arm."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import re
 import shutil
@@ -99,6 +100,43 @@ def test_a_probe_from_outside(tmp_path: Path) -> None:
     assert len(words) == 4 and row["answers"] == [" ".join(reversed(words))]
 
 
+def test_an_objective_from_outside(tmp_path: Path) -> None:
+    """A recipe gives it a weight; its curve is in training.json and in the figure."""
+    code = block("An objective")
+    assert len(code.splitlines()) <= 40
+    (tmp_path / "smoothing.py").write_text(code)
+    recipe = {
+        "name": "outside",
+        "base": {"model": str(BASE)},
+        "locate": {"pairs": 16, "examples": 16, "methods": ["query", "sharpen"]},
+        **yaml.safe_load(block("An objective", "yaml")),
+    }
+    recipe["train"] |= {"steps": 3, "micro_batch": 2}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+
+    def run(*words: str) -> str:
+        asked = [sys.executable, "-m", "surgery", *words]
+        done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    run("run", "recipe.yaml", "--to", "train")
+    folder = tmp_path / "runs" / "outside"
+    history = json.loads((folder / "training.json").read_text())
+    uniform = math.log(json.loads((BASE / "config.json").read_text())["vocab_size"])
+    for entry in history:
+        assert entry["loss"] == pytest.approx(entry["answer"] + entry["label_smoothing"])
+        assert entry["label_smoothing"] > 0.1 * uniform, "only a uniform prediction costs as little as log V"
+    rows = list(csv.DictReader((folder / "figures" / "training" / "training.csv").read_text().splitlines()))
+    assert [float(row["label_smoothing"]) for row in rows] == [entry["label_smoothing"] for entry in history]
+    assert "activations" in run("run", "recipe.yaml", "--dry-run")
+
+    unknown = [sys.executable, "-m", "surgery", "validate", "recipe.yaml", "plugins=[]"]
+    done = subprocess.run(unknown, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 2 and "weights.label_smoothing" in done.stderr and "Unknown objective" in done.stderr
+
+
 def test_an_installed_plugin_is_in_the_schema(tmp_path: Path) -> None:
     """An entry point of the group `surgery.plugins` is loaded without a recipe that names it."""
     (tmp_path / "reversal.py").write_text(block("A probe"))
@@ -119,7 +157,7 @@ name: tiny
 base: {model: ./base}
 locate: {methods: [sharpen], pairs: 4, examples: 2, batch_size: 2}
 splice: {select: list, heads: [L1H2]}
-train: {steps: 1, no_splice: false, sources: [{task: kv_retrieval, rows: 2, weights: {answer: 1.0}}]}
+train: {steps: 1, control: false, sources: [{task: kv_retrieval, rows: 2, weights: {answer: 1.0}}]}
 evaluate: {tasks: [kv_retrieval], pairs: [4], examples: 2, sentences: 2}
 """
 

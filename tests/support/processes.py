@@ -14,6 +14,7 @@ import atexit
 import gc
 import json
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -61,7 +62,7 @@ class Started:
         try:
             code = json.loads(_line_of(self.line))
         except TimeoutError:
-            self.kill(signal.SIGKILL)
+            os.kill(self.pid, signal.SIGKILL)
             raise subprocess.TimeoutExpired(list(self.arguments), timeout) from None
         finally:
             self.line.close()
@@ -70,11 +71,14 @@ class Started:
         return subprocess.CompletedProcess(list(self.arguments), code, *texts)
 
     def kill(self, number: int) -> None:
-        os.kill(self.pid, number)
+        """Send a signal, if it still runs: its process id may belong to another process later."""
+        if self.running:
+            os.kill(self.pid, number)
 
     @property
     def running(self) -> bool:
-        return Path(f"/proc/{self.pid}").exists()
+        """Whether the server has not sent the exit code yet."""
+        return self.line.fileno() >= 0 and not select.select([self.line], [], [], 0)[0]
 
 
 class Server:

@@ -59,8 +59,7 @@ def launch(folder: Path, case: str, code: int = 0, processes: int = 2) -> dict[s
         ended = [process.wait(240) for process in started]
     finally:  # a process that waits for another one does not end with it
         for process in started:
-            if process.running:
-                process.kill(signal.SIGKILL)
+            process.kill(signal.SIGKILL)
     for process in ended:
         assert (process.returncode != 0) == bool(code), process.stderr[-3000:]
     if code:

@@ -80,7 +80,8 @@ def _convert(source: StoredModel, folder: Path, dtype: str | None) -> Converted:
             _copy_config(source, new, dtype)
         else:
             model.config.dtype = dtype_of("", tensors[mamba_ssm_format.TIED[0]].dtype)
-            _write_config(model, new)
+            model.config.architectures = [type(model).__name__]
+            model.config.save_pretrained(new)  # with the modelling files where transformers has no such class
         for name in _OTHER_FILES:
             file = source.find(name)
             if file is not None:
@@ -115,12 +116,6 @@ def _check_tensors(source: StoredModel, tensors: dict[str, Stored]) -> PreTraine
         missing = unexpected = set()
     refuse_faults(source.model, expected, missing, unexpected, misshapen)
     return model
-
-
-def _write_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write the config, with the modelling files where transformers has no such class."""
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(folder)
 
 
 def _copy_config(source: StoredModel, folder: Path, dtype: str | None) -> None:

@@ -147,7 +147,10 @@ def open_checkpoint(base: Base) -> StoredModel:
         if packed is not None and not AutoHfQuantizer.supports_quant_method(packed):
             raise ModelError("config.json: quant_method", packed["quant_method"], "transformers has no such method.")
         if is_hub_id(model):
-            revision = _commit_of(hf_hub_download(model, "config.json", revision=revision)) or revision
+            # Files in the Hub's cache are in a folder that is named after their commit.
+            file = Path(hf_hub_download(model, "config.json", revision=revision))
+            commit = re.search(r"/snapshots/([0-9a-f]{40})/", file.as_posix())
+            revision = commit[1] if commit else revision
         is_mamba_ssm = mamba_ssm_format.is_mamba_ssm(data)
         if is_mamba_ssm:
             config = mamba_ssm_format.convert_config(data)
@@ -194,12 +197,6 @@ def _refuse_kernels(data: Mapping[str, Any]) -> None:
             raise ModelError(f"config.json: {key}", value, hint)
         if isinstance(value, dict):
             _refuse_kernels(value)
-
-
-def _commit_of(file: str) -> str | None:
-    """Return the commit of a file in the Hub's cache, whose folder is named after it."""
-    match = re.search(r"/snapshots/([0-9a-f]{40})/", Path(file).as_posix())
-    return match[1] if match else None
 
 
 def _with_channels(config: PreTrainedConfig, base: Base) -> PreTrainedConfig:
@@ -309,15 +306,13 @@ def refuse_faults(
         "unexpected": sorted(unexpected),
         "misshapen": [f"{name} {shape}, expected {expected[name]}" for name, shape in sorted(misshapen.items())],
     }
-    text = [f"{kind} {_first(names)}" for kind, names in faults.items() if names]
+    text = []
+    for kind, names in faults.items():
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        text += [f"{kind} {'; '.join(names[:_LISTED])}{more}"] if names else []
     if text:
         hint = "Its tensors do not fit its config. Download it again, or correct config.json."
         raise ModelError("base.model", f"{model}: {'; '.join(text)}", hint)
-
-
-def _first(names: list[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return "; ".join(names[:_LISTED]) + more
 
 
 def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
@@ -365,7 +360,9 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
 def revision_of(base: Base) -> str:
     """Return what identifies the weights: the commit of a Hub id, or a hash of a folder's files."""
     if Path(base.model).is_dir():
-        return _with_tokenizer(base, digest(*_files(Path(base.model)))[:16])
+        patterns = ("config.json", "tokenizer*.json", *_WEIGHTS)
+        files = sorted(path for pattern in patterns for path in Path(base.model).glob(pattern))
+        return _with_tokenizer(base, digest(*files)[:16])
     return _with_tokenizer(base, open_checkpoint(base).revision or "")
 
 
@@ -374,8 +371,3 @@ def _with_tokenizer(base: Base, revision: str) -> str:
     if base.tokenizer is None or not Path(base.tokenizer).is_dir():
         return revision
     return f"{revision}+{digest(*sorted(Path(base.tokenizer).glob('tokenizer*.json')))[:8]}"
-
-
-def _files(folder: Path) -> list[Path]:
-    patterns = ("config.json", "tokenizer*.json", *_WEIGHTS)
-    return sorted(p for pattern in patterns for p in folder.glob(pattern))

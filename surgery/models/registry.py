@@ -6,7 +6,6 @@ Layouts are read from configs only; module paths are those of transformers' caus
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -52,9 +51,10 @@ def register_family(
         refuses = "no hybrid classes are registered for it."
 
     def register(layout: Layout) -> Layout:
+        place = (layout.__module__, layout.__qualname__)
         for family in families():
-            if family.name == name and _is_again(family.layout, layout):
-                continue
+            if family.name == name and place == (family.layout.__module__, family.layout.__qualname__):
+                continue  # its module is imported again
             for taken in sorted({name} & {family.name} | set(types) & set(family.model_types)):
                 raise ModelError("model_type", taken, f"The family {family.name} has it already. Choose another name.")
         if hybrid is not None:
@@ -65,15 +65,63 @@ def register_family(
     return register
 
 
-def _is_again(present: Layout, layout: Layout) -> bool:
-    """Return whether both are the same function, as after a reload of its module."""
-    names = [(getattr(f, "__module__", None), getattr(f, "__qualname__", None)) for f in (present, layout)]
-    return names[0] == names[1]
-
-
 CHANNELS_PER_HEAD = 64  # Mamba-1 has channels only; `base.channels_per_head` is how many make a head
+_NO_SSM = "it has no SSM heads. It can be a teacher (splice.init: teacher)."
+_OWN_SLOT = "all its layers have keys and values in the slot of the cache that a branch would need."
+_PER_GROUP = "5.23"  # before, transformers took one mean square over all groups in the gated norm of these types
+
+Fields = Callable[[PreTrainedConfig], dict[str, Any]]
 
 
+def _classes(name: str) -> HybridClasses:
+    return tuple(getattr(h, f"{name}{part}") for part in ("Config", "Model", "ForCausalLM"))  # type: ignore[return-value]
+
+
+def _copied(bias: str, conv_bias: str, norm_eps: str) -> Fields:
+    """Return the `branch_fields` of a family by the names of its config; without `conv_bias`, there always is one."""
+    return lambda config: {
+        "bias": getattr(config, bias),
+        "conv_bias": getattr(config, conv_bias) if conv_bias else True,
+        "norm_eps": getattr(config, norm_eps),
+        "activation": "silu",
+    }
+
+
+_MAMBA_FIELDS = _copied("use_bias", "use_conv_bias", "layer_norm_epsilon")
+_BAMBA_FIELDS = _copied("mamba_proj_bias", "mamba_conv_bias", "rms_norm_eps")
+
+
+def _stream_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """Fields of Mamba-1 for all branches, and for the one that reads its streams; Falcon-Mamba normalises them."""
+    streams = {"rank": int(config.time_step_rank), "stream_eps": getattr(config, "mixer_rms_eps", None)}
+    return {**_MAMBA_FIELDS(config), **streams}
+
+
+def _llamba_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    activation = None if config.conv_activation == "identity" else "silu"  # "swish" is another name of it
+    return {**_MAMBA_FIELDS(config), "activation": activation, "gate_bias": True}
+
+
+def _mamba_ssm_attention(config: PreTrainedConfig, layer: int, path: str) -> MixerSpec:
+    fields = config.attn_cfg
+    heads = fields["num_heads"]
+    width = fields.get("head_dim") or config.hidden_size // heads
+    groups = fields.get("num_heads_kv") or heads
+    kernel = fields.get("d_conv") or 0
+    return MixerSpec(layer, path, "mamba_ssm_attention", heads, width, groups, width, letter="A", conv_kernel=kernel)
+
+
+@register_family(
+    "mamba2attn", cache_argument="cache_params", hybrid=_classes("Mamba2Attn"), branch_fields=_MAMBA_FIELDS
+)
+@register_family(
+    "mamba2",
+    "mamba2",
+    cache_argument="cache_params",
+    hybrid=_classes("Mamba2Hybrid"),
+    branch_fields=_MAMBA_FIELDS,
+    norm_by_group_since=_PER_GROUP,
+)
 def _mamba2(config: PreTrainedConfig) -> list[MixerSpec]:
     """`mamba2`: every layer has one mixer, an SSM or mamba_ssm's attention."""
     attention = set(getattr(config, "attn_layer_idx", None) or [])
@@ -88,16 +136,25 @@ def _mamba2(config: PreTrainedConfig) -> list[MixerSpec]:
     return mixers
 
 
-def _mamba_ssm_attention(config: PreTrainedConfig, layer: int, path: str) -> MixerSpec:
-    fields = config.attn_cfg
-    heads = fields["num_heads"]
-    width = fields.get("head_dim") or config.hidden_size // heads
-    groups = fields.get("num_heads_kv") or heads
-    kernel = fields.get("d_conv") or 0
-    return MixerSpec(layer, path, "mamba_ssm_attention", heads, width, groups, width, letter="A", conv_kernel=kernel)
-
-
-def _mamba1(kind: str, config: PreTrainedConfig) -> list[MixerSpec]:
+@register_family(
+    "falcon_mamba",
+    "falcon_mamba",
+    cache_argument="cache_params",
+    hybrid=_classes("FalconMambaHybrid"),
+    branch_fields=_stream_fields,
+    groups_channels=True,
+)
+@register_family(
+    "mamba",
+    "mamba",
+    cache_argument="cache_params",
+    hybrid=_classes("MambaHybrid"),
+    branch_fields=_stream_fields,
+    groups_channels=True,
+)
+def _mamba1(config: PreTrainedConfig) -> list[MixerSpec]:
+    """Groups of channels; both families have one mixer a layer."""
+    kind = "falcon_mamba" if config.model_type.startswith("falcon") else "mamba1"
     width = getattr(config, "channels_per_head", None) or CHANNELS_PER_HEAD
     width = min(width, config.intermediate_size)
     heads = config.intermediate_size // width
@@ -117,6 +174,7 @@ def _mamba1(kind: str, config: PreTrainedConfig) -> list[MixerSpec]:
     ]
 
 
+@register_family("llamba", "llamba", hybrid=_classes("Llamba"), branch_fields=_llamba_fields)
 def _llamba(config: PreTrainedConfig) -> list[MixerSpec]:
     """Layers whose mixer was replaced by a teacher's attention are attention layers."""
     whole = {site["layer"]: site for site in config.splice or [] if is_whole(site)}
@@ -148,29 +206,9 @@ def _attention(
     return MixerSpec(layer, path, kind, heads, width, groups, width, conv_kernel=0, letter=letter)
 
 
-def _bamba(config: PreTrainedConfig) -> list[MixerSpec]:
-    """`bamba` and `granitemoehybrid`."""
-    return [
-        _ssm(config, layer, f"model.layers.{layer}.mamba")
-        if kind == "linear_attention"
-        else _attention(config, layer, f"model.layers.{layer}.self_attn")
-        for layer, kind in enumerate(config.layers_block_type)
-    ]
-
-
-def _nemotron_h(config: PreTrainedConfig) -> list[MixerSpec]:
-    """Blocks of one mixer each; those of MLPs and experts have no mixer."""
-    mixers = []
-    for layer, kind in enumerate(config.layers_block_type):
-        path = f"model.layers.{layer}.mixer"
-        if kind == "linear_attention":
-            shape = (config.mamba_num_heads, config.mamba_head_dim, config.n_groups, config.ssm_state_size)
-            mixers.append(MixerSpec(layer, path, "mamba2", *shape, conv_kernel=config.conv_kernel))
-        elif kind == "full_attention":
-            mixers.append(_attention(config, layer, path))
-    return mixers
-
-
+@register_family(
+    "zamba2", "zamba2", hybrid=_classes("Zamba2Hybrid"), branch_fields=_copied("add_bias_linear", "", "rms_norm_eps")
+)
 def _zamba2(config: PreTrainedConfig) -> list[MixerSpec]:
     """Every layer has an SSM; some also have a transformer block, whose weights they share."""
     mixers = []
@@ -185,6 +223,45 @@ def _zamba2(config: PreTrainedConfig) -> list[MixerSpec]:
     return mixers
 
 
+@register_family(
+    "granite",
+    "granitemoehybrid",
+    hybrid=_classes("GraniteHybrid"),
+    branch_fields=_BAMBA_FIELDS,
+    norm_by_group_since=_PER_GROUP,
+)
+@register_family(
+    "bamba",
+    "bamba",
+    hybrid=_classes("BambaHybrid"),
+    branch_fields=_BAMBA_FIELDS,
+    norm_by_group_since=_PER_GROUP,
+)
+def _bamba(config: PreTrainedConfig) -> list[MixerSpec]:
+    """`bamba` and `granitemoehybrid`."""
+    return [
+        _ssm(config, layer, f"model.layers.{layer}.mamba")
+        if kind == "linear_attention"
+        else _attention(config, layer, f"model.layers.{layer}.self_attn")
+        for layer, kind in enumerate(config.layers_block_type)
+    ]
+
+
+@register_family("nemotron_h", "nemotron_h", hybrid=_classes("NemotronHHybrid"), branch_fields=_MAMBA_FIELDS)
+def _nemotron_h(config: PreTrainedConfig) -> list[MixerSpec]:
+    """Blocks of one mixer each; those of MLPs and experts have no mixer."""
+    mixers = []
+    for layer, kind in enumerate(config.layers_block_type):
+        path = f"model.layers.{layer}.mixer"
+        if kind == "linear_attention":
+            shape = (config.mamba_num_heads, config.mamba_head_dim, config.n_groups, config.ssm_state_size)
+            mixers.append(MixerSpec(layer, path, "mamba2", *shape, conv_kernel=config.conv_kernel))
+        elif kind == "full_attention":
+            mixers.append(_attention(config, layer, path))
+    return mixers
+
+
+@register_family("falcon_h1", "falcon_h1", refuses=_OWN_SLOT)
 def _falcon_h1(config: PreTrainedConfig) -> list[MixerSpec]:
     """Every layer has an SSM and attention side by side."""
     mixers = []
@@ -194,100 +271,16 @@ def _falcon_h1(config: PreTrainedConfig) -> list[MixerSpec]:
     return mixers
 
 
+@register_family("transformer", "llama", "qwen2", refuses=_NO_SSM, is_donor=True)
 def _transformer(config: PreTrainedConfig) -> list[MixerSpec]:
     return [
         _attention(config, layer, f"model.layers.{layer}.self_attn", "H") for layer in range(config.num_hidden_layers)
     ]
 
 
+@register_family("gpt_neox", "gpt_neox", refuses=_NO_SSM, is_donor=True)
 def _neox(config: PreTrainedConfig) -> list[MixerSpec]:
     return [
         _attention(config, layer, f"gpt_neox.layers.{layer}.attention", "H", "neox_attention")
         for layer in range(config.num_hidden_layers)
     ]
-
-
-def _fields(bias: str, conv_bias: str, eps: str, config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the fields that a branch copies. An empty `conv_bias` means that convolutions always have one."""
-    return {
-        "bias": getattr(config, bias),
-        "conv_bias": getattr(config, conv_bias) if conv_bias else True,
-        "norm_eps": getattr(config, eps),
-        "activation": "silu",
-    }
-
-
-def _stream_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """As `_fields`, and those of a branch that reads Mamba-1's streams; Falcon-Mamba normalises them."""
-    fields = _fields("use_bias", "use_conv_bias", "layer_norm_epsilon", config)
-    return {**fields, "rank": int(config.time_step_rank), "stream_eps": getattr(config, "mixer_rms_eps", None)}
-
-
-def _llamba_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    fields = _fields("use_bias", "use_conv_bias", "norm_epsilon", config)
-    activation = None if config.conv_activation == "identity" else "silu"  # "swish" is another name of it
-    return {**fields, "activation": activation, "gate_bias": True}
-
-
-Fields = Callable[[PreTrainedConfig], dict[str, Any]]
-_MAMBA2_FIELDS: Fields = partial(_fields, "use_bias", "use_conv_bias", "layer_norm_epsilon")
-_BAMBA_FIELDS: Fields = partial(_fields, "mamba_proj_bias", "mamba_conv_bias", "rms_norm_eps")
-_ZAMBA2_FIELDS: Fields = partial(_fields, "add_bias_linear", "", "rms_norm_eps")
-_NO_SSM = "it has no SSM heads. It can be a teacher (splice.init: teacher)."
-_OWN_SLOT = "all its layers have keys and values in the slot of the cache that a branch would need."
-_PER_GROUP = "5.23"  # before, transformers took one mean square over all groups in the gated norm of these types
-
-
-def _classes(name: str) -> HybridClasses:
-    return tuple(getattr(h, f"{name}{part}") for part in ("Config", "Model", "ForCausalLM"))  # type: ignore[return-value]
-
-
-register_family(
-    "mamba2",
-    "mamba2",
-    cache_argument="cache_params",
-    hybrid=_classes("Mamba2Hybrid"),
-    branch_fields=_MAMBA2_FIELDS,
-    norm_by_group_since=_PER_GROUP,
-)(_mamba2)
-register_family(
-    "mamba2attn", cache_argument="cache_params", hybrid=_classes("Mamba2Attn"), branch_fields=_MAMBA2_FIELDS
-)(_mamba2)
-register_family(
-    "mamba",
-    "mamba",
-    cache_argument="cache_params",
-    hybrid=_classes("MambaHybrid"),
-    branch_fields=_stream_fields,
-    groups_channels=True,
-)(partial(_mamba1, "mamba1"))
-register_family(
-    "falcon_mamba",
-    "falcon_mamba",
-    cache_argument="cache_params",
-    hybrid=_classes("FalconMambaHybrid"),
-    branch_fields=_stream_fields,
-    groups_channels=True,
-)(partial(_mamba1, "falcon_mamba"))
-register_family("llamba", "llamba", hybrid=_classes("Llamba"), branch_fields=_llamba_fields)(_llamba)
-register_family("zamba2", "zamba2", hybrid=_classes("Zamba2Hybrid"), branch_fields=_ZAMBA2_FIELDS)(_zamba2)
-register_family(
-    "bamba",
-    "bamba",
-    hybrid=_classes("BambaHybrid"),
-    branch_fields=_BAMBA_FIELDS,
-    norm_by_group_since=_PER_GROUP,
-)(_bamba)
-register_family(
-    "granite",
-    "granitemoehybrid",
-    hybrid=_classes("GraniteHybrid"),
-    branch_fields=_BAMBA_FIELDS,
-    norm_by_group_since=_PER_GROUP,
-)(_bamba)
-register_family("nemotron_h", "nemotron_h", hybrid=_classes("NemotronHHybrid"), branch_fields=_MAMBA2_FIELDS)(
-    _nemotron_h
-)
-register_family("falcon_h1", "falcon_h1", refuses=_OWN_SLOT)(_falcon_h1)
-register_family("transformer", "llama", "qwen2", refuses=_NO_SSM, is_donor=True)(_transformer)
-register_family("gpt_neox", "gpt_neox", refuses=_NO_SSM, is_donor=True)(_neox)

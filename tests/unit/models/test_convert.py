@@ -81,7 +81,7 @@ def test_a_folder_that_is_taken_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "mine.txt").write_text("mine")
     for overwrite in (False, True):
-        assert_refused(RunError, "no model", base=base, folder=tmp_path / "new", overwrite=overwrite)
+        assert_refused(RunError, "not a model", base=base, folder=tmp_path / "new", overwrite=overwrite)
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["mine.txt"]
 
 
@@ -96,7 +96,7 @@ def test_a_model_that_was_converted_is_replaced_with_overwrite_alone(tmp_path: P
 def test_the_source_is_never_replaced(tmp_path: Path) -> None:
     base = base_of(write(tmp_path / "outer" / "own", tiny("Mamba2")))
     for folder in (tmp_path / "outer" / "own", tmp_path / "outer"):
-        assert_refused(RunError, "read from", base=base, folder=folder, overwrite=True)
+        assert_refused(RunError, "is inside it", base=base, folder=folder, overwrite=True)
     assert (tmp_path / "outer" / "own" / "pytorch_model.bin").is_file()
 
 

@@ -127,7 +127,7 @@ def kill_when(cwd: Path, pattern: str, seconds_later: float, *options: str) -> N
         time.sleep(0.01)
     time.sleep(seconds_later)
     process.kill(signal.SIGKILL)
-    assert process.wait().returncode == -signal.SIGKILL and list(folder.glob(pattern))
+    assert process.wait().returncode == -signal.SIGKILL
 
 
 def test_killed_inside_training_it_ends_with_the_same_weights(finished: Path, tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_killed_between_the_early_stages_it_goes_on(finished: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("first", "pattern", "later"), [("control", ".stages/control.json", 0.4), ("evaluate", "results.json", 1.0)]
+    ("first", "pattern", "later"), [("control", ".stages/control.json", 0.4), ("evaluate", ".export.*/model.safetensors", 0.1)]
 )
 def test_killed_elsewhere_it_goes_on(finished: Path, tmp_path: Path, first: str, pattern: str, later: float) -> None:
     """While arms are scored, and inside the export."""

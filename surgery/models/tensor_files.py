@@ -78,11 +78,11 @@ def weight_files(find: Callable[[str], Path | None]) -> tuple[Path, ...]:
         if not name.endswith(".json"):
             return (path,)
         shards = _shards_of(path)
-        found = {shard: find(shard) for shard in shards}
-        missing = [shard for shard, file in found.items() if file is None]
+        files = {shard: find(shard) for shard in shards}
+        missing = [shard for shard, file in files.items() if file is None]
         if missing:
-            raise ModelError("base.model", str(path), f"It names {missing[0]}, which is not there. Download it again.")
-        return tuple(file for file in found.values() if file is not None)
+            raise ModelError("base.model", str(path), f"It names {missing[0]}, which is missing. Download it again.")
+        return tuple(file for file in files.values() if file is not None)
     return ()
 
 

@@ -218,7 +218,7 @@ def test_truncated_weights(tmp_path: Path, kind: Kind) -> None:
 def test_a_missing_shard(tmp_path: Path) -> None:
     folder = write(tmp_path, tiny("Mamba2"), "sharded bin")
     (folder / "pytorch_model-00002-of-00002.bin").unlink()
-    assert_refused(folder, "pytorch_model-00002-of-00002.bin", "not there")
+    assert_refused(folder, "pytorch_model-00002-of-00002.bin", "is missing")
 
 
 def test_a_pointer_instead_of_the_file(tmp_path: Path) -> None:

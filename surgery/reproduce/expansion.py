@@ -163,4 +163,5 @@ def swap_plan(
     try:
         return make_plan(heads, config, section, seed, teacher_config), section
     except PlanError as error:
-        raise RecipeError(f"changes.{change.name}.swap", error.value, error.hint) from None
+        hint = "Only llamba models can swap layers. Remove the swap." if error.field == "splice.unit" else error.hint
+        raise RecipeError(f"changes.{change.name}.swap", error.value, hint) from None

@@ -128,8 +128,8 @@ def test_what_the_model_has_not_is_refused(name: str, change: dict, says: str) -
 @pytest.mark.parametrize(
     ("name", "fields", "says"),
     [
-        ("mamba2", {}, "llamba models only"),
-        ("zamba2", {"layer": 0}, "llamba models only"),
+        ("mamba2", {}, "Only llamba models can swap"),
+        ("zamba2", {"layer": 0}, "Only llamba models can swap"),
         ("llamba", {"teacher_layer": 3}, "no such head"),
         ("llamba", {"layer": 3}, "L0H0 to"),
     ],

@@ -1,7 +1,7 @@
-"""Builds the small tokenizer of the shipped checkpoints. Owns: its vocabulary. Must never know: models.
+"""The small tokenizer of the shipped checkpoints: byte-level BPE, exact for any UTF-8 text.
 
-Byte-level BPE: any UTF-8 text survives encode and decode exactly. The syllables of the invented words are merged
-first, and the corpus holds no invented word, so that a key of a probe spans two tokens or more; integers 0-99 are one.
+The syllables of invented words are merged first, and the corpus has no invented word, so a key of a probe has two
+tokens or more. Integers from 0 to 99 are one token.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from surgery.probes.sentences import sentence
 from surgery.probes.words import SYLLABLES
 
 PAD, END = "<|pad|>", "<|endoftext|>"
-# Letters with one leading space, digits two at a time, everything else one character at a time.
+# Letters with one leading space, two digits, or one character of anything else.
 PIECES = r" ?\p{L}+|\p{N}{1,2}|\s|[^\s\p{L}\p{N}]"
-_REPEATS = 3000  # a syllable's count: above that of any pair of the corpus, so that syllables are merged first
+_REPEATS = 3000  # of each syllable: more than any pair in the corpus, so that syllables are merged first
 
 
 def build_tokenizer(vocab_size: int = 1024) -> PreTrainedTokenizerFast:
-    """Trains the tokenizer on the generators' own text. The same size gives the same tokenizer, byte for byte.
+    """Train the tokenizer on generated text. The same size gives the same tokenizer, byte for byte.
 
     Args:
-        vocab_size: number of entries, special tokens and the 256 bytes included; at most 2,000.
+        vocab_size: number of tokens, with special tokens and the 256 bytes; at most 2,000.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -43,7 +43,7 @@ def build_tokenizer(vocab_size: int = 1024) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_corpus(), trainer)
-    fast = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=END,
@@ -52,11 +52,10 @@ def build_tokenizer(vocab_size: int = 1024) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         padding_side="left",
     )
-    return fast
 
 
 def _corpus() -> list[str]:
-    """Syllables many times, numbers, and every kind of template text; invented names stay out, or they would merge."""
+    """Repeated syllables, numbers, and texts of every template without invented names, which would be merged."""
     rng = rng_of("tokenizer")
     syllables = [form for s in SYLLABLES for form in (s, s.capitalize(), f" {s.capitalize()}")]
     documents: list[Document] = [sentence(rng) for _ in range(600)]

@@ -1,7 +1,4 @@
-"""Pretrains the small bases that ship with the repository. Owns: their model, their card, their folder.
-
-Must never know: surgery. The loop is the one that trains hybrids; a killed pretraining goes on where it was.
-"""
+"""Pretrain the small bases of this repository, with the training loop of hybrids. A killed pretraining resumes."""
 
 from __future__ import annotations
 
@@ -43,15 +40,21 @@ Progress = Callable[[int, int, str], None]
 
 
 def build_model(shape: TinyMamba2 | TinyTransformer, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-    """transformers' own class, seeded."""
+    """Initialise a small model from its shape and a seed.
+
+    Args:
+        shape: from the recipe.
+        tokenizer: sets the vocabulary and the special tokens.
+        seed: of the initial weights.
+    """
     torch.manual_seed(seed)
     return _mamba2(shape, tokenizer) if isinstance(shape, TinyMamba2) else _transformer(shape, tokenizer)
 
 
 def _transformer(shape: TinyTransformer, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
-    """Rotary positions; contexts of 2,048 tokens."""
-    given = shape.model_dump(exclude={"kind", "vocab_size", "looks_back"})
-    model = LlamaForCausalLM(LlamaConfig(**given, attention_bias=bool(shape.looks_back), **_ids(tokenizer)))
+    """A Llama with rotary positions and contexts of 2,048 tokens."""
+    sizes = shape.model_dump(exclude={"kind", "vocab_size", "looks_back"})
+    model = LlamaForCausalLM(LlamaConfig(**sizes, attention_bias=bool(shape.looks_back), **_ids(tokenizer)))
     if shape.looks_back:
         _look_back(model, shape.looks_back)
     return model
@@ -59,10 +62,11 @@ def _transformer(shape: TinyTransformer, tokenizer: PreTrainedTokenizerBase) -> 
 
 @torch.no_grad()
 def _look_back(model: LlamaForCausalLM, offsets: tuple[int, ...], gap: float = 4.0) -> None:
-    """Biases with which head h of layer 0 reads the token `offsets[h]` places before its query.
+    """Set biases so that head h of layer 0 reads the token `offsets[h]` places before its query.
 
-    Its key's bias is one direction, turned by the key's position; its query's is the same, turned `offsets[h]` places
-    back: their product is largest where the turns meet, and about `gap` larger there than at the places beside it.
+    The bias of the key is one direction, rotated by the key's position. The bias of the query is the same direction,
+    rotated back by `offsets[h]` places. Their product is largest where the rotations agree, by about `gap` over the
+    neighbouring places.
     """
     attention, frequencies = model.model.layers[0].self_attn, model.model.rotary_emb.inv_freq
     width = attention.head_dim
@@ -75,7 +79,7 @@ def _look_back(model: LlamaForCausalLM, offsets: tuple[int, ...], gap: float = 4
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What a config takes from the tokenizer."""
+    """Fields of a config that depend on the tokenizer."""
     return {
         "vocab_size": len(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
@@ -86,10 +90,10 @@ def _ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _mamba2(shape: TinyMamba2, tokenizer: PreTrainedTokenizerBase) -> Mamba2ForCausalLM:
-    """Mamba-2.
+    """A Mamba-2 with a larger dt and a smaller A than usual, so that short runs learn.
 
-    Its initialisation (dt of 0.001 to 0.1, A of 1 to H) makes what a head reads from its state a hundredth of what the
-    skip D passes on, and long runs make up for it. Here dt is larger and A smaller, so that short runs learn.
+    With the usual initialisation (dt of 0.001 to 0.1, A of 1 to H), a head reads a hundredth as much from its state as
+    the skip connection D passes on, and only long runs make up for it.
     """
     config = Mamba2Config(
         hidden_size=shape.hidden_size,
@@ -118,34 +122,38 @@ def pretrain(
     overwrite: bool = False,
     file: Path | None = None,
 ) -> None:
-    """Trains a base from nothing and writes its checkpoint folder whole.
+    """Pretrain a base from scratch, and write its checkpoint folder atomically.
 
     Args:
-        folder: of the checkpoint; `folder` + `.steps` beside it holds what an interrupted run goes on from.
-        overwrite: replaces a model that this toolkit wrote into `folder`.
-        file: the recipe's, which must not be in a folder that is removed.
+        recipe: model, training and evaluation.
+        folder: of the checkpoint. `FOLDER.steps` next to it has the checkpoints to resume from.
+        progress: called after each step with its number, the number of steps and a note.
+        overwrite: replace a model that this toolkit wrote into `folder`.
+        file: of the recipe. It must not be in a folder that is removed.
 
     Raises:
-        RunError: the folder holds something else, or a model and `overwrite` is not set; another process writes into
-            it; `folder`.steps holds something else.
-        TrainingDiverged: as `train`.
+        RunError: the folder has other files, or a model and `overwrite` is not set; another process writes into it;
+            `FOLDER.steps` has other files.
+        TrainingDiverged: loss or gradient is not finite, or the loss has grown.
     """
     with hold(folder, "--to"):
         if check_replaceable("--to", folder, "model", inputs_of(recipe, file)) and not overwrite:
-            raise RunError("--to", str(folder), "There is a model already. Name another folder, or give --overwrite.")
+            raise RunError("--to", str(folder), "It has a model already. Set another folder, or use --overwrite.")
         _pretrain(recipe, folder, progress)
 
 
 def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -> None:
     accelerator = make_accelerator()
     if accelerator.num_processes > 1:
-        raise RunError("num_processes", accelerator.num_processes, "Small bases are trained by one process.")
+        raise RunError(
+            "num_processes", accelerator.num_processes, "Pretraining runs in one process. Launch it without torchrun."
+        )
     tokenizer = build_tokenizer(recipe.model.vocab_size)
     model = build_model(recipe.model, tokenizer, recipe.seed)
     steps = folder.with_name(folder.name + ".steps")
     for entry in steps.glob("*"):
         if not re.match(r"(broken_)?step_\d|\d+-|scores\.json$|\.", entry.name):
-            raise RunError("--to", str(folder), f"{entry} is no checkpoint of a pretraining. Name another folder.")
+            raise RunError("--to", str(folder), f"{entry} is not a checkpoint of a pretraining. Set another folder.")
     prompts = make_prompts(recipe.evaluate, recipe.seed, tokenizer=tokenizer)
     marks = {math.ceil(recipe.train.num_all_steps * tenth / 10) for tenth in range(1, 11)}
     scores_file = steps / "scores.json"
@@ -180,7 +188,14 @@ def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -
 def base_card(
     recipe: PretrainRecipe, scores: Mapping[str, Any], history: list[dict[str, float]], model: PreTrainedModel
 ) -> str:
-    """README.md of the checkpoint: command, time, versions, accuracy by step."""
+    """Render README.md of the checkpoint: command, time, versions, accuracy by step.
+
+    Args:
+        recipe: of the pretraining.
+        scores: by step, the summary of the evaluation.
+        history: entries of all steps.
+        model: the pretrained model.
+    """
     front = {"library_name": "transformers", "pipeline_tag": "text-generation", "license": "apache-2.0"}
     minutes = sum(h["seconds"] for h in history) / 60
     pairs = list(next(iter(scores.values()))["kv_retrieval"])
@@ -190,20 +205,20 @@ def base_card(
         kv = [f"{summary['kv_retrieval'][p]['accuracy']:.3f}" for p in pairs]
         rest = [f"{summary[t]['accuracy']:.3f}" for t in ("letter_choice", "closed_book")]
         lines.append(f"| {step} | {' | '.join(kv + rest)} | {summary['perplexity']:.3f} |")
-    found = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers_version}
-    what = (
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers_version}
+    purpose = (
         "It is small on purpose: its state holds a few pairs, so it has the retrieval gap of a large state-space model."
         if isinstance(recipe.model, TinyMamba2)
-        else "It is the teacher of the small Mamba-2 that stands beside it: as wide, as deep, the same tokenizer."
+        else "It is the teacher of the small Mamba-2 of this repository, with its width, depth and tokenizer."
     )
     return (
         "---\n" + yaml.safe_dump(front, sort_keys=False) + "---\n\n"
         f"# {recipe.name}\n\n"
-        f"{model.num_parameters():,} parameters (`{type(model).__name__}`), trained from nothing on generated text: "
-        f"KV-retrieval, letter choice, facts about invented people, plain sentences. {what} It is of no use but to try "
+        f"{model.num_parameters():,} parameters (`{type(model).__name__}`), trained from scratch on generated text: "
+        f"KV-retrieval, letter choice, facts about invented people, plain sentences. {purpose} Its only use is to try "
         "the toolkit.\n\n"
         f"Made with `surgery pretrain` and the recipe below, seed {recipe.seed}, in "
-        f"{minutes:.0f} minutes with {torch.get_num_threads()} threads ({json.dumps(found)}).\n\n"
+        f"{minutes:.0f} minutes with {torch.get_num_threads()} threads ({json.dumps(versions)}).\n\n"
         f"Accuracy on the evaluation split ({recipe.evaluate.examples} prompts each) by training step:\n\n"
         + "\n".join(lines)
         + "\n\n![Training losses](training.png)\n\n"

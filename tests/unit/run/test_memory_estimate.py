@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
 from surgery.testing.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, pico_tokenizer
 from surgery.train.optimizer import spliced_parameters
+from surgery.train.teacher import Teacher
 from surgery.train.training import train_model
 from surgery.types import HeadSet, Plan, ScoredHead
 
@@ -68,6 +70,30 @@ def test_saved_bytes_agree_with_training(objective: str, trainable: str) -> None
     asked = section(OBJECTIVES[objective], trainable)
     found, real = estimated("mamba2", asked).memory.activations, really_saved("mamba2", asked)
     assert found == pytest.approx(real, rel=CLOSE)
+
+
+@pytest.mark.parametrize("objective", ["distil", "attention_kl", "attention_mse", "hidden_mse"])
+def test_saved_bytes_agree_with_a_teacher(objective: str, tmp_path: Path) -> None:
+    llama = pico_family("llama", vocab_size=1024, hidden_size=32)
+    llama.save_pretrained(tmp_path)
+    pico_tokenizer().save_pretrained(tmp_path)
+    base, hybrid, plan = spliced("mamba2")
+    align = {"heads": {f"{graft.site.name}{head}": "L0H1" for graft in plan.grafts for head in graft.heads}}
+    source = (
+        section({"answer": 1.0}).sources[0].model_copy(update={"weights": Weights(**{"answer": 1.0, objective: 1.0})})
+    )
+    data = {"steps": 1, "sources": [source], "teacher": {"model": str(tmp_path)}, "align": align}
+    train = Train.model_validate(data)
+    on_meta = [copy.deepcopy(model).to("meta") for model in (hybrid, llama)]
+    teacher = Teacher(on_meta[1], pico_tokenizer(), base.config, plan.grafts, train.align, train.needs)
+    samples = sample_sources(train, 0, pico_tokenizer())
+    cost = step_cost(on_meta[0], None, plan.grafts, train, samples, teacher=teacher)
+    assert cost.memory.activations == pytest.approx(really_saved("mamba2", train), rel=CLOSE)
+    assert cost.memory.teacher == sum(p.nbytes for p in llama.parameters()) + sum(b.nbytes for b in llama.buffers())
+    alone = section({"answer": 1.0})
+    assert (
+        cost.flops > step_cost(on_meta[0], None, plan.grafts, alone, sample_sources(alone, 0, pico_tokenizer())).flops
+    )
 
 
 @pytest.mark.parametrize("name", SPLICED_FAMILIES)

@@ -193,16 +193,17 @@ class Runner:
         return Verdict(outcome, by, round(usage.ru_utime + usage.ru_stime, 2)), facts
 
     def _wait(self, child: int) -> tuple[int, Any]:
-        deadline = time.monotonic() + WALL_LIMIT
+        waited = 0.0  # while this process runs: it may be suspended together with the child
         while True:
             pid, status, usage = os.wait4(child, os.WNOHANG)
-            if pid or time.monotonic() > deadline:
+            if pid or waited > WALL_LIMIT:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child, signal.SIGKILL)  # also processes that a test started and left
                 if not pid:
                     _, status, usage = os.wait4(child, 0)
                 return status, usage
             time.sleep(0.02)
+            waited += 0.02
 
     def _become(self, folder: Path, replaced: _Replaced, tests: tuple[str, ...]) -> None:
         """The tests, in the child. Does not return."""

@@ -85,6 +85,12 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
             f"{_HYBRID}/test_donor.py",
             f"{_TRAIN}/test_teacher.py",
         ),
+        "surgery.splice.source": (
+            "tests/unit/splice/test_graft.py",
+            f"{_HYBRID}/test_donor.py",
+            "tests/unit/splice/test_plan.py",
+        ),
+        "surgery.models.spliced": ("tests/unit/splice/test_plan.py", "tests/unit/splice/test_graft.py"),
         "surgery.types": (
             "tests/unit/test_types.py",
             "tests/unit/splice/test_plan.py",

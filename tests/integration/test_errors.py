@@ -67,7 +67,7 @@ def base_copy(tmp_path: Path) -> Path:
 def test_truncated_weights(base_copy: Path, tmp_path: Path) -> None:
     file = base_copy / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    assert_refused(run_small(tmp_path, "base.model=./base"), "model.safetensors", "header says")
+    assert_refused(run_small(tmp_path, "base.model=./base"), "model.safetensors", "header describes")
     assert not (tmp_path / "runs").exists()
 
 

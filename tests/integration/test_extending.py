@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from surgery.testing.pico import pico_base, pico_tokenizer
 from tests.integration.conftest import BASE, ROOT
+from tests.support.processes import library
 
 HEADINGS = (
     "A probe",
@@ -75,13 +76,8 @@ def test_a_probe_from_outside(tmp_path: Path) -> None:
     recipe["train"] |= {"steps": 2, "control": False}
     recipe["evaluate"] |= {"pairs": [4], "examples": 4}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-
-    def run(*command: str) -> None:
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
-        assert done.returncode == 0, done.stderr[-2000:]
-
-    run(sys.executable, "-m", "surgery", "run", "recipe.yaml")
+    done = command("run", "recipe.yaml", cwd=tmp_path, path=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
     results = json.loads((tmp_path / "runs" / "outside" / "results.json").read_text())
     for arm in ("base", "hybrid"):
         assert results["arms"][arm]["reversal"]["5"]["n"] == 4
@@ -90,7 +86,10 @@ def test_a_probe_from_outside(tmp_path: Path) -> None:
     report = (tmp_path / "runs" / "outside" / "report.html").read_text()
     assert "reversed copying, 5" in report and "KV-retrieval, 4 pairs" in report
 
-    run("bash", "-c", block("A probe", "bash").replace("python", sys.executable, 1))
+    shell = ("bash", "-c", block("A probe", "bash").replace("python", sys.executable, 1))
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run(shell, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
     group = yaml.safe_load((tmp_path / "tasks" / "surgery_retrieval.yaml").read_text())
     assert {"surgery_reversal_4_generated", "surgery_reversal_16_generated", "surgery_copying_8_generated"} <= set(
         group["task"]
@@ -113,15 +112,8 @@ def test_an_objective_from_outside(tmp_path: Path) -> None:
     }
     recipe["train"] |= {"steps": 3, "micro_batch": 2}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-
-    def run(*words: str) -> str:
-        asked = [sys.executable, "-m", "surgery", *words]
-        done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return done.stdout
-
-    run("run", "recipe.yaml", "--to", "train")
+    done = command("run", "recipe.yaml", "--to", "train", cwd=tmp_path, path=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
     folder = tmp_path / "runs" / "outside"
     history = json.loads((folder / "training.json").read_text())
     uniform = math.log(json.loads((BASE / "config.json").read_text())["vocab_size"])
@@ -130,10 +122,9 @@ def test_an_objective_from_outside(tmp_path: Path) -> None:
         assert entry["label_smoothing"] > 0.1 * uniform, "only a uniform prediction costs as little as log V"
     rows = list(csv.DictReader((folder / "figures" / "training" / "training.csv").read_text().splitlines()))
     assert [float(row["label_smoothing"]) for row in rows] == [entry["label_smoothing"] for entry in history]
-    assert "activations" in run("run", "recipe.yaml", "--dry-run")
+    assert "activations" in command("run", "recipe.yaml", "--dry-run", cwd=tmp_path, path=tmp_path).stdout
 
-    unknown = [sys.executable, "-m", "surgery", "validate", "recipe.yaml", "plugins=[]"]
-    done = subprocess.run(unknown, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
+    done = command("validate", "recipe.yaml", "plugins=[]", cwd=tmp_path, path=tmp_path)
     assert done.returncode == 2 and "weights.label_smoothing" in done.stderr and "Unknown objective" in done.stderr
 
 
@@ -145,8 +136,8 @@ def test_an_installed_plugin_is_in_the_schema(tmp_path: Path) -> None:
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: reversal\nVersion: 1.0\n")
     (installed / "entry_points.txt").write_text("[surgery.plugins]\nreversal = reversal\n")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    command = [sys.executable, "-m", "surgery", "schema"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
+    asked = [sys.executable, "-m", "surgery", "schema"]
+    done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     assert '"reversal"' in done.stdout
 
@@ -173,10 +164,9 @@ def write_tiny(folder: Path, heading: str, module: str) -> None:
 
 
 def command(*words: str, cwd: Path, path: Path | None) -> subprocess.CompletedProcess[str]:
-    """`surgery WORDS` in a process of its own; `path` joins its import path."""
+    """`surgery WORDS` in a process of its own, with `path` on its import path."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *([path] if path else [])]))}
-    asked = [sys.executable, "-m", "surgery", *words]
-    return subprocess.run(asked, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    return library().run(("surgery", *words), cwd, environment)
 
 
 def test_an_export_format_from_outside(tmp_path: Path) -> None:
@@ -231,9 +221,7 @@ def test_a_locating_method_from_outside(tmp_path: Path) -> None:
     }
     recipe["locate"] |= {"pairs": 16, "examples": 16}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    command = [sys.executable, "-m", "surgery", "locate", "recipe.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
+    done = command("locate", "recipe.yaml", cwd=tmp_path, path=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
 
     folder = tmp_path / "runs" / "outside"

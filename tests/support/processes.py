@@ -107,7 +107,7 @@ class Server:
 
         Args:
             arguments: its `sys.argv`.
-            environment: of the command; that of the server if not set.
+            environment: of the command; that of the server if not set. Folders of its PYTHONPATH are importable.
             script: Python code to run; `surgery` if not set.
         """
         while not Path(self.address).exists():
@@ -279,6 +279,7 @@ def _become(request: dict[str, Any], main: Any) -> NoReturn:
             _use_modules_cache(request["env"].get("HF_MODULES_CACHE"))
         os.chdir(request["cwd"])
         sys.argv = request["argv"]
+        sys.path[1:1] = filter(None, (request["env"] or {}).get("PYTHONPATH", "").split(os.pathsep))
         if request["script"] is None:
             sys.path[0] = request["cwd"]
             main()

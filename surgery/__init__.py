@@ -33,7 +33,7 @@ _API = {
     "train_model": "train.training",
     "verify_folder": "export.verify",
 }
-# Packages that were functions of the same name in 0.1.0: importing them is enough, they can still be called.
+# Packages that were functions of the same name in 0.1.0. `surgery.deprecated` keeps them callable.
 _CALLABLE = ("evaluate", "export", "locate", "splice", "train")
 
 __all__ = ["__version__", *_API]

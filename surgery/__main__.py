@@ -1,4 +1,4 @@
-"""`surgery`, `python -m surgery`, and so `accelerate launch -m surgery`."""
+"""Entry point of `surgery`, `python -m surgery` and `accelerate launch -m surgery`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import FrameType
 
 
 def main() -> None:
-    """Entry point. What is imported here is light, so that an interrupt is handled from the first moment."""
+    """Run the command line. Sets the handler of interrupts before any slow import."""
     signal.signal(signal.SIGINT, _interrupt)
     from surgery.cli import main as run
 
@@ -16,7 +16,7 @@ def main() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Ends the process with code 130: at once during an import, which could swallow an exception, else by one."""
+    """Raise KeyboardInterrupt. During an import, which could swallow it, exit with code 130 instead."""
     at = frame
     while at is not None:
         if at.f_code.co_filename.startswith("<frozen importlib"):

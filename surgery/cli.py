@@ -120,7 +120,7 @@ def finetune(
     overwrite: Overwrite = False,
     runs: Runs = Path("runs"),
 ) -> None:
-    """Fine-tune a hybrid on your data, by recipes/finetune.yaml."""
+    """Fine-tune a hybrid on your data with recipes/finetune.yaml."""
     model, path = (json.dumps(word, ensure_ascii=False) for word in (hybrid, data))
     given = [f"base.model={model}", f"train.sources.0.data.path={path}"]
     _run(shipped("finetune"), [*given, *(overrides or ())], first, last, overwrite, runs, dry_run)
@@ -216,7 +216,7 @@ def generate(
     check_vocabulary(tokenizer, model.config)
     inputs = tokenizer(prompt.replace("\\n", "\n"), return_tensors="pt", add_special_tokens=False)
     if inputs["input_ids"].shape[1] == 0:
-        raise SurgeryError("PROMPT", repr(prompt), "The prompt is empty. Give at least one token.")
+        raise SurgeryError("PROMPT", repr(prompt), "The prompt has no tokens. Pass some text.")
     with reading("CHECKPOINT", checkpoint, "Generation failed. Correct config.json and generation_config.json."):
         tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=sample)
     print(tokenizer.decode(tokens[0], skip_special_tokens=True))
@@ -263,7 +263,7 @@ def compare(
     ],
     runs: Runs = Path("runs"),
 ) -> None:
-    """Evaluate checkpoints on the same prompts. Set tasks by evaluate.tasks=[mqar]."""
+    """Evaluate checkpoints on the same prompts. Choose tasks with evaluate.tasks=[mqar]."""
     from surgery.evaluate.compare import compare_models, load_comparison
 
     # A path may hold an =, a key never holds a slash.
@@ -290,7 +290,10 @@ def verify(
     found = verify_folder(folder, trust_remote_code, plugins or ())
     if found["files"] is not None:
         out.print(f"{found['files']} files match the export record", highlight=False)
-    out.print(f"{found['tensors']} tensors are present and finite; {', '.join(found['agree'])} agree", highlight=False)
+    if found["tensors"] is not None:
+        out.print(f"{found['tensors']} tensors are present and finite", highlight=False)
+    if found["agree"]:
+        out.print(f"{', '.join(found['agree'])} agree on the splice", highlight=False)
     if "max_logit_difference" in found:
         same = f"logits differ by at most {found['max_logit_difference']:.1g} standard deviations"
         out.print(
@@ -362,7 +365,7 @@ def quiet() -> None:
 def _show_warning(
     show: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any, **more: Any
 ) -> None:
-    """Print renamed keys of a recipe in one line each."""
+    """Print the warning about a renamed recipe key in one line, and other warnings as usual."""
     if issubclass(category, RenamedKeyWarning):
         print(f"warning: {message}", file=sys.stderr)
     else:
@@ -370,7 +373,7 @@ def _show_warning(
 
 
 def main() -> None:
-    """Run the command line: libraries are silenced, errors print one line."""
+    """Run the command line. Silences libraries, and prints an error in one line."""
     quiet()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -393,13 +396,13 @@ def main() -> None:
 
 
 def _stop(number: int, _: object) -> None:
-    """Exit as after an error, so that nothing half-written is left. A second signal ends the process at once."""
+    """Exit with cleanup on SIGTERM, so that no half-written file remains. A second signal kills the process."""
     signal.signal(number, signal.SIG_DFL)
     raise SystemExit(128 + number)
 
 
 def _check_arguments(words: list[str]) -> None:
-    """Refuse arguments that are not UTF-8: recipes, manifests and cards cannot hold them."""
+    """Refuse arguments that are not UTF-8: they cannot be written to recipes and model cards."""
     for word in words:
         if any("\ud800" <= letter <= "\udfff" for letter in word):
             raise SurgeryError(
@@ -408,7 +411,7 @@ def _check_arguments(words: list[str]) -> None:
 
 
 def _verdict(error: BaseException) -> tuple[int, str]:
-    """Exit code and message of an error that ends a command."""
+    """Map an error that ends a command to its exit code and its message."""
     if isinstance(error, (SurgeryError, OSError)):
         return 2, f"error: {error}"
     if is_out_of_memory(error):

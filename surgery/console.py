@@ -15,7 +15,7 @@ out = Console(width=None if sys.stdout.isatty() else 140)  # a pipe has no width
 
 
 class Bars:
-    """One progress bar for each stage, or plain lines without a terminal."""
+    """Progress bar of a stage. Prints plain lines if the output is not a terminal."""
 
     def __init__(self) -> None:
         self._bar: Progress | None = None
@@ -32,7 +32,7 @@ class Bars:
         self._bar.start()
 
     def progress(self, done: int, total: int, note: str = "") -> None:
-        """Show `done` of `total` units of work."""
+        """Show that `done` of `total` steps are finished, with a short note."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done, total=total, note=note)
         elif total >= 50 and done * 10 // total > (done - 1) * 10 // total:
@@ -60,7 +60,7 @@ def print_plan(estimate: dict[str, Any]) -> None:
     if estimate["shapes_from"]:
         table.add_row("shapes", f"from {estimate['shapes_from']}: the checkpoint is not available locally")
     origin = (
-        "not located yet, so the middle layer is counted"
+        "not located yet: estimated with heads of the middle layer"
         if estimate["heads_from"] == "stand-in"
         else estimate["heads_from"]
     )
@@ -101,7 +101,7 @@ def _print_memory(estimate: dict[str, Any]) -> None:
     notes = {
         "optimizer": "two AdamW moments in fp32",
         "activations": "saved for the backward pass, without fused kernels",
-        "temporaries": "peak on top of them, without fused kernels",
+        "temporaries": "further peak memory, without fused kernels",
     }
     for key, size in estimate["memory"].items():
         table.add_row(key.replace("_", " "), size_of(size), notes.get(key, ""))
@@ -110,7 +110,7 @@ def _print_memory(estimate: dict[str, Any]) -> None:
         out.print("Set hardware.memory_gib to check whether the run fits.", highlight=False)
         return
     left = size_of(abs(fits["left"]))
-    verdict = f"fits, {left} left" if fits["fits"] else f"does not fit: {left} too much"
+    verdict = f"fits, {left} left" if fits["fits"] else f"does not fit: needs {left} more"
     out.print(f"{fits['count']} x {fits['gpu']}, {fits['memory_gib']:g} GiB each: {verdict}.", highlight=False)
 
 
@@ -192,7 +192,7 @@ def print_results(folder: Path) -> None:
 
 
 def _print_arms(title: str, arms: dict[str, Any]) -> None:
-    """Print every task by arm."""
+    """Print a table with one row for each task and one column for each arm."""
     from surgery.report.results import entries, label_of, perplexity_text
 
     table = Table("", title=title)
@@ -209,7 +209,7 @@ def _print_arms(title: str, arms: dict[str, Any]) -> None:
 
 
 def print_comparison(comparison: dict[str, Any], folder: Path) -> None:
-    """Print every task by model, and mark where a model differs from the first."""
+    """Print a table of tasks by model. Marks results that differ significantly from the first model's."""
     from surgery.report.results import cell_of, entries, label_of
 
     names = list(comparison["arms"])
@@ -228,7 +228,7 @@ def print_comparison(comparison: dict[str, Any], folder: Path) -> None:
 
 
 def print_analysis(analysis: dict[str, Any], folder: Path) -> None:
-    """Print accuracies of every arm, and the minimal model."""
+    """Print the accuracies of every arm, and the size of the minimal model."""
     from surgery.report.results import perplexity_text
 
     tasks = list(analysis["chance"])

@@ -1,4 +1,4 @@
-"""Old import paths of 0.1.0: they work for one more release and raise a DeprecationWarning."""
+"""Import paths of 0.1.0. They keep working for one more release, with a DeprecationWarning."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _warn(old: str, new: str) -> None:
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds the modules of `MOVED` under their old names, as stand-ins that forward every attribute."""
+    """Find the modules of `MOVED` under their old names, as proxies that forward every attribute."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         moved = name.startswith("surgery.") and name.removeprefix("surgery.") in MOVED
@@ -61,7 +61,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 class _CallablePackage(ModuleType):
-    """A package that was a function in 0.1.0. Calls and old attributes reach its module, with a warning."""
+    """Package that was a function in 0.1.0. Forwards calls and old attributes to its module, with a warning."""
 
     _implementation: str
     _renamed: Mapping[str, str]
@@ -82,12 +82,12 @@ class _CallablePackage(ModuleType):
 
 
 def callable_package(name: str, module: str, function: str) -> None:
-    """Let the package `name` still be called, as `function` of its `module`.
+    """Keep the package `name` callable. A call runs `function` of its `module`.
 
     Args:
         name: full name of the package, such as `surgery.locate`.
-        module: the module in it that holds the function, such as `locating`.
-        function: its present name. The old one is the last part of `name`.
+        module: module of the package that defines the function, such as `locating`.
+        function: current name of the function. The old one is the last part of `name`.
     """
     package = sys.modules[name]
     package.__class__ = _CallablePackage
@@ -95,6 +95,6 @@ def callable_package(name: str, module: str, function: str) -> None:
 
 
 def find_old_modules() -> None:
-    """Let `import surgery.hub` and the other keys of `MOVED` find the modules that took their places."""
+    """Make the keys of `MOVED`, such as `surgery.hub`, importable."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())

@@ -15,7 +15,7 @@ class SurgeryError(ValueError):
 
     Args:
         field: what is wrong, in the user's terms (`train.steps`, `--to`, a path).
-        value: its present value. None if the field says enough.
+        value: its present value. None if the field alone is clear.
         hint: what to set or do instead.
     """
 
@@ -33,7 +33,7 @@ class ModelError(SurgeryError):
 
 
 class PlanError(SurgeryError):
-    """The heads do not fit the model: out of range, another geometry, or a layer that cannot be spliced."""
+    """The heads do not fit the model: out of range, located in another model, or in a layer that cannot be spliced."""
 
 
 class ProbeError(SurgeryError):
@@ -61,7 +61,7 @@ def reading(field: str, value: object, hint: str, kind: type[SurgeryError] = Mod
 
     Args:
         field: the recipe's field, or the file.
-        value: what the user set there. None if the field says enough.
+        value: what the user set there. None if the field alone is clear.
         hint: what to do instead.
         kind: the class of the error to raise.
 

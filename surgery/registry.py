@@ -1,8 +1,9 @@
-"""Registries of what users may add: probes, objectives, locating methods, families, attention branches, export formats.
+"""Registries of the extension points.
 
-A registry maps a name to a class or function. Recipes refer to the name. Schemas, labels and pages are derived from
-what is registered. Code outside this package adds an entry with the registry's decorator, in a module that the recipe
-lists under `plugins`, or that an installed package declares as an entry point of the group `surgery.plugins`.
+Users may add probes, objectives, locating methods, model families, attention branches and export formats. A registry
+maps the name in a recipe to a class or function. Schemas, labels and pages are derived from the registered entries.
+Code outside this package adds an entry with the registry's decorator. The recipe lists its module under `plugins`, or
+an installed package declares it as an entry point of the group `surgery.plugins`.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ GROUP = "surgery.plugins"
 
 
 class Registry(Generic[T]):
-    """Names and what they stand for, in the order of registration.
+    """Map names to registered classes or functions, in the order of registration.
 
     Args:
-        kind: what an entry is, for messages, such as `probe`.
+        kind: noun for an entry in error messages, such as `probe`.
         modules: our own modules that register entries. They are imported when the registry is first read.
     """
 
@@ -77,10 +78,10 @@ class Registry(Generic[T]):
         return tuple(self._loaded().items())
 
     def hint(self, name: str) -> str:
-        """What to write in the place of an unknown name."""
+        """Suggest replacements for an unknown name."""
         near = difflib.get_close_matches(name, self, n=1, cutoff=0.5)
         nearest = f"Did you mean {near[0]}? " if near else ""
-        return f"{nearest}Known: {', '.join(self)}. `plugins` names modules that register others."
+        return f"{nearest}Known: {', '.join(self)}. If a plugin registers it, add the plugin's module to `plugins`."
 
     def _loaded(self) -> dict[str, T]:
         modules, self._modules = self._modules, ()
@@ -96,8 +97,8 @@ class NameOf:
 
     Args:
         registry: its names are accepted.
-        extra: names that are accepted too, such as `list` among ways to select heads.
-        keep: leaves out the entries for which it is false.
+        extra: further names that are accepted, such as `list` among the ways to select heads.
+        keep: entries for which it returns False are not accepted.
     """
 
     def __init__(self, registry: Registry[Any], extra: Sequence[str] = (), keep: Callable[[Any], bool] = bool) -> None:
@@ -130,7 +131,7 @@ class NameOf:
 
 
 def load_plugins(modules: Sequence[str] = ()) -> None:
-    """Import the modules that register entries: those of installed packages once, and those that a recipe names.
+    """Import plugins: the entry points of installed packages, and the modules that a recipe names. Each is run once.
 
     Args:
         modules: names of modules on the import path, as `plugins` in a recipe lists them. Importing a module runs it.
@@ -156,7 +157,7 @@ def _import(field: str, module: str) -> None:
         raise
     except ModuleNotFoundError as error:
         if error.name is None or not module.startswith(error.name):
-            raise RecipeError(field, module, f"It imports {error.name}, which is not installed.") from None
+            raise RecipeError(field, module, f"It imports {error.name}, which is not installed. Install it.") from None
         hint = "No module of this name is on the import path. Install its package, or set PYTHONPATH to its folder."
         raise RecipeError(field, module, hint) from None
     except Exception as error:
@@ -165,6 +166,6 @@ def _import(field: str, module: str) -> None:
 
 
 def _identity(entry: Any) -> str:
-    """Module and name of a class or function; of an instance, those of its class."""
+    """Qualified name of a class or function, or of the class of an instance."""
     named = entry if hasattr(entry, "__qualname__") else type(entry)
     return f"{named.__module__}.{named.__qualname__}"

@@ -31,7 +31,7 @@ _HEAD_NAME = re.compile(r"L(\d+)([HA])(\d+)")
 
 @dataclass(frozen=True, order=True)
 class HeadId:
-    """One head of one mixer. `str()` and `parse()` are inverse: `HeadId.parse("L1H2") == HeadId(1, 2)`.
+    """Head of a mixer. `str()` and `parse()` are inverse: `HeadId.parse("L1H2") == HeadId(1, 2)`.
 
     Attributes:
         letter: `A` for the attention heads of a model that has SSM heads too, where one layer may have both; else `H`.
@@ -51,7 +51,7 @@ class HeadId:
 
     @classmethod
     def parse(cls, name: str) -> HeadId:
-        """Parse a name. Raises PlanError where it is not of the form L<layer>H<head> or L<layer>A<head>."""
+        """Parse a name. Raises PlanError unless it has the form L<layer>H<head> or L<layer>A<head>."""
         match = _HEAD_NAME.fullmatch(name)
         if match is None:
             raise PlanError("head", repr(name), "Use L<layer>H<head>, both counted from 0, for example L1H2.")
@@ -60,7 +60,7 @@ class HeadId:
 
 @dataclass(frozen=True)
 class MixerSpec:
-    """One mixer, as the config describes it.
+    """Mixer of a layer, as the model's config describes it.
 
     Attributes:
         layer: index of the block it sits in.
@@ -69,8 +69,8 @@ class MixerSpec:
         num_heads, head_dim: H and P; the inner width is H * P.
         num_groups: G; heads of one group share B and C, or a key and a value.
         state_size: N, the width of B and C; of query and key.
-        native_heads: False where "heads" are groups of channels that the model itself does not have.
-        conv_kernel: width of the short convolution; 0 where there is none.
+        native_heads: False if the "heads" are groups of channels that the model itself does not define.
+        conv_kernel: width of the short convolution; 0 without one.
         letter: as in `HeadId`.
     """
 
@@ -89,20 +89,23 @@ class MixerSpec:
         """Raise ValueError for a shape that no mixer has."""
         counts = (self.num_heads, self.head_dim, self.num_groups, self.state_size)
         if not all(type(n) is int and n > 0 for n in counts):
-            raise ValueError(f"layer {self.layer}: heads, head width, groups and state of {counts}")
+            names = "num_heads, head_dim, num_groups and state_size"
+            raise ValueError(f"layer {self.layer}: {names} are {counts}. Set positive integers.")
         if not all(type(n) is int and n >= 0 for n in (self.layer, self.conv_kernel)):
-            raise ValueError(f"layer {self.layer!r}, convolution of {self.conv_kernel!r}")
+            raise ValueError(f"layer {self.layer!r}, conv_kernel {self.conv_kernel!r}. Set integers of at least 0.")
         if self.num_heads % self.num_groups:
-            raise ValueError(f"layer {self.layer}: {self.num_heads} heads do not divide into {self.num_groups} groups")
+            raise ValueError(
+                f"layer {self.layer}: num_heads {self.num_heads} is no multiple of {self.num_groups} groups"
+            )
 
     @property
     def name(self) -> str:
-        """Its name within the model: `L17H`, or `L17A` for attention where the model has SSM heads too."""
+        """Name within the model: `L17H`, or `L17A` for attention in a model that also has SSM heads."""
         return f"L{self.layer}{self.letter}"
 
     @property
     def is_ssm(self) -> bool:
-        """Whether it is a recurrence, not softmax attention."""
+        """True for a recurrence, False for softmax attention."""
         return not self.kind.endswith("attention")
 
     @property
@@ -132,7 +135,7 @@ class Interval:
 
     @property
     def above_zero(self) -> bool:
-        """Whether the whole interval is above 0."""
+        """True if the whole interval is above 0."""
         return self.low > 0
 
 
@@ -141,12 +144,12 @@ class ScoredHead:
     """A head with its measurements.
 
     Attributes:
-        role: by position, from its ablation; `unmeasured` where neither position was tested, or where the search
-            dropped the head early.
-        reads: the position of the oracle read (`sharpen`) with the larger gain, where its attention is supervised; None
-            if not measured.
+        role: from ablation before the query and at it. `unmeasured` if neither was tested, or if the search dropped
+            the head early.
+        reads: the position of the oracle read (`sharpen`) with the larger gain. Training supervises the new head's
+            attention there. None if not measured.
         scores: column name -> interval, in logits (margins) or in accuracy; see `surgery.recipe.methods`.
-        given: heads with an oracle read of their own while `reads` and its gain were measured.
+        given: heads that already had an oracle read when `reads` and its gain were measured.
     """
 
     head: HeadId
@@ -157,7 +160,7 @@ class ScoredHead:
 
     @property
     def n(self) -> int:
-        """Number of prompts of all its scores; fewer where a search dropped it."""
+        """Number of prompts behind every score. Smaller if a search dropped the head."""
         return min((interval.n for interval in self.scores.values()), default=0)
 
 
@@ -168,7 +171,8 @@ class ScoredGroup:
     Attributes:
         kind: `layer` (all heads of one mixer), `backup` (redundancy: one more head ablated after the others), `pair` (a
             Gather and an Aggregate head ablated together) or `chosen` (all chosen heads ablated).
-        scores: as of a head. `alone` is the loss of its parts one by one: a pair's sum, or a backup's last head.
+        scores: as for a head. `alone` is the loss of separate ablations: the sum for a pair, the last head's for a
+            backup.
     """
 
     kind: str
@@ -178,17 +182,17 @@ class ScoredGroup:
 
 @dataclass(frozen=True)
 class HeadSet:
-    """Located heads, best first in the order in which they would be spliced.
+    """Located heads, ranked: the best first, in the order in which they would be spliced.
 
     Attributes:
         model: name or path of the model, as the user gave it, and its `revision`.
         geometry: `geometry_hash` of the model that was measured.
         heads: every head of the model with its scores, ranked by `method`.
-        chosen: the heads that `method` selects for splicing, with the column that each won by.
+        chosen: the heads that `method` selects for splicing, in order, each with the position that it reads.
         method: a value of `splice.select`.
         seed: seed of the probe.
         clean: accuracy and margin of the untouched model on the same prompts.
-        groups: layers, backups and pairs, with the methods that measure them.
+        groups: heads that were measured together, if the recipe requests it.
         cost: seconds, prompts, passes (full forward passes of one prompt) and peak_bytes of the measurement. The JSON
             form omits it, so that equal measurements give equal files.
     """
@@ -207,7 +211,7 @@ class HeadSet:
 
 @dataclass(frozen=True)
 class Graft:
-    """The splice of one mixer: its heads in order, with the position that each one reads.
+    """Splice of one mixer: its heads in order, with the position that each one reads.
 
     Attributes:
         init: the kind of branch, a name of `surgery.hybrid.branches.BRANCHES`; looked up where the branch is built.
@@ -233,9 +237,7 @@ class Graft:
                 if value not in get_args(allowed):
                     raise PlanError(f"graft.{name}", repr(value), f"Use one of {', '.join(get_args(allowed))}.")
         if len(self.reads) != len(self.heads):
-            raise PlanError(
-                "graft.reads", f"{len(self.reads)} for {len(self.heads)} heads", "It needs one for each head."
-            )
+            raise PlanError("graft.reads", f"{len(self.reads)} for {len(self.heads)} heads", "Set one for each head.")
         if self.unit == "layer":
             return
         if len(set(self.heads)) < len(self.heads) or not all(0 <= h < self.site.num_heads for h in self.heads):
@@ -245,7 +247,7 @@ class Graft:
 
 @dataclass(frozen=True)
 class Plan:
-    """The input of a splice besides the weights; made from a config, and printed by `--dry-run`."""
+    """Every input of a splice except the weights. Made from a config without loading the model."""
 
     base: str
     geometry: str
@@ -282,7 +284,7 @@ def _intervals(data: Mapping[str, Any]) -> dict[str, Interval]:
 
 def _scored(data: Mapping[str, Any]) -> ScoredHead:
     if data["role"] not in get_args(Role) or data["reads"] not in (None, *get_args(Reads)):
-        raise PlanError("heads.json", f"role {data['role']!r}, reads {data['reads']!r}", "Locate again.")
+        raise PlanError("heads.json", f"role {data['role']!r}, reads {data['reads']!r}", "Run `surgery locate` again.")
     given = tuple(HeadId.parse(h) for h in data["given"])
     return ScoredHead(HeadId.parse(data["head"]), data["role"], data["reads"], _intervals(data["scores"]), given)
 
@@ -332,7 +334,7 @@ _hints = cache(get_type_hints)
 
 
 def _check_types(value: Any, kind: Any, name: str = "") -> None:
-    """Raise TypeError where a value, or one inside it, does not fit the annotations; JSON may hold anything."""
+    """Raise TypeError if a value, or one inside it, does not match the annotations."""
     origin, parts = get_origin(kind), get_args(kind)
     if isinstance(kind, type) and is_dataclass(kind):
         fits = isinstance(value, kind)

@@ -120,7 +120,7 @@ class Tester:
         return len(self.splice[0]["heads"]) if self.splice else HEADS
 
     @property
-    def splice_model(self) -> list[dict[str, Any]]:
+    def splice(self) -> list[dict[str, Any]]:
         """The sites of the config."""
         return getattr(self.config, "splice", None) or []
 

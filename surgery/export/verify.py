@@ -16,46 +16,55 @@ from surgery.export.formats import format_of, plugin_of
 def verify_folder(folder: Path | str, trust_remote_code: bool = False, plugins: Sequence[str] = ()) -> dict[str, Any]:
     """Check a copy of an exported folder.
 
-    For every format: size and SHA-256 of every file; config, plan, heads and model card name the same splice. Then the
-    format's own checks. For `transformers`: every tensor is finite; replaced heads are silent; stock transformers, in a
-    process without this library, loads model and tokenizer and computes the reference's logits and text within
-    `reload.TOLERANCE`. That process holds the weights in fp32.
+    For every format, the checks are:
 
-    By default only known code runs: the folder must name this library's classes, and its modules must equal this
-    library's, an earlier version's, or those of a plugin. They are loaded from a private copy. Symbolic links are
-    always refused.
+    - Every file has the size and SHA-256 that export.json lists. Symbolic links are refused.
+    - Config, plan, heads and model card name the same splice.
+
+    The format adds its own. For `transformers`:
+
+    - Every tensor is finite, and replaced heads are silent.
+    - Stock transformers loads model and tokenizer in a process without this library. The process computes the logits
+      and the text of the reference within `reload.TOLERANCE`, with the weights in fp32.
+
+    By default only known code runs: the folder must name this library's classes, and its modules must equal those of
+    this library, of an earlier version, or of a plugin. They are loaded from a private copy.
 
     Args:
         trust_remote_code: run any modelling files that the folder holds, in a process of their own.
         plugins: modules to import that register export formats or attention branches.
 
     Returns:
-        `format`; `files`, the number that export.json lists, or None; `agree`, the names of documents; what the format
-        checked (`transformers`: `tensors`, `max_logit_difference` as a fraction of the logits' standard deviation,
-        `generated_tokens` that agree); `not_checked`, a sentence each, such as for exports of older versions.
+        - `format`: its name.
+        - `files`: number of files that export.json lists; None if it lists none.
+        - `tensors`: number of tensors that were checked; None if the format does not report it.
+        - `agree`: names of the documents that name the same splice.
+        - `not_checked`: one sentence for each check that was skipped, such as for exports of older versions.
+        - Quantities of the format. For `transformers`: `max_logit_difference`, as a fraction of the logits' standard
+          deviation, and `generated_tokens`, the number that agree.
 
     Raises:
-        ModelError: a file is missing, changed or foreign; a tensor is not finite or not silent; documents disagree; the
-            folder does not load, computes another model, or is not an export; its format is not registered.
+        ModelError: a file is missing, changed or not listed; a tensor is not finite or not silent; documents disagree;
+            the folder does not load, computes another model, or is not an export; its format is not registered.
     """
     folder = Path(folder)
     record = _read_record(folder)
     export_format = format_of(record, plugins)
-    report: dict[str, Any] = {"format": export_format.name, "files": None, "tensors": 0}
+    report: dict[str, Any] = {"format": export_format.name, "files": None, "tensors": None}
     not_checked = ["file hashes: this export was written by an older version and lists none"]
     if "files" in record:
         with reading(RECORD, None, AGAIN):
             not_checked = check_files(folder, record["files"], export_format.loadable)
             report["files"] = len(record["files"])
     report["agree"], absent = check_documents(folder, export_format.read_plan(folder, trust_remote_code))
-    # An exception of a plugin becomes an error that names its format; one of ours is a fault to report.
+    # Errors of a plugin are converted to a ModelError that names the format. Errors of this library are bugs to report.
     with reading(f"format {export_format.name}", None, AGAIN) if plugin_of(export_format) else nullcontext():
         checked = export_format.verify(folder, trust_remote_code)
     return {**report, **checked, "not_checked": [*not_checked, *absent, *checked.get("not_checked", ())]}
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
-    """export.json. Raises ModelError if the folder is not an export."""
+    """Read export.json. Raises ModelError if the folder is not an export."""
     if not folder.is_dir():
         raise ModelError("FOLDER", str(folder), "There is no such folder.")
     check_entries(folder)

@@ -1,7 +1,7 @@
-"""The probes as tasks of lm-eval, with their prompts: `lm_eval --include_path $(python -m surgery.lm_eval_tasks)`.
+"""Tasks for lm-eval with the probes' prompts: `lm_eval --include_path $(python -m surgery.lm_eval_tasks)`.
 
-Nothing in the folder imports this package, so a copy of it works anywhere. `surgery/evaluate/lm_eval_files.py` writes
-the prompts and the tasks.
+The task files do not import this package, so a copy of the folder works anywhere. `surgery/evaluate/lm_eval_files.py`
+writes the prompts and the task files.
 """
 
 from pathlib import Path

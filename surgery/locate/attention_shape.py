@@ -1,7 +1,7 @@
-"""Scores of the shape of attention rows, on arrays. docs/LOCATE.md.
+"""Score the shape of attention rows, given as arrays (docs/LOCATE.md).
 
-A row holds shares: how much one token reads of each token of its past, summing to 1. Gather and Aggregate are those of
-arXiv 2504.18574.
+A row holds shares: the weight of every past token in what one token reads. They sum to 1. Gather and Aggregate heads
+are defined in arXiv 2504.18574.
 
 Shape legend: T tokens of the prompt, K segments of it; `...` are leading dimensions of the caller.
 """
@@ -20,10 +20,10 @@ Span = tuple[int, int]  # [start, stop) in tokens
 
 
 def aggregate_score(row: Shares, segments: Sequence[Span], gold: int) -> Shares:
-    """Score how much of what the query reads of the segments is read of the gold one.
+    """Score how strongly the query reads the gold segment compared with the other segments.
 
-    `(m - 1/K) / (1 - 1/K)`, m being the gold segment's part of all K segments' share: 1 for a perfect reader, 0 where
-    every segment counts alike or none is read at all.
+    The score is `(m - 1/K) / (1 - 1/K)`, with m the gold segment's fraction of the share of all K segments. It is 1 if
+    only the gold segment is read, and 0 if all segments are read equally or none is read.
 
     Args:
         row: (...,T) rows of the query.
@@ -31,14 +31,14 @@ def aggregate_score(row: Shares, segments: Sequence[Span], gold: int) -> Shares:
         gold: index of the gold segment.
 
     Returns:
-        (...)
+        (...) one score for each row.
 
     Raises:
         ProbeError: fewer than two segments.
     """
     K = len(segments)
     if K < 2:
-        raise ProbeError("segments", K, "Give at least two: with fewer there is no choice.")
+        raise ProbeError("segments", K, "Pass at least two segments.")
     share_K = np.stack([row[..., start:stop].sum(-1) for start, stop in segments], axis=-1)
     total = share_K.sum(-1)
     part = np.divide(share_K[..., gold], total, out=np.full_like(total, 1 / K), where=total > 0)
@@ -46,11 +46,12 @@ def aggregate_score(row: Shares, segments: Sequence[Span], gold: int) -> Shares:
 
 
 def gather_score(ends: Shares, constant: Shares, segments: Sequence[Span]) -> Shares:
-    """Score how much of the segments' last tokens is on their own segment, beyond the decay.
+    """Score how strongly the last token of each segment reads its own segment, without the effect of the decay.
 
     Args:
         ends: (...,K,T) rows of the segments' last tokens.
-        constant: the same rows with C.B held constant. A fast decay alone keeps a row on its segment: that is deducted.
+        constant: the same rows computed with C.B held constant. They contain the decay alone, which also keeps a row on
+            its own segment, and are subtracted.
 
     Returns:
         (...) the mean over segments.
@@ -63,20 +64,20 @@ def gather_score(ends: Shares, constant: Shares, segments: Sequence[Span]) -> Sh
 
 
 def effective_tokens(row: Shares) -> Shares:
-    """(...) exp of the entropy of rows (...,T): the number of tokens over which a row is spread, 1 to T."""
+    """(...) number of tokens over which each row (...,T) is spread, 1 to T: exp of its entropy."""
     logs = np.log(np.where(row > 0, row, 1.0))
     return np.asarray(np.exp(-(row * logs).sum(-1)))
 
 
 def entropy(row: Shares) -> Shares:
-    """(...) the entropy of rows (...,T) over that of a uniform one, 0 to 1. T tokens can be read."""
+    """(...) entropy of rows (...,T), divided by that of a uniform row over T tokens: 0 to 1."""
     T = row.shape[-1]
     return np.asarray(np.log(effective_tokens(row)) / np.log(T)) if T > 1 else np.zeros(row.shape[:-1])
 
 
 def sharpness(row: Shares) -> Shares:
-    """(...) the largest step between neighbouring tokens of rows (...,T), 0 to 1.
+    """(...) largest difference between neighbouring tokens of rows (...,T), 0 to 1.
 
-    A decay is smooth along the prompt; reading one token and not the next takes a sharp transition.
+    A decay changes smoothly along the prompt. Reading one token but not the next needs a sharp transition.
     """
     return np.asarray(np.abs(np.diff(row, axis=-1)).max(-1, initial=0.0))

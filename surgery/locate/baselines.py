@@ -1,14 +1,14 @@
-"""Baselines for choosing a head or a layer: scores of one batch of prompts, to compare with the ablation sweep.
+"""Baselines for choosing a head or a layer, to compare with the ablation sweep. Each scores one batch of prompts.
 
-All but `retrieval_score` are about the margin or the answer at the query, and positive where the model loses by the
-ablation:
-
-- `attribution`: attribution patching (Nanda 2023; Syed, Rager, Conmy, arXiv 2310.10348), all heads in one pass;
-- `integrated_gradients`: of one layer's head outputs, from 0 to their values (Sundararajan et al., arXiv 1703.01365);
-- `retrieval_score`: how often a head looks at the token that is to be copied (Wu et al., arXiv 2404.15574);
+- `attribution`: attribution patching (Nanda 2023; Syed, Rager, Conmy, arXiv 2310.10348), all heads in one pass.
+- `integrated_gradients`: of one layer's head outputs, from 0 to their values (Sundararajan et al., arXiv 1703.01365).
+- `retrieval_score`: how often a head attends most to the token to copy (Wu et al., arXiv 2404.15574).
 - `layer_divergence`: KL of the answer's distribution without a mixer. KL-guided layer selection (arXiv 2512.20569)
-  gives a student one attention layer at a time and distils it towards a teacher, to see how far the KL falls. This is
-  the part of it that needs no training.
+  trains a student with one attention layer at a time and compares the KL to the teacher that remains. This score is
+  the part that needs no training.
+
+All but `retrieval_score` measure the margin or the answer at the query. A positive score means that the model gets
+worse by the ablation.
 
 Shape legend: B prompts, T tokens, H heads, V vocabulary, D width.
 """
@@ -39,9 +39,9 @@ from surgery.types import MixerSpec
 def attribution(run: CleanRun) -> Tensor:
     """Estimate, to first order, the margin lost by ablating each head at every token.
 
-    `sum over tokens and the head's channels of u * d margin / d u`, at the input of `out_proj`. One forward and one
-    backward pass for all heads. The backward pass keeps the activations of all layers, so choose the batch size by
-    that. A norm behind the head can turn the sign of its score.
+    The score is the sum of `u * d margin / d u` over tokens and the head's channels, with u the input of `out_proj`. It
+    takes one forward and one backward pass for all heads. The backward pass keeps the activations of all layers, which
+    limits the batch size. A norm after the head can flip the sign of its score.
 
     Returns:
         (heads, B) float32 on the CPU, in logits; heads in the order of `run.specs`.
@@ -56,14 +56,14 @@ def attribution(run: CleanRun) -> Tensor:
 
 
 def integrated_gradients(run: CleanRun, steps: int = 5) -> Tensor:
-    """Share out by head the margin's change from a layer without its heads to the layer as it is.
+    """Attribute the margin that a whole mixer contributes to its heads, by integrated gradients.
 
-    For one mixer after the other, the gradient by its head outputs is averaged over `steps` scales of all of them, by
-    the midpoint rule. With many steps a mixer's heads sum to what ablating them all costs. Each step is a forward and
-    a backward pass from the mixer up.
+    The gradient with respect to the head outputs of one mixer is averaged along a path that scales them all from 0 to
+    1, by the midpoint rule. With many steps, the scores of a mixer's heads sum to the margin lost by ablating all of
+    them. Each step takes a forward and a backward pass from the mixer up.
 
     Args:
-        steps: scales over which the gradient is averaged.
+        steps: number of points on the path.
 
     Returns:
         (heads, B) float32 on the CPU, in logits; heads in the order of `run.specs`.
@@ -72,7 +72,7 @@ def integrated_gradients(run: CleanRun, steps: int = 5) -> Tensor:
         RecipeError: `steps` is below 1.
     """
     if steps < 1:
-        raise RecipeError("steps", steps, "Give 1 or more: the number of scales over which the gradient is averaged.")
+        raise RecipeError("steps", steps, "Set the number of gradients to average, 1 or more.")
     attributions = []
     for spec in run.specs:
         slopes: list[Tensor] = []
@@ -88,10 +88,10 @@ def integrated_gradients(run: CleanRun, steps: int = 5) -> Tensor:
 
 @torch.no_grad()
 def layer_divergence(run: CleanRun) -> Tensor:
-    """Measure how far the answer's distribution moves without a mixer: KL(clean || ablated) over all V tokens.
+    """Measure how much the answer's distribution changes without each mixer: KL(clean || ablated) over all V tokens.
 
-    The mixer's output is replaced by the bias of its `out_proj`, at every token. An MLP behind it stays. One forward
-    pass from the mixer up for each.
+    The mixer's output is replaced by the bias of its `out_proj`, at every token. An MLP after it still runs. Each mixer
+    takes one forward pass from the mixer up.
 
     Returns:
         (mixers, B) float32 on the CPU, in nats; in the order of `run.specs`.
@@ -101,33 +101,33 @@ def layer_divergence(run: CleanRun) -> Tensor:
     for spec in run.specs:
         with from_mixer(run.model, spec, run.prompt.activations, bias_alone(run, spec)):
             ablated_BV = logits_at_query(run).float().log_softmax(-1)
-        divergences.append((clean_BV.exp() * (clean_BV - ablated_BV)).sum(-1).clamp(min=0))  # below it is rounding
+        divergences.append((clean_BV.exp() * (clean_BV - ablated_BV)).sum(-1).clamp(min=0))  # negative by rounding only
     return torch.stack(divergences).cpu()
 
 
 def bias_alone(run: CleanRun, spec: MixerSpec) -> Tensor:
-    """(B,T,D) the output of a mixer that is nothing but the bias of its `out_proj`."""
+    """(B,T,D) output of a mixer whose heads are all ablated: the bias of its `out_proj`."""
     output_BTD = torch.zeros_like(run.prompt.activations.output[spec.name])
     bias = structure_of(spec).out_proj(mixer_of(run.model, spec)).bias
     return output_BTD if bias is None else output_BTD + bias
 
 
 def logits_at_query(run: CleanRun) -> Tensor:
-    """(B,V) of a pass over the prompts."""
+    """(B,V) logits at the query, of one pass over the prompts."""
     inputs = arguments(run.model, run.batch.input_ids, run.prompt.mask)
     logits: Tensor = run.model(**inputs, use_cache=False, logits_to_keep=1).logits[:, -1]
     return logits
 
 
 def head_factors(run: CleanRun, spec: MixerSpec, scale: float) -> Tensor:
-    """(B,H) a factor for every head of the mixer, with respect to which gradients are taken."""
+    """(B,H) leaf tensor with a factor for every head of the mixer, for gradients with respect to it."""
     u_BTI = run.prompt.activations.heads[spec.name]
     dtype = torch.promote_types(u_BTI.dtype, torch.float32)
     return torch.full((len(u_BTI), spec.num_heads), scale, dtype=dtype, device=u_BTI.device, requires_grad=True)
 
 
 def margin_slopes(run: CleanRun, factors: list[Tensor]) -> tuple[Tensor, ...]:
-    """Run the prompts and differentiate each prompt's margin by its own row of the factors, (B,H) each."""
+    """Run the prompts and compute the gradient of each prompt's margin by its row of the factors, (B,H) each."""
     margin_B = choice_scores(logits_at_query(run), run.batch).margin
     return torch.autograd.grad(margin_B.sum(), factors)
 
@@ -139,15 +139,15 @@ def retrieval_score(
     documents: Sequence[Document],
     hidden: bool = False,
 ) -> Tensor:
-    """Measure how often each head attends most to the token that is to be copied: retrieval heads (arXiv 2404.15574).
+    """Measure how often each head attends most to the token to copy: retrieval heads (arXiv 2404.15574).
 
-    The score is the share of answer tokens for which the head's largest attention weight, at the token that predicts
-    it, is on that token inside the gold segment. Answers are teacher-forced, not generated. Answer tokens that do not
-    occur in the segment are skipped. One pass for each document, unpadded.
+    At the position that predicts an answer token, a hit is a largest attention weight on that same token inside the
+    gold segment. The score is the fraction of hits. Answers are teacher-forced, not generated. Answer tokens that do
+    not occur in the segment are skipped. Each document takes one unpadded pass.
 
     Args:
-        hidden: score SSM heads too, by the size of what they mix in, `|a[t,s] x_s|`, with `a` the hidden attention.
-            That takes (channels,T,T) numbers a layer in Mamba-1, (H,T,T) elsewhere.
+        hidden: score SSM heads too, by the magnitude of what they mix in, `|a[t,s] x_s|`, with `a` the hidden
+            attention. It needs (channels,T,T) numbers per layer in Mamba-1, (H,T,T) in other models.
 
     Returns:
         (heads,) float32 on the CPU, 0 to 1, in the order of the mixers; NaN for SSM heads without `hidden`.
@@ -158,7 +158,9 @@ def retrieval_score(
     """
     specs = family_of(model.config).mixers(model.config)
     if not hidden and all(spec.is_ssm for spec in specs):
-        raise ModelError("model_type", model.config.model_type, "It has no attention head. Set hidden=True.")
+        raise ModelError(
+            "model_type", model.config.model_type, "It has no attention head. Set hidden=True to score SSM heads."
+        )
     hits = {s.name: torch.full((s.num_heads,), torch.nan if s.is_ssm and not hidden else 0.0) for s in specs}
     copied = 0
     for document in documents:
@@ -170,13 +172,13 @@ def retrieval_score(
             hits[name] += right_RT.gather(1, places_HR.T).sum(0).cpu()
         copied += len(queries_R)
     if not copied:
-        hint = "Give documents whose answers occur in their gold segment."
+        hint = "Pass documents whose answers occur in their gold segment."
         raise ProbeError("documents", f"{len(documents)} without a token to copy", hint)
     return torch.cat([hits[spec.name] for spec in specs]) / copied
 
 
 def _copies(batch: EncodedBatch) -> tuple[Tensor, Tensor]:
-    """Of one document: (R,) tokens that predict an answer token, (R,T) where that token is in the gold segment."""
+    """Positions of one document that predict an answer token, (R,), and where the gold segment has it, (R,T)."""
     ids_T, answers_T, T = batch.input_ids[0], batch.answers[0], batch.input_ids.shape[1]
     places_T = torch.arange(T, device=ids_T.device)
     queries, right = [], []
@@ -208,7 +210,7 @@ def most_read(
 
 
 def contribution_sizes(model: PreTrainedModel, spec: MixerSpec, projected_1TC: Tensor, queries_R: Tensor) -> Tensor:
-    """(H,R,T) the squared size of what an SSM head mixes in from each token: over channels, `(a[t,s] x_s)^2`."""
+    """(H,R,T) squared magnitude of what an SSM head mixes in from each token: `(a[t,s] x_s)^2` summed over channels."""
     mixer, structure = mixer_of(model, spec), structure_of(spec)
     streams = structure.streams(mixer, spec, projected_1TC)
     a_CRT = structure.hidden_attention(mixer, spec, streams)[0, :, queries_R]  # C: heads, or all their channels
@@ -223,10 +225,10 @@ def contribution_sizes(model: PreTrainedModel, spec: MixerSpec, projected_1TC: T
 def _attention_argmax(
     model: PreTrainedModel, specs: Sequence[MixerSpec], queries_R: Tensor
 ) -> Iterator[dict[str, Tensor]]:
-    """Record, in the pass inside the context, (H,R) the token with the largest attention weight, by mixer.
+    """Record the token with the largest attention weight, (H,R) by mixer, in the forward pass inside the context.
 
-    The model uses SDPA inside, through a function that sees queries and keys. Layers may share a module, so they are
-    told apart by their order.
+    The model uses SDPA there, through a function that sees queries and keys. Layers may share a module, so they are
+    identified by their order.
     """
     places: dict[str, Tensor] = {}
     if not specs:
@@ -249,11 +251,12 @@ def _attention_argmax(
         ALL_ATTENTION_FUNCTIONS["sdpa"] = original
         model.config._attn_implementation = implementation
     if len(places) < len(specs):
-        raise ModelError("attention", specs[len(places)].name, "It was never called, so nothing was measured.")
+        hint = "It bypasses the attention interface of transformers. Remove retrieval_score from locate.methods."
+        raise ModelError("attention", specs[len(places)].name, hint)
 
 
 def _largest(query_HTK: Tensor, key_GTK: Tensor, mask: Tensor | None, queries_R: Tensor) -> Tensor:
-    """(H,R) where the softmax of the causal scores is largest. Their scale does not matter."""
+    """(H,R) token with the largest causal attention score. The scale of the scores does not matter."""
     H, T, _ = query_HTK.shape
     key_HTK = key_GTK.repeat_interleave(H // len(key_GTK), 0)
     scores_HRT = query_HTK[:, queries_R].float() @ key_HTK.float().transpose(1, 2)

@@ -1,7 +1,7 @@
-"""Batches of prompts, run one at a time and shared among processes.
+"""Run batches of prompts one at a time, distributed over processes.
 
-Batches are dealt to the processes in turn. Results are gathered in the order of the batches, so every process has all
-of them and the numbers do not depend on how many processes there are.
+The processes take batches in turn. Results are gathered in the order of the batches, so every process has all of them,
+and the numbers do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from surgery.recipe import Locate
 from surgery.recipe.methods import METHODS
 from surgery.scoring.ranking import ranked
 
-ROUNDING = 1e-3  # logits; what two exact computations of one margin may differ by
+ROUNDING = 1e-3  # logits: largest difference by rounding between two computations of one margin
 
 
 class PromptBatches:
     """Batches of prompts for one model: left-padded, up to the query.
 
     Args:
-        batches: used in the place of KV-retrieval prompts of evaluation words.
+        batches: prompts to use. By default, KV-retrieval prompts with words of the evaluation split are generated.
 
     Attributes:
-        passes: full forward passes of one prompt so far, by all processes.
+        passes: number of full forward passes of one prompt so far, over all processes.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class PromptBatches:
     ) -> None:
         self.model, self.tokenizer, self.section = model, tokenizer, section
         self.passes = 0.0
-        self._passes_by_batch: dict[int, float] = {}  # by this process, since results were gathered last
+        self._passes_by_batch: dict[int, float] = {}  # of this process since the last gathering
         self._is_checked = not any(METHODS[method].decode_step for method in section.methods)
         self._documents: list[list[Document]] | None = None
         if batches is None:
@@ -64,12 +64,12 @@ class PromptBatches:
 
     @property
     def chance(self) -> float:
-        """Accuracy of guessing among the choices of each prompt's last question."""
+        """Accuracy of random guesses among the choices of each prompt's last question."""
         counts = torch.cat([(batch.choice_ids[:, -1] >= 0).sum(-1) for batch in self.batches])
         return float((1 / counts.clamp(min=1)).mean())
 
     def documents(self, index: int) -> list[Document] | None:
-        """The text of a batch; None where encoded batches were passed."""
+        """Text of a batch; None if encoded batches were passed."""
         return self._documents[index] if self._documents is not None else None
 
     def clean(self) -> list[Record]:
@@ -88,10 +88,12 @@ class PromptBatches:
         """
         fill, methods = self.section.fill, self.section.methods
         stepwise = all(METHODS[method].decode_step for method in methods) and not self.section.backups
-        stepwise = stepwise and (fill == "zero" or set(methods) == {"sharpen"})  # with a fill, `query` is no step
+        stepwise = stepwise and (
+            fill == "zero" or set(methods) == {"sharpen"}
+        )  # with a fill, `query` takes full passes
         for index in self._share(range(len(self)) if indices is None else indices):
             batch = self.batches[index].to(self.model.device)
-            if index == 0 and not self._is_checked:  # by one process alone
+            if index == 0 and not self._is_checked:  # on one process only
                 self._check_decode(batch[:2])
                 self._is_checked = True
             run = run_clean(self.model, batch, stepwise)
@@ -107,7 +109,7 @@ class PromptBatches:
             processes, in the order of the batches.
 
         Raises:
-            SurgeryError: a process failed. All of them raise, or the others would wait for it.
+            SurgeryError: a process failed. Every process raises, since the others would wait for it.
         """
         results: dict[int, Any] = {}
         size, failure = self.section.batch_size, None
@@ -134,16 +136,19 @@ class PromptBatches:
         results.update((index, merged[index]) for index in sorted(merged))
 
     def _share(self, indices: range) -> range:
-        """This process's share of the batches."""
+        """Indices of the batches that this process runs."""
         if not (distributed.is_available() and distributed.is_initialized()):
             return indices
         return indices[distributed.get_rank() :: distributed.get_world_size()]
 
     def _check_decode(self, batch: EncodedBatch) -> None:
-        """Raise ModelError if a cached decode step is not the forward pass, which changes at the query rely on."""
+        """Raise ModelError if a cached decode step differs from the forward pass: changes at the query rely on it."""
         run = run_clean(self.model, batch)
         clean = run.scores.margin
         apart = float((change_at_query(run, [Variant()])[0].margin - clean).abs().max())
         if self.model.dtype == torch.float32 and apart > ROUNDING * max(1.0, float(clean.abs().max())):
-            hint = "Its cached decode step differs from its forward pass (a finite time_step_limit does that)."
+            hint = (
+                "The model's cached decode step differs from its forward pass, for example by a finite time_step_limit."
+            )
+            hint += " Remove the methods query and sharpen."
             raise ModelError("locate", f"{apart:.3g} logits apart", hint)

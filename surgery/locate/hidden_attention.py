@@ -1,17 +1,17 @@
-"""Attention matrices of every head, hidden or not, and scores of their shape. docs/LOCATE.md.
+"""Attention matrices of SSM and attention heads, and scores of their shape (docs/LOCATE.md).
 
-An SSM head mixes like linear attention, `y_t = sum_s a[t,s] x_s` (Dao and Gu, arXiv 2405.21060; Ali et al., arXiv
-2403.01590), so it has an attention matrix:
+An SSM head mixes tokens like linear attention, `y_t = sum_s a[t,s] x_s` (Dao and Gu, arXiv 2405.21060; Ali et al.,
+arXiv 2403.01590). So it has a hidden attention matrix:
 
     share[t,s] = |a[t,s] x_s| / sum_s' |a[t,s'] x_s'|
 
-the length of what token s adds to the head's output at t, as a part of the sum over the past. `a` alone does not tell
-heads apart: with `n_groups=1` all heads of a layer share C.B, and what differs besides the decay is x. In a channel
-group of Mamba-1 the length is taken over its channels, each with a matrix of its own. For softmax attention the share
-is the weight. The skip `D x_t` is not part of it.
+A share is the magnitude of what token s adds to the head's output at t, divided by the sum over all past tokens. `a`
+alone does not distinguish heads: with `n_groups=1` all heads of a layer share C.B, and differ in the decay and in x.
+In Mamba-1 every channel of a group has its own `a`, and the magnitude is the norm over the channels. For softmax
+attention the share is the attention weight. The skip connection `D x_t` is not included.
 
-Structural scores describe where a head looks, not what it does: a head may read sharply and write nothing. Roles come
-from ablation.
+These scores describe where a head looks, not its effect: a head may read sharply and write nothing. Roles come from
+ablation.
 Shape legend: B prompts, T tokens, H heads, P head width, K segments, N documents.
 """
 
@@ -72,7 +72,7 @@ def head_matrices(
     specs = {spec.name: spec for spec in family_of(model.config).mixers(model.config)}
     for head in heads:
         if head.mixer not in specs or head.head >= specs[head.mixer].num_heads:
-            raise PlanError("head", str(head), "The model has no such head.")
+            raise PlanError("head", str(head), "The model has no such head. `surgery inspect` lists the heads.")
     mixers = [spec for spec in specs.values() if any(h.mixer == spec.name for h in heads)]
     patterns = _observe_patterns(model, batch, mixers, branch)
     matrices: dict[HeadId, Shares] = {}
@@ -85,7 +85,7 @@ def head_matrices(
 
 @dataclass(frozen=True)
 class _Patterns:
-    """What the heads' matrices are made from, of one forward pass over unpadded prompts.
+    """Activations of one forward pass over unpadded prompts, from which the heads' matrices are computed.
 
     Attributes:
         attention: by `MixerSpec.name`, (B,H,T,T) the weights of attention mixers.
@@ -108,14 +108,16 @@ class _Patterns:
         """(B,H,T,T) shares, in fp32 at least.
 
         Args:
-            constant: hold queries and keys constant. An SSM head is left with its decay, attention with uniform rows.
+            constant: hold queries and keys constant. The rows of an SSM head then show its decay alone, and those of
+                softmax attention are uniform.
         """
         if self.branch is not None:
             spliced, weights_BHTT = self.branch.get(spec.name, ([], None))
             lacking = [h for h in heads if h not in spliced]
             if weights_BHTT is None or lacking:
                 name = f"{spec.name}{lacking[0]}"
-                raise PlanError("head", name, f"Heads spliced there: {', '.join(map(str, spliced)) or 'nothing'}.")
+                present = ", ".join(f"{spec.name}{head}" for head in spliced) or "none"
+                raise PlanError("head", name, f"It is not spliced. Spliced heads of this layer: {present}.")
             weights_BHTT = weights_BHTT[:, [spliced.index(h) for h in heads]]
         elif not spec.is_ssm:
             weights_BHTT = self.attention[spec.name][:, list(heads)]
@@ -124,13 +126,13 @@ class _Patterns:
         return _normalised(torch.ones_like(weights_BHTT).tril()) if constant else weights_BHTT
 
     def _contributions(self, spec: MixerSpec, heads: Sequence[int], constant: bool) -> Tensor:
-        """(B,H,T,T) the length of what token s adds at token t."""
+        """(B,H,T,T) magnitude of what token s adds at token t."""
         structure, mixer = structure_of(spec), mixer_of(self.model, spec)
         streams = structure.streams(mixer, spec, self.activations.projected[spec.name])
-        # fp32 at least: sums of it are exponentiated.
+        # At least fp32, since sums of these values are exponentiated.
         wide = torch.promote_types(streams.x.dtype, torch.float32)
         streams = replace(streams, **{name: getattr(streams, name).to(wide) for name in ("x", "key", "query", "step")})
-        if constant:  # C.B is 1, and the channels of the state count alike
+        if constant:  # C.B becomes 1, with equal weight on all channels of the state
             key, query = torch.full_like(streams.key, 1 / spec.state_size), torch.ones_like(streams.query)
             streams = replace(streams, key=key, query=query)
         if isinstance(structure, Mamba1Structure):
@@ -144,7 +146,7 @@ class _Patterns:
 def _group_contributions(
     structure: Mamba1Structure, mixer: nn.Module, spec: MixerSpec, streams: Streams, head: int
 ) -> Tensor:
-    """(B,T,T) of one channel group, whose channels have a matrix each. A whole layer's would not fit in memory."""
+    """(B,T,T) magnitudes of one channel group of Mamba-1. The matrices of a whole layer would not fit in memory."""
     channels = structure.weight_slices(spec, head).out
     part = nn.Module()
     part.A_log = nn.Parameter(mixer.A_log[channels], requires_grad=False)
@@ -162,9 +164,9 @@ def _normalised(lengths: Tensor) -> Tensor:
 def _observe_patterns(
     model: PreTrainedModel, batch: EncodedBatch, specs: Sequence[MixerSpec], branch: bool
 ) -> _Patterns:
-    """Run the prompts and keep what the matrices of these mixers are made from."""
+    """Run the prompts and record the activations from which the matrices of these mixers are computed."""
     if not specs:
-        raise PlanError("heads", "none", "Give at least one.")
+        raise PlanError("heads", "none", "Pass at least one head.")
     if not bool(batch.attention_mask.all()):
         raise ProbeError("batch", "padded", "Hidden attention needs prompts of one length. Encode them one by one.")
     input_ids = batch.input_ids.to(model.device)
@@ -177,17 +179,19 @@ def _observe_patterns(
         if not spec.is_ssm:  # blocks that share their weights are run one after the other
             weights = calls.get(mixer_of(model, spec))
             if not weights:
-                hint = "It bypasses the attention interface of transformers, so its weights cannot be observed."
+                hint = (
+                    "It bypasses the attention interface of transformers. Remove hidden_attention from locate.methods."
+                )
                 raise ModelError("attention", spec.name, hint)
             attention[spec.name] = weights.pop(0)
     return _Patterns(model, activations, attention, None)
 
 
 def _branch_weights(model: PreTrainedModel, input_ids: Tensor) -> dict[str, tuple[list[int], Tensor]]:
-    """The attention weights that the hybrid itself returns, with the heads that they belong to."""
+    """Attention weights that the hybrid returns, with the spliced heads that they belong to, by mixer."""
     sites = splice_sites(getattr(model.config, "splice", None))
     if not sites:
-        raise PlanError("model", model.config.model_type, "Nothing is spliced into it. Leave `branch` out.")
+        raise PlanError("model", model.config.model_type, "The model has no spliced heads. Set branch=False.")
     B, T = input_ids.shape
     every = torch.arange(T, device=input_ids.device).expand(B, T)
     rows = model(input_ids, use_cache=False, logits_to_keep=1, splice_queries=every).splice_attentions
@@ -201,16 +205,15 @@ def _branch_weights(model: PreTrainedModel, input_ids: Tensor) -> dict[str, tupl
 
 @contextmanager
 def _observed_attention(model: PreTrainedModel) -> Iterator[dict[nn.Module, list[Tensor]]]:
-    """Compute softmax attention's weights by module, one (B,H,T,T) a call, since kernels do not return them.
+    """Compute the weights of softmax attention by module, (B,H,T,T) for each call. Kernels do not return them.
 
-    They come from the queries and keys that the model's own implementation gets, which runs unchanged.
+    They are computed from the queries and keys passed to the model's own implementation, which runs unchanged.
     """
     calls: dict[nn.Module, list[Tensor]] = {}
     name = model.config._attn_implementation or "eager"
     original = ALL_ATTENTION_FUNCTIONS.get(name)
-    ALL_ATTENTION_FUNCTIONS[name] = partial(
-        _attend_observed, calls, original
-    )  # this object's entry, before the library's
+    # An entry of this object hides the library's entry of the same name.
+    ALL_ATTENTION_FUNCTIONS[name] = partial(_attend_observed, calls, original)
     try:
         yield calls
     finally:
@@ -228,11 +231,11 @@ def _attend_observed(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """An attention function: (B,H,T,P) queries, keys and values of as many or fewer heads."""
+    """Attention function that records its weights. Queries are (B,H,T,P); keys and values may have fewer heads."""
     per_group = query.shape[1] // key.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = query.float() @ key.float().repeat_interleave(per_group, dim=1).transpose(2, 3) * scale
-    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:  # a window, say
+    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:  # such as a sliding window
         is_seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask >= 0
         scores = scores.masked_fill(~is_seen[..., : scores.shape[-1]], -torch.inf)
     causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
@@ -241,7 +244,7 @@ def _attend_observed(
     if original is not None:
         output: tuple = original(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         return output
-    mixed = weights.to(value.dtype) @ value.repeat_interleave(per_group, dim=1)  # as the models' eager default
+    mixed = weights.to(value.dtype) @ value.repeat_interleave(per_group, dim=1)  # as in the models' eager attention
     return mixed.transpose(1, 2), weights
 
 
@@ -251,10 +254,10 @@ def _numpy(shares: Tensor) -> Shares:
 
 
 def segment_spans(document: Document, tokenizer: PreTrainedTokenizerBase) -> tuple[Span, ...]:
-    """Locate every `key:value` line of a KV-retrieval document in its tokens, as `encode` counts them.
+    """Find the tokens of every `key:value` line of a KV-retrieval document, as `encode` splits it.
 
     Returns:
-        (start, stop) of each line.
+        (start, stop) token indices of each line.
 
     Raises:
         ProbeError: the document is of another task.
@@ -269,7 +272,7 @@ def segment_spans(document: Document, tokenizer: PreTrainedTokenizerBase) -> tup
         raise ProbeError("documents", document.task, "Structural scores need documents of kv_retrieval.")
     offsets = tokenizer(document.text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     first, last = np.asarray(offsets).T
-    # The tokens that touch the line: as in `encode`, where a token's bytes may be split among several.
+    # Tokens that overlap the line. As in `encode`, several tokens may share one character.
     touches = [np.flatnonzero((first < stop) & (last > start)) for start, stop in spans]
     return tuple((int(tokens[0]), int(tokens[-1]) + 1) for tokens in touches)
 
@@ -283,19 +286,21 @@ def structural_scores(
 ) -> dict[HeadId, dict[str, Shares]]:
     """Score the shape of every head's attention pattern: the columns of the method `hidden_attention`.
 
-    Prompts are run one by one, to the query of the last question.
+    Prompts are run one by one, up to the query of the last question.
 
     Args:
-        branch: score the spliced attention heads, where there are any, instead of the mixers themselves.
+        documents: KV-retrieval prompts.
+        specs: mixers whose heads are scored.
+        branch: score the spliced attention heads instead of the mixers.
 
     Returns:
-        By head and column, (N,): a number a document.
+        For each head and column, (N,): one score per document.
 
     Raises:
         ProbeError: no documents, or of another task than kv_retrieval.
     """
     if not documents:
-        raise ProbeError("documents", 0, "Give at least one.")
+        raise ProbeError("documents", 0, "Pass at least one document.")
     scores: dict[HeadId, dict[str, list[float]]] = {}
     for document in documents:
         batch = encode([document], tokenizer, until_answer=True)
@@ -311,7 +316,7 @@ def structural_scores(
 
 
 def _scores(patterns: _Patterns, spec: MixerSpec, segments: Sequence[Span], gold: int) -> dict[str, Shares]:
-    """By column, (H,) of one prompt."""
+    """Scores of one prompt, (H,) by column."""
     heads = patterns.heads(spec)
     if not heads:
         return {}
@@ -336,14 +341,14 @@ def prompt_attention(
     full: Sequence[HeadId] = (),
     branch: bool = False,
 ) -> PromptAttention:
-    """Collect what every head of these mixers reads at the query of each document, for `write_page`.
+    """Collect the attention of every head of these mixers at the query of each document, for `write_page`.
 
     Args:
         full: heads whose whole matrix is included, T^2 numbers each.
-        branch: use the spliced attention heads, where there are any, instead of the mixers themselves.
+        branch: use the spliced attention heads instead of the mixers.
 
     Raises:
-        PlanError: a head of `full` is not among those.
+        PlanError: a head of `full` does not belong to these mixers.
     """
     prompts = []
     for document in documents:
@@ -372,7 +377,7 @@ def _prompt(
                 matrices[name] = _numpy(shares_TT)
     lacking = [name for name in full if name not in matrices]
     if lacking:
-        raise PlanError("full", lacking[0], "It is not a head of these mixers.")
+        raise PlanError("full", lacking[0], "It is not a head of the mixers in `specs`.")
     places = {"segment end": batch.segment_end, "answer token": batch.answer_token, "query": batch.query}
     marks = {name: int(position[0, -1]) for name, position in places.items() if int(position[0, -1]) >= 0}
     return Prompt(tokens, marks, rows, matrices)

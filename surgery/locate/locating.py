@@ -1,4 +1,4 @@
-"""Measure every head and choose those to splice. The methods and what each costs: docs/LOCATE.md."""
+"""Measure every head and choose the heads to splice. docs/LOCATE.md describes the methods and their cost."""
 
 from __future__ import annotations
 
@@ -43,21 +43,27 @@ def locate_heads(
     batches: Sequence[EncodedBatch] | None = None,
     any_accuracy: bool = False,
 ) -> HeadSet:
-    """Measure every head on KV-retrieval prompts and choose those to splice.
+    """Measure every head on KV-retrieval prompts and choose the heads to splice.
 
-    Under several processes (torch.distributed) each measures its share of the batches, and all return the same.
+    With several processes (torch.distributed), each measures its share of the batches, and all return the same result.
 
     Args:
-        section: methods and prompts.
-        splice: `select` and `num_heads` choose the heads.
-        name: of the model, for the HeadSet.
-        revision: of the model, for the HeadSet.
-        progress: called with (done, all) after each step of this process.
-        batches: used in the place of the section's prompts: left-padded, ending at the query.
-        any_accuracy: measure a base at chance or at ceiling too, where no head can be told from another.
+        model: the base.
+        tokenizer: the model's.
+        section: the recipe's section `locate`: methods and prompts. Its defaults if None.
+        splice: the recipe's section `splice`. `select` and `num_heads` choose the heads.
+        seed: of the prompts and the bootstrap.
+        name: name of the model in the HeadSet.
+        revision: revision of the model in the HeadSet.
+        progress: called with (done, total) after each step of this process.
+        batches: prompts to use instead of the section's. Left-padded, ending at the query.
+        any_accuracy: measure a base at chance or at ceiling too. Its heads cannot be distinguished.
+
+    Returns:
+        Every head with its scores, best first, and the chosen heads.
 
     Raises:
-        ProbeError: more pairs than values, or the base is at chance or at ceiling so that nothing can be measured.
+        ProbeError: more pairs than values, or the base is at chance or at ceiling.
         ModelError: an unknown model type, a tokenizer of another model, logits that are NaN, or a hook that never
             fired.
         RunError: out of memory.
@@ -91,21 +97,22 @@ def locate_heads(
 
 
 def _check_request(section: Locate, splice: Splice, prompts: PromptBatches) -> None:
-    """Raise an error for what cannot be measured with these settings."""
+    """Raise an error if these settings cannot be measured."""
     needed = RANKINGS[splice.select].name if splice.select in RANKINGS else None
     if needed is not None and needed not in section.methods:
         raise RecipeError("splice.select", splice.select, f"Add {needed} to locate.methods.")
     if section.fill != "zero" and min(map(len, prompts.batches)) < 2:
-        hint = "A batch has one prompt and no other to take values from. Change locate.batch_size or locate.examples."
+        hint = "A batch has a single prompt, so there is no other prompt to take values from. "
+        hint += "Change locate.batch_size or locate.examples."
         raise ProbeError("locate.fill", section.fill, hint)
     for method in section.methods:
         if METHODS[method].needs_text and prompts.documents(0) is None:
-            hint = "It reads the text of the prompts, which encoded batches lack. Leave `batches` out."
+            hint = "It reads the text of the prompts, which encoded batches lack. Remove it, or do not pass `batches`."
             raise ProbeError("locate.methods", method, hint)
 
 
 def _ticker(section: Locate, splice: Splice, batches: int, progress: Progress | None) -> Callable[[], None]:
-    """Count the steps of this process, as many as there are if it measures every batch."""
+    """Count the steps of this process for `progress`. The total is that of a process that measures every batch."""
     methods = [METHODS[method] for method in section.methods]
     per_batch = sum(len(method.columns) if method.changes_heads else 1 for method in methods)
     further = splice.num_heads - 1 if splice.select == "sharpen" else 0
@@ -122,7 +129,7 @@ def _ticker(section: Locate, splice: Splice, batches: int, progress: Progress | 
 
 
 def peak_bytes() -> float:
-    """Peak memory: of the GPU if there is one, else of the process since it started."""
+    """Peak memory in bytes: of the GPU if there is one, otherwise of the process since it started."""
     if torch.cuda.is_available():
         return float(torch.cuda.max_memory_allocated())
     unit = 1 if sys.platform == "darwin" else 1024
@@ -130,7 +137,7 @@ def peak_bytes() -> float:
 
 
 def items_of(specs: Sequence[MixerSpec], layers: bool) -> list[Item]:
-    """List what is measured: every head by itself and, with `layers`, every mixer as a whole."""
+    """List the items to measure: every single head and, with `layers`, every mixer as a whole."""
     heads: list[Item] = [(head,) for spec in specs for head in spec.heads]
     return heads + ([spec.heads for spec in specs] if layers else [])
 
@@ -142,7 +149,11 @@ def measure_heads(
     splice: Splice,
     tick: Callable[[], None],
 ) -> tuple[Table, list[int]]:
-    """Measure all items on all prompts; with a search, in rounds over the heads that are left.
+    """Measure all items on all prompts. A search measures in rounds and drops heads between them.
+
+    Args:
+        specs: all mixers.
+        sites: the mixers that can be spliced.
 
     Returns:
         The scores, and the items that were measured on all prompts.
@@ -176,8 +187,10 @@ def measure_batch(
     """Run every method of the recipe on one batch.
 
     Args:
-        index: of the batch.
-        alive: the items that `batch.items` are; the others get NaN.
+        index: index of the batch.
+        alive: indices of the batch's items among all items. The other items get NaN.
+        num_items: number of all items.
+        tick: called after each column, or after each method that scores all heads at once.
     """
     run = batch.run
     record = Record(index, plain(run.scores))
@@ -202,7 +215,7 @@ def measure_batch(
 
 
 def _estimate(method: Method, values: object, run: CleanRun, num_items: int) -> Array:
-    """(C,B) from (heads,B); NaN for layers."""
+    """(C,B) estimates of all items from those of the heads, (heads,B). Layers get NaN."""
     heads, B = sum(spec.num_heads for spec in run.specs), len(run.batch)
     array = torch.as_tensor(values).detach().double().cpu().numpy()
     if array.shape != (heads, B):
@@ -216,7 +229,7 @@ def _estimate(method: Method, values: object, run: CleanRun, num_items: int) -> 
 def _scored(
     table: Table, alive: Sequence[int], specs: Sequence[MixerSpec], layers: bool, seed: int
 ) -> tuple[list[ScoredHead], list[ScoredGroup]]:
-    """Intervals for every head and column, its role, and the position whose oracle read gains more; layers too."""
+    """Score every head: intervals by column, its role and its better oracle read. Then every layer."""
     items, heads = items_of(specs, layers), items_of(specs, False)
     scores = scores_of(table, seed)
     by_item = [{name: column[i] for name, column in scores.items() if column[i].n > 0} for i in range(len(items))]
@@ -229,10 +242,14 @@ def _scored(
 def measure_gains(
     prompts: PromptBatches, tick: Callable[[], None], options: Sequence[Candidate], taken: Sequence[Candidate]
 ) -> Array:
-    """Measure what each oracle read adds to those already there.
+    """Measure the margin that each oracle read gains in addition to those already made.
+
+    Args:
+        options: oracle reads to measure.
+        taken: oracle reads that are made in every run.
 
     Returns:
-        (options,N)
+        (options,N) gains in logits.
     """
     variants = [Variant(oracle=tuple(taken)), *(Variant(oracle=(*taken, option)) for option in options)]
     with prompts.gathered() as batches:
@@ -250,7 +267,7 @@ def _redundancy(
     seed: int,
     tick: Callable[[], None],
 ) -> list[ScoredGroup]:
-    """Heads ablated in turn, in pairs, and all chosen heads together, if the recipe sets `backups`."""
+    """Ablate heads in turn, in pairs, and all chosen heads together, if the recipe sets `backups`."""
     section = prompts.section
     if not section.backups:
         return []
@@ -265,7 +282,7 @@ def _redundancy(
 
 
 def check_clean(table: Table, section: Locate, chance: float) -> None:
-    """Raise ProbeError where the base is at chance or at ceiling."""
+    """Raise ProbeError if the base is at chance or at ceiling."""
     right = table.clean_correct()
     accuracy = wilson(int(right.sum()), len(right))
     value = f"{section.pairs} (clean accuracy {accuracy.value:.2f})"
@@ -276,11 +293,11 @@ def check_clean(table: Table, section: Locate, chance: float) -> None:
 
 
 def check_moved(table: Table) -> None:
-    """Raise ModelError where ablating heads changed nothing at all."""
+    """Raise ModelError if ablating heads changed no margin."""
     measured = [column for column in ("query", "ablation", "context") if column in table.columns]
     if not measured:
         return
     moved = np.nanmax(np.abs(table.margin(measured[0]) - table.clean_margin()))
     if float(moved) < ROUNDING:
-        hint = "Ablating heads moves no logit: their outputs are all zero, or a kernel bypasses the hooks."
+        hint = "Ablating heads changes no logit: their outputs are all zero, or a kernel bypasses the hooks."
         raise ModelError("locate", f"ablation at {measured[0]}", hint)

@@ -1,6 +1,6 @@
-"""The locating methods of this package, each a function that scores every head on one batch of prompts.
+"""Locating methods: functions that score every head on one batch of prompts.
 
-Recipes are validated with this module and without torch, so its functions import what they run.
+A recipe is validated with this module and without torch, so each function imports the modules that it needs.
 
 Shape legend: B prompts.
 """
@@ -31,14 +31,15 @@ Scores = dict[str, "list[ChoiceScores]"]
 
 @dataclass(frozen=True)
 class LocateBatch:
-    """One batch of prompts, for a locating method.
+    """Input of a locating method: one batch of prompts.
 
     Attributes:
         run: the clean model on the prompts, with its activations and caches.
-        items: sets of heads to change together: single heads, and all heads of a mixer with `locate.layers`. Heads
-            that a search has dropped are left out.
-        section: the recipe's.
-        documents: text of the prompts; None where encoded batches were passed to `locate_heads`.
+        items: sets of heads to change together: single heads and, with `locate.layers`, all heads of a mixer. Heads
+            that a search has dropped are not included.
+        section: the recipe's section `locate`.
+        tokenizer: the model's.
+        documents: text of the prompts; None if encoded batches were passed to `locate_heads`.
     """
 
     run: CleanRun
@@ -64,7 +65,7 @@ def ablation(batch: LocateBatch) -> Scores:
     decode_step=True,
 )
 def query(batch: LocateBatch) -> Scores:
-    """Ablate each head at the query: an Aggregate head does its work there."""
+    """Ablate each head at the query, where Aggregate heads act."""
     from surgery.interventions.ablation import Ablation
     from surgery.locate.ablation_sweep import Variant, ablate, change_at_query
 
@@ -75,7 +76,7 @@ def query(batch: LocateBatch) -> Scores:
 
 @register_method("context", [Column("context", "removed at every token but the query", effect="loss")], ranks="gather")
 def context(batch: LocateBatch) -> Scores:
-    """Ablate each head before the query: a Gather head does its work there."""
+    """Ablate each head before the query, where Gather heads act."""
     from surgery.interventions.ablation import Ablation
     from surgery.locate.ablation_sweep import ablate
 
@@ -109,7 +110,7 @@ def sharpen(batch: LocateBatch) -> Scores:
     passes=3,
 )
 def attribution(batch: LocateBatch) -> dict[str, Tensor]:
-    """Attribution patching."""
+    """Estimate each head's ablation by attribution patching."""
     from surgery.locate import baselines
 
     return {"attribution": baselines.attribution(batch.run)}
@@ -122,7 +123,7 @@ def attribution(batch: LocateBatch) -> dict[str, Tensor]:
     passes_per_mixer=15,
 )
 def integrated_gradients(batch: LocateBatch) -> dict[str, Tensor]:
-    """Integrated gradients in 5 steps, each a forward and a backward pass."""
+    """Compute integrated gradients in 5 steps, each a forward and a backward pass."""
     from surgery.locate import baselines
 
     return {"integrated_gradients": baselines.integrated_gradients(batch.run)}
@@ -136,7 +137,7 @@ def integrated_gradients(batch: LocateBatch) -> dict[str, Tensor]:
     passes_per_mixer=1,
 )
 def layer_divergence(batch: LocateBatch) -> dict[str, Tensor]:
-    """KL divergence without a mixer; every head of the mixer gets its score."""
+    """Measure the KL divergence without each mixer. Every head of the mixer gets its score."""
     import torch
 
     from surgery.locate import baselines
@@ -152,7 +153,7 @@ def layer_divergence(batch: LocateBatch) -> dict[str, Tensor]:
     needs_text=True,
 )
 def retrieval_score(batch: LocateBatch) -> dict[str, Tensor]:
-    """Retrieval heads; SSM heads by their hidden attention. NaN for prompts without a token to copy."""
+    """Score retrieval heads, SSM heads by their hidden attention. NaN for prompts without a token to copy."""
     import torch
 
     from surgery.locate import baselines
@@ -161,7 +162,7 @@ def retrieval_score(batch: LocateBatch) -> dict[str, Tensor]:
     for document in batch.documents or ():
         try:
             scores.append(baselines.retrieval_score(run.model, batch.tokenizer, [document], hidden=True))
-        except ProbeError:  # no token of this answer is in its segment, as the tokenizer splits both
+        except ProbeError:  # as the tokenizer splits them, answer and segment have no token in common
             scores.append(torch.full((sum(spec.num_heads for spec in run.specs),), torch.nan))
     return {"retrieval_score": torch.stack(scores, 1)}
 
@@ -180,7 +181,7 @@ def retrieval_score(batch: LocateBatch) -> dict[str, Tensor]:
     needs_text=True,
 )
 def hidden_attention(batch: LocateBatch) -> dict[str, Any]:
-    """Shape of each head's attention pattern, hidden or not."""
+    """Score the shape of each head's attention pattern. SSM heads have a hidden one."""
     import numpy as np
 
     from surgery.locate.hidden_attention import structural_scores

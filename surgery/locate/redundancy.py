@@ -1,7 +1,7 @@
-"""Ablate heads together, to find those that substitute for one another.
+"""Ablate heads together, to find heads that substitute for one another.
 
-A model with a duplicated Aggregate head loses nothing by ablating either of the two. So the most necessary heads are
-ablated one after the other, each the one that costs most given those before. Gather and Aggregate heads are ablated in
+A model with two copies of an Aggregate head loses nothing if one of them is ablated. So heads are also ablated in turn:
+each step adds the head whose ablation costs most on top of the earlier ones. Gather and Aggregate heads are ablated in
 pairs, and all chosen heads at once.
 """
 
@@ -18,7 +18,7 @@ from surgery.locate.scores import Array, plain
 from surgery.stats import bootstrap_mean
 from surgery.types import HeadId, Interval, ScoredGroup, ScoredHead
 
-# (sets of heads) -> for each (2,N): margins, right answers; all prompts, clean first.
+# Takes sets of heads. Returns (2,N) of the clean model, and a list with (2,N) of each set, as `ablate_sets` does.
 AblateSets = Callable[[Sequence[Sequence[HeadId]]], tuple[Array, list[Array]]]
 
 
@@ -28,7 +28,7 @@ def ablate_sets(
     """Ablate sets of heads in every batch.
 
     Returns:
-        (2,N) of the clean model, and of each set: margins, and 1 or 0 for right or wrong.
+        (2,N) of the clean model, and (2,N) of each set: margins, and 1 or 0 for right or wrong.
     """
     with prompts.gathered() as batches:
         for index, run in prompts.clean_runs():
@@ -40,15 +40,15 @@ def ablate_sets(
 def ablate_in_turn(
     ranked: Sequence[ScoredHead], count: int, top_k: int, ablate_sets: AblateSets, seed: int, tick: Callable[[], None]
 ) -> list[ScoredGroup]:
-    """Ablate heads one after the other, each the one that costs most given those before.
+    """Ablate heads in turn. Each step adds the head that costs most on top of the earlier ones.
 
     Args:
-        ranked: by ablation. The first `top_k` are candidates, and `count` of them are ablated.
+        ranked: heads, ranked by ablation. The first `top_k` are candidates, and `count` of them are ablated.
         tick: called after each step.
 
     Returns:
-        One group a step: the heads ablated so far, the last one new. `ablation` is what all of them cost together,
-        `ablation_given` what the last one costs given the others, `alone` what the last one costs by itself.
+        One group for each step: the heads ablated so far, the new one last. Its scores are margins lost: `ablation` by
+        all of them together, `ablation_given` by the new head on top of the others, `alone` by the new head alone.
     """
     candidates = list(ranked[:top_k])
     off: list[ScoredHead] = []
@@ -79,9 +79,9 @@ def ablate_pairs(
         each: number of heads of each kind: the best by the column `context`, and by `query`.
 
     Returns:
-        Pairs, the most costly first. `alone` is the sum of what the two cost one by one, `interaction` what the pair
-        costs beyond that: negative for heads in one chain, where either alone does the harm, positive for heads that
-        substitute for one another.
+        Pairs, the most costly first. `alone` is the sum of the margins lost by ablating either head. `interaction` is
+        the further loss of ablating both. It is negative for heads in one chain, where losing either has the full
+        effect, and positive for heads that substitute for one another.
     """
     best = [sorted(scored, key=lambda s: (-s.scores[c].value, s.head))[:each] for c in ("context", "query")]
     pairs = sorted({tuple(sorted({g.head, a.head})) for g in best[0] for a in best[1] if g.head != a.head})
@@ -107,6 +107,6 @@ def ablate_together(heads: Sequence[HeadId], ablate_sets: AblateSets, seed: int)
 
 
 def _losses(before: Array, after: Array, name: str, seed: int) -> dict[str, Interval]:
-    """Margin and accuracy lost."""
+    """Intervals of the margin and the accuracy lost."""
     margin, accuracy = bootstrap_mean(before - after, seed)
     return {name: margin, f"{name}_accuracy": accuracy}

@@ -1,7 +1,7 @@
-"""Scores prompt by prompt, their intervals over prompts, and the roles of heads.
+"""Per-prompt scores, their intervals over prompts, and the roles of heads.
 
-An item is a set of heads measured together: a single head, or all of one mixer. A search stops measuring some items
-early, so an item's numbers may end before the last prompt: NaN from there on.
+An item is a set of heads measured together: a single head, or all heads of a mixer. A search stops measuring some items
+early. Their scores on the remaining prompts are NaN.
 
 Shape legend: N prompts, B prompts of one batch, C items.
 """
@@ -28,9 +28,9 @@ class Record:
     """Scores of one batch.
 
     Attributes:
-        index: of the batch, whichever process measured it.
-        clean: (2,B) margins, and 1 or 0 for right or wrong.
-        columns: column -> (C,2,B), the same of the changed models.
+        index: index of the batch.
+        clean: (2,B) margins of the clean model, and 1 or 0 for right or wrong.
+        columns: column -> (C,2,B), the same for the changed models.
         estimates: column -> (C,B), numbers in the column's own unit.
     """
 
@@ -46,7 +46,13 @@ def plain(scores: ChoiceScores) -> Array:
 
 
 def spread(values: Sequence[Array], places: Sequence[int], items: int) -> Array:
-    """Place the measured items' values in an array of all items; NaN for the others."""
+    """Insert the values of the measured items into an array of all items. The others get NaN.
+
+    Args:
+        values: one array for each measured item.
+        places: indices of these items.
+        items: number of all items.
+    """
     shape = values[0].shape if values else ()
     whole = np.full((items, *shape), np.nan)
     whole[list(places)] = np.stack(values)
@@ -54,43 +60,43 @@ def spread(values: Sequence[Array], places: Sequence[int], items: int) -> Array:
 
 
 class Table:
-    """The records of all batches, in the order of the batches."""
+    """Records of all batches, in the order of the batches."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         self._records = sorted(records, key=lambda record: record.index)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns of changed models."""
+        """Columns that score changed models by margin and accuracy."""
         return tuple(self._records[0].columns)
 
     @property
     def estimates(self) -> tuple[str, ...]:
-        """Columns of numbers in units of their own."""
+        """Columns of estimates, each in its own unit."""
         return tuple(self._records[0].estimates)
 
     def clean_margin(self) -> Array:
-        """(N,)"""
+        """(N,) margins of the clean model, in logits."""
         return np.concatenate([r.clean[0] for r in self._records])
 
     def clean_correct(self) -> NDArray[np.bool_]:
-        """(N,)"""
+        """(N,) True if the clean model is right."""
         return np.concatenate([r.clean[1] for r in self._records]) > 0
 
     def margin(self, column: str) -> Array:
-        """(C,N)"""
+        """(C,N) margins of the changed models, in logits."""
         return np.concatenate([r.columns[column][:, 0] for r in self._records], axis=1)
 
     def correct(self, column: str) -> Array:
-        """(C,N) 1, 0 or NaN"""
+        """(C,N) 1 if the changed model is right, 0 if it is wrong, NaN if it was not measured."""
         return np.concatenate([r.columns[column][:, 1] for r in self._records], axis=1)
 
     def estimate(self, column: str) -> Array:
-        """(C,N)"""
+        """(C,N) estimates, in the column's own unit."""
         return np.concatenate([r.estimates[column] for r in self._records], axis=1)
 
     def effect(self, column: str) -> Array:
-        """(C,N) what speaks for a head: margin lost or gained, or an estimate as it is."""
+        """(C,N) effect of each item, larger for more important ones: margin lost or gained, or the estimate."""
         if column in self.estimates:
             return self.estimate(column)
         return sign_of(column) * (self.margin(column) - self.clean_margin())
@@ -102,7 +108,7 @@ def sign_of(column: str) -> int:
 
 
 def intervals(values_CN: Array, seed: int) -> list[Interval]:
-    """95% intervals of each row's mean, over the prompts that the row has."""
+    """95% interval of each row's mean, over the prompts on which it was measured."""
     measured = ~np.isnan(values_CN)
     by_row: dict[int, Interval] = {}
     for count in np.unique(measured.sum(1)):
@@ -132,13 +138,17 @@ def scores_of(table: Table, seed: int) -> dict[str, list[Interval]]:
 def roles_of(table: Table, alive: Sequence[int], heads: int) -> list[Role]:
     """Test which heads are Gather heads (needed in the context) and Aggregate heads (needed at the query).
 
-    Exact McNemar tests on the answers that an ablation loses, one for each head and position, all Holm-corrected
-    together: the chance of calling any head of a model that does not retrieve is at most 0.05. Heads that a search
-    dropped count among the tests and get no role; nor do positions that were not measured.
+    Each head and position gets an exact McNemar test on the answers that its ablation loses. Holm's correction covers
+    all of them together: in a model that does not retrieve, the probability that any head gets a role is at most 0.05.
+    Heads that a search dropped count as tests but get no role.
 
     Args:
         alive: items that were measured on all prompts.
         heads: number of heads; they are the first items.
+
+    Returns:
+        Role of each head: `gather`, `aggregate`, `both`, `neither`, or `unmeasured` if it was dropped or if neither
+        position was measured.
     """
     right, tested = table.clean_correct(), {i for i in alive if i < heads}
     roles: dict[str, Role] = {"context": "gather", "query": "aggregate"}

@@ -22,22 +22,23 @@ from surgery.stats import bootstrap_mean
 from surgery.types import HeadId, Interval, MixerSpec, Reads, ScoredHead
 
 Candidate = tuple[HeadId, Reads]
-# (candidates, those with an oracle read already) -> (candidates, N): what each gains, prompt by prompt.
+# Takes candidates and the oracle reads made already. Returns (candidates,N) further gains in logits.
 Gains = Callable[[Sequence[Candidate], Sequence[Candidate]], np.ndarray]
 
 
 def better_read(scores: Mapping[str, Interval]) -> Reads | None:
-    """The position whose oracle read gains more; None where it was not measured."""
+    """Position whose oracle read gains more; None if not measured."""
     measured: list[Reads] = [reads for reads in READS if reads in scores]
     return max(measured, key=lambda reads: scores[str(reads)].value, default=None)
 
 
 def rank(heads: Sequence[ScoredHead], select: str) -> tuple[ScoredHead, ...]:
-    """Rank heads, the best first; those that a search has dropped come last.
+    """Rank heads, the best first. Heads that a search has dropped come last.
 
     Args:
-        select: a value of `splice.select` that ranks. A head counts by the best column of its method; by the column in
-            `reads`, where that is one of them.
+        heads: in any order.
+        select: a value of `splice.select` that ranks. A head's value is the column named by its `reads` if the method
+            has it, otherwise its best column.
     """
     columns = [column.name for column in RANKINGS[select].columns]
 
@@ -50,9 +51,9 @@ def rank(heads: Sequence[ScoredHead], select: str) -> tuple[ScoredHead, ...]:
 
 
 def ranking_of(splice: Splice, section: Locate) -> str:
-    """The value of `splice.select` that ranks the heads: its own, or that of a measured method where it ranks none.
+    """Choose the ranking of the heads: `splice.select` if it ranks, otherwise a measured method that does.
 
-    Among the measured methods `sharpen` (oracle read) comes first.
+    Among the measured methods, `sharpen` (oracle read) comes first.
     """
     if splice.select in RANKINGS:
         return splice.select
@@ -61,7 +62,12 @@ def ranking_of(splice: Splice, section: Locate) -> str:
 
 
 def search_rounds(first: int, examples: int) -> list[int]:
-    """Prompts measured at the end of each round of a search: doubled, and all of them last."""
+    """Number of prompts measured by the end of each round of a search.
+
+    Args:
+        first: number of prompts of the first round. It doubles with each round.
+        examples: number of all prompts, measured by the end of the last round.
+    """
     counts = []
     while first < examples:
         counts.append(first)
@@ -78,12 +84,16 @@ def still_candidates(
     splice: Splice,
     rounds: int,
 ) -> list[int]:
-    """Drop heads that cannot be among the best by the columns that choose. Layers stay.
+    """Drop heads that cannot be among the best by the columns that rank them. Layers stay.
 
     Args:
         alive: items that were measured so far.
-        sites: mixers that can be spliced. Heads of others compete among themselves.
+        heads: all heads; they are the first items.
+        sites: mixers that can be spliced. Heads of other mixers compete among themselves.
         rounds: number of times that heads are dropped.
+
+    Returns:
+        The items to measure in the next round.
     """
     assert section.search is not None
     arms = [table.effect(column.name)[: len(heads)] for column in RANKINGS[ranking_of(splice, section)].columns]
@@ -102,16 +112,23 @@ def survivors(
 ) -> list[int]:
     """Successive elimination: keep the heads that may still be among the best `keep`.
 
-    A head is dropped if it is worse than every one of the best k so far by a paired one-sided t-test, at a level that
-    all pairs of heads and all rounds share (Bonferroni). A head of the true best k is at least as good as one of any k
-    others, so it is dropped only if one of these tests rejects a true hypothesis: the chance of missing any of them is
-    at most `risk`, as far as means of margins are normal. Related: racing (Maron and Moore 1997) and successive halving
-    (Karnin et al. 2013), which drops half of them whatever the data are, without a risk stated beforehand.
+    A head is dropped if it is worse than each of the best k so far by a paired one-sided t-test. The tests of all pairs
+    of heads and all rounds share the level `risk` (Bonferroni). A head of the true best k is at least as good as one of
+    any k heads, so dropping it means that a test rejects a true hypothesis. The probability of dropping any of them is
+    at most `risk`, if means of margins are normally distributed.
+
+    Related: racing (Maron and Moore 1997), and successive halving (Karnin et al. 2013), which drops half of the heads
+    in each round without controlling the risk.
 
     Args:
-        arms_ACN: scores by prompt, the larger the better; a head counts by its best arm. NaN where dropped before.
-        alive: heads that were not dropped.
-        risk: of dropping one of the true best, over all rounds.
+        arms_ACN: scores by prompt, the larger the better. A head's value is its best arm. NaN for dropped heads.
+        alive: heads that were not dropped before.
+        keep: k, the number of heads to find.
+        risk: probability of dropping one of the true best, over all rounds.
+        num_rounds: number of times that heads are dropped.
+
+    Returns:
+        The heads that stay.
     """
     if len(alive) <= keep:
         return list(alive)
@@ -140,10 +157,10 @@ def choose(
     seed: int,
     gains: Gains,
 ) -> tuple[ScoredHead, ...]:
-    """Choose the heads to splice, in order; none where nothing can be spliced.
+    """Choose the heads to splice, in order; none if the model has no mixer that can be spliced.
 
     Args:
-        ranked: by `splice.select`, where it ranks.
+        ranked: heads, ranked by `ranking_of`.
         sites: mixers that can be spliced.
         gains: measures the second and further heads of `sharpen`.
 
@@ -155,13 +172,15 @@ def choose(
     if not ranked:
         return ()
     if splice.num_heads > len(ranked):
-        raise PlanError("splice.num_heads", splice.num_heads, f"{len(ranked)} heads of the model can be spliced.")
+        raise PlanError(
+            "splice.num_heads", splice.num_heads, f"Set at most {len(ranked)}: no more heads can be spliced."
+        )
     in_order = sorted(ranked, key=lambda s: s.head)
     if splice.select == "list":
         by_name = {str(s.head): s for s in ranked}
         unknown = [name for name in splice.heads if name not in by_name]
         if unknown:
-            hint = f"Heads that can be spliced go from {in_order[0].head} to {in_order[-1].head}."
+            hint = f"Use heads from {in_order[0].head} to {in_order[-1].head}."
             raise PlanError("splice.heads", unknown[0], hint)
         return tuple(by_name[name] for name in splice.heads)
     if splice.select == "random":
@@ -178,11 +197,11 @@ def choose(
 
 
 def _next_given(chosen: Sequence[ScoredHead], candidates: Sequence[ScoredHead], gains: Gains, seed: int) -> ScoredHead:
-    """The head that gains most from an oracle read while those already chosen have theirs."""
+    """Choose the head that gains most from an oracle read in addition to those of the chosen heads."""
     taken = [(s.head, s.reads) for s in chosen if s.reads]
     left = [s for s in candidates if s.head not in {h for h, _ in taken}]
     if not left:
-        raise PlanError("splice.num_heads", len(chosen) + 1, "Raise locate.top_k to at least that number.")
+        raise PlanError("splice.num_heads", len(chosen) + 1, f"Set locate.top_k to {len(chosen) + 1} or more.")
     options = [(s, reads) for s in left for reads in READS]
     gain = bootstrap_mean(gains([(s.head, reads) for s, reads in options], taken), seed)
     best = max(range(len(options)), key=lambda i: gain[i].value)

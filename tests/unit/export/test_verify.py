@@ -9,21 +9,24 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from surgery import cli
 from surgery.errors import ModelError
 from surgery.export import transformers_folder
 from surgery.export.documents import card_table, check_card
 from surgery.export.files import RECORD, REFERENCE, fingerprints
 from surgery.export.folder import export_model
+from surgery.export.formats import ExportFormat
 from surgery.export.reload import TOLERANCE, compare, make_reference, prompt_ids
 from surgery.export.verify import verify_folder
 from surgery.models.lookup import family_of
+from surgery.recipe.export import EXPORT_FORMATS
 from surgery.testing.pico import pico_tokenizer
 from surgery.types import Graft, Plan
 from tests.support.battery import base, plan_of, trained
@@ -90,6 +93,34 @@ class TestWhole:
         export_model(trained("mamba2"), pico_tokenizer(), tmp_path / "bare")
         found = verify_folder(tmp_path / "bare")
         assert found["agree"] == ["config.json"] and len(found["not_checked"]) == 3
+
+    @pytest.mark.parametrize("checked", [{}, {"tensors": 3}])
+    def test_a_format_that_counts_no_tensors_prints_no_count(
+        self, checked: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    ) -> None:
+        """Plugin formats may report nothing but that the folder is whole."""
+        monkeypatch.setitem(EXPORT_FORMATS._entries, "bare", type("Bare", (_Bare,), {"checked": checked}))
+        (tmp_path / "weights.bare").write_bytes(b"1")
+        (tmp_path / RECORD).write_text(json.dumps({"format": "bare", "files": fingerprints(tmp_path)}))
+        assert verify_folder(tmp_path)["tensors"] == checked.get("tensors")
+        cli.verify(tmp_path)
+        printed = capsys.readouterr().out
+        assert "1 files match the export record" in printed
+        assert "plan.json: not in the folder" in printed and "agree" not in printed
+        assert ("tensors" in printed) == ("3 tensors are present and finite" in printed) == bool(checked)
+
+
+class _Bare(ExportFormat):
+    """A format that checks nothing of its own."""
+
+    name = "bare"
+    checked: ClassVar[dict[str, int]] = {}
+
+    def write(self, *arguments: Any) -> None:
+        raise NotImplementedError
+
+    def verify(self, folder: Path, trust_remote_code: bool = False) -> dict[str, Any]:
+        return dict(self.checked)
 
 
 class TestFiles:

@@ -174,7 +174,7 @@ class TestBranch:
         assert all(np.abs(found[head] - own[head]).max() > 0.05 for head in self.spliced)
 
     def test_what_is_not_spliced_is_refused(self) -> None:
-        with pytest.raises(PlanError, match=r"L0H2.*3, 1"):
+        with pytest.raises(PlanError, match=r"L0H2.*L0H3, L0H1"):
             head_matrices(pico_hybrid(SPLICE), level(), [HeadId(0, 2)], branch=True)
         with pytest.raises(PlanError, match=r"L1H0.*nothing"):
             head_matrices(pico_hybrid(SPLICE), level(), [HeadId(1, 0)], branch=True)

@@ -1,4 +1,4 @@
-"""Locate the retrieval heads of a pretrained Mamba, splice attention in there, train briefly, export a hybrid.
+"""Turn a pretrained Mamba into a hybrid: locate its retrieval heads, splice in attention, train briefly, export.
 
 `import surgery` is light: torch and transformers are imported when a name that needs them is first used.
 """
@@ -12,7 +12,7 @@ from surgery.deprecated import find_old_modules
 
 __version__ = "0.1.0"
 
-# The public API: each name, and the module that defines it.
+# The public API: each name with the module that defines it.
 _API = {
     "Base": "recipe",
     "HeadId": "types",

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 import signal
 import sys
 import traceback
-import warnings
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -31,11 +27,11 @@ from surgery.console import (
     print_model,
     print_plan,
     print_results,
+    silence_libraries,
 )
 from surgery.errors import SurgeryError, is_out_of_memory, reading, summary
 from surgery.files.atomic import is_full
 from surgery.recipe import AnalysisRecipe, Base, PretrainRecipe, Recipe, load_any, load_recipe, shipped, to_yaml
-from surgery.recipe.section import RenamedKeyWarning
 from surgery.registry import load_plugins
 
 app = typer.Typer(
@@ -122,8 +118,8 @@ def finetune(
 ) -> None:
     """Fine-tune a hybrid on your data with recipes/finetune.yaml."""
     model, path = (json.dumps(word, ensure_ascii=False) for word in (hybrid, data))
-    given = [f"base.model={model}", f"train.sources.0.data.path={path}"]
-    _run(shipped("finetune"), [*given, *(overrides or ())], first, last, overwrite, runs, dry_run)
+    settings = [f"base.model={model}", f"train.sources.0.data.path={path}"]
+    _run(shipped("finetune"), [*settings, *(overrides or ())], first, last, overwrite, runs, dry_run)
 
 
 def _stage_command(name: str, what: str) -> None:
@@ -179,10 +175,10 @@ def analyse(
     bars = Bars()
     bars.start("analyse", "evaluating every arm")
     try:
-        found = work(loaded, runs / loaded.name, overwrite, bars.progress, recipe)
+        results = work(loaded, runs / loaded.name, overwrite, bars.progress, recipe)
     finally:
         bars.stop()
-    print_analysis(found, runs / loaded.name)
+    print_analysis(results, runs / loaded.name)
 
 
 @app.command()
@@ -266,16 +262,16 @@ def compare(
     """Evaluate checkpoints on the same prompts. Choose tasks with evaluate.tasks=[mqar]."""
     from surgery.evaluate.compare import compare_models, load_comparison
 
-    # A path may hold an =, a key never holds a slash.
+    # A path may contain `=`. A key never contains a slash.
     named = [word for word in models if "=" not in word or "/" in word.split("=")[0] or os.path.isdir(word)]
     loaded = load_comparison(named, [word for word in models if word not in named])
     bars = Bars()
     bars.start("compare", "evaluating every model")
     try:
-        found = compare_models(loaded, runs / loaded.name, bars.progress)
+        results = compare_models(loaded, runs / loaded.name, bars.progress)
     finally:
         bars.stop()
-    print_comparison(found, runs / loaded.name)
+    print_comparison(results, runs / loaded.name)
 
 
 @app.command()
@@ -287,19 +283,19 @@ def verify(
     """Verify an export: check every file and reload the model in stock transformers."""
     from surgery.export.verify import verify_folder
 
-    found = verify_folder(folder, trust_remote_code, plugins or ())
-    if found["files"] is not None:
-        out.print(f"{found['files']} files match the export record", highlight=False)
-    if found["tensors"] is not None:
-        out.print(f"{found['tensors']} tensors are present and finite", highlight=False)
-    if found["agree"]:
-        out.print(f"{', '.join(found['agree'])} agree on the splice", highlight=False)
-    if "max_logit_difference" in found:
-        same = f"logits differ by at most {found['max_logit_difference']:.1g} standard deviations"
+    checks = verify_folder(folder, trust_remote_code, plugins or ())
+    if checks["files"] is not None:
+        out.print(f"{checks['files']} files match the export record", highlight=False)
+    if checks["tensors"] is not None:
+        out.print(f"{checks['tensors']} tensors are present and finite", highlight=False)
+    if checks["agree"]:
+        out.print(f"{', '.join(checks['agree'])} agree on the splice", highlight=False)
+    if "max_logit_difference" in checks:
+        same = f"logits differ by at most {checks['max_logit_difference']:.1g} standard deviations"
         out.print(
-            f"in stock transformers: {same}, {found['generated_tokens']} generated tokens are equal", highlight=False
+            f"in stock transformers: {same}, {checks['generated_tokens']} generated tokens are equal", highlight=False
         )
-    for sentence in found["not_checked"]:
+    for sentence in checks["not_checked"]:
         out.print(f"not checked: {sentence}", highlight=False)
 
 
@@ -348,37 +344,15 @@ def _root(
         os.environ[_DEBUG] = "1"
 
 
-def quiet() -> None:
-    """Silence progress bars and warnings of libraries. Call it before they are imported."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TQDM_DISABLE", "1")
-    os.environ.setdefault("RUST_BACKTRACE", "0")
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    if os.environ.get("RANK", "0") == "0":
-        warnings.filterwarnings("once", category=RenamedKeyWarning)
-    warnings.showwarning = partial(_show_warning, warnings.showwarning)
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-
-
-def _show_warning(
-    show: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any, **more: Any
-) -> None:
-    """Print the warning about a renamed recipe key in one line, and other warnings as usual."""
-    if issubclass(category, RenamedKeyWarning):
-        print(f"warning: {message}", file=sys.stderr)
-    else:
-        show(message, category, *where, **more)
-
-
 def main() -> None:
     """Run the command line. Silences libraries, and prints an error in one line."""
-    quiet()
+    silence_libraries()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # print file names that are not UTF-8
-    if os.environ.get("WORLD_SIZE", "1") == "1":  # in a multi-process run a handler could wait in a collective
+    if (
+        os.environ.get("WORLD_SIZE", "1") == "1"
+    ):  # with several processes, exiting could block in a collective operation
         signal.signal(signal.SIGTERM, _stop)
     try:
         _check_arguments(sys.argv[1:])
@@ -406,7 +380,7 @@ def _check_arguments(words: list[str]) -> None:
     for word in words:
         if any("\ud800" <= letter <= "\udfff" for letter in word):
             raise SurgeryError(
-                "argument", ascii(word), "The argument is not UTF-8. Rename the file or set a UTF-8 locale."
+                "argument", ascii(word), "The argument is not UTF-8. Rename the file, or set a UTF-8 locale."
             )
 
 

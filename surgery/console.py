@@ -1,9 +1,14 @@
-"""Print progress bars and tables."""
+"""Print progress bars and tables, and silence the output of libraries."""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +16,33 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-out = Console(width=None if sys.stdout.isatty() else 140)  # a pipe has no width: do not truncate names
+from surgery.recipe.section import RenamedKeyWarning
+
+out = Console(width=None if sys.stdout.isatty() else 140)  # a pipe has no width: names must not be truncated
+
+
+def silence_libraries() -> None:
+    """Turn off the progress bars and warnings of libraries. Call it before they are imported."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("RUST_BACKTRACE", "0")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    if os.environ.get("RANK", "0") == "0":
+        warnings.filterwarnings("once", category=RenamedKeyWarning)
+    warnings.showwarning = partial(_show_warning, warnings.showwarning)
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+
+
+def _show_warning(
+    show: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any, **more: Any
+) -> None:
+    """Print renamed recipe keys in one line each, and other warnings as before."""
+    if issubclass(category, RenamedKeyWarning):
+        sys.stderr.write(f"warning: {message}\n")
+    else:
+        show(message, category, *where, **more)
 
 
 class Bars:
@@ -126,11 +157,11 @@ def print_model(name: str, geometry: str, config: Any, family: Any, sizes: Any) 
     """Print family, mixers, heads, parameters and cache size of a model.
 
     Args:
-        name: folder or Hub id.
+        name: folder or Hub id of the model.
         geometry: hash of the shapes, from `lookup.geometry_of`.
-        config: PreTrainedConfig of the model.
-        family: its `layouts.Family`.
-        sizes: its `sizes.Sizes`.
+        config: the model's PreTrainedConfig.
+        family: the model's `layouts.Family`.
+        sizes: the model's `sizes.Sizes`.
     """
     out.print(f"{name}: {config.model_type}, family {family.name}, geometry {geometry}", highlight=False)
     new = f", of which {sizes.new_parameters:,} in spliced heads" if sizes.new_parameters else ""

@@ -42,15 +42,23 @@ class Registry(Generic[T]):
         Raises:
             RecipeError: another entry has this name.
         """
-        present = self._entries.get(name)
-        if present is not None and _identity(present) != _identity(entry):
-            hint = f"{_identity(present)} has this name already. Register {_identity(entry)} under another one."
-            raise RecipeError(self.kind, name, hint)
+        self.check_free(name, entry)
         self._entries[name] = entry
         return entry
 
+    def check_free(self, name: str, entry: T) -> None:
+        """Check that `register` would accept an entry. Changes nothing.
+
+        Raises:
+            RecipeError: another entry has this name.
+        """
+        present = self._entries.get(name)
+        if present is not None and _identity(present) != _identity(entry):
+            hint = f"{_identity(present)} has this name already. Register {_identity(entry)} under another name."
+            raise RecipeError(self.kind, name, hint)
+
     def decorator(self, name: str) -> Callable[[T], T]:
-        """`@registry.decorator("name")` above a class or function registers it."""
+        """Return a decorator that registers a class or function under `name`."""
         return lambda entry: self.register(name, entry)
 
     def __getitem__(self, name: str) -> T:

@@ -23,7 +23,7 @@ from surgery.locate.scores import Array, Record, Table, plain, roles_of, scores_
 from surgery.locate.selection import Candidate, better_read, choose, rank, ranking_of, search_rounds, still_candidates
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Locate, Splice
-from surgery.recipe.methods import METHODS, RANKINGS, Method
+from surgery.recipe.methods import METHODS, RANKINGS, Method, is_greedy
 from surgery.stats import bootstrap_mean, wilson
 from surgery.types import HeadId, HeadSet, MixerSpec, ScoredGroup, ScoredHead
 
@@ -115,7 +115,7 @@ def _ticker(section: Locate, splice: Splice, batches: int, progress: Progress | 
     """Count the steps of this process for `progress`. The total is that of a process that measures every batch."""
     methods = [METHODS[method] for method in section.methods]
     per_batch = sum(len(method.columns) if method.changes_heads else 1 for method in methods)
-    further = splice.num_heads - 1 if splice.select == "sharpen" else 0
+    further = splice.num_heads - 1 if is_greedy(splice.select) else 0
     steps = batches * max(1, per_batch) + further + section.backups + (1 if section.backups else 0)
     done = 0
 

@@ -90,6 +90,7 @@ def context(batch: LocateBatch) -> Scores:
         Column("answer_token", "reading the gold value alone, at the query", effect="gain"),
     ],
     ranks=True,
+    greedy=True,
     decode_step=True,
 )
 def sharpen(batch: LocateBatch) -> Scores:

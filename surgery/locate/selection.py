@@ -17,7 +17,7 @@ from surgery.locate.ablation_sweep import READS
 from surgery.locate.scores import Table
 from surgery.probes.documents import rng_of
 from surgery.recipe import Locate, Splice
-from surgery.recipe.methods import METHODS, RANKINGS
+from surgery.recipe.methods import METHODS, RANKINGS, is_greedy
 from surgery.stats import bootstrap_mean
 from surgery.types import HeadId, Interval, MixerSpec, Reads, ScoredHead
 
@@ -53,12 +53,13 @@ def rank(heads: Sequence[ScoredHead], select: str) -> tuple[ScoredHead, ...]:
 def ranking_of(splice: Splice, section: Locate) -> str:
     """Choose the ranking of the heads: `splice.select` if it ranks, otherwise a measured method that does.
 
-    Among the measured methods, `sharpen` (oracle read) comes first.
+    Among the measured methods, a greedy one (`sharpen`, the oracle read) comes first.
     """
     if splice.select in RANKINGS:
         return splice.select
-    rankings = [METHODS[method].ranks for method in section.methods if METHODS[method].ranks]
-    return "sharpen" if "sharpen" in rankings or not rankings else rankings[0]
+    measured = [METHODS[method] for method in section.methods if METHODS[method].ranks]
+    first = [*(method for method in measured if method.greedy), *measured]
+    return first[0].ranks if first else str(Splice.model_fields["select"].default)
 
 
 def search_rounds(first: int, examples: int) -> list[int]:
@@ -162,7 +163,7 @@ def choose(
     Args:
         ranked: heads, ranked by `ranking_of`.
         sites: mixers that can be spliced.
-        gains: measures the second and further heads of `sharpen`.
+        gains: measures the second and further heads, if the ranking is greedy.
 
     Raises:
         PlanError: more heads than can be spliced, or a listed head that cannot.
@@ -188,7 +189,7 @@ def choose(
     if splice.select == "uniform":
         step = len(in_order) / splice.num_heads
         return tuple(in_order[int((i + 0.5) * step)] for i in range(splice.num_heads))
-    if splice.select != "sharpen":
+    if not is_greedy(splice.select):
         return ranked[: splice.num_heads]
     chosen = [ranked[0]]
     while len(chosen) < splice.num_heads:

@@ -8,8 +8,9 @@ from surgery.recipe.loading import check_recipe, load_any, load_recipe, shipped,
 from surgery.recipe.locate import Locate, Search
 from surgery.recipe.pretrain import PretrainRecipe, TinyMamba2, TinyTransformer
 from surgery.recipe.run import Recipe
+from surgery.recipe.sources import Columns, Data, Source, Task, Weights
 from surgery.recipe.splice import Splice
-from surgery.recipe.train import Align, Columns, Data, Distil, Lora, Optimizer, Source, Task, Train, TrainStage, Weights
+from surgery.recipe.train import Align, Distil, Lora, Optimizer, Train, TrainStage
 
 __all__ = [
     "Align",

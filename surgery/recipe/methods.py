@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from surgery.errors import RecipeError
 from surgery.registry import Registry
+from surgery.types import Reads
 
 
 @dataclass(frozen=True)
 class Unit:
-    """How a unit is shown.
+    """How scores in a unit are displayed.
 
     Attributes:
         title: heading of scores in this unit.
-        digits: after the decimal point.
+        digits: number of digits after the decimal point.
     """
 
     title: str
@@ -36,7 +37,7 @@ _UNITS = {
 
 
 def unit_of(name: str) -> Unit:
-    """Look up how a unit is shown. Columns may have units of their own."""
+    """Look up how a unit is displayed. A unit that is not listed gets its name as title, and 3 digits."""
     return _UNITS.get(name, Unit(name[:1].upper() + name[1:], 3))
 
 
@@ -78,13 +79,15 @@ class Method:
 
     Attributes:
         measure: called with a `surgery.locate.methods.LocateBatch`.
-        ranks: the value of `splice.select` that ranks heads by it; empty where it ranks none.
+        ranks: the value of `splice.select` that ranks heads by it; empty if it ranks none.
+        greedy: see `register_method`.
     """
 
     name: str
     columns: tuple[Column, ...]
     measure: Callable[[Any], Any]
     ranks: str = ""
+    greedy: bool = False
     passes: float = 0.0
     passes_per_mixer: float = 0.0
     decode_step: bool = False
@@ -93,6 +96,11 @@ class Method:
     def __post_init__(self) -> None:
         for name in ("__module__", "__qualname__"):  # what the registry names in errors
             object.__setattr__(self, name, getattr(self.measure, name))
+
+    @property
+    def measures_reads(self) -> bool:
+        """Whether a column is a position that a head may read, so that `ScoredHead.reads` follows from the method."""
+        return any(column.name in get_args(Reads) for column in self.columns)
 
     @property
     def changes_heads(self) -> bool:
@@ -105,11 +113,17 @@ METHODS: Registry[Method] = Registry("locating method", _OURS)
 RANKINGS: Registry[Method] = Registry("way to select heads", _OURS)  # by the value of splice.select
 
 
+def is_greedy(select: str) -> bool:
+    """Whether this value of `splice.select` chooses heads one after the other; see `register_method`."""
+    return select in RANKINGS and RANKINGS[select].greedy
+
+
 def register_method(
     name: str,
     columns: Sequence[Column],
     *,
     ranks: bool | str = False,
+    greedy: bool = False,
     passes: float = 0.0,
     passes_per_mixer: float = 0.0,
     decode_step: bool = False,
@@ -122,28 +136,33 @@ def register_method(
     array or tensor of shape (heads, prompts), heads in the order of `batch.run.specs`.
 
     Args:
-        name: for `locate.methods`.
+        name: name in `locate.methods`.
         columns: what the function returns; all with an effect, or none.
         ranks: let `splice.select` rank heads by the best of these columns, under the method's name or another one.
-        passes: full forward passes a prompt; a backward pass counts as two. `ablate` and `change_at_query` count
-            theirs.
-        passes_per_mixer: passes for each mixer, from that mixer up.
+        greedy: with `splice.num_heads` above 1, choose heads one after the other, each by the gain of its oracle read
+            given those of the heads already chosen. By default the best heads of the ranking are chosen.
+        passes: full forward passes per prompt; a backward pass counts as two. `ablate` and `change_at_query` count
+            their own.
+        passes_per_mixer: passes for each mixer, each from that mixer to the last layer.
         decode_step: heads are changed at the query alone, by decode steps from cached states. The clean query can
             then be a decode step too, which saves half of the clean passes.
         needs_text: the function reads `batch.documents`.
 
     Raises:
-        RecipeError: another method has this name, or a method has columns with and without an effect, or none.
+        RecipeError: another method has this name or ranking, or `columns` is empty or mixes columns with and without an
+            effect.
     """
     if len({column.effect is None for column in columns}) != 1:
-        raise RecipeError("locating method", name, "Give it columns: all with an effect, or all without.")
+        raise RecipeError("locating method", name, "Pass at least one column: all with an effect, or all without.")
 
     def register(measure: Callable[[Any], Any]) -> Callable[[Any], Any]:
         select = name if ranks is True else ranks or ""
-        method = Method(name, tuple(columns), measure, select, passes, passes_per_mixer, decode_step, needs_text)
-        METHODS.register(name, method)
+        costs = (passes, passes_per_mixer, decode_step, needs_text)
+        method = Method(name, tuple(columns), measure, select, greedy, *costs)
+        METHODS.check_free(name, method)  # before either registry changes
         if select:
             RANKINGS.register(select, method)
+        METHODS.register(name, method)
         return measure
 
     return register

@@ -8,7 +8,7 @@ from typing import TypeVar
 from surgery.errors import ModelError
 from surgery.recipe.base import Base, Checkpoint, Teacher
 from surgery.recipe.run import Recipe
-from surgery.recipe.train import Source
+from surgery.recipe.sources import Source
 
 
 def source_of(model: str, revision: str | None) -> tuple[str, str | None]:

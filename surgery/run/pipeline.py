@@ -24,6 +24,7 @@ from surgery.models.lookup import family_of
 from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Recipe, Splice, as_base, to_yaml
 from surgery.recipe.inputs import inputs_of
+from surgery.recipe.methods import METHODS, is_greedy
 from surgery.run.context import Reporter, Run, Silent
 from surgery.run.stages import Stage, stages_of
 from surgery.splice.plan import check_in_range, check_not_spliced, check_splices
@@ -154,8 +155,10 @@ def _check_base(run: Run, splice: Splice) -> None:
         check_splices(config)
     if only_locate and not family_of(config).sites(config):
         return
-    if not only_locate and "locate" in run.stages and "sharpen" not in recipe.locate.methods:
-        hint = "Add sharpen (the oracle read): it decides what a spliced head reads. Only locating runs without it."
+    measures_reads = [name for name, method in METHODS.items() if method.measures_reads]
+    if not only_locate and "locate" in run.stages and not set(measures_reads) & set(recipe.locate.methods):
+        names = " or ".join(measures_reads)
+        hint = f"Add {names}: it measures which position a spliced head reads. Only `surgery locate` runs without it."
         raise RecipeError("locate.methods", list(recipe.locate.methods), hint)
     teacher = run.teacher_config()
     if teacher is not None:
@@ -167,8 +170,8 @@ def _check_base(run: Run, splice: Splice) -> None:
         raise PlanError(
             "splice.num_heads", splice.num_heads, f"The model has only {heads} heads. Set a smaller number."
         )
-    if splice.select == "sharpen" and splice.num_heads > recipe.locate.top_k:
-        raise PlanError("splice.num_heads", splice.num_heads, "Set locate.top_k to at least this number.")
+    if is_greedy(splice.select) and splice.num_heads > recipe.locate.top_k:
+        raise PlanError("splice.num_heads", splice.num_heads, f"Set locate.top_k to at least {splice.num_heads}.")
 
 
 def _check_earlier_stages(run: Run, stages: tuple[Stage, ...]) -> None:

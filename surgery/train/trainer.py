@@ -29,7 +29,7 @@ from surgery.files.atomic import fingerprint
 from surgery.recipe import Train, TrainStage
 from surgery.recipe.objectives import OBJECTIVES
 from surgery.recipe.section import keys_of_0_1
-from surgery.recipe.train import Weights
+from surgery.recipe.sources import Weights
 from surgery.train.checkpoints import checkpoints, load_checkpoint, save_checkpoint
 from surgery.train.compiling import compiling
 from surgery.train.growth import growing_loss
@@ -219,7 +219,7 @@ def prepare_stage(
     targets = replace(targets, distil=stage.distil, prefix=prefix)
     wrapped, optimizer = accelerator.prepare(student, adamw(student, trainable_parameters(student), stage.optimizer))
     wrapped.train()
-    packing = section.packing and _supports_packing(wrapped, section, stage, targets, accelerator)
+    packing = section.packing and supports_packing(wrapped, section, stage, targets, accelerator)
     sizes: dict[int, int | None] = {}
     sizes.update(dict.fromkeys(range(len(stage.sources)), section.micro_batch))
     return PreparedStage(stage, targets, student, wrapped, optimizer, streams, adapters, sizes, packing)
@@ -326,7 +326,7 @@ def autocast(section: Train, accelerator: Accelerator) -> AbstractContextManager
     return torch.autocast(accelerator.device.type, torch.bfloat16)  # type: ignore[return-value]
 
 
-def _supports_packing(
+def supports_packing(
     model: nn.Module, section: Train, stage: TrainStage, targets: Targets, accelerator: Accelerator
 ) -> bool:
     """Whether all models of the stage keep documents of one row apart. Logs the reason if not."""

@@ -72,9 +72,9 @@ class Session:
 
 def library() -> Any:
     """Imports whatever a command may need, and gives `surgery.cli.main`. Nothing is computed: children are forked."""
-    from surgery import cli
+    from surgery import cli, console
 
-    cli.quiet()
+    console.silence_libraries()
     import torch
 
     import surgery.evaluate.compare

@@ -206,9 +206,9 @@ def servers() -> list[int]:
 
 def import_library(reloads: Reloads | None = None) -> Any:
     """Import what a command may need. Returns `surgery.cli.main`."""
-    from surgery import cli
+    from surgery import cli, console
 
-    cli.quiet()
+    console.silence_libraries()
     import surgery.export.reload
     import surgery.models.convert
     import surgery.reproduce.analysis

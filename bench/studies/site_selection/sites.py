@@ -35,7 +35,7 @@ def choose(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, budget: B
     """
     locating = Locate(pairs=budget.locate_pairs, examples=budget.locate_examples, batch_size=BATCH)
     found = locate_heads(model, tokenizer, locating, Splice(select="sharpen", num_heads=4), seed)
-    attributed, divergence = _rivals(model, tokenizer, budget, seed)
+    attributed, divergence = _baseline_scores(model, tokenizer, budget, seed)
     names = sorted(s.head for s in found.heads)
     ablated = rank(found.heads, "ablation")
     return {
@@ -70,7 +70,7 @@ def _scores(found: HeadSet, attributed: dict[str, float]) -> dict[str, dict[str,
     }
 
 
-def _rivals(
+def _baseline_scores(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, budget: Budget, seed: int
 ) -> tuple[dict[str, float], list[float]]:
     """Mean attribution by head, mean divergence by layer, on the prompts that `locate` draws for this seed."""

@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
 from surgery.recipe.objectives import OBJECTIVES
-from surgery.recipe.train import Weights
+from surgery.recipe.sources import Weights
 from surgery.report.figures.canvas import (
     BLUE,
     FAINT,

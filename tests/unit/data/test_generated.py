@@ -172,7 +172,7 @@ def test_an_answers_end_is_the_newline_behind_it(task: str) -> None:
     "given", [{"task": "copying"}, {"task": "json_kv"}, {"task": "sentence"}, {"data": {"path": "own.jsonl"}}]
 )
 def test_an_end_of_what_has_none_is_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="`train_eos` needs a task with a newline"):
+    with pytest.raises(ValueError, match="`train_eos` needs a newline after each answer"):
         Source.model_validate({**given, "rows": 1, "weights": {"lm": 1.0}, "train_eos": True})
 
 

@@ -16,7 +16,7 @@ from surgery.locate import selection
 from surgery.locate.locating import locate_heads
 from surgery.locate.methods import METHODS, Column, LocateBatch, register_method
 from surgery.recipe import Locate, Search, Splice
-from surgery.recipe.methods import RANKINGS, all_columns
+from surgery.recipe.methods import RANKINGS, all_columns, is_greedy
 from surgery.testing.pico import pico_base, pico_tokenizer, prompts
 
 SECTION = Locate(pairs=4, examples=4, batch_size=2)
@@ -94,15 +94,19 @@ class TestRegister:
     def test_wrong_columns_are_refused(self) -> None:
         mixed = [Column("a", "", effect="loss"), Column("b", "")]
         for columns in ([], mixed):
-            with pytest.raises(RecipeError, match=r"locating method: wrong\. Give it columns"):
+            with pytest.raises(RecipeError, match=r"locating method: wrong\. Pass at least one column"):
                 register_method("wrong", columns)(size)
         assert "wrong" not in METHODS
 
-    def test_a_name_is_taken_once(self) -> None:
+    def test_a_name_is_taken_once_and_a_refusal_changes_no_registry(self) -> None:
         with pytest.raises(RecipeError, match=r"surgery\.locate\.methods\.query has this name already"):
             register_method("query", [Column("query", "")])(size)
         with pytest.raises(RecipeError, match="way to select heads: gather"):
             register_method("size", [Column("size", "")], ranks="gather")(size)
+        assert "size" not in METHODS and RANKINGS["gather"].name == "context"
+        with pytest.raises(RecipeError, match="locating method: query"):
+            register_method("query", [Column("query", "")], ranks="length")(size)
+        assert "length" not in RANKINGS and METHODS["query"].ranks == "aggregate"
 
 
 def test_selections_need_their_methods() -> None:
@@ -115,6 +119,11 @@ def test_selections_need_their_methods() -> None:
         "integrated_gradients": "integrated_gradients",
         "layer_divergence": "layer_divergence",
     }
+
+
+def test_the_oracle_read_alone_is_greedy_and_measures_reads() -> None:
+    assert [name for name, method in METHODS.items() if method.measures_reads] == ["sharpen"]
+    assert [select for select in (*RANKINGS, "random", "uniform", "list") if is_greedy(select)] == ["sharpen"]
 
 
 def test_captions_say_what_a_column_measures() -> None:

@@ -79,7 +79,7 @@ def test_the_schema_has_its_name_and_its_bounds(planted: Probe) -> None:
         Source.model_validate({"task": "planted_copy", **row})
     with pytest.raises(ValidationError, match="planted_copy takes 3 to 20 `pairs`, not 4 to 64"):
         Evaluate.model_validate({"tasks": ["planted_copy"]})
-    with pytest.raises(ValidationError, match="planted_copy takes one question"):
+    with pytest.raises(ValidationError, match="planted_copy has one question"):
         Source.model_validate({"task": "planted_copy", "pairs": [3, 4], "questions": 2, **row})
     for section in (Source, EvaluationTask):
         assert "planted_copy" in str(section.model_json_schema())

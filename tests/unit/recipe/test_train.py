@@ -70,7 +70,7 @@ def test_a_control_is_trained_where_more_than_new_heads_trains(trainable: list[s
         ({"task": "sentence", "data": None}, "no answers"),
         ({"data": {"path": "x", "columns": {"text": "a", "messages": "b"}}}, "not both"),
         ({"weights": {"answer": 0.0}}, "every weight is 0"),
-        ({"rows": 3}, "one of them"),
+        ({"rows": 3}, "either `rows` or `tokens`"),
         ({"data": None, "task": "kv_retrieval", "max_tokens": 5}, "kv_retrieval has no `max_tokens`"),
         ({"data": None, "task": "needle_single"}, "needle_single needs `max_tokens`"),
         ({"data": None, "task": "needle_multi_key", "max_tokens": 300, "pairs": [2, 17]}, "takes 2 to 16 `pairs`"),
@@ -78,11 +78,11 @@ def test_a_control_is_trained_where_more_than_new_heads_trains(trainable: list[s
         ({"data": None, "task": "json_kv", "pairs": [2, 91]}, "takes 2 to 90 `pairs`"),
         (
             {"data": None, "task": "multi_hop", "pairs": [4, 8], "questions": 2},
-            "multi_hop takes one question",
+            "multi_hop has one question",
         ),
-        ({"questions": 2}, "x.jsonl takes one question"),
+        ({"questions": 2}, "x.jsonl has one question"),
         ({"data": None, "task": "phonebook", "groups": [4]}, "has no groups"),
-        ({"data": None, "task": "json_kv", "groups": [2, 2]}, "3 or more of them in the first"),
+        ({"data": None, "task": "json_kv", "groups": [2, 2]}, "at least 3 in the first"),
         ({"data": None, "task": "copying", "weights": {"attention": 1.0}}, "no gold position"),
     ],
 )

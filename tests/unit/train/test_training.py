@@ -133,15 +133,15 @@ class TestStages:
     @pytest.mark.parametrize(
         ("given", "says"),
         [
-            ({"stages": [stage("a")], "steps": 3}, "each says its own steps"),
+            ({"stages": [stage("a")], "steps": 3}, "set steps in each stage"),
             ({"stages": [stage("a"), stage("a")]}, "same name"),
             ({"stages": [{"name": "a"}]}, "no `sources`"),
             ({"sources": [{**KV, "weights": {"distil": 1.0}}]}, "needs a teacher"),
             ({"sources": [KV], "teacher": {"model": "x"}}, "no objective uses"),
-            ({"sources": [KV], "tokens": 1000}, "not rows"),
+            ({"sources": [KV], "tokens": 1000}, "needs `tokens` in every source"),
             ({"sources": [KV], "tokens": 1000, "steps": 3}, "not both"),
-            ({"sources": [{**KV, "rows": None}]}, "one of them"),
-            ({"sources": [{**KV, "task": None}]}, "one of them"),
+            ({"sources": [{**KV, "rows": None}]}, "set either `rows` or `tokens`"),
+            ({"sources": [{**KV, "task": None}]}, "set either `task`"),
             ({"sources": [KV], "distil": {"cache": True}}, "needs `top_k`"),
         ],
     )

@@ -1,0 +1,233 @@
+"""Schema of `train.sources`: what a training step consists of, and the weight of each objective on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, GetJsonSchemaHandler, TypeAdapter, field_validator, model_validator
+from pydantic_core import CoreSchema
+
+from surgery.probes.registry import PROBES, Probe
+from surgery.recipe.objectives import OBJECTIVES, needs_of
+from surgery.recipe.section import Pairs, Positive, Section
+from surgery.registry import NameOf
+
+Weight = Annotated[float, Field(ge=0)]
+Scheduled = Weight | tuple[Weight, Weight]  # constant, or [first, last] with a linear change over the stage
+Task = Annotated[str, NameOf(PROBES, keep=lambda probe: probe.trains)]
+_WEIGHTS_OF_0_1 = ("answer", "attention", "keep", "text", "distil", "reading", "mixing", "hidden")
+
+
+class Weights(Section):
+    """Weight of each objective on the documents of one source. [first, last] changes it linearly over the stage."""
+
+    model_config = ConfigDict(extra="allow")
+    path_in_recipe: ClassVar[str] = "train.sources.weights"
+    renamed: ClassVar[dict[str, str]] = {
+        "keep": "base_kl",
+        "text": "lm",
+        "reading": "attention_kl",
+        "mixing": "attention_mse",
+        "hidden": "hidden_mse",
+    }
+    __pydantic_extra__: dict[Annotated[str, NameOf(OBJECTIVES)], Scheduled] = Field(init=False)
+
+    def at(self, progress: float) -> dict[str, float]:
+        """Weights of the objectives in use, in the order of their registration.
+
+        Args:
+            progress: position in the stage, from 0 to 1.
+        """
+        weights = {}
+        for name in OBJECTIVES:
+            value = (self.model_extra or {}).get(name, 0.0)
+            first, last = value if isinstance(value, tuple) else (value, value)
+            if first or last:
+                weights[name] = first + (last - first) * progress
+        return weights
+
+    def uses(self, *names: str) -> bool:
+        """Whether one of these objectives has a weight at any time."""
+        return bool(self.at(0.5).keys() & set(names))
+
+    def needs(self, *needs: str) -> bool:
+        """Whether an objective that has a weight needs one of these, such as `base.logits`."""
+        return bool(needs_of(self.at(0.5)) & set(needs))
+
+    @classmethod
+    def names_of_0_1(cls, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Plain data under the keys of version 0.1, which listed every objective with weight 0 by default."""
+        return {**dict.fromkeys(_WEIGHTS_OF_0_1, 0.0), **super().names_of_0_1(data)}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        value = TypeAdapter(Scheduled).json_schema()
+        properties = {
+            name: {**value, "default": 0.0, "description": entry.description} for name, entry in OBJECTIVES.items()
+        }
+        return {**handler(schema), "properties": properties, "additionalProperties": False}
+
+
+class Columns(Section):
+    """Columns to read: `text`, `messages`, or `prompt` and `answer`."""
+
+    prompt: str = Field("prompt", description="Column of the prompt, including spaces and newlines before the answer.")
+    answer: str = Field(
+        "answer", description="Column of the answer. The objective `answer` trains on these tokens only."
+    )
+    answer_span: str | None = Field(
+        None,
+        description="Column of the answer's place in the prompt, [start, end) in characters. Spliced heads are trained "
+        "to attend to it.",
+    )
+    text: str | None = Field(
+        None, description="Column of plain text, for `lm`, `base_kl` and `distil`. Replaces `prompt` and `answer`."
+    )
+    messages: str | None = Field(
+        None,
+        description="Column of a chat whose last message is the answer. Requires a tokenizer with a chat template.",
+    )
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Columns:
+        if self.text is not None and self.messages is not None:
+            raise ValueError("set `text` or `messages`, not both")
+        return self
+
+
+class Data(Section):
+    """The user's own documents."""
+
+    path: str = Field(description="JSONL or Parquet file, a folder of such files, or the id of a data set on the Hub.")
+    name: str | None = Field(None, description="Configuration of a Hub data set.")
+    split: str = Field("train", description="Split of a Hub data set, or of a folder with several splits.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a Hub data set.")
+    columns: Columns = Columns()
+    chat_template: bool = Field(
+        False, description="Format prompt and answer as a user's and an assistant's message by the chat template."
+    )
+    end: bool = Field(True, description="Append the end-of-text token to every answer and text, and train on it.")
+    streaming: bool = Field(
+        False, description="Read the data during training, shuffled within a buffer, instead of before training."
+    )
+    buffer: Positive = Field(1000, description="Rows in the shuffle buffer. Used with `streaming`.")
+    on_bad_row: Literal["error", "skip"] = Field(
+        "error", description="Stop at a row that cannot be used, or skip and count it."
+    )
+    holdout: float = Field(
+        0.0, ge=0, lt=1, description="Share of the prompts to hold out from training. The evaluation uses them."
+    )
+
+
+class Source(Section):
+    """Documents that one task or one data set contributes to every step. The mixture follows from the sizes."""
+
+    task: Task | None = Field(None, description="Probe that generates the documents. Set this or `data`.")
+    data: Data | None = Field(None, description="The user's own documents. Set this or `task`.")
+    rows: Positive | None = Field(None, description="Documents per step, over all processes. Set this or `tokens`.")
+    tokens: Positive | None = Field(
+        None, description="Maximum number of tokens per step. As many documents are taken as fit, at least one."
+    )
+    max_tokens: Positive | None = Field(
+        None,
+        description="data: maximum tokens of a document. Longer texts are cut into pieces; a longer prompt is a bad "
+        "row. needle_*: maximum tokens up to the end of the last answer.",
+    )
+    pairs: tuple[Pairs, Pairs] = Field(
+        (2, 16),
+        description="Range from which each step draws one number: lines for kv_retrieval, phonebook, json_kv, mqar and "
+        "multi_hop; hidden numbers for needle_multi_*; pieces for copying.",
+    )
+    questions: Positive = Field(
+        1, description="kv_retrieval, phonebook, json_kv, mqar: maximum number of questions per document."
+    )
+    groups: tuple[Positive, ...] | None = Field(
+        None,
+        description="json_kv: digits in each group of a key and of a value, such as [4] for short ones. By default "
+        "those of a UUID.",
+    )
+    train_eos: bool = Field(
+        False, description="Also train on the newline after each answer of a task, so that generation stops there."
+    )
+    split: Literal[0, 1] | None = Field(
+        None, description="closed_book, statement, sentence: use this half only. By default both."
+    )
+    weights: Weights
+    path_in_recipe: ClassVar[str] = "train.sources"
+    renamed: ClassVar[dict[str, str]] = {"end": "train_eos", "half": "split"}
+
+    @property
+    def probe(self) -> Probe | None:
+        """The probe of `task`; None for the user's own data."""
+        return PROBES[self.task] if self.task is not None else None
+
+    @property
+    def name(self) -> str:
+        """Name in messages: the task, or the path of the data."""
+        return self.task if self.task is not None else self.data.path if self.data is not None else ""
+
+    @field_validator("pairs")
+    @classmethod
+    def _ordered(cls, value: tuple[int, int]) -> tuple[int, int]:
+        if value[0] > value[1]:
+            raise ValueError("the range is [low, high], with low <= high")
+        return value
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Source:
+        if (self.task is None) == (self.data is None):
+            raise ValueError("set either `task` (a probe) or `data` (your own documents)")
+        if (self.rows is None) == (self.tokens is None):
+            raise ValueError("set either `rows` or `tokens`, the size of a step")
+        if self.probe is not None and ("tokens" in self.probe.options) != (self.max_tokens is not None):
+            if self.max_tokens is None:
+                raise ValueError(f"{self.task} needs `max_tokens`: its length is configurable")
+            raise ValueError(f"{self.task} has no `max_tokens`: `pairs` sets the length of generated documents")
+        return self
+
+    @model_validator(mode="after")
+    def _weights_have_a_meaning(self) -> Source:
+        if not self.weights.at(0.5):
+            raise ValueError("every weight is 0. Give an objective a weight, or remove the source")
+        if self.weights.needs("answers") and self.probe is not None and self.probe.scoring == "perplexity":
+            raise ValueError(f"{self.task} has no answers. Set {self._that_need('answers')} to 0")
+        if self.weights.needs("gold_positions") and self.probe is not None and not self.probe.gold_position:
+            raise ValueError(f"{self.task} has no gold position. Set {self._that_need('gold_positions')} to 0")
+        if self.data is not None and self.data.columns.text is not None:
+            if self.weights.needs("answers", "gold_positions"):
+                raise ValueError(f"plain text has no answers. Set {self._that_need('answers', 'gold_positions')} to 0")
+        elif self.data is not None and self.data.columns.answer_span is None and self.weights.needs("gold_positions"):
+            names = self._that_need("gold_positions")
+            raise ValueError(f"{names} needs gold positions. Set `data.columns.answer_span`, or {names} to 0")
+        return self
+
+    def _that_need(self, *needs: str) -> str:
+        """Names of the objectives with a weight that need one of these, for messages."""
+        return ", ".join(f"`weights.{name}`" for name in self.weights.at(0.5) if needs_of([name]) & set(needs))
+
+    @model_validator(mode="after")
+    def _end_has_a_meaning(self) -> Source:
+        if self.train_eos and not (self.probe and self.probe.newline_ends_answer):
+            hint = "Set `data.end` instead" if self.data is not None else "Remove it"
+            raise ValueError(f"`train_eos` needs a newline after each answer, and {self.name} has none. {hint}")
+        return self
+
+    @model_validator(mode="after")
+    def _sizes_have_a_meaning(self) -> Source:
+        options = self.probe.options if self.probe is not None else ()
+        if self.probe is not None:
+            self.probe.check_pairs(*self.pairs)
+        if self.questions > 1 and "questions" not in options:
+            raise ValueError(f"{self.name} has one question per document. Remove `questions`")
+        if self.groups is not None and "groups" not in options:
+            raise ValueError(f"{self.name} has no groups of digits. Remove `groups`")
+        if self.groups is not None and (sum(self.groups) < 4 or self.groups[0] < 3):
+            raise ValueError("`groups` needs at least 4 digits, and at least 3 in the first group")
+        return self
+
+    @model_validator(mode="after")
+    def _half_has_a_meaning(self) -> Source:
+        if self.split is not None and not (self.probe and "half" in self.probe.options):
+            raise ValueError(f"{self.name} has no halves. Remove `split`")
+        return self

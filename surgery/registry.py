@@ -52,14 +52,12 @@ class Registry(Generic[T]):
         Raises:
             RecipeError: another entry has this name.
         """
+        if _named(entry).__module__ not in self._modules:  # from a plugin: our own entries come first
+            self._loaded()
         present = self._entries.get(name)
         if present is not None and _identity(present) != _identity(entry):
             hint = f"{_identity(present)} has this name already. Register {_identity(entry)} under another name."
             raise RecipeError(self.kind, name, hint)
-
-    def decorator(self, name: str) -> Callable[[T], T]:
-        """Return a decorator that registers a class or function under `name`."""
-        return lambda entry: self.register(name, entry)
 
     def __getitem__(self, name: str) -> T:
         """Look up an entry.
@@ -93,8 +91,12 @@ class Registry(Generic[T]):
 
     def _loaded(self) -> dict[str, T]:
         modules, self._modules = self._modules, ()
-        for module in modules:
-            import_module(module)
+        try:
+            for module in modules:
+                import_module(module)
+        except BaseException:
+            self._modules = modules
+            raise
         return self._entries
 
 
@@ -161,19 +163,23 @@ _LOADED: set[str] = set()
 def _import(field: str, module: str) -> None:
     try:
         import_module(module.partition(":")[0])
-    except RecipeError:
+    except (RecipeError, KeyboardInterrupt):
         raise
-    except ModuleNotFoundError as error:
-        if error.name is None or not module.startswith(error.name):
-            raise RecipeError(field, module, f"It imports {error.name}, which is not installed. Install it.") from None
-        hint = "No module of this name is on the import path. Install its package, or set PYTHONPATH to its folder."
-        raise RecipeError(field, module, hint) from None
-    except Exception as error:
-        raise RecipeError(field, module, f"Importing it failed: {type(error).__name__}: {error}") from error
+    except BaseException as error:  # a module may call sys.exit
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        hint = f"Importing it failed: {type(error).__name__}: {error}"
+        if missing is not None:
+            hint = f"It imports {missing}, which is not installed. Install it."
+        if missing is not None and f"{module.partition(':')[0]}.".startswith(f"{missing}."):
+            hint = "No module of this name is on the import path. Install its package, or set PYTHONPATH to its folder."
+        raise RecipeError(field, module, hint) from error
     _LOADED.add(module)
 
 
 def _identity(entry: Any) -> str:
     """Qualified name of a class or function, or of the class of an instance."""
-    named = entry if hasattr(entry, "__qualname__") else type(entry)
-    return f"{named.__module__}.{named.__qualname__}"
+    return f"{_named(entry).__module__}.{_named(entry).__qualname__}"
+
+
+def _named(entry: Any) -> Any:
+    return entry if hasattr(entry, "__qualname__") else type(entry)

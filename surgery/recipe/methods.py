@@ -1,6 +1,6 @@
-"""Registry of locating methods, with their columns, units and costs. Imports no torch.
+"""The registry of locating methods: what each one measures, and what it costs.
 
-Recipes, tables, figures and pages are derived from it.
+Recipes, tables, figures and pages are derived from it. It imports no torch.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Method:
     needs_text: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("__module__", "__qualname__"):  # shown in the registry's errors
+        for name in ("__module__", "__qualname__"):  # what the registry names in errors
             object.__setattr__(self, name, getattr(self.measure, name))
 
     @property
@@ -111,6 +111,7 @@ class Method:
 _OURS = ("surgery.locate.methods",)
 METHODS: Registry[Method] = Registry("locating method", _OURS)
 RANKINGS: Registry[Method] = Registry("way to select heads", _OURS)  # by the value of splice.select
+UNRANKED = ("random", "uniform", "list")  # other values of splice.select
 
 
 def is_greedy(select: str) -> bool:
@@ -149,23 +150,41 @@ def register_method(
         needs_text: the function reads `batch.documents`.
 
     Raises:
-        RecipeError: another method has this name or ranking, or `columns` is empty or mixes columns with and without an
-            effect.
+        RecipeError: another method has this name, ranking or one of the columns, or `columns` is empty or mixes columns
+            with and without an effect.
     """
     if len({column.effect is None for column in columns}) != 1:
         raise RecipeError("locating method", name, "Pass at least one column: all with an effect, or all without.")
+    select = name if ranks is True else ranks or ""
+    if select in UNRANKED:
+        raise RecipeError("way to select heads", select, "It selects heads without scores. Choose another name.")
 
     def register(measure: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        select = name if ranks is True else ranks or ""
         costs = (passes, passes_per_mixer, decode_step, needs_text)
         method = Method(name, tuple(columns), measure, select, greedy, *costs)
         METHODS.check_free(name, method)  # before either registry changes
+        _check_columns(name, columns)
         if select:
             RANKINGS.register(select, method)
         METHODS.register(name, method)
         return measure
 
     return register
+
+
+def _check_columns(name: str, columns: Sequence[Column]) -> None:
+    """Raise RecipeError where another method has one of these columns: scores of heads are looked up by column."""
+    taken = {key: other for other, method in METHODS.items() if other != name for key in _keys(method.columns)}
+    for key in _keys(columns):
+        if key in taken:
+            hint = f"The method {taken[key]} has a column of this name already. Choose another name."
+            raise RecipeError(f"locating method {name}: column", key, hint)
+        taken[key] = name
+
+
+def _keys(columns: Sequence[Column]) -> list[str]:
+    """Keys in `scores` of heads.json."""
+    return [key for c in columns for key in ((c.name, f"{c.name}_accuracy") if c.effect else (c.name,))]
 
 
 def all_columns() -> dict[str, Column]:

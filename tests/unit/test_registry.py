@@ -53,6 +53,31 @@ def test_our_modules_are_imported_when_the_registry_is_read(monkeypatch: pytest.
     assert list(planted_registry.R) == ["late"]
 
 
+def test_a_plugin_cannot_take_a_name_of_ours_before_ours_are_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "planted_ours.py").write_text("from planted_names import R\nR.register('late', dict)\n")
+    (tmp_path / "planted_names.py").write_text(
+        "from surgery.registry import Registry\nR = Registry('thing', ['planted_ours'])\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    from planted_names import R  # type: ignore[import-not-found]
+
+    with pytest.raises(RecipeError, match=r"builtins.dict has this name already. Register builtins.float"):
+        R.register("late", float)
+    assert R["late"] is dict
+
+
+def test_modules_that_fail_are_imported_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    failing = tmp_path / "planted_failing.py"
+    failing.write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    things: Registry[Any] = Registry("thing", ["planted_failing"])
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            list(things)
+
+
 class TestNameOf:
     @pytest.fixture
     def form(self, registry: Registry[Any]) -> type[BaseModel]:
@@ -102,6 +127,9 @@ class TestPlugins:
             (None, r"plugins: planted_bad. No module of this name is on the import path"),
             ("import nowhere_at_all", r"plugins: planted_bad. It imports nowhere_at_all, which is not installed"),
             ("1 / 0", r"plugins: planted_bad. Importing it failed: ZeroDivisionError: division by zero"),
+            ("import sys; sys.exit('no GPU')", r"plugins: planted_bad. Importing it failed: SystemExit: no GPU"),
+            ("import planted_b", r"plugins: planted_bad. It imports planted_b, which is not installed"),
+            ("raise ModuleNotFoundError('gone')", r"Importing it failed: ModuleNotFoundError: gone"),
         ],
     )
     def test_what_cannot_be_imported_is_refused(self, folder: Path, text: str | None, message: str) -> None:

@@ -109,6 +109,30 @@ class TestRegister:
         assert "length" not in RANKINGS and METHODS["query"].ranks == "aggregate"
 
 
+@pytest.mark.usefixtures("registered")
+class TestNamesOfOthers:
+    @pytest.mark.parametrize("name", ["ablation", "sharpness", "query_accuracy"])
+    def test_a_column_of_another_method_is_refused(self, name: str) -> None:
+        with pytest.raises(RecipeError, match=rf"size: column: {name}\. The method \w+ has a column of this name"):
+            register_method("size", [Column(name, "", effect="gain")])(size)
+        assert all_columns()["ablation"].effect == "loss" and "size" not in METHODS
+
+    def test_a_column_is_given_once(self) -> None:
+        with pytest.raises(RecipeError, match="size: column: size"):
+            register_method("size", [Column("size", ""), Column("size", "")])(size)
+
+    def test_a_method_registered_again_has_its_columns(self) -> None:
+        for _ in range(2):
+            register_method("size", [Column("size", "", effect="loss")])(size)
+        assert "size" in all_columns()
+
+    @pytest.mark.parametrize("name", ["random", "uniform", "list"])
+    def test_a_selection_without_scores_is_no_ranking(self, name: str) -> None:
+        with pytest.raises(RecipeError, match=f"way to select heads: {name}"):
+            register_method("size", [Column("size", "")], ranks=name)
+        assert name not in RANKINGS
+
+
 def test_selections_need_their_methods() -> None:
     assert {select: method.name for select, method in RANKINGS.items()} == {
         "ablation": "ablation",

@@ -85,9 +85,9 @@ def maker(source: Source, rng: Random, tokenizer: PreTrainedTokenizerBase | None
     pairs = rng.randint(*source.pairs) if probe.pairs is not None else 0
     options = Options(
         pairs=pairs,
-        questions=min(source.questions, pairs),
+        questions=min(source.questions, pairs) if pairs else source.questions,
         groups=source.groups,
-        needles=pairs,
+        needles=pairs or Options.needles,
         tokens=source.max_tokens or 0,
         half=source.split,
         tokenizer=tokenizer,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from surgery.errors import ModelError
+from surgery.errors import ModelError, RecipeError
 from surgery.export.files import RECORD
 from surgery.recipe.export import EXPORT_FORMATS
 from surgery.registry import load_plugins
@@ -94,14 +94,38 @@ def register_export(name: str) -> Callable[[F], F]:
     """Class decorator that registers an `ExportFormat` under `name`.
 
     Raises:
-        RecipeError: another format has this name.
+        RecipeError: another format has this name, or the class lacks a method or an attribute of `ExportFormat`.
     """
 
     def register(format_class: F) -> F:
+        _check_class(name, format_class)
         format_class.name = name
         return EXPORT_FORMATS.register(name, format_class)
 
     return register
+
+
+def _check_class(name: str, format_class: type[ExportFormat]) -> None:
+    """Raise RecipeError for what an export would find missing only after training."""
+    field = f"export format {name}"
+    if not issubclass(format_class, ExportFormat):
+        raise RecipeError(field, format_class.__name__, "Make it a subclass of surgery.export.formats.ExportFormat.")
+    if format_class.__abstractmethods__:
+        missing = ", ".join(sorted(format_class.__abstractmethods__))
+        raise RecipeError(field, format_class.__name__, f"Add its methods: {missing}.")
+    for attribute in ("summary", "usage"):
+        if not isinstance(getattr(format_class, attribute, None), str):
+            raise RecipeError(f"{field}: {attribute}", "missing", "Set it to a text for the model card.")
+    for attribute, hint in (
+        ("limits", "Use a tuple of sentences."),
+        ("loadable", "Use a tuple of suffixes, such as ('.gguf',): publishing removes other files with them."),
+    ):
+        value = getattr(format_class, attribute)
+        fits = isinstance(value, tuple | list) and all(isinstance(entry, str) for entry in value)
+        if attribute == "loadable":
+            fits = fits and all(len(suffix) > 1 and suffix.startswith(".") for suffix in value)
+        if not fits:
+            raise RecipeError(f"{field}: {attribute}", repr(value), hint)
 
 
 def format_of(record: dict[str, Any], plugins: Sequence[str] = ()) -> ExportFormat:

@@ -9,9 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
-from surgery.errors import ProbeError
+from surgery.errors import ProbeError, RecipeError
 from surgery.probes.documents import Document, Split
 from surgery.registry import Registry
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Half = Literal[0, 1]
+Scoring = Literal["choices", "generation", "perplexity"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Probe(ABC):
     knowledge: bool = False
     trains: bool = True
     evaluates: bool = True
-    scoring: Literal["choices", "generation", "perplexity"] = "choices"
+    scoring: Scoring = "choices"
     pairs: tuple[int, int] | None = None
     options: tuple[str, ...] = ()
     gold_position: bool = False
@@ -126,10 +127,11 @@ def register_probe(name: str) -> Callable[[P], P]:
     """Class decorator: register a subclass of `Probe` under the name that recipes use.
 
     Raises:
-        RecipeError: another probe has this name.
+        RecipeError: another probe has this name, or an attribute of the class is not as `Probe` describes it.
     """
 
     def register(probe: P) -> P:
+        _check_attributes(name, probe)
         entry = probe()
         entry.name = name
         entry.label = entry.label or name.replace("_", " ")
@@ -139,3 +141,23 @@ def register_probe(name: str) -> Callable[[P], P]:
         return probe
 
     return register
+
+
+_OPTIONS = ("questions", "groups", "hops", "needles", "half", "tokens")
+
+
+def _check_attributes(name: str, probe: type[Probe]) -> None:
+    """Raise RecipeError for an attribute that recipes and evaluations could not use."""
+    if not issubclass(probe, Probe):
+        raise RecipeError(f"task {name}", probe.__name__, "Make it a subclass of surgery.probes.registry.Probe.")
+    pairs, options, sizes = probe.pairs, probe.options, probe.lm_eval_sizes
+    is_range = isinstance(pairs, tuple | list) and len(pairs) == 2 and all(type(n) is int for n in pairs)
+    known = isinstance(options, tuple | list) and set(options) <= set(_OPTIONS)
+    for attribute, fits, hint in (
+        ("scoring", probe.scoring in get_args(Scoring), f"Use one of {', '.join(get_args(Scoring))}."),
+        ("pairs", pairs is None or (is_range and 0 < pairs[0] <= pairs[1]), "Use (smallest, largest), or None."),
+        ("options", known, f"Use a tuple of names among {', '.join(_OPTIONS)}."),
+        ("lm_eval_sizes", isinstance(sizes, tuple | list), "Use a tuple of sizes."),
+    ):
+        if not fits:
+            raise RecipeError(f"task {name}: {attribute}", repr(getattr(probe, attribute)), hint)

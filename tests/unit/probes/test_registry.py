@@ -10,6 +10,7 @@ from random import Random
 import pytest
 from pydantic import ValidationError
 
+from surgery.data.generated import maker
 from surgery.errors import ProbeError, RecipeError
 from surgery.evaluate.lm_eval_files import lm_eval_groups
 from surgery.evaluate.prompts import make_prompts
@@ -70,6 +71,48 @@ def test_a_name_is_taken_once(planted: Probe) -> None:
     with pytest.raises(RecipeError, match="planted_copy"):
         register_probe("planted_copy")(Other)
     assert type(PROBES["planted_copy"]) is Planted
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "hint"),
+    [
+        ("scoring", "rank", "choices, generation, perplexity"),
+        ("pairs", 5, "smallest, largest"),
+        ("pairs", (5, 2), "smallest, largest"),
+        ("options", "hops", "questions, groups, hops"),
+        ("options", ("lenght",), "questions, groups, hops"),
+        ("lm_eval_sizes", 4, "tuple of sizes"),
+    ],
+)
+def test_an_attribute_of_another_form_is_refused(attribute: str, value: object, hint: str) -> None:
+    with pytest.raises(RecipeError, match=rf"task wrong: {attribute}: .*{hint}"):
+        register_probe("wrong")(type("Wrong", (Planted,), {attribute: value}))
+    assert "wrong" not in PROBES
+
+
+def test_a_class_of_another_kind_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"task wrong: int. Make it a subclass of surgery.probes.registry.Probe"):
+        register_probe("wrong")(int)  # type: ignore[type-var]
+
+
+def test_questions_without_pairs_are_as_many_as_the_source_has(planted: Probe) -> None:
+    seen: list[Options] = []
+
+    class Asking(Planted):
+        pairs, options = None, ("questions", "needles")  # type: ignore[assignment]
+
+        def document(self, rng: Random, split: Split, options: Options) -> Document:
+            seen.append(options)
+            return copying_document(rng, 3, split)
+
+    register_probe("planted_asking")(Asking)
+    try:
+        for questions in (1, 3):
+            row = {"task": "planted_asking", "rows": 1, "questions": questions, "weights": {"answer": 1.0}}
+            maker(Source.model_validate(row), rng_of(0))()
+    finally:
+        del PROBES._entries["planted_asking"]
+    assert [(o.questions, o.needles) for o in seen] == [(1, 4), (3, 4)]
 
 
 def test_the_schema_has_its_name_and_its_bounds(planted: Probe) -> None:

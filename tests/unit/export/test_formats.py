@@ -1,0 +1,53 @@
+"""What an export format may not be is refused when it is registered, not after a training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surgery.errors import RecipeError
+from surgery.export.formats import ExportFormat, register_export
+from surgery.recipe.export import EXPORT_FORMATS
+
+
+class Whole(ExportFormat):
+    """A format with everything that one needs."""
+
+    summary = "nothing"
+    usage = "Do not."
+
+    def write(self, *arguments: Any) -> None:
+        """Write nothing."""
+
+    def verify(self, folder: Path, trust_remote_code: bool = False) -> dict[str, Any]:
+        """Check nothing."""
+        return {}
+
+
+def test_a_whole_one_is_registered() -> None:
+    try:
+        assert register_export("planted_whole")(type("Fine", (Whole,), {})).name == "planted_whole"
+        assert "planted_whole" in EXPORT_FORMATS
+    finally:
+        EXPORT_FORMATS._entries.pop("planted_whole", None)
+
+
+@pytest.mark.parametrize(
+    ("bases", "attributes", "message"),
+    [
+        ((ExportFormat,), {"summary": "x", "usage": "x"}, "export format wrong: Wrong. Add its methods: verify, write"),
+        ((Whole,), {"summary": None}, "wrong: summary: missing"),
+        ((Whole,), {"usage": 3}, "wrong: usage: missing"),
+        ((Whole,), {"limits": "one sentence"}, "wrong: limits: 'one sentence'. Use a tuple"),
+        ((Whole,), {"loadable": ".gguf"}, r"wrong: loadable: '\.gguf'. Use a tuple of suffixes"),
+        ((Whole,), {"loadable": ("gguf",)}, "wrong: loadable"),
+        ((Whole,), {"loadable": (".",)}, "wrong: loadable"),
+        ((), {}, "Make it a subclass of surgery.export.formats.ExportFormat"),
+    ],
+)
+def test_what_lacks_something_is_refused(bases: Any, attributes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        register_export("wrong")(type("Wrong", bases, attributes))
+    assert "wrong" not in EXPORT_FORMATS

@@ -160,6 +160,10 @@ class Family:
     groups_channels: bool = False
     norm_by_group_since: str = ""
 
+    def is_hybrid(self, config: PreTrainedConfig) -> bool:
+        """Return whether the config, of this family, is of its hybrids."""
+        return self.hybrid is not None and config.model_type == self.hybrid[0].model_type
+
     def mixers(self, config: PreTrainedConfig) -> tuple[MixerSpec, ...]:
         """Return every mixer, from the config only."""
         return tuple(self.layout(config))

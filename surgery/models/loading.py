@@ -202,10 +202,16 @@ def _refuse_kernels(data: Mapping[str, Any]) -> None:
 def _with_channels(config: PreTrainedConfig, base: Base) -> PreTrainedConfig:
     """Write `base.channels_per_head`, the width of Mamba-1's heads, into the config."""
     if base.channels_per_head is not None:
-        groups = has_family(config.model_type) and family_of(config).groups_channels
+        family = family_of(config) if has_family(config.model_type) else None
+        # The heads of a hybrid are those of its splice.
+        groups = family is not None and family.groups_channels and not family.is_hybrid(config)
         inner = getattr(config, "intermediate_size", 0) if groups else 0
         if not inner or inner % base.channels_per_head:
-            hint = f"Use a divisor of the {inner} channels." if inner else "Only Mamba-1 takes it. Remove the key."
+            hint = (
+                f"Use a divisor of the {inner} channels."
+                if inner
+                else "Only a Mamba-1 without a splice takes it. Remove the key."
+            )
             raise ModelError("base.channels_per_head", base.channels_per_head, hint)
         config.channels_per_head = base.channels_per_head
     return config

@@ -30,8 +30,7 @@ def check_release(config: PreTrainedConfig) -> None:
     if groups == 1 or not has_family(config.model_type):
         return
     family = family_of(config)
-    is_hybrid = family.hybrid is not None and config.model_type == family.hybrid[0].model_type
-    if not family.norm_by_group_since or is_hybrid:
+    if not family.norm_by_group_since or family.is_hybrid(config):
         return
     needed = f"transformers>={family.norm_by_group_since},<6"
     try:

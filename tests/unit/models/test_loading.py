@@ -28,7 +28,7 @@ from surgery.models.lookup import family_of
 from surgery.models.sizes import meta_model
 from surgery.recipe import Base
 from surgery.recipe.public import source_of
-from surgery.testing.pico import FAMILY_NAMES, pico_family
+from surgery.testing.pico import FAMILY_NAMES, pico_family, pico_family_config
 from tests.integration.conftest import BASE
 from tests.support.mamba2attn import CASES, attn_model
 from tests.support.mamba_ssm_files import (
@@ -295,6 +295,13 @@ class TestChannels:
         pico_family(name).save_pretrained(tmp_path)
         with pytest.raises(ModelError, match=says):
             load_config(Base(model=str(tmp_path), channels_per_head=channels))
+
+    @pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])
+    def test_the_heads_of_a_hybrid_are_those_of_its_splice(self, name: str, tmp_path: Path) -> None:
+        config = pico_family_config(name)
+        family_of(config).hybrid_config(config, []).save_pretrained(tmp_path)
+        with pytest.raises(ModelError, match="a Mamba-1 without a splice"):
+            load_config(Base(model=str(tmp_path), channels_per_head=8))
 
 
 class TestMalformedConfigs:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from surgery.errors import RecipeError
-from surgery.recipe import Recipe, Source, Train, Weights, load_recipe, to_yaml
+from surgery.recipe import Export, Recipe, Source, Train, Weights, load_recipe, to_yaml
 from surgery.recipe.section import RenamedKeyWarning, Section, current_keys, current_path, keys_of_0_1
 
 ROOT = Path(__file__).parents[3]
@@ -111,6 +111,16 @@ def test_hashes_are_made_of_what_version_0_1_wrote() -> None:
     with pytest.warns(RenamedKeyWarning):
         train = load_recipe(path).train
     assert keys_of_0_1(Train, train.model_dump(mode="json")) == yaml.safe_load(path.read_text())["train"]
+
+
+def test_hashes_of_an_export_know_no_format_but_another_one() -> None:
+    """Version 0.1 had no `export.format`: its finished exports stay finished."""
+    path = ROOT / "checkpoints" / "quickstart" / "export" / "recipe.yaml"
+    with pytest.warns(RenamedKeyWarning):
+        export = load_recipe(path).export
+    stored = yaml.safe_load(path.read_text())["export"]
+    assert keys_of_0_1(Export, export.model_dump(mode="json")) == stored
+    assert keys_of_0_1(Export, {**stored, "format": "gguf"}) == {**stored, "format": "gguf"}
 
 
 class Inner(Section):

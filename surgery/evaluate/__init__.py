@@ -1,4 +1,4 @@
-"""Evaluate models on the same prompts: accuracy, paired tests, speed and memory, lm-eval."""
+"""Measure models side by side: prompts, arms, contrasts, efficiency, lm-eval."""
 
 from surgery.deprecated import callable_package
 

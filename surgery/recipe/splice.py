@@ -1,4 +1,4 @@
-"""Schema of the section `splice`: the heads to splice, and their attention branch."""
+"""The section `splice`: which heads, and the attention branch that they get."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from surgery.types import HeadId, Mode, Unit
 
 
 class _Branches(Registry[Any]):
-    """Names of attention branches, built-in and from plugins. Does not import torch."""
+    """Attention branches by name, without importing torch: the built-in ones, and those that a plugin registered."""
 
     def items(self) -> tuple[tuple[str, Any], ...]:
-        """Names with their classes. A built-in branch maps to its name until torch is imported."""
+        """Names with their classes; the built-in ones have their name instead until torch is imported."""
         module = sys.modules.get("surgery.hybrid.branches")
         built_in = {name: name for name in ("ssm", "random", "teacher")}
         return tuple({**built_in, **(module.BRANCHES if module else {})}.items())
 
     def needs_teacher(self, name: str) -> bool:
-        """Whether this branch is copied from `splice.teacher`."""
+        """Return whether `splice.teacher` goes with this branch."""
         return bool(getattr(dict(self.items())[name], "needs_teacher", name == "teacher"))
 
 
@@ -32,53 +32,46 @@ _BRANCHES = _Branches("attention branch")
 
 
 class Splice(Section):
-    """Heads to splice, and the attention that they get."""
+    """Which heads are spliced, and with what."""
 
     select: Select = Field(
         "sharpen",
-        description="How to choose heads: a ranking of a locating method, `list` (the heads in `heads`), or a control: "
-        "`random`, `uniform` (evenly spaced).",
+        description="How heads are chosen: by a measure, as listed in `heads`, or as a control, at random or evenly.",
     )
-    num_heads: Positive = Field(1, description="Number of heads to splice.")
-    heads: tuple[str, ...] = Field((), description="With `select: list`: names of the heads, such as L1H2.")
+    num_heads: Positive = Field(1, description="How many heads to splice.")
+    heads: tuple[str, ...] = Field((), description="With `select: list`: the heads, such as L1H2.")
     mode: Mode = Field(
-        "add",
-        description="`add`: add attention, with zero output at first, to the SSM head. `replace`: use attention "
-        "instead of the SSM head, which is silenced.",
+        "add", description="`add`: a branch beside the SSM, zero at first. `replace`: the SSM head is silenced."
     )
     init: Annotated[str, NameOf(_BRANCHES)] = Field(
         "ssm",
-        description="Attention branch. `ssm`: copy the head's C, B, x and gate. `teacher`: copy a Transformer's "
-        "attention. `random`: random weights, as a control.",
+        description="The attention branch. `ssm`: copies of the head's C, B, x and gate. `teacher`: a Transformer's. "
+        "`random`: the control.",
     )
     unit: Unit = Field(
         "head",
-        description="`layer`: replace the whole mixer of each chosen head by the teacher's attention (Llamba).",
+        description="`layer` replaces the whole mixer of each chosen head by the teacher's attention (Llamba).",
     )
     with_block: bool = Field(
-        False, description="With `unit: layer`: also copy the teacher's norms and MLP of that layer."
+        False, description="With `unit: layer`: copy the teacher's norms and MLP of that layer as well."
     )
-    teacher: Teacher | None = Field(None, description="With `init: teacher`: Transformer whose attention is copied.")
-    random_width: Positive = Field(32, description="With `init: random`: width of query and key.")
+    teacher: Teacher | None = Field(
+        None, description="With `init: teacher`: the Transformer whose attention is copied."
+    )
+    random_width: Positive = Field(32, description="Query and key width of a randomly initialised head.")
 
     @model_validator(mode="after")
     def _list_and_select(self) -> Splice:
         for name in self.heads:
             HeadId.parse(name)
         if len(set(self.heads)) < len(self.heads):
-            raise ValueError(f"`heads` lists a head twice: {', '.join(self.heads)}. List each once")
+            raise ValueError("the same head is listed twice")
         if (self.select == "list") != bool(self.heads):
-            raise ValueError(
-                "`heads` needs `select: list`" if self.heads else "`select: list` needs `heads`: list some"
-            )
+            raise ValueError("`heads` goes with `select: list`, and only with it")
         if _BRANCHES.needs_teacher(self.init) != (self.teacher is not None):
-            raise ValueError(
-                f"`init: {self.init}` needs `teacher`: set it"
-                if self.teacher is None
-                else f"`init: {self.init}` does not use `teacher`: remove it, or set `init: teacher`"
-            )
+            raise ValueError("`teacher` goes with `init: teacher`, and only with it")
         if self.unit == "layer" and (self.init, self.mode) != ("teacher", "replace"):
             raise ValueError("`unit: layer` needs `init: teacher` and `mode: replace`")
         if self.with_block and self.unit != "layer":
-            raise ValueError("`with_block` needs `unit: layer`")
+            raise ValueError("`with_block` goes with `unit: layer`")
         return self

@@ -39,7 +39,7 @@ class LogitsCache:
 
     Args:
         folder: created if there is none.
-        identity: what the logits depend on temporarys the document: the teacher's revision, the tokenizer, `top_k`.
+        identity: what the logits depend on besides the document: the teacher's revision, the tokenizer, `top_k`.
         flush_every: batches before a shard is written. A run that is killed loses no more than these.
         main: this process removes half-written files. Set it on one process only.
 

@@ -100,13 +100,13 @@ def head_maps(head_set: HeadSet, folder: Path) -> list[Path]:
     """Draw every head in every column: `head_maps.png`, `.svg` and `.csv` in `folder`.
 
     Margins lost and gained share one colour scale; other columns have one for each unit. Columns of the default methods
-    that were not measured say so.
+    that were not measured say so. The cell of a head without a score is empty.
 
     Returns:
         The paths written.
 
     Raises:
-        SurgeryError: no heads, or a head without a column that others have.
+        SurgeryError: no heads, or no scores.
     """
     columns = panel_columns(head_set)
     heads = _layout(head_set, columns)
@@ -173,13 +173,10 @@ def _layout(head_set: HeadSet, columns: Sequence[Column]) -> _Map:
     names, again = tuple(column.name for column in columns), "Run `surgery locate` again."
     num_heads = max(s.head.head for s in head_set.heads) + 1
     values_CLH = np.full((len(columns), len(layers), num_heads), np.nan)
-    measured = {column for scored in head_set.heads for column in scored.scores}
     for scored in head_set.heads:
         for c, name in enumerate(names):
-            if name not in measured:
-                continue
-            require(name in scored.scores, f"scores of {scored.head}", f"no {name!r}", again)
-            values_CLH[c, rows[scored.head.mixer], scored.head.head] = scored.scores[name].value
+            if name in scored.scores:
+                values_CLH[c, rows[scored.head.mixer], scored.head.head] = scored.scores[name].value
     require(not np.isnan(values_CLH).all(), "head_set.heads", "no scores", again)
     unknown = [s.head for s in head_set.chosen if s.head.mixer not in rows or s.head.head >= num_heads]
     require(not unknown, "head_set.chosen", str(unknown[:1]), "Chosen heads must be among the heads.")

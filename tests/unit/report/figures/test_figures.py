@@ -161,7 +161,6 @@ PARTLY = replace(head_set(), heads=(_LACKING, *_REST))
         (lambda f: head_maps(NO_HEADS, f), "head_set.heads"),
         (lambda f: head_maps(OTHERS, f), "head_set.chosen"),
         (lambda f: head_maps(UNSCORED, f), "no scores"),
-        (lambda f: head_maps(PARTLY, f), "L0H0.*ablation"),
         (lambda f: accuracy_by_pairs({}, f, (4, 8)), "arms"),
         (lambda f: accuracy_by_pairs({"base": {}}, f, (4, 8)), "arms.*base"),
         (lambda f: accuracy_by_pairs(ARMS, f, (8, 4)), "trained"),
@@ -191,6 +190,11 @@ def test_what_was_not_measured_is_left_empty(tmp_path: Path) -> None:
     head_maps(replace(everywhere, heads=query), tmp_path)
     rows = list(csv.DictReader((tmp_path / "head_maps.csv").open()))
     assert {row["ablation"] for row in rows} == {""} and all(row["query"] for row in rows)
+
+
+def test_a_head_without_a_score_has_an_empty_cell(tmp_path: Path) -> None:
+    rows = rows_of(head_maps(PARTLY, tmp_path)[2])
+    assert [row["head"] for row in rows if row["ablation"] == ""] == ["L0H0"]
 
 
 def test_attention_heads_have_rows_of_their_own(tmp_path: Path) -> None:

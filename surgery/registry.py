@@ -9,7 +9,9 @@ an installed package declares it as an entry point of the group `surgery.plugins
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
@@ -17,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import PydanticCustomError, core_schema
 
-from surgery.errors import RecipeError
+from surgery.errors import RecipeError, SurgeryError, is_out_of_memory, summary
 
 T = TypeVar("T")
 GROUP = "surgery.plugins"
@@ -174,6 +176,34 @@ def _import(field: str, module: str) -> None:
             hint = "No module of this name is on the import path. Install its package, or set PYTHONPATH to its folder."
         raise RecipeError(field, module, hint) from error
     _LOADED.add(module)
+
+
+@contextmanager
+def plugin_errors(what: str, entry: object) -> Iterator[None]:
+    """Convert an error that a plugin's code raises inside into one that names its file and line.
+
+    Errors of this package's own entries pass unchanged. So do a `SurgeryError`, an `OSError` and a lack of memory.
+
+    Args:
+        what: kind and name of the entry, such as `probe reversal`.
+        entry: the class, function or instance that is registered.
+
+    Raises:
+        SurgeryError: the plugin's code raised another error.
+    """
+    try:
+        yield
+    except (SurgeryError, OSError):
+        raise
+    except Exception as error:
+        module = _named(entry).__module__
+        if module.partition(".")[0] == "surgery" or is_out_of_memory(error):
+            raise
+        frames = traceback.walk_tb(error.__traceback__)
+        places = [(f.f_code.co_filename, line) for f, line in frames if f.f_globals.get("__name__") == module]
+        place = f"{places[-1][0]}, line {places[-1][1]}" if places else _identity(entry)
+        hint = f"It comes from the plugin: {place}. `surgery --debug` prints the traceback."
+        raise SurgeryError(what, summary(error), hint) from error
 
 
 def _identity(entry: Any) -> str:

@@ -94,7 +94,7 @@ def maker(source: Source, rng: Random, tokenizer: PreTrainedTokenizerBase | None
     )
 
     def make() -> Document:
-        document = probe.document(rng, "train", options)
+        document = probe.generate(rng, "train", options)
         return with_ends(document) if source.train_eos else document
 
     return make

@@ -38,7 +38,7 @@ def lm_eval_groups() -> dict[str, dict[str, Maker]]:
             sizes = {f"{name}_{size}": Options(pairs=size) for size in probe.lm_eval_sizes if low <= size <= high}
         else:
             sizes = {name: Options()}
-        makers |= {task: partial(probe.document, split="eval", options=options) for task, options in sizes.items()}
+        makers |= {task: partial(probe.generate, split="eval", options=options) for task, options in sizes.items()}
     return groups
 
 

@@ -85,7 +85,7 @@ def make_prompts(
         default = section.sentences if entry.probe.scoring == "perplexity" else section.examples
         for name, key, options in _sizes(entry, section.pairs, tokenizer):
             rngs = (rng_of("evaluate", seed, key, i) for i in range(entry.examples or default))
-            documents[name] = [entry.probe.document(rng, "eval", options) for rng in rngs]
+            documents[name] = [entry.probe.generate(rng, "eval", options) for rng in rngs]
     return PromptSet(prompts["choices"], prompts["perplexity"], held_out or {}, prompts["generation"])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -24,6 +24,8 @@ from surgery.locate.selection import Candidate, better_read, choose, rank, ranki
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Locate, Splice
 from surgery.recipe.methods import METHODS, RANKINGS, Method, is_greedy
+from surgery.registry import plugin_errors
+from surgery.scoring.ranking import ChoiceScores
 from surgery.stats import bootstrap_mean, wilson
 from surgery.types import HeadId, HeadSet, MixerSpec, ScoredGroup, ScoredHead
 
@@ -196,14 +198,24 @@ def measure_batch(
     record = Record(index, plain(run.scores))
     shares = [1 - spec.layer / run.model.config.num_hidden_layers for spec in run.specs]
     for method in (METHODS[name] for name in batch.section.methods):
-        scores = method.measure(batch)
+        with plugin_errors(f"locating method {method.name}", method):
+            scores = method.measure(batch)
         names = [column.name for column in method.columns]
+        if not isinstance(scores, Mapping):
+            hint = f"Return a dict with the columns {', '.join(names)}."
+            raise ModelError("locate.methods", f"{method.name} returned {type(scores).__name__}", hint)
         if set(scores) != set(names):
             hint = f"It was registered with the columns {', '.join(names)}. Return exactly these."
             raise ModelError("locate.methods", f"{method.name} returned {', '.join(scores) or 'nothing'}", hint)
         for column in method.columns:
             if column.effect is not None:
-                values = [plain(changed) for changed in scores[column.name]]
+                changed = scores[column.name]
+                if len(changed) != len(batch.items) or not all(isinstance(x, ChoiceScores) for x in changed):
+                    hint = (
+                        f"A column with an effect is a list of {len(batch.items)} `ChoiceScores`, as of `batch.items`."
+                    )
+                    raise ModelError("locate.methods", f"{method.name} returned something else", hint)
+                values = [plain(scored) for scored in changed]
                 record.columns[column.name] = spread(values, alive, num_items)
                 tick()
             else:

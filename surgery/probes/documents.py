@@ -19,16 +19,19 @@ class Question:
     """One question in a document. Spans are characters [start, end) of the text.
 
     Attributes:
-        answer: the answer. The token before it is the query.
-        choices: texts to rank, including the answer.
+        answer: the answer, with the space before it if there is one. The token before it is the query.
+        choices: texts to rank, each written as it would follow the prompt, including the answer. Empty if the answer
+            is generated.
         gold: index of the answer in `choices`.
         segment: the segment of the context that contains the answer (`key:value\\n`); None if nothing is retrieved.
-        value: the answer inside that segment.
+        value: the answer inside that segment. Attention is trained on the segment's last token or on the value's
+            first. A value that is its whole segment marks an answer without an end, such as a copied passage: a
+            generated text may continue within the last word.
     """
 
     answer: Span
-    choices: tuple[str, ...]
-    gold: int
+    choices: tuple[str, ...] = ()
+    gold: int = 0
     segment: Span | None = None
     value: Span | None = None
 
@@ -63,11 +66,16 @@ def split_of(text: str, eval_share: int = 10) -> Split:
 def draw(split: Split, make: Callable[[], str]) -> str:
     """Call `make` until a text belongs to `split`.
 
+    Args:
+        make: generates what distinguishes one document from another, as a string.
+
     Raises:
-        ProbeError: none of a thousand texts does.
+        ProbeError: none of a thousand texts does, or `make` returns something else than a string.
     """
     for _ in range(1000):
         text = make()
+        if not isinstance(text, str):
+            raise ProbeError("draw", type(text).__name__, "Its function has to return a string.")
         if split_of(text) == split:
             return text
     raise ProbeError("split", split, "The generator has too few different texts for both splits. Use longer ones.")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from surgery.errors import ProbeError, RecipeError
 from surgery.probes.documents import Document, Split
-from surgery.registry import Registry
+from surgery.registry import Registry, plugin_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,6 +25,8 @@ Scoring = Literal["choices", "generation", "perplexity"]
 @dataclass(frozen=True)
 class Options:
     """Sizes of one document, from the recipe's keys. A probe reads those that its class attributes announce.
+
+    Evaluation and lm-eval tasks leave `questions` at 1.
 
     Attributes:
         pairs: key-value pairs, or pieces of a text.
@@ -65,12 +67,13 @@ class Probe(ABC):
         pairs: smallest and largest `pairs`; None if the probe has no such size.
         options: other keys that the probe reads: `questions`, `groups`, `hops`, `needles`, `half`, and `tokens`, with
             which a recipe sets the length of a document and the depth in it.
-        gold_position: every question has a `segment`, the place that attention should read.
+        gold_position: every question has a `segment` and a `value`, the places that attention may be trained to read.
         newline_ends_answer: a newline follows each answer, so that a source may train on it.
         needs_tokenizer: the text depends on the base model's tokenizer.
         seed_name: replaces `name` in the seed of evaluation prompts.
         lm_eval_group: lm-eval group `surgery_GROUP`; None writes no lm-eval task.
-        lm_eval_sizes: `pairs` of the lm-eval tasks, one task each; thousands of characters with `tokens`.
+        lm_eval_sizes: `pairs` of the lm-eval tasks, one task each; thousands of characters with `tokens`. Sizes outside
+            `pairs` are skipped.
     """
 
     name: str
@@ -101,6 +104,34 @@ class Probe(ABC):
         Raises:
             ProbeError: the options do not fit, such as more pairs than there are keys.
         """
+
+    def generate(self, rng: Random, split: Split, options: Options) -> Document:
+        """Call `document`, and check what it returns.
+
+        Raises:
+            ProbeError: as `document`; or the questions lack what the class attributes announce, or a choice is not
+                written as in the text.
+            SurgeryError: the code of a plugin raised another error.
+        """
+        with plugin_errors(f"probe {self.name}", self):
+            document = self.document(rng, split, options)
+        if not isinstance(document, Document):
+            raise ProbeError(f"{self.name} document", type(document).__name__, "Return a `Document`.")
+        if not document.questions and self.scoring != "perplexity":
+            hint = "Give the document questions, or set `scoring = 'perplexity'`."
+            raise ProbeError(f"{self.name} questions", "none", hint)
+        for question in document.questions:
+            if self.gold_position and (question.segment is None or question.value is None):
+                hint = "With `gold_position` every question needs both. Set `Question.segment` and `Question.value`."
+                raise ProbeError(f"{self.name} question", "no segment or no value", hint)
+            if self.scoring == "choices" and not question.choices:
+                hint = "Set `Question.choices` and `Question.gold`, or `scoring = 'generation'`."
+                raise ProbeError(f"{self.name} question", "no choices", hint)
+            answer = document.text[slice(*question.answer)]
+            if question.choices and answer not in question.choices[question.gold : question.gold + 1]:
+                hint = f"`choices[gold]` must be the text of the answer, {answer!r}, with the same spaces."
+                raise ProbeError(f"{self.name} choices", list(question.choices)[:8], hint)
+        return document
 
     def evaluation_set(self) -> Sequence[Document] | None:
         """All prompts of an evaluation, where they are a fixed set. None: `examples` prompts are generated."""

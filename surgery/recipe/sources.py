@@ -193,7 +193,8 @@ class Source(Section):
         if self.weights.needs("answers") and self.probe is not None and self.probe.scoring == "perplexity":
             raise ValueError(f"{self.task} has no answers. Set {self._that_need('answers')} to 0")
         if self.weights.needs("gold_positions") and self.probe is not None and not self.probe.gold_position:
-            raise ValueError(f"{self.task} has no gold position. Set {self._that_need('gold_positions')} to 0")
+            names = self._that_need("gold_positions")
+            raise ValueError(f"{self.task} has no gold position (`gold_position` of its class). Set {names} to 0")
         if self.data is not None and self.data.columns.text is not None:
             if self.weights.needs("answers", "gold_positions"):
                 raise ValueError(f"plain text has no answers. Set {self._that_need('answers', 'gold_positions')} to 0")

@@ -18,6 +18,7 @@ from surgery.errors import RunError
 from surgery.probes.documents import Document
 from surgery.recipe import Source
 from surgery.recipe.objectives import OBJECTIVES
+from surgery.registry import plugin_errors
 from surgery.train.packing import pack
 
 
@@ -98,7 +99,8 @@ def with_counts(
     totals = {(i, name): 0 for i, source in enumerate(sources) for name in source.weights.at(0.5)}
     for part in micro_batches:
         for name in part.source.weights.at(0.5):
-            totals[part.index, name] += OBJECTIVES[name].count(part.batch) * part.real
+            with plugin_errors(f"objective {name}", OBJECTIVES[name]):
+                totals[part.index, name] += OBJECTIVES[name].count(part.batch) * part.real
     values = torch.tensor(list(totals.values()), dtype=torch.float64, device=accelerator.device)
     world = accelerator.num_processes
     if world > 1:

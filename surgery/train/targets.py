@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgery.data.encoding import EncodedBatch
+from surgery.errors import RunError
 from surgery.recipe import Distil, Source
 from surgery.recipe.objectives import OBJECTIVES, needs_of
+from surgery.registry import plugin_errors
 from surgery.train.divergence import TopK
 from surgery.train.logits_cache import LogitsCache
 from surgery.train.losses import rows_at_queries
@@ -86,7 +88,13 @@ class Targets:
             outputs = self._model_outputs(output, objective.needs, batch, full="model.full_attention" in needs)
             inputs = ObjectiveInputs(batch, outputs, base, teacher, self.distil, reads)
             count = objective.count(batch) if counts is None else counts[objective.name]
-            losses[objective.name] = weights[objective.name] * (objective.loss(inputs) / count)
+            with plugin_errors(f"objective {objective.name}", objective):
+                loss = objective.loss(inputs)
+            if not isinstance(loss, Tensor) or loss.ndim:
+                kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                hint = "Return a tensor with one number: the sum over the terms."
+                raise RunError(f"objective {objective.name}", f"its loss returned {kind}", hint)
+            losses[objective.name] = weights[objective.name] * (loss / count)
         if all(objective.needs_splice for objective in objectives):
             losses["none"] = output.logits.sum() * 0  # every parameter takes part, which DDP requires
         return losses

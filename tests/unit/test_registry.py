@@ -10,9 +10,9 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from surgery import registry as module
-from surgery.errors import RecipeError
+from surgery.errors import RecipeError, RunError, SurgeryError
 from surgery.recipe import load_recipe
-from surgery.registry import NameOf, Registry, load_plugins
+from surgery.registry import NameOf, Registry, load_plugins, plugin_errors
 
 
 @pytest.fixture
@@ -161,3 +161,35 @@ class TestPlugins:
         (folder / "recipe.yaml").write_text(f"name: x\nplugins: ['{value}']\nbase: {{model: m}}\n")
         with pytest.raises(RecipeError, match="plugins"):
             load_recipe(folder / "recipe.yaml")
+
+
+class TestPluginErrors:
+    def test_an_error_has_the_name_and_the_place_of_the_plugin(self) -> None:
+        def outside() -> None:
+            {}["red"]
+
+        with (
+            pytest.raises(SurgeryError, match=r"^colour red: KeyError: 'red'. .*test_registry.py, line \d+. `surgery"),
+            plugin_errors("colour red", outside),
+        ):
+            outside()
+
+    def test_an_error_in_a_library_has_the_place_of_the_plugins_call(self) -> None:
+        def outside() -> None:
+            Path(3)  # type: ignore[arg-type]
+
+        with (
+            pytest.raises(SurgeryError, match=r"TypeError: .* It comes from the plugin: \S*test_registry.py, line"),
+            plugin_errors("colour red", outside),
+        ):
+            outside()
+
+    @pytest.mark.parametrize("error", [RunError("red", 1, "Use 2."), OSError("full"), MemoryError("full")])
+    def test_other_errors_pass(self, error: Exception) -> None:
+        with pytest.raises(type(error)) as raised, plugin_errors("colour red", str):
+            raise error
+        assert raised.value is error
+
+    def test_an_error_of_our_own_code_passes(self) -> None:
+        with pytest.raises(KeyError), plugin_errors("colour red", load_plugins):
+            {}["red"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from surgery.errors import ModelError, ProbeError, RecipeError
+from surgery.errors import ModelError, ProbeError, RecipeError, SurgeryError
 from surgery.locate import selection
 from surgery.locate.locating import locate_heads
 from surgery.locate.methods import METHODS, Column, LocateBatch, register_method
@@ -83,12 +83,25 @@ class TestRegister:
         ("returned", "message"),
         [
             ({"other": torch.zeros(8, 2)}, "size returned other. It was registered with the columns size"),
+            (torch.zeros(8, 2), "size returned Tensor. Return a dict with the columns size"),
             ({"size": torch.zeros(2, 8)}, r"size returned shape \(2, 8\). .*shape \(8, 2\)"),
         ],
     )
-    def test_wrong_results_are_refused(self, returned: dict[str, Any], message: str) -> None:
+    def test_wrong_results_are_refused(self, returned: Any, message: str) -> None:
         register_method("size", [Column("size", "")])(lambda batch: returned)
         with pytest.raises(ModelError, match=message):
+            located("size")
+
+    @pytest.mark.parametrize("wrong", [lambda scores: scores[:3], lambda scores: torch.zeros(len(scores), 2)])
+    def test_an_effect_needs_scores_of_every_item(self, wrong: Any) -> None:
+        columns = [Column("gone", "removed", effect="loss")]
+        register_method("gone", columns)(lambda batch: {"gone": wrong(METHODS["query"].measure(batch)["query"])})
+        with pytest.raises(ModelError, match=r"gone returned something else. .* a list of 8 `ChoiceScores`"):
+            located("gone")
+
+    def test_an_error_of_its_code_has_its_name_and_place(self) -> None:
+        register_method("size", [Column("size", "")])(lambda batch: {"size": batch.run.missing})
+        with pytest.raises(SurgeryError, match=r"^locating method size: AttributeError: .*test_methods.py, line \d+"):
             located("size")
 
     def test_wrong_columns_are_refused(self) -> None:

@@ -11,11 +11,11 @@ import pytest
 from pydantic import ValidationError
 
 from surgery.data.generated import maker
-from surgery.errors import ProbeError, RecipeError
+from surgery.errors import ProbeError, RecipeError, SurgeryError
 from surgery.evaluate.lm_eval_files import lm_eval_groups
 from surgery.evaluate.prompts import make_prompts
 from surgery.probes.copying import copying_document
-from surgery.probes.documents import Document, Split, rng_of
+from surgery.probes.documents import Document, Question, Split, draw, rng_of
 from surgery.probes.registry import PROBES, Options, Probe, register_probe
 from surgery.recipe import Evaluate, EvaluationTask, Source
 from surgery.report.results import label_of
@@ -145,6 +145,55 @@ def test_evaluation_and_lm_eval_have_its_documents(planted: Probe) -> None:
     makers = lm_eval_groups()["retrieval"]
     assert "planted_copy_8" in makers and "planted_copy_32" not in makers, "32 pairs are out of its bounds"
     assert makers["planted_copy_8"](rng_of(0)) == planted.document(rng_of(0), "eval", Options(pairs=8))
+
+
+@pytest.mark.parametrize(
+    ("attributes", "question", "message"),
+    [
+        ({"scoring": "choices"}, {}, "question: no choices. Set `Question.choices` and `Question.gold`, or `scoring"),
+        ({"gold_position": True}, {"segment": (0, 9)}, "question: no segment or no value. With `gold_position` every"),
+        ({"gold_position": True}, {"value": (0, 9)}, "question: no segment or no value"),
+        ({}, {"choices": ("red", " blue")}, r"choices: \['red', ' blue'\]. `choices\[gold\]` must be .*, ' red', with"),
+        ({}, {"choices": (" blue", " red")}, "choices"),
+        ({}, {"choices": (" red",), "gold": 1}, "choices"),
+    ],
+)
+def test_a_document_has_what_its_class_announces(
+    planted: Probe, monkeypatch: pytest.MonkeyPatch, attributes: dict, question: dict, message: str
+) -> None:
+    def document(self: Probe, rng: Random, split: Split, options: Options) -> Document:
+        return Document("planted_copy", "Colour: red", (Question((7, 11), **question),))
+
+    monkeypatch.setattr(Planted, "document", document)
+    for name, value in attributes.items():
+        monkeypatch.setattr(Planted, name, value)
+    with pytest.raises(ProbeError, match=f"^planted_copy {message}"):
+        planted.generate(rng_of(0), "train", Options())
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("Colour: red", "planted_copy document: str. Return a `Document`"),
+        (Document("planted_copy", "Colour: red"), "planted_copy questions: none. Give the document questions, or set"),
+    ],
+)
+def test_a_probe_returns_a_document(
+    planted: Probe, monkeypatch: pytest.MonkeyPatch, returned: object, message: str
+) -> None:
+    monkeypatch.setattr(Planted, "document", lambda *_: returned)
+    with pytest.raises(ProbeError, match=message):
+        planted.generate(rng_of(0), "train", Options())
+
+
+def test_an_error_of_a_probes_code_has_its_name_and_place(planted: Probe) -> None:
+    with pytest.raises(SurgeryError, match=r"^probe planted_copy: .*'pairs'. It comes from the plugin: .*, line \d+"):
+        planted.generate(rng_of(0), "train", "missing")  # type: ignore[arg-type]
+
+
+def test_a_drawn_text_is_a_string() -> None:
+    with pytest.raises(ProbeError, match=r"draw: list\. Its function has"):
+        draw("train", lambda: ["red"])  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.parametrize("task", [name for name in BUILT_IN if PROBES[name].needs_tokenizer])

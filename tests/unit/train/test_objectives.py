@@ -1,0 +1,67 @@
+"""Objectives from outside the package: what their code returns or raises is refused with their name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from surgery.data.encoding import encode
+from surgery.errors import SurgeryError
+from surgery.recipe import Source
+from surgery.recipe.objectives import OBJECTIVES
+from surgery.testing.pico import pico_base, pico_tokenizer
+from surgery.train.objectives import Objective, register_objective
+from surgery.train.targets import Targets
+from tests.support.samples import sample
+
+
+class Planted(Objective):
+    """Returns what a test sets."""
+
+    result: Any = None
+
+    def count(self, batch: Any) -> int:
+        """One term."""
+        return 1
+
+    def loss(self, inputs: Any) -> Any:
+        """What the test sets, or the sum of the logits of the base, which it does not announce."""
+        return self.result if self.result is not None else inputs.base.logits.sum()
+
+
+@pytest.fixture(autouse=True)
+def planted() -> Iterator[None]:
+    register_objective("planted")(Planted)
+    yield
+    del OBJECTIVES._entries["planted"]
+
+
+def losses() -> dict[str, torch.Tensor]:
+    source = Source.model_validate({"task": "kv_retrieval", "rows": 2, "weights": {"planted": 2.0}})
+    batch = encode(sample("kv_retrieval", 2), pico_tokenizer())
+    return Targets().weighted_losses(pico_base(vocab_size=1024, layers=1), source, batch)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (1.0, "objective planted: its loss returned float. Return a tensor with one number"),
+        (torch.ones(3, 2), r"objective planted: its loss returned shape \(3, 2\). Return a tensor with one number"),
+        (
+            None,
+            r"objective planted: AttributeError: 'NoneType' .*'sum'. It comes from the plugin: .*test_objectives.py",
+        ),
+    ],
+)
+def test_a_wrong_loss_is_refused(monkeypatch: pytest.MonkeyPatch, result: Any, message: str) -> None:
+    monkeypatch.setattr(Planted, "result", result)
+    with pytest.raises(SurgeryError, match=message):
+        losses()
+
+
+def test_one_number_is_multiplied_by_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Planted, "result", torch.tensor(3.0))
+    assert float(losses()["planted"]) == 6.0

@@ -1,4 +1,4 @@
-# `make demo` runs the main job, `make test` the tests. All targets share one virtual environment.
+# `make demo` runs the quickstart, `make test` the tests. All targets share one virtual environment.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,12 +10,12 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev]"
 	touch $@
 
-## Run the main job on the shipped checkpoint (locate, plan, splice, train, evaluate, export) into runs/quickstart/.
+## Run the quickstart on the shipped checkpoint (locate, plan, splice, train, evaluate, export) into runs/quickstart/.
 demo: $(VENV)/.installed
 	$(BIN)/surgery run recipes/quickstart.yaml
 	$(BIN)/python bench/compare_runs.py runs/quickstart checkpoints/quickstart
 
-## Run all tests, on pico models, without a network.
+## Run all tests, on tiny models, without a network.
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests
 
@@ -77,7 +77,7 @@ mutants: $(VENV)/.installed
 upstream: $(VENV)/.installed
 	$(BIN)/python -m bench.upstream $(UPSTREAM)
 
-## Run recipes/mamba2-130m.yaml on a planted checkpoint of that shape and format, into runs/real-shape/.
+## Run recipes/mamba2-130m.yaml on the shipped model, padded to that shape and format, into runs/real-shape/.
 real-shape: $(VENV)/.installed
 	OMP_NUM_THREADS=2 $(BIN)/python -m bench.speed.real_shape runs/real-shape
 
@@ -91,7 +91,7 @@ bench: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.speed.locate $(BENCH)
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.speed.train $(BENCH)
 
-## Run the site selection study: every arm, hours on one core. Resumes after an interruption. docs/EVIDENCE.md.
+## Run the study on which head or layer to splice: hours on one core. Resumes after an interruption. docs/EVIDENCE.md.
 evidence: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.studies.site_selection $(EVIDENCE)
 

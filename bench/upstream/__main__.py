@@ -38,10 +38,11 @@ STAND_INS = {
 
 PAGE = """# transformers' own common tests
 
-`make upstream` runs them over every family that takes a splice: its plain class, and a hybrid of the same shape with a
-site that adds, one that replaces, and in a third layer a Transformer's head (in Llamba its whole attention). They come
-from the source distribution of the transformers that is installed, fetched by pip when they run. **Lost** is what
-passes for the plain class and fails, or is skipped, for the hybrid. `bench/upstream/` writes this page.
+`make upstream` runs these tests on every family that can be spliced: on its plain class, and on a hybrid of the same
+shape. The hybrid has one branch with `mode: add`, one with `mode: replace`, and in a third layer a Transformer's head
+(in Llamba its whole attention). The tests come from the source distribution of the installed transformers, which pip
+downloads. **Lost** counts tests that pass for the plain class and fail, or are skipped, for the hybrid.
+`bench/upstream/` writes this page.
 
 | test class | run | why not |
 |---|---|---|
@@ -51,11 +52,10 @@ passes for the plain class and fails, or is skipped, for the hybrid. `bench/upst
 | a family's own tests | no | not in the source distribution |
 | `test_num_layers_is_small` | no | about the size of transformers' own testers |
 
-Plain Mamba models return no attention weights, so they skip what is about attention. Their hybrids do not skip it. In
-Llamba and mamba2attn the plain class is this library's own. `tests/unit/hybrid/test_common_properties.py` and
-`tests/integration/test_conformance.py` hold the hybrids to generation and pipelines. With a checkout of transformers at
-the installed version, `make upstream UPSTREAM='--checkout FOLDER'` adds the two mixins that are missing here; that has
-not been tried.
+Plain Mamba models return no attention weights, so they skip the tests of attention. Their hybrids run them. For Llamba
+and mamba2attn the plain class is part of this library. `tests/unit/hybrid/test_common_properties.py` and
+`tests/integration/test_conformance.py` test generation and pipelines. With a checkout of transformers at the installed
+version, `make upstream UPSTREAM='--checkout FOLDER'` adds the two missing mixins. That has not been tested.
 """
 
 

@@ -1,4 +1,4 @@
-"""Measure models side by side: prompts, arms, contrasts, efficiency, lm-eval."""
+"""Evaluate models on the same prompts: accuracy, paired tests, speed and memory, lm-eval."""
 
 from surgery.deprecated import callable_package
 

@@ -57,10 +57,10 @@ class Comparison(Section):
 
 
 def load_comparison(models: Sequence[str], overrides: Sequence[str] = ()) -> Comparison:
-    """Settings for these models, with changes such as `evaluate.examples=50`.
+    """Make the settings for these models, with overrides such as `evaluate.examples=50`.
 
     Raises:
-        RecipeError: as `load_recipe`.
+        RecipeError: as in `load_recipe`.
     """
     data = Comparison(models=("",)).model_dump(mode="json")
     for override in overrides:
@@ -72,20 +72,21 @@ def load_comparison(models: Sequence[str], overrides: Sequence[str] = ()) -> Com
 def compare_models(recipe: Comparison, folder: Path, progress: Tick | None = None) -> dict[str, Any]:
     """Evaluate every model on the same prompts, and write `results.json` and figures into `folder`.
 
-    Models with the tokenizer of the first get the same tokens, and are tested against the first prompt by prompt. A
-    model with another tokenizer gets the same documents, unless their length is counted in tokens, and is not tested.
+    Models with the same tokenizer as the first model get the same tokens, and a paired test against the first model. A
+    model with another tokenizer gets the same documents, unless their length is counted in tokens. It is not tested.
 
     Args:
-        folder: new, empty, or of an earlier comparison, which is replaced.
+        recipe: models and tasks.
+        folder: new or empty. An earlier comparison in it is replaced.
         progress: called with (done, total, model) after each task.
 
     Returns:
-        As `results.json` of a run: `arms`, `comparisons`, `skipped`, `efficiency`, `seconds`; `models` and
+        Keys as in `results.json` of a run: `arms`, `comparisons`, `skipped`, `efficiency`, `seconds`; `models` and
         `revisions` by arm.
 
     Raises:
         RunError: the folder contains something else, or another process writes into it.
-        SurgeryError: as loading and scoring.
+        SurgeryError: a model cannot be loaded or evaluated.
     """
     with hold(folder):
         inputs = {f"models.{i}": model for i, model in enumerate(recipe.models)}
@@ -112,7 +113,7 @@ def compare_models(recipe: Comparison, folder: Path, progress: Tick | None = Non
 def _evaluate(
     recipe: Comparison, bases: Mapping[str, Base], progress: Tick | None
 ) -> tuple[dict[str, Any], dict[str, PreTrainedModel]]:
-    """The results, and the models by name; no models if no efficiency is measured."""
+    """Evaluate the models. Returns the results, and the models by name if efficiency is measured."""
     tokenizers = {name: load_tokenizer(base) for name, base in bases.items()}
     for name, base in bases.items():  # all checks come before the first evaluation
         check_vocabulary(tokenizers[name], load_config(base), base.model)

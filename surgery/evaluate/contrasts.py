@@ -1,7 +1,8 @@
-"""Paired differences between arms, with intervals and exact tests, and the share of a gap that is closed.
+"""Paired differences between arms, with intervals and exact tests, and the fraction of a gap that an arm closes.
 
-Every arm gets the same prompts, so prompts are resampled and counted in pairs. Shape legend: C tasks, N prompts,
-R resamples.
+An arm is one evaluated model. All arms answer the same prompts, so tests and bootstrap are paired by prompt.
+
+Shape legend: C tasks, N prompts, R resamples.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ def contrast(arm_CN: Flags, reference_CN: Flags, seed: int = 0) -> list[dict[str
     """Compare the accuracy of an arm with a reference, on C tasks with N prompts each.
 
     Returns:
-        For each task: `difference` of the accuracies with its 95% percentile interval `low` to `high` (prompts are
-        resampled in pairs); `won` and `lost`, the prompts that only the arm, or only the reference, has right; exact
-        McNemar p-values from these: `p_better` (one-sided, the arm is better) and `p_two_sided`.
+        One dict for each task:
+
+        - `difference` of the accuracies, with its 95% percentile interval `low` to `high` (paired bootstrap).
+        - `won` and `lost`: number of prompts that only the arm, or only the reference, answers correctly.
+        - `p_better` (one-sided, the arm is better) and `p_two_sided`: exact McNemar p-values.
     """
     rows = []
     differences = bootstrap_mean(arm_CN.astype(float) - reference_CN, seed, _RESAMPLES)
@@ -40,18 +43,22 @@ def contrast(arm_CN: Flags, reference_CN: Flags, seed: int = 0) -> list[dict[str
 def contrasts(
     correct: Mapping[str, Mapping[str, Flags]], pairs: Sequence[tuple[str, str]], seed: int = 0
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """Compare pairs of arms on every task: arm -> reference -> task -> `contrast` and `significant`.
-
-    `significant`: the two-sided hypothesis is rejected at 0.05, with Holm's correction over the whole table.
+    """Compare pairs of arms on every task.
 
     Args:
-        correct: arm -> task -> (N,) right or wrong by prompt.
-        pairs: (arm, reference); pairs with a missing arm are skipped.
+        correct: arm -> task -> (N,) True for each prompt that the arm answers correctly.
+        pairs: (arm, reference). Pairs with a missing arm are skipped.
+
+    Returns:
+        arm -> reference -> task -> the result of `contrast`, with `significant`: True if the arms differ at 0.05, by
+        the two-sided test with Holm's correction over all entries.
     """
     table: dict[str, dict[str, dict[str, Any]]] = {}
     for arm, reference in [pair for pair in pairs if set(pair) <= correct.keys()]:
         by_task: dict[str, dict[str, Any]] = {}
-        for count in sorted({len(x) for x in correct[arm].values()}):  # tasks with as many prompts share resamples
+        for count in sorted(
+            {len(x) for x in correct[arm].values()}
+        ):  # tasks with the same number of prompts share resamples
             tasks = [task for task, x in correct[arm].items() if len(x) == count]
             arm_CN, reference_CN = (np.stack([correct[name][task] for task in tasks]) for name in (arm, reference))
             by_task |= dict(zip(tasks, contrast(arm_CN, reference_CN, seed), strict=True))
@@ -63,12 +70,16 @@ def contrasts(
 
 
 def gap_closed(hybrid_N: Flags, control_N: Flags, teacher_N: Flags, seed: int = 0) -> dict[str, Any]:
-    """The share of the accuracy gap between control and teacher that the hybrid closes.
+    """Fraction of the accuracy gap between control and teacher that the hybrid closes.
 
         (hybrid - control) / (teacher - control)
 
-    0 is the control, 1 the teacher; values outside are possible. The 95% percentile interval resamples prompts.
-    Resamples without a gap (1 in 40 at most) are dropped.
+    0 is the accuracy of the control, 1 that of the teacher. Values outside this range are possible. The 95% percentile
+    interval resamples prompts. Resamples without a gap (at most 1 in 40) are dropped.
+
+    Args:
+        hybrid_N: True for each prompt that the hybrid answers correctly; `control_N` and `teacher_N` likewise.
+        seed: of the bootstrap.
 
     Returns:
         `value`, `low`, `high`, `n`. If the interval of the gap includes 0: `value` None and the `reason`.

@@ -1,7 +1,7 @@
 """Measure time and memory of models: prefill, decoding, states, keys and values.
 
-Models are timed in turn, in one run, on the same random tokens. Ratios between models carry over to other machines;
-tokens per second do not.
+Models are timed alternately, in one process, on the same random tokens. Ratios between models are comparable across
+machines; tokens per second are not.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class Cost:
     Attributes:
         first_token: seconds to the first new token, median of the repeats.
         decode: seconds for each later token (all rows at once).
-        spread: the larger interquartile range of the two, divided by its median. Smaller differences mean nothing.
-        peak_bytes: peak memory of the prefill besides the weights: of CUDA's allocator, or on a CPU of all tensors that
+        spread: the larger interquartile range of the two, divided by its median. Smaller relative differences between
+            models are noise.
+        peak_bytes: peak memory of the prefill without the weights: of CUDA's allocator, or on a CPU of all tensors that
             operations create.
         state_bytes: convolution and recurrent states of all rows.
         kv_bytes: keys and values after the prompt.
@@ -52,7 +53,7 @@ class Cost:
     kv_bytes: int
 
     def as_json(self, rows: int, tokens: int) -> dict[str, float]:
-        """The entry of `results.json`, with tokens per second."""
+        """Return the entry of `results.json`, with tokens per second."""
         return {
             "rows": rows,
             "tokens": tokens,
@@ -72,12 +73,14 @@ def efficiency(
     """Measure every model at every size.
 
     Args:
-        models: arm -> model, all on one device. With `section.transformer`, a Transformer like the first is added.
+        models: arm -> model, all on one device. With `section.transformer`, a Transformer of the same size as the first
+            model is added.
+        section: the recipe's section `evaluate.efficiency`.
         progress: called with (done, total) after each size.
 
     Returns:
-        As in `results.json`: `arms`, arm -> a list of costs by size; `parameters`, arm -> count; `device`, `dtype`,
-        `threads`, and all three as text, `where`.
+        Keys as in `results.json`: `arms` (arm -> costs by size), `parameters` (arm -> count), `device`, `dtype`,
+        `threads`, and `where`, a text of the last three.
 
     Raises:
         RunError: out of memory.
@@ -113,7 +116,14 @@ def efficiency(
 
 @torch.no_grad()
 def costs(models: Mapping[str, PreTrainedModel], rows: int, tokens: int, section: Efficiency) -> dict[str, Cost]:
-    """Measure models at one size: one warm-up each, in which memory is measured, then `repeats` rounds of timings."""
+    """Measure models at one size: a warm-up of each, which measures memory, then `repeats` rounds of timings.
+
+    Args:
+        models: arm -> model.
+        rows: number of prompts in the batch.
+        tokens: length of each prompt.
+        section: the recipe's section `evaluate.efficiency`.
+    """
     vocabulary = min(model.config.get_text_config().vocab_size for model in models.values())
     ids = torch.randint(vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(0))
     training = {name: model.training for name, model in models.items()}
@@ -133,7 +143,7 @@ def costs(models: Mapping[str, PreTrainedModel], rows: int, tokens: int, section
 
 
 class _Timer:
-    """Prefills one batch of prompts and decodes greedily after it."""
+    """Prefill one batch of prompts and decode greedily after it."""
 
     def __init__(self, model: PreTrainedModel, ids_BT: Tensor) -> None:
         self.model, self.ids_BT = model, ids_BT
@@ -145,7 +155,7 @@ class _Timer:
         return output.logits[:, -1:].argmax(-1), output[self.argument]
 
     def decode(self, token_B1: Tensor, cache: Any, count: int) -> Tensor:
-        """(B,1) last of `count` more tokens."""
+        """(B,1) the last of `count` further tokens."""
         for past in range(count):
             inputs = arguments(self.model, token_B1, None, self.ids_BT.shape[1] + past)
             output = self.model(**inputs, **{self.argument: cache}, use_cache=True)
@@ -153,7 +163,7 @@ class _Timer:
         return token_B1
 
     def time(self, new_tokens: int) -> tuple[float, float]:
-        """Seconds to the first token, and for `new_tokens` more."""
+        """Measure seconds to the first token, and seconds for `new_tokens` further tokens."""
         began = self._clock()
         token_B1, cache = self.prefill()
         halfway = self._clock()
@@ -161,7 +171,7 @@ class _Timer:
         return halfway - began, self._clock() - halfway
 
     def memory(self) -> tuple[int, int, int]:
-        """Bytes of the peak besides the weights, of states, and of keys and values. Warms up both phases."""
+        """Measure bytes: the peak without the weights, the states, and keys and values. Warms up both phases."""
         gc.collect()
         if self.ids_BT.is_cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -192,10 +202,11 @@ def spread_of(values: list[float]) -> float:
 
 
 def transformer_like(config: PreTrainedConfig, parameters: int, seed: int = 0) -> PreTrainedModel:
-    """A Llama of random weights with the width, depth and vocabulary of a model, to compare costs with.
+    """Make a Llama with random weights and a model's width, depth and vocabulary, to compare costs with.
 
     Args:
-        parameters: number of parameters to approximate, by the width of the MLP.
+        config: of the model.
+        parameters: number of parameters to match approximately, by the width of the MLP.
     """
     shape = config.get_text_config()
     width, layers = shape.hidden_size, shape.num_hidden_layers

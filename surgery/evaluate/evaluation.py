@@ -31,8 +31,8 @@ class Arm:
     """Results of one model.
 
     Attributes:
-        summary: as in `results.json`: accuracies with Wilson intervals, perplexities, and `notes` if any.
-        correct: task -> (N,) right or wrong by prompt, for paired tests.
+        summary: entry of `results.json`: accuracies with Wilson intervals, perplexities, and `notes` if any.
+        correct: task -> (N,) True for each prompt that the model answers correctly, for paired tests.
     """
 
     summary: dict[str, Any]
@@ -46,14 +46,17 @@ def held_out_documents(
     context: int | None = None,
     vocab_size: int | None = None,
 ) -> dict[str, list[Document]]:
-    """Documents that `holdout` keeps from training, by the name of the data.
+    """Read the documents that `holdout` excludes from training, by the name of the data.
 
     Args:
-        limit: documents of each data set, at most.
-        context, vocab_size: limits of the model to check; not checked if None.
+        train: the recipe's section `train`, whose sources name the data.
+        tokenizer: the model's.
+        limit: maximum number of documents of each data set.
+        context: maximum number of tokens of the model; not checked if None.
+        vocab_size: of the model; not checked if None.
 
     Raises:
-        DataError: the data cannot be read, or `holdout` keeps no row.
+        DataError: the data cannot be read, or `holdout` selects no row.
     """
     held_out: dict[str, list[Document]] = {}
     done: list[Data] = []
@@ -80,8 +83,11 @@ def evaluate_model(
     """Evaluate one model. Pass the same `prompts` (or seed) for every arm.
 
     Args:
-        section: tasks and sizes; the defaults of a recipe if None.
-        prompts: generated from the section and the seed if None.
+        model: on any device.
+        tokenizer: the model's.
+        section: the recipe's section `evaluate`: tasks and sizes. Its defaults if None.
+        seed: of the prompts.
+        prompts: from `make_prompts`. Generated from the section and the seed if None.
         progress: called with (done, total) after each task.
 
     Raises:
@@ -116,14 +122,14 @@ def _insert(summary: dict[str, Any], task: str, entry: Any) -> None:
         level = level.setdefault(part, {})
     level[last] = entry
     if (entry.get("perplexity") if isinstance(entry, dict) else entry) == LARGEST:
-        note = f"{task}: the perplexity is {LARGEST:g} or more, as far as it is counted: the model has diverged"
+        note = f"{task}: the perplexity is at least {LARGEST:g}, the largest that is reported: the model has diverged"
         summary.setdefault("notes", []).append(note)
 
 
 def _scores(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: Evaluate, seed: int, prompts: PromptSet
 ) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
-    """Each task with its entry of the summary, and right or wrong by prompt."""
+    """Yield each task with its entry of the summary, and right or wrong by prompt."""
     size = section.batch_size
     for task, documents in prompts.choices.items():
         if not section.generates(task.partition("/")[0]):
@@ -159,7 +165,7 @@ def accuracy_of(correct: Tensor) -> dict[str, float]:
 
 
 def p_values(arms: Mapping[str, Arm], reference: str) -> dict[str, dict[str, float]]:
-    """Exact one-sided McNemar p-values that each other arm is right more often than `reference`, by task."""
+    """Exact one-sided McNemar tests that an arm is right more often than `reference`: arm -> task -> p-value."""
     correct = arms[reference].correct
 
     def better(arm: Arm, task: str) -> float:
@@ -169,11 +175,11 @@ def p_values(arms: Mapping[str, Arm], reference: str) -> dict[str, dict[str, flo
 
 
 def compare_arms(arms: Mapping[str, Arm], seed: int = 0) -> dict[str, Any]:
-    """Compare every arm with the base, and the hybrid with its controls, as in `results.json`.
+    """Compare every arm with the base, and the hybrid with its controls.
 
     Returns:
-        `comparisons`: arm -> reference -> task -> `contrasts.contrast` with `significant`. `gap_closed`, if there is a
-        teacher: task -> `contrasts.gap_closed` from the control (the base, if none was trained) to the teacher.
+        Entries of `results.json`. `comparisons`: the result of `contrasts`. If a teacher was evaluated, `gap_closed`:
+        task -> the result of `gap_closed`, from the control (or the base, if no control was trained) to the teacher.
     """
     flags = {name: {task: np.asarray(x, bool) for task, x in arm.correct.items()} for name, arm in arms.items()}
     pairs = [(name, "base") for name in arms if name != "base"]

@@ -1,7 +1,7 @@
 """Run tasks of lm-eval on a model in memory.
 
 lm-eval is an optional dependency, and most of its data sets are on the Hub. A task that is not available is skipped,
-and the result has the reason.
+with the reason in the result.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ _NO_LIMIT = 1 << 20  # by default lm-eval cuts prompts at 2048 tokens; state-spa
 def run_lm_eval(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: LmEval
 ) -> dict[str, dict[str, Any]]:
-    """Run each task.
+    """Run the tasks of lm-eval that the recipe lists.
 
     Args:
         model: on its device, in eval mode.
+        tokenizer: the model's.
+        section: the recipe's section `evaluate.lm_eval`.
 
     Returns:
-        Task -> lm-eval's metrics and `n` documents, or `skipped` with the reason. A group or tag has an entry for each
-        of its tasks, and its own if lm-eval aggregates it.
+        Task -> lm-eval's metrics and `n`, the number of documents; or `skipped` with the reason. A group or tag has one
+        entry for each of its tasks, and one for itself if lm-eval aggregates it.
     """
     if find_spec("lm_eval") is None:
         absent = "lm-eval is not installed: pip install 'ssm-surgery[eval]'"
@@ -42,7 +44,7 @@ def run_lm_eval(
 
     length = section.max_length or getattr(model.config, "max_position_embeddings", None) or _NO_LIMIT
     lm = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=section.batch_size, max_length=length)
-    # Some tasks cut their texts to a length in tokens, and load the tokenizer by its name.
+    # Some tasks truncate their texts to a number of tokens, and load the tokenizer by its name.
     manager = TaskManager(include_path=str(FOLDER), metadata={"tokenizer": tokenizer.name_or_path})
     results: dict[str, dict[str, Any]] = {}
     for task in section.tasks:
@@ -52,7 +54,7 @@ def run_lm_eval(
 
 
 def _why_unavailable(manager: TaskManager, task: str) -> str | None:
-    """The reason why a task cannot run; None if it can."""
+    """Return the reason why a task cannot run; None if it can."""
     if task not in manager.all_tasks:
         return "lm-eval has no task, group or tag of this name"
     try:

@@ -25,13 +25,13 @@ Maker = Callable[[Random], Document]
 
 
 def lm_eval_groups() -> dict[str, dict[str, Maker]]:
-    """Group -> task -> function that generates one document, of all registered probes with an `lm_eval_group`."""
+    """Collect the tasks of all probes with an `lm_eval_group`: group -> task -> function that generates a document."""
     groups: dict[str, dict[str, Maker]] = {}
     for name, probe in PROBES.items():
         if probe.lm_eval_group is None:
             continue
         makers = groups.setdefault(probe.lm_eval_group, {})
-        if "tokens" in probe.options:  # the tokenizer is not known: lengths are in characters
+        if "tokens" in probe.options:  # without a tokenizer, lengths are in characters
             sizes = {f"{name}_{size}k": Options(tokens=1000 * size) for size in probe.lm_eval_sizes}
         elif probe.pairs is not None:
             low, high = probe.pairs
@@ -69,9 +69,11 @@ def write_tasks(
 
 
 def row_of(document: Document) -> dict[str, Any]:
-    """One row of a task: `prompt`, expected `answers`, `choices` with the index `gold`.
+    """Make one row of a task.
 
-    In a list of answers, `given` has all but the last: ranking appends them to the prompt.
+    Returns:
+        `prompt`; expected `answers`; `bounded`, False for an answer without an end; `choices` with the index `gold` of
+        the correct one. For a list of answers, `given` is all but the last one: ranking appends it to the prompt.
     """
     questions, last = answer_list(document), document.questions[-1]
     answers, bounded = expected_answers(document)

@@ -1,7 +1,8 @@
-"""Prompts of an evaluation, the same for every arm.
+"""Generate the prompts of an evaluation, the same for every arm.
 
-Facts and sentences come in disjoint halves: a KL term may see half 0, half 1 is held out. Both are reported. The name
-of a task has its sizes after slashes: `kv_retrieval/16`, `needle_single/512/0.25` (tokens, depth).
+Facts and sentences are split into two disjoint halves. Training may use the first half, in KL terms; the second is held
+out. Both are reported. Sizes follow the name of a task after slashes: `kv_retrieval/16` (pairs),
+`needle_single/512/0.25` (tokens, depth).
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class PromptSet:
     Attributes:
         choices: questions with choices, ranked by likelihood.
         texts: texts for perplexity.
-        held_out: documents that `holdout` keeps from training.
-        generation: questions without choices: the answer is generated, and its tokens are counted.
+        held_out: documents that `holdout` excludes from training.
+        generation: questions without choices. The answer is generated, and accuracy is also measured per token.
     """
 
     choices: Mapping[str, Sequence[Document]]
@@ -44,11 +45,13 @@ class PromptSet:
     def batches(
         self, task: str, tokenizer: PreTrainedTokenizerBase, size: int, with_answers: bool
     ) -> list[EncodedBatch]:
-        """Left-padded batches of a task, encoded once for all arms: they have the same tokenizer.
+        """Left-padded batches of a task. They are encoded once for all arms, which must have the same tokenizer.
 
         Args:
-            size: documents of a batch.
-            with_answers: include the answers, as `generate_answers` takes them; else end at the query, for `ranked`.
+            task: its name.
+            tokenizer: of all arms.
+            size: number of documents in a batch.
+            with_answers: include the answers, for `generate_answers`. Otherwise end at the query, for `ranked`.
         """
         key = (task, size, with_answers)
         if key not in self._encoded:
@@ -64,15 +67,17 @@ def make_prompts(
     held_out: Mapping[str, Sequence[Document]] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> PromptSet:
-    """Generate all prompts of an evaluation, from the evaluation splits: training never sees one of them.
+    """Generate all prompts of an evaluation from the evaluation splits, which training never uses.
 
     Args:
-        held_out: documents of the user's own data, by name: `held_out_documents`.
-        tokenizer: tokenizer of the base, for tasks whose text depends on one (mqar, phonebook, needles).
+        section: the recipe's section `evaluate`.
+        seed: of the prompts.
+        held_out: documents of the user's own data by name, from `held_out_documents`.
+        tokenizer: tokenizer of the base, for tasks whose text depends on it (mqar, phonebook, needles).
 
     Raises:
-        ProbeError: more pairs than there are values, a length that is too short for the needles, or no tokenizer where
-            a task needs one.
+        ProbeError: a task has more pairs than values, its length is too short for its needles, or it needs a tokenizer
+            and none was passed.
     """
     prompts: dict[str, dict[str, Sequence[Document]]] = {"choices": {}, "generation": {}, "perplexity": {}}
     for entry in section.tasks:
@@ -92,7 +97,7 @@ def make_prompts(
 def _sizes(
     entry: EvaluationTask, default_pairs: Sequence[int], tokenizer: PreTrainedTokenizerBase | None
 ) -> Iterator[tuple[str, str, Options]]:
-    """Each size of a task: its name, the key of its seed, and the options of its documents."""
+    """Yield each size of a task: its name, the key of its seed, and the options of its documents."""
     options = Options(hops=entry.hops, needles=entry.needles, tokenizer=tokenizer)
     task, key = entry.task, entry.probe.seed_name
     if "tokens" in entry.probe.options:

@@ -49,7 +49,11 @@ def export_model(
         folder: new, empty, or an earlier export, which is replaced. Any other folder is refused.
         section: format and precision; the defaults of `Export` if None.
         card: text of README.md.
-        plan, heads, recipe_yaml, results, figures: documents to store beside the weights.
+        plan: stored as plan.json.
+        heads: stored as heads.json.
+        recipe_yaml: stored as recipe.yaml.
+        results: stored as results.json.
+        figures: folder of figures to copy.
         overwrite: deprecated, without effect.
         page: the run's `report.html`.
 

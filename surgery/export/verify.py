@@ -40,8 +40,9 @@ def verify_folder(folder: Path | str, trust_remote_code: bool = False, plugins: 
         - `tensors`: number of tensors that were checked; None if the format does not report it.
         - `agree`: names of the documents that name the same splice.
         - `not_checked`: one sentence for each check that was skipped, such as for exports of older versions.
-        - Quantities of the format. For `transformers`: `max_logit_difference`, as a fraction of the logits' standard
-          deviation, and `generated_tokens`, the number that agree.
+        - Quantities of the format. `transformers` adds the next two.
+        - `max_logit_difference`: as a fraction of the standard deviation of the logits.
+        - `generated_tokens`: number of generated tokens that agree.
 
     Raises:
         ModelError: a file is missing, changed or not listed; a tensor is not finite or not silent; documents disagree;

@@ -1,4 +1,4 @@
-"""Schema of analysis recipes: a model is evaluated with parts of it removed (arXiv 2504.18574)."""
+"""Schema of analysis recipes, which evaluate a model with parts of it removed (arXiv 2504.18574)."""
 
 from __future__ import annotations
 
@@ -17,34 +17,32 @@ Layers = Positive | Literal["minimal"] | None
 
 
 class Swap(Section):
-    """Replace the mixer of one layer by attention of the teacher."""
+    """Replace the mixer of one layer by the teacher's attention."""
 
     layer: Layer
     teacher_layer: Layer | None = Field(
-        None, description="Layer of the teacher. By default the layer of the same number."
+        None, description="Layer of the teacher. By default the layer with the same number."
     )
-    with_block: bool = Field(False, description="Replace the norms and the MLP of that layer too.")
+    with_block: bool = Field(False, description="Also replace the norms and the MLP of that layer.")
 
 
 class Change(Section):
-    """One of the paper's procedures. The model is changed while it runs; its weights are not."""
+    """One change of the model, as in the paper's experiments. Weights stay the same."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_]*$", description="Names the arm.")
-    disable: tuple[str, ...] = Field(
-        (), description="Heads whose contribution is removed at every token, such as L17H24."
-    )
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_]*$", description="Name of the arm in tables and results.")
+    disable: tuple[str, ...] = Field((), description="Heads to ablate at every token, such as L17H24.")
     keep: tuple[str, ...] = Field(
-        (), description="Remove every other head in the layers of these heads. MLPs and other layers stay."
+        (), description="Heads to keep: all other heads in their layers are ablated. MLPs and other layers stay."
     )
     keep_in: tuple[Layer, ...] = Field(
-        (), description="Layers in which only the heads of `keep` stay. By default the layers of those heads."
+        (), description="Layers in which all heads except those of `keep` are ablated. By default the layers of `keep`."
     )
     drop: tuple[Layer, ...] = Field((), description="Layers to skip, mixer and MLP.")
     layers: Layers = Field(
-        None, description="Run only this many first layers. `minimal`: the result of the sweep `prune`."
+        None, description="Number of layers to run, from the first. `minimal`: the number that the sweep `prune` finds."
     )
-    mask_last_row: bool = Field(False, description="Mask the last row of attention in every attention layer.")
-    swap: Swap | None = Field(None, description="Replace one layer by a layer of the teacher (Llamba only).")
+    mask_last_row: bool = Field(False, description="Mask the last row of every attention matrix.")
+    swap: Swap | None = Field(None, description="Replace one layer by the teacher's attention (Llamba only).")
 
     @model_validator(mode="after")
     def _changes_something(self) -> Change:
@@ -52,9 +50,7 @@ class Change(Section):
         kept = {HeadId.parse(head).layer for head in self.keep}
         others = disabled or kept or self.keep_in or self.drop or self.layers or self.mask_last_row
         if not (others or self.swap):
-            raise ValueError(
-                "it changes nothing: set `disable`, `keep`, `keep_in`, `drop`, `layers`, `mask_last_row` or `swap`"
-            )
+            raise ValueError("no effect: set `disable`, `keep`, `keep_in`, `drop`, `layers`, `mask_last_row` or `swap`")
         if others and self.swap:
             raise ValueError("`swap` cannot be combined with other keys")
         if self.keep_in and not kept <= set(self.keep_in):
@@ -65,15 +61,22 @@ class Change(Section):
 
 
 class Sweep(Section):
-    """Apply one procedure to every layer or head in turn. Each is an arm, such as `drop_03`."""
+    """Apply one change to every layer or head in turn. Each result is one arm, such as `drop_03`."""
 
     kind: Literal["prune", "drop_one", "disable_one", "swap_one"] = Field(
-        description="`prune`: run only the first layers (`prune_03`: three). The others change one layer or head."
+        description="`prune`: run only the first layers (`prune_03`: the first three). `drop_one`, `disable_one`, "
+        "`swap_one`: change one layer or head."
     )
-    layers: Layers = Field(None, description="drop_one, disable_one: run only this many first layers, or `minimal`.")
-    heads: str | None = Field(None, description="disable_one: a heads.json of `surgery locate`. By default every head.")
-    top: Positive | None = Field(None, description="disable_one: number of heads, from the first of that order.")
-    with_block: bool = Field(False, description="swap_one: replace norms and MLPs too.")
+    layers: Layers = Field(
+        None, description="drop_one, disable_one: number of layers to run, from the first, or `minimal`."
+    )
+    heads: str | None = Field(
+        None, description="disable_one: heads.json of `surgery locate`, which sets the order. By default every head."
+    )
+    top: Positive | None = Field(
+        None, description="disable_one: number of heads, from the first in the order of `heads`."
+    )
+    with_block: bool = Field(False, description="swap_one: also replace norms and MLPs.")
 
     @model_validator(mode="after")
     def _fields_have_a_meaning(self) -> Sweep:
@@ -94,9 +97,7 @@ class AnalysisRecipe(Section):
     changes: tuple[Change, ...] = ()
     sweeps: tuple[Sweep, ...] = ()
     teacher: Teacher | None = Field(None, description="Model whose layers `swap` and `swap_one` insert.")
-    margin: float = Field(
-        0.05, ge=0, lt=1, description="Loss of KV-retrieval accuracy that is allowed for the minimal model."
-    )
+    margin: float = Field(0.05, ge=0, lt=1, description="Largest loss of KV-retrieval accuracy of the minimal model.")
     evaluate: Evaluate = Evaluate()
     hardware: Hardware = Hardware()
     plugins: Plugins = ()
@@ -105,15 +106,15 @@ class AnalysisRecipe(Section):
     def _names_differ(self) -> AnalysisRecipe:
         names, kinds = [change.name for change in self.changes], [sweep.kind for sweep in self.sweeps]
         if not names + kinds:
-            raise ValueError("nothing is changed: set `changes`, `sweeps` or both")
+            raise ValueError("an analysis needs a change: set `changes`, `sweeps` or both")
         if len({"base", *names}) <= len(names):
             raise ValueError("every change needs a unique name other than `base`")
         if len(set(kinds)) < len(kinds):
-            raise ValueError("the same sweep is listed twice")
+            raise ValueError(f"`sweeps` lists a kind twice: {', '.join(kinds)}. List each once")
         return self
 
     @model_validator(mode="after")
-    def _asks_what_is_compared(self) -> AnalysisRecipe:
+    def _tasks_are_fixed(self) -> AnalysisRecipe:
         if self.evaluate.tasks != DEFAULT_TASKS or self.evaluate.generate or self.evaluate.lm_eval is not None:
             raise ValueError("an analysis has fixed tasks: remove `evaluate.tasks`, `generate` and `lm_eval`")
         return self
@@ -126,7 +127,11 @@ class AnalysisRecipe(Section):
             raise ValueError("`layers: minimal` needs the sweep `prune`: add it")
         swaps = "swap_one" in kinds or any(change.swap for change in self.changes)
         if swaps != (self.teacher is not None):
-            raise ValueError("`swap` and `swap_one` need `teacher`, and only they use it")
+            raise ValueError(
+                "`swap` and `swap_one` need `teacher`: set it"
+                if swaps
+                else "only `swap` and `swap_one` use `teacher`: remove it"
+            )
         if self.teacher is not None and self.teacher.donors:
-            raise ValueError("`teacher.donors` is for splicing heads: set the layer in `swap.teacher_layer`")
+            raise ValueError("an analysis does not use `teacher.donors`: set the layer in `swap.teacher_layer`")
         return self

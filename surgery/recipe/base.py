@@ -1,4 +1,4 @@
-"""The models of a recipe: the base, a teacher, a control."""
+"""Schema of the models in a recipe: base, teacher and control."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from surgery.types import HeadId
 
 
 class Checkpoint(Section):
-    """A model that is only read."""
+    """A model to compare with or to copy from. It is never changed."""
 
     model: str = Field(description="Checkpoint folder, or Hub id.")
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub id.")
@@ -25,18 +25,18 @@ class Base(Section):
 
     model: str = Field(description="Checkpoint folder, or Hub id.")
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub id.")
-    tokenizer: str | None = Field(None, description="Folder or Hub id of the tokenizer, if it is not with the model.")
+    tokenizer: str | None = Field(None, description="Folder or Hub id of the tokenizer. By default that of the model.")
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field(
         "float32", description="Dtype of the weights in memory."
     )
     trust_remote_code: bool = Field(False, description="Run modelling code that comes with the checkpoint.")
     channels_per_head: Positive | None = Field(
-        None, description="Mamba-1 has channels instead of heads: how many channels form one head. 64 if not set."
+        None, description="Mamba-1 only, which has channels and no heads: channels per head. By default 64."
     )
 
 
 def as_base(checkpoint: Checkpoint) -> Base:
-    """Return the same checkpoint as a `Base`, which the loader takes."""
+    """Return the checkpoint as a `Base`, the type that the loader accepts."""
     return Base(model=checkpoint.model, revision=checkpoint.revision, dtype=checkpoint.dtype)
 
 
@@ -45,7 +45,7 @@ class Teacher(Checkpoint):
 
     donors: dict[str, str] = Field(
         {},
-        description="The teacher's head for a head of the base, such as {L17H3: L17H24}; by default the same name.",
+        description="Teacher head for a head of the base, such as {L17H3: L17H24}. By default the same name.",
     )
 
     @field_validator("donors")

@@ -1,4 +1,4 @@
-"""The tasks of an evaluation, and how they are run."""
+"""Schema of the section `evaluate`: tasks and their sizes. See docs/EVALUATE.md."""
 
 from __future__ import annotations
 
@@ -15,28 +15,39 @@ class Efficiency(Section):
     """Time and memory of every arm, compared with the base and a Transformer of the same width."""
 
     lengths: tuple[Positive, ...] = Field((128, 1024), min_length=1, description="Prompt lengths in tokens.")
-    batch_sizes: tuple[Positive, ...] = Field((1,), min_length=1, description="Prompts at once.")
+    batch_sizes: tuple[Positive, ...] = Field((1,), min_length=1, description="Prompts per batch.")
     new_tokens: Positive = Field(16, description="Tokens to generate after each prompt.")
-    repeats: Positive = Field(5, description="Timings of each model and size, interleaved; the median counts.")
+    repeats: Positive = Field(5, description="Timings per model and size, interleaved. The median is reported.")
     transformer: bool = Field(
-        True, description="Also time a Transformer of random weights with the same width, depth and parameters."
+        True,
+        description="Also time a randomly initialised Transformer of the same width, depth and number of parameters.",
     )
 
 
 class EvaluationTask(Section):
-    """One task of an evaluation, at one size or several. docs/EVALUATE.md shows each."""
+    """One task of an evaluation, at one or several sizes. docs/EVALUATE.md shows each task."""
 
     task: Annotated[str, NameOf(PROBES, keep=lambda probe: probe.evaluates)]
     pairs: tuple[Pairs, ...] | None = Field(
-        None, min_length=1, description="Pairs of a prompt, or pieces of copying; `evaluate.pairs` by default."
+        None,
+        min_length=1,
+        description="Key-value pairs per prompt, or pieces for copying. By default `evaluate.pairs`.",
     )
-    tokens: tuple[Positive, ...] = Field((512,), min_length=1, description="needle_*: prompt lengths, at most.")
+    tokens: tuple[Positive, ...] = Field(
+        (512,), min_length=1, description="needle_*: maximum prompt lengths in tokens."
+    )
     depths: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(
-        (0.0, 0.25, 0.5, 0.75, 1.0), min_length=1, description="needle_*: share of the text before the needle."
+        (0.0, 0.25, 0.5, 0.75, 1.0),
+        min_length=1,
+        description="needle_*: depths of the needle, as shares of the text before it.",
     )
-    needles: Annotated[int, Field(ge=2, le=16, strict=True)] = Field(4, description="needle_multi_*: hidden numbers.")
-    hops: Annotated[int, Field(ge=2, le=20, strict=True)] = Field(2, description="multi_hop: lines to the number.")
-    examples: Positive | None = Field(None, description="Prompts of each size; `evaluate.examples` by default.")
+    needles: Annotated[int, Field(ge=2, le=16, strict=True)] = Field(
+        4, description="needle_multi_*: number of needles."
+    )
+    hops: Annotated[int, Field(ge=2, le=20, strict=True)] = Field(
+        2, description="multi_hop: lines from the question to its answer."
+    )
+    examples: Positive | None = Field(None, description="Prompts per size. By default `evaluate.examples`.")
 
     @property
     def probe(self) -> Probe:
@@ -62,11 +73,11 @@ class EvaluationTask(Section):
         }
         for name in self._changed():
             if not accepted[name]:
-                raise ValueError(f"{self.task} has no `{name}`")
+                raise ValueError(f"{self.task} does not use `{name}`: remove it")
         return self
 
     def _changed(self) -> dict[str, Any]:
-        """The fields that differ from their defaults."""
+        """Fields that differ from their defaults."""
         fields = type(self).model_fields
         return {name: getattr(self, name) for name in fields if getattr(self, name) != fields[name].default}
 
@@ -85,7 +96,7 @@ DEFAULT_TASKS = tuple(
 )  # fmt: skip
 
 
-# Tasks of the papers that this toolkit reproduces. Most of their data sets are on the Hub.
+# Tasks of the reproduced papers. Most of their data sets are on the Hub.
 PAPER_TASKS = (
     "mmlu", "mmlu_continuation", "gsm8k", "bbh", "winogrande", "openbookqa", "piqa", "hellaswag", "arc_easy",
     "arc_challenge", "swde", "fda", "squad_completion", "ruler",
@@ -93,19 +104,21 @@ PAPER_TASKS = (
 
 
 class LmEval(Section):
-    """Tasks of lm-eval. A task whose data is not available is skipped, and the result has the reason."""
+    """Tasks of lm-eval. If the data of a task is not available, it is skipped and the results give the reason."""
 
     tasks: tuple[str, ...] = Field(
-        PAPER_TASKS, min_length=1, description="Tasks, groups or tags; `surgery_retrieval` is this toolkit's own."
+        PAPER_TASKS, min_length=1, description="Tasks, groups or tags. `surgery_retrieval` is a group of this toolkit."
     )
-    limit: Positive | None = Field(None, description="Documents of each task, from the first; all by default.")
+    limit: Positive | None = Field(
+        None, description="Maximum number of documents per task, from the first. By default all."
+    )
     num_fewshot: Annotated[int, Field(ge=0, le=1000, strict=True)] | None = Field(
-        None, description="Examples in the prompt; the task's own number by default."
+        None, description="Few-shot examples per prompt. By default those of the task."
     )
     batch_size: Positive = 8
     max_length: Positive | None = Field(
         None,
-        description="Longest prompt in tokens; longer prompts lose their beginning. The config's limit by default.",
+        description="Maximum prompt length in tokens; longer ones are cut at the start. By default the config's limit.",
     )
 
 
@@ -120,10 +133,10 @@ class Evaluate(Section):
         DEFAULT_TASKS, min_length=1, description="Tasks to evaluate: names, or names with sizes."
     )
     generate: bool | tuple[str, ...] = Field(
-        False, description="Also generate answers, besides ranking choices: for all tasks, or for these."
+        False, description="Also generate answers, besides ranking choices: `true` for all tasks, or a list of tasks."
     )
     lm_eval: LmEval | None = Field(None, description="Also evaluate tasks of lm-eval.")
-    efficiency: Efficiency | None = Field(None, description="Also measure time and memory; not measured by default.")
+    efficiency: Efficiency | None = Field(None, description="Also measure time and memory. By default not measured.")
 
     @model_validator(mode="after")
     def _tasks_are_known(self) -> Evaluate:
@@ -133,12 +146,12 @@ class Evaluate(Section):
         listed = self.generate if isinstance(self.generate, tuple) else ()
         unknown = sorted(set(listed) - {entry.task for entry in self.tasks if entry.probe.scoring != "perplexity"})
         if unknown:
-            raise ValueError(f"`generate` names {unknown[0]}, which is not among the `tasks` that have answers")
+            raise ValueError(f"`generate` lists {unknown[0]}, which is not among the `tasks` with answers. Remove it")
         for entry in self.tasks:
             if entry.probe.pairs is not None and "tokens" not in entry.probe.options:
                 entry.probe.check_pairs(*(entry.pairs or self.pairs))
         return self
 
     def generates(self, task: str) -> bool:
-        """True if the answers of this task are generated too."""
+        """Whether the answers of this task are generated too."""
         return self.generate if isinstance(self.generate, bool) else task in self.generate

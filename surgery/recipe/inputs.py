@@ -7,7 +7,7 @@ from typing import Any
 
 from surgery.recipe.section import Section
 
-_READ = ("model", "tokenizer", "path", "heads")  # keys of a recipe that may name a file or folder
+_READ = ("model", "tokenizer", "path", "heads")  # recipe keys whose value may be a file or folder
 
 
 def inputs_of(recipe: Section, file: Path | None = None) -> dict[str, str]:
@@ -15,7 +15,7 @@ def inputs_of(recipe: Section, file: Path | None = None) -> dict[str, str]:
 
     Args:
         recipe: any kind of recipe.
-        file: the recipe's own file, to be listed as `recipe`.
+        file: the recipe's own file, listed under the key `recipe`.
 
     Returns:
         Path or Hub id by key, such as `base.model`.

@@ -26,8 +26,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: type[R] =
 
     Args:
         path: YAML file.
-        overrides: `key.path=value` words. Values are YAML.
-        kind: class of the recipe.
+        overrides: `key.path=value` strings, with values in YAML.
+        kind: class of the recipe: `Recipe`, `PretrainRecipe` or `AnalysisRecipe`.
 
     Raises:
         RecipeError: the file is missing or not YAML, or a key is unknown, duplicate or has an invalid value.
@@ -41,17 +41,17 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: type[R] =
 
 
 def plugin_modules(data: dict[str, Any]) -> list[str]:
-    """The modules that a recipe lists under `plugins`. Validation refuses other names."""
+    """List the modules under `plugins` of a recipe. Validation reports names that are no modules."""
     listed = data.get("plugins")
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     return [name for name in names if all(part.isidentifier() for part in name.split("."))]
 
 
 def shipped(name: str) -> Path:
-    """Find a recipe that comes with the package, or lies in `recipes/` of a checkout.
+    """Find a recipe that is installed with the package, or in `recipes/` of a checkout.
 
     Raises:
-        RecipeError: it is in neither place.
+        RecipeError: there is no such recipe.
     """
     package = Path(__file__).parents[1]
     for folder in (package / "recipes", package.parent / "recipes"):
@@ -66,8 +66,8 @@ AnyRecipe = Recipe | PretrainRecipe | AnalysisRecipe
 def load_any(path: Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     """Load any kind of recipe.
 
-    A recipe with `changes` or `sweeps` is an analysis. A recipe with `model` and without `base` is a pretraining. Any
-    other is a run.
+    The kind follows from the keys: `changes` or `sweeps` make an `AnalysisRecipe`, `model` without `base` makes a
+    `PretrainRecipe`, and all others a `Recipe`.
     """
     try:
         data = read_mapping(path)
@@ -81,7 +81,7 @@ def load_any(path: Path, overrides: Sequence[str] = ()) -> AnyRecipe:
 
 
 def check_recipe(data: dict[str, Any], kind: type[R] = Recipe) -> R:  # type: ignore[assignment]
-    """Validate plain data.
+    """Validate a recipe given as plain data (dicts, lists and scalars).
 
     Raises:
         RecipeError: a key or value is invalid, or a value holds an access token. Further errors are listed by key.
@@ -100,5 +100,5 @@ def check_recipe(data: dict[str, Any], kind: type[R] = Recipe) -> R:  # type: ig
 
 
 def to_yaml(recipe: AnyRecipe) -> str:
-    """Dump a recipe with all defaults."""
+    """Return a recipe as YAML, with all defaults."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)

@@ -1,4 +1,4 @@
-"""What is measured of every head, and how heads are ranked. The methods: docs/LOCATE.md."""
+"""Schema of the section `locate`: how every head is measured. See docs/LOCATE.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Search(Section):
     """Stop measuring heads that cannot be among the best."""
 
     first: Positive = Field(
-        32, description="Prompts before heads are dropped for the first time. Each next round has twice as many."
+        32, description="Prompts before the first heads are dropped. Each further round doubles the number."
     )
     risk: float = Field(
         0.05, gt=0, lt=1, description="Probability of dropping one of the best heads, over the whole search."
@@ -32,22 +32,24 @@ class Locate(Section):
     methods: tuple[Method, ...] = Field(
         ("ablation", "query", "context", "sharpen"),
         min_length=1,
-        description="Measurements of every head (docs/LOCATE.md). `sharpen` is the oracle read. [query, sharpen] takes "
-        "one decode step a head: for large models on small machines.",
+        description="Measurements of every head (docs/LOCATE.md). `sharpen` is the oracle read. [query, sharpen] needs "
+        "one decode step per head, which suits large models on small machines.",
     )
     pairs: Pairs = Field(24, description="Key-value pairs per prompt. Choose it so that the base scores 0.6-0.95.")
     examples: Positive = Field(128, description="Number of prompts.")
     batch_size: Positive = Field(32, description="Prompts per batch.")
     where: Where = Field("everywhere", description="Tokens at which `ablation` removes a head.")
     fill: Fill = Field(
-        "zero", description="What replaces an ablated head: zeros, its mean over the prompts, or another prompt's."
+        "zero",
+        description="Replacement for the output of an ablated head: zeros, its mean over the prompts, or its output on "
+        "another prompt.",
     )
-    layers: bool = Field(False, description="Measure each layer as a whole too.")
+    layers: bool = Field(False, description="Also measure each layer as a whole.")
     search: Search | None = Field(None, description="Stop measuring heads that cannot be among the best.")
-    top_k: Positive = Field(12, description="Heads that stay candidates for the second and further choices.")
+    top_k: Positive = Field(12, description="Best heads that are candidates for the second and further chosen heads.")
     backups: int = Field(
-        0, ge=0, le=10**9, strict=True, description="Redundancy: how many of the most necessary heads to ablate one "
-        "after the other, each given those before, and to ablate in pairs of Gather and Aggregate heads."
+        0, ge=0, le=10**9, strict=True, description="Redundancy: number of heads to ablate cumulatively, the most "
+        "important first. Pairs of Gather and Aggregate heads are ablated too. By default not measured."
     )  # fmt: skip
 
     @field_validator("methods")

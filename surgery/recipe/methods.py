@@ -1,6 +1,6 @@
-"""The registry of locating methods: what each one measures, and what it costs.
+"""Registry of locating methods, with their columns, units and costs. Imports no torch.
 
-Recipes, tables, figures and pages are derived from it. It imports no torch.
+Recipes, tables, figures and pages are derived from it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Method:
     needs_text: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("__module__", "__qualname__"):  # what the registry names in errors
+        for name in ("__module__", "__qualname__"):  # shown in the registry's errors
             object.__setattr__(self, name, getattr(self.measure, name))
 
     @property

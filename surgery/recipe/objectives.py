@@ -1,4 +1,4 @@
-"""Registry of training objectives, and what a recipe has to know about each of them. Loads no torch."""
+"""Registry of training objectives, with what a recipe needs to know about each. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from surgery.registry import Registry
 
-# What an objective may need besides the batch and the model's logits.
+# Inputs that an objective may need besides the batch and the model's logits.
 NEEDS = frozenset(
     {
         "answers",  # documents with answers
@@ -25,16 +25,17 @@ NEEDS = frozenset(
 
 
 class ObjectiveInfo:
-    """What a recipe knows about an objective; `surgery.train.objectives.Objective` adds how it is computed.
+    """Description of an objective for recipes. `surgery.train.objectives.Objective` adds the computation.
 
     Attributes:
         name: set by `register_objective`.
         description: one sentence for the schema of recipes.
-        label: name in the figure of the losses; `name` if empty.
+        label: name in figures of losses; `name` if empty.
         needs: names from `NEEDS`.
-        in_nats: a cross-entropy or divergence of next-token distributions, in nats a token. Training stops if it grows.
-        starts_at_zero: the loss of the untrained model is 0, so it may grow.
-        uses_temperature: the loss is multiplied by the square of `distil.temperature`.
+        in_nats: True for a cross-entropy or divergence of next-token distributions, in nats per token. Training stops
+            if it grows.
+        starts_at_zero: True if the loss of the untrained model is 0, so that it may grow.
+        uses_temperature: True if the loss is multiplied by the square of `distil.temperature`.
     """
 
     name: str
@@ -47,20 +48,20 @@ class ObjectiveInfo:
 
     @property
     def needs_splice(self) -> bool:
-        """It compares the attention of spliced heads: a model without a splice is trained without it."""
+        """Whether it compares the attention of spliced heads. A model without a splice is trained without it."""
         return bool({"model.attention", "model.full_attention"} & set(self.needs))
 
     @property
     def needs_teacher(self) -> bool:
-        """It compares with a teacher."""
+        """Whether it compares with a teacher."""
         return any(need.startswith("teacher.") for need in self.needs)
 
     def count(self, batch: Any) -> int:
-        """Number of terms of the loss in a batch."""
+        """Count the terms of the loss in a batch (a `surgery.data.encoding.EncodedBatch`)."""
         raise NotImplementedError
 
     def loss(self, inputs: Any) -> Any:
-        """Sum of the loss over its terms."""
+        """Compute the sum of the loss over its terms, from a `surgery.train.objectives.ObjectiveInputs`."""
         raise NotImplementedError
 
 
@@ -68,5 +69,5 @@ OBJECTIVES: Registry[ObjectiveInfo] = Registry("objective", ("surgery.train.obje
 
 
 def needs_of(names: Iterable[str]) -> set[str]:
-    """What any of these objectives needs."""
+    """Collect the `needs` of these objectives."""
     return {need for name in names for need in OBJECTIVES[name].needs}

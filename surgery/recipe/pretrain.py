@@ -45,7 +45,7 @@ class TinyMamba2(Section):
 
 
 class TinyTransformer(Section):
-    """Shape of a small Transformer (Llama architecture), to be used as a teacher."""
+    """Shape of a small Transformer (Llama architecture) to use as a teacher."""
 
     kind: Literal["llama"]
     hidden_size: Positive = 128
@@ -57,7 +57,7 @@ class TinyTransformer(Section):
     looks_back: tuple[Positive, ...] = Field(
         (),
         description="Initialise heads of the first layer to read the token this many positions back, one number per "
-        "head. A Mamba has this by its short convolution. Adds biases to the projections.",
+        "head, as the short convolution of a Mamba does. Adds biases to the projections.",
     )
     vocab_size: int = Field(1024, ge=300, le=2000, description="Maximum number of tokens in the vocabulary.")
 
@@ -77,7 +77,7 @@ class TinyTransformer(Section):
 
 
 def _kind(value: Any) -> str:
-    """A model is a Mamba-2 by default."""
+    """Kind of a model; `mamba2` by default."""
     return str(value.get("kind", "mamba2") if isinstance(value, dict) else getattr(value, "kind", "mamba2"))
 
 

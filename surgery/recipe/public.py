@@ -1,4 +1,4 @@
-"""Model names in recipes, and the form of a recipe that can be published."""
+"""Parse model names in recipes, and remove local paths from recipes that are published."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from surgery.recipe.sources import Source
 
 
 def source_of(model: str, revision: str | None) -> tuple[str, str | None]:
-    """Split a folder or Hub id from its revision, which may follow it: `repo@revision`.
+    """Split `repo@revision` into a Hub id and its revision. Folders are returned unchanged.
+
+    Args:
+        model: folder or Hub id.
+        revision: the recipe's `revision`, which is returned if `model` has none.
 
     Raises:
-        ModelError: two revisions, or none after the @.
+        ModelError: `model` and `revision` name different revisions, or the @ is followed by nothing.
     """
     name, at, written = model.partition("@")
     if not at or Path(model).exists() or not is_hub_id(name):
@@ -23,16 +27,17 @@ def source_of(model: str, revision: str | None) -> tuple[str, str | None]:
     if not written:
         raise ModelError("base.model", model, "The revision after the @ is empty. Use repo@revision.")
     if revision not in (None, written):
-        raise ModelError("base.revision", revision, f"base.model has another one: {model}. Set it once.")
+        raise ModelError("base.revision", revision, f"base.model names another revision: {model}. Remove one of them.")
     return name, written
 
 
 def is_hub_id(model: str) -> bool:
+    """Whether a model is `owner/name` on the Hub rather than a local path."""
     return not Path(model).exists() and model.count("/") == 1 and not model.startswith((".", "~", "/"))
 
 
 def public_name(model: str) -> str:
-    """Return a Hub id without its revision, or the last part of a path (the run's name where that is `export`)."""
+    """Return a Hub id without its revision, or the last part of a path. `runs/NAME/export` becomes NAME."""
     model, _ = source_of(model, None)
     if model.count("/") == 1 and not Path(model).exists():
         return model
@@ -41,9 +46,9 @@ def public_name(model: str) -> str:
 
 
 def public_recipe(recipe: Recipe) -> Recipe:
-    """Return the recipe in the form for publishing: folders and files of this machine become their last part.
+    """Return a recipe that can be published: every local path is replaced by its last part.
 
-    Revisions stay. One after a model's id moves to its `revision`; a tokenizer has no such key and keeps it.
+    Revisions stay. `repo@revision` of a model is split into `model` and `revision`; a tokenizer keeps the @.
     """
     base = _named(recipe.base)
     if base.tokenizer:

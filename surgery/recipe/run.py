@@ -15,17 +15,17 @@ from surgery.recipe.train import Train
 
 
 class Recipe(Section):
-    """Settings of a run, from a pretrained model to an exported hybrid, or of training a hybrid further."""
+    """Settings of a run: turn a pretrained model into an exported hybrid, or train a hybrid further."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$", description="Names the run folder, runs/NAME.")
     seed: Seed = 0
     base: Base
     locate: Locate = Locate()
-    splice: Splice | None = Field(Splice(), description="What is spliced. null if the base is a hybrid already.")
+    splice: Splice | None = Field(Splice(), description="Heads to splice. null if the base is a hybrid already.")
     control: Checkpoint | None = Field(
         None,
-        description="Only with `splice: null`: a model without a splice that is trained in the same way, such as the "
-        "hybrid's own base. By default no control is trained.",
+        description="With `splice: null`: a model without a splice to train the same way, such as the hybrid's base. "
+        "By default no control is trained.",
     )
     train: Train
     evaluate: Evaluate = Evaluate()
@@ -37,13 +37,13 @@ class Recipe(Section):
     def _choice_is_measured(self) -> Recipe:
         select = self.splice.select if self.splice is not None else ""
         if select in RANKINGS and RANKINGS[select].name not in self.locate.methods:
-            raise ValueError(f"splice.select: {select} needs {RANKINGS[select].name} in locate.methods.")
+            raise ValueError(f"splice.select: {select} needs {RANKINGS[select].name} in locate.methods. Add it")
         return self
 
     @model_validator(mode="after")
     def _control_is_the_base(self) -> Recipe:
         if self.control is not None and self.splice is not None:
-            raise ValueError("`control` needs `splice: null`: with a splice the base itself is the control")
+            raise ValueError("`control` needs `splice: null`. With a splice the base is the control: remove `control`")
         return self
 
     @property

@@ -1,8 +1,8 @@
-"""Base class of every section of a recipe, shared numbers, and renamed keys.
+"""Base class of all recipe sections, shared number types, and renamed keys.
 
 To rename a key: rename the field, and add `old: new` to `renamed` of its section. Recipes, overrides and constructor
-calls with the old key then work with a warning. `keys_of_0_1` puts the old keys back for hashes, so that finished
-stages stay finished and checkpoints still match.
+calls with the old key then work with a warning. `keys_of_0_1` restores the old keys for hashes, so that finished
+stages stay valid and checkpoints still match.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Annotated, Any, ClassVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0, le=10**9, strict=True)]
-Tokens = Annotated[int, Field(gt=0, le=10**15, strict=True)]  # of a whole training
+Tokens = Annotated[int, Field(gt=0, le=10**15, strict=True)]  # of a whole stage
 Pairs = Annotated[int, Field(ge=2, le=100, strict=True, description="Values are distinct integers 0-99.")]
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 
 Module = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
 Plugins = Annotated[
     tuple[Module, ...],
-    Field(description="Modules on the import path that register probes, objectives or other parts. They are run."),
+    Field(description="Modules on the import path that register probes, objectives or other parts. Imports run code."),
 ]
 
 
 class RenamedKeyWarning(DeprecationWarning):
-    """A recipe uses the old name of a key. The command line prints it."""
+    """A recipe uses the old name of a key. The command line prints this warning."""
 
 
 class Section(BaseModel):
@@ -34,7 +34,7 @@ class Section(BaseModel):
 
     Attributes:
         path_in_recipe: dotted path of the section in a recipe, for warnings. Set it where `renamed` is set.
-        renamed: present name of each key that has an old name.
+        renamed: current name by old name.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -53,7 +53,7 @@ class Section(BaseModel):
 
     @classmethod
     def current_name(cls, key: str) -> str:
-        """Present name of a key. Warns if `key` is an old one."""
+        """Current name of a key. Warns if `key` is an old one."""
         if key not in cls.renamed:
             return key
         old, new = (f"{cls.path_in_recipe}.{name}" for name in (key, cls.renamed[key]))
@@ -63,16 +63,16 @@ class Section(BaseModel):
 
     @classmethod
     def names_of_0_1(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Plain data of this section, not of those below it, under the keys of version 0.1."""
+        """Rename the keys of this section, not of sections inside it, to those of version 0.1."""
         old = {new: old for old, new in cls.renamed.items()}
         return {old.get(key, key): value for key, value in data.items()}
 
 
 def keys_of_0_1(section: type[Section] | None, data: Any) -> Any:
-    """Plain data of a section with the keys of version 0.1, at all depths. Hashes are made of it.
+    """Rename keys to those of version 0.1 in plain data, at all depths. Stage keys are hashes of the result.
 
     Args:
-        section: class of the section, or None below the fields of one.
+        section: class of the section, or None for data that is no section.
         data: from `model_dump(mode="json")`, or a part of it.
     """
     if isinstance(data, list):
@@ -84,7 +84,7 @@ def keys_of_0_1(section: type[Section] | None, data: Any) -> Any:
 
 
 def current_keys(section: type[Section] | None, data: Any) -> Any:
-    """Plain data of a recipe with the present keys, at all depths. A key that is there under both names stays twice."""
+    """Rename old keys in plain data, at all depths. If both names are set, both stay and validation fails."""
     if isinstance(data, list):
         return [current_keys(section, item) for item in data]
     if not isinstance(data, dict):
@@ -97,7 +97,7 @@ def current_keys(section: type[Section] | None, data: Any) -> Any:
 
 
 def current_path(section: type[Section], path: str) -> str:
-    """A dotted key such as `train.sources.0.half` with the present names."""
+    """Rename the parts of a dotted key such as `train.sources.0.half` to their current names."""
     names, below = [], section
     for part in path.split("."):
         names.append(below.current_name(part) if below is not None else part)

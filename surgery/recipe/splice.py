@@ -1,4 +1,4 @@
-"""The section `splice`: which heads, and the attention branch that they get."""
+"""Schema of the section `splice`: the heads to splice, and their attention branch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from surgery.types import HeadId, Mode, Unit
 
 
 class _Branches(Registry[Any]):
-    """Attention branches by name, without importing torch: the built-in ones, and those that a plugin registered."""
+    """Names of attention branches, built-in and from plugins. Does not import torch."""
 
     def items(self) -> tuple[tuple[str, Any], ...]:
-        """Names with their classes; the built-in ones have their name instead until torch is imported."""
+        """Names with their classes. A built-in branch maps to its name until torch is imported."""
         module = sys.modules.get("surgery.hybrid.branches")
         built_in = {name: name for name in ("ssm", "random", "teacher")}
         return tuple({**built_in, **(module.BRANCHES if module else {})}.items())
 
     def needs_teacher(self, name: str) -> bool:
-        """Return whether `splice.teacher` goes with this branch."""
+        """Whether this branch is copied from `splice.teacher`."""
         return bool(getattr(dict(self.items())[name], "needs_teacher", name == "teacher"))
 
 
@@ -32,46 +32,53 @@ _BRANCHES = _Branches("attention branch")
 
 
 class Splice(Section):
-    """Which heads are spliced, and with what."""
+    """Heads to splice, and the attention that they get."""
 
     select: Select = Field(
         "sharpen",
-        description="How heads are chosen: by a measure, as listed in `heads`, or as a control, at random or evenly.",
+        description="How to choose heads: a ranking of a locating method, `list` (the heads in `heads`), or a control: "
+        "`random`, `uniform` (evenly spaced).",
     )
-    num_heads: Positive = Field(1, description="How many heads to splice.")
-    heads: tuple[str, ...] = Field((), description="With `select: list`: the heads, such as L1H2.")
+    num_heads: Positive = Field(1, description="Number of heads to splice.")
+    heads: tuple[str, ...] = Field((), description="With `select: list`: names of the heads, such as L1H2.")
     mode: Mode = Field(
-        "add", description="`add`: a branch beside the SSM, zero at first. `replace`: the SSM head is silenced."
+        "add",
+        description="`add`: add attention, with zero output at first, to the SSM head. `replace`: use attention "
+        "instead of the SSM head, which is silenced.",
     )
     init: Annotated[str, NameOf(_BRANCHES)] = Field(
         "ssm",
-        description="The attention branch. `ssm`: copies of the head's C, B, x and gate. `teacher`: a Transformer's. "
-        "`random`: the control.",
+        description="Attention branch. `ssm`: copy the head's C, B, x and gate. `teacher`: copy a Transformer's "
+        "attention. `random`: random weights, as a control.",
     )
     unit: Unit = Field(
         "head",
-        description="`layer` replaces the whole mixer of each chosen head by the teacher's attention (Llamba).",
+        description="`layer`: replace the whole mixer of each chosen head by the teacher's attention (Llamba).",
     )
     with_block: bool = Field(
-        False, description="With `unit: layer`: copy the teacher's norms and MLP of that layer as well."
+        False, description="With `unit: layer`: also copy the teacher's norms and MLP of that layer."
     )
-    teacher: Teacher | None = Field(
-        None, description="With `init: teacher`: the Transformer whose attention is copied."
-    )
-    random_width: Positive = Field(32, description="Query and key width of a randomly initialised head.")
+    teacher: Teacher | None = Field(None, description="With `init: teacher`: Transformer whose attention is copied.")
+    random_width: Positive = Field(32, description="With `init: random`: width of query and key.")
 
     @model_validator(mode="after")
     def _list_and_select(self) -> Splice:
         for name in self.heads:
             HeadId.parse(name)
         if len(set(self.heads)) < len(self.heads):
-            raise ValueError("the same head is listed twice")
+            raise ValueError(f"`heads` lists a head twice: {', '.join(self.heads)}. List each once")
         if (self.select == "list") != bool(self.heads):
-            raise ValueError("`heads` goes with `select: list`, and only with it")
+            raise ValueError(
+                "`heads` needs `select: list`" if self.heads else "`select: list` needs `heads`: list some"
+            )
         if _BRANCHES.needs_teacher(self.init) != (self.teacher is not None):
-            raise ValueError("`teacher` goes with `init: teacher`, and only with it")
+            raise ValueError(
+                f"`init: {self.init}` needs `teacher`: set it"
+                if self.teacher is None
+                else f"`init: {self.init}` does not use `teacher`: remove it, or set `init: teacher`"
+            )
         if self.unit == "layer" and (self.init, self.mode) != ("teacher", "replace"):
             raise ValueError("`unit: layer` needs `init: teacher` and `mode: replace`")
         if self.with_block and self.unit != "layer":
-            raise ValueError("`with_block` goes with `unit: layer`")
+            raise ValueError("`with_block` needs `unit: layer`")
         return self

@@ -18,7 +18,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class _RecipeLoader(yaml.SafeLoader):
-    """YAML's safe loader with unique keys and with limits that apply before anything is built or expanded."""
+    """YAML's safe loader with unique keys, and with limits that apply before objects are built or aliases expanded."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -64,7 +64,7 @@ class _RecipeLoader(yaml.SafeLoader):
 
 
 _RecipeLoader.add_constructor("tag:yaml.org,2002:int", _RecipeLoader.construct_yaml_int)
-# YAML 1.1 reads 1e-3 as a string; people mean a number.
+# YAML 1.1 reads 1e-3 as a string. Read it as a number.
 _RecipeLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
@@ -83,7 +83,7 @@ def read_mapping(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     with reading(str(path), None, "It is not valid YAML.", RecipeError), open(path, "rb") as file:
         data = load_yaml(file.read(_BYTES + 1).decode("utf-8"))
     if not isinstance(data, dict):
-        raise RecipeError(str(path), type(data).__name__, "A recipe is a mapping of keys to values.")
+        raise RecipeError(str(path), type(data).__name__, "A recipe must be a mapping of keys to values.")
     for override in overrides:
         apply(data, override)
     return data
@@ -97,7 +97,7 @@ def apply(data: dict[str, Any], override: str) -> None:
     """
     key, separator, text = override.partition("=")
     if not separator or not key:
-        raise RecipeError("override", repr(override), "Write key.path=value, such as train.steps=100.")
+        raise RecipeError("override", repr(override), "Use key.path=value, such as train.steps=100.")
     with reading("override", repr(override)[:200], "The part after = is not valid YAML.", RecipeError):
         value = load_yaml(text)
     *parents, last = key.split(".")
@@ -113,18 +113,18 @@ def apply(data: dict[str, Any], override: str) -> None:
 
 
 def load_yaml(text: str) -> Any:
-    """Parse YAML within the limits. Raises errors of the YAML library: call it inside `errors.reading`."""
+    """Parse YAML within the limits. Raises the YAML library's errors, so call it inside `errors.reading`."""
     if len(text) > _BYTES:
         raise ValueError(f"more than {_BYTES} bytes")
     return yaml.load(text, _RecipeLoader)  # noqa: S506  (a SafeLoader)
 
 
 def _place(node: Any, part: str, key: str) -> Any:
-    """Key of a mapping, or index of a list, that one part of a dotted key names."""
+    """Resolve one part of a dotted key to the key of a mapping or the index of a list."""
     if isinstance(node, dict):
         return part
     if not isinstance(node, list):
-        raise RecipeError("override", key, f"{part!r} is below a scalar. Set a key that exists.")
+        raise RecipeError("override", key, f"{part!r} is inside a scalar. Use a key that exists.")
     if not part.isdecimal() or len(part) > 9 or int(part) >= len(node):
-        raise RecipeError("override", key, f"{part!r} is not an index from 0 to {len(node) - 1}.")
+        raise RecipeError("override", key, f"{part!r} is not an index of this list. Use 0 to {len(node) - 1}.")
     return int(part)

@@ -1,1 +1,1 @@
-"""Reproduce the paper's procedures: score a model with parts of it removed (arXiv 2504.18574)."""
+"""Reproduce the procedures of the Gather-and-Aggregate paper (arXiv 2504.18574): score a model with parts removed."""

@@ -1,7 +1,12 @@
-"""Evaluate one model with parts of it removed, and find its minimal model (the procedures of arXiv 2504.18574).
+"""Evaluate one model with parts of it removed, and find its minimal model.
 
-The sweep `prune` is the paper's Figure 2, `drop_one` in the minimal model its Figure 3, `keep` in two layers its Table
-1, a disabled head against the number of pairs its Figure 4, and `swap_one` its Figure 7.
+The procedures are those of the Gather-and-Aggregate paper (arXiv 2504.18574):
+
+    prune                                              Figure 2
+    drop_one in the minimal model                      Figure 3
+    keep in two layers                                 Table 1
+    a disabled head, accuracy by number of pairs       Figure 4
+    swap_one                                           Figure 7
 """
 
 from __future__ import annotations
@@ -45,15 +50,16 @@ def analyse(
     progress: Tick | None = None,
     file: Path | None = None,
 ) -> dict[str, Any]:
-    """Evaluate the base and each change of it on the same prompts. Writes `analysis.json`, the recipe and figures.
+    """Evaluate the base and each changed model on the same prompts. Writes `analysis.json`, the recipe and figures.
 
     Args:
         recipe: the validated recipe.
         folder: must not hold a finished analysis unless `overwrite` is set. An interrupted analysis is resumed: every
             evaluated arm is a file under `arms/`.
         overwrite: remove an earlier analysis.
-        progress: called with (done, total, arm) after each task. Arms that follow `prune` are counted once it is done.
-        file: the recipe's file, which must not lie in a folder that is removed.
+        progress: called with (done, total, arm) after each task. The total grows after the sweep `prune`, which
+            determines the other arms.
+        file: the recipe's file. It must not lie in a folder that is removed.
 
     Returns:
         The content of `analysis.json`.
@@ -109,7 +115,7 @@ _WRITTEN = ("arms", "figures", "analysis.json", "recipe.yaml")
 
 
 def _check_folder(recipe: AnalysisRecipe, folder: Path, overwrite: bool, file: Path | None) -> bool:
-    """Whether an earlier analysis has to be removed. If not, the folder is new or its analysis was interrupted."""
+    """Check the folder. Returns True if an earlier analysis must be removed, False for a new or an interrupted one."""
     instead = f"Set another name, such as name={folder.name}-2."
     if overwrite:
         return check_replaceable("folder", folder, "analysis", inputs_of(recipe, file), instead)
@@ -118,7 +124,7 @@ def _check_folder(recipe: AnalysisRecipe, folder: Path, overwrite: bool, file: P
     if (folder / "analysis.json").exists():
         raise RecipeError("folder", str(folder), f"The folder holds a finished analysis. {hint}")
     if folder.exists() and any(p for p in folder.iterdir() if not p.name.startswith(".")):
-        # Name, seed and base come first. Arms whose part of the recipe has changed are evaluated again.
+        # The part before `changes` (name, seed, base) must be equal. Changed arms are evaluated again.
         stored = folder / "recipe.yaml"
         same = stored.is_file() and stored.read_text(encoding="utf-8").split("\nchanges:")[0]
         if same != to_yaml(recipe).split("\nchanges:")[0]:
@@ -127,7 +133,7 @@ def _check_folder(recipe: AnalysisRecipe, folder: Path, overwrite: bool, file: P
 
 
 class _Table:
-    """The model on its device, the prompts of every arm, and the arms that are already written."""
+    """Evaluate arms on the same prompts, and store each in a file. Models are loaded when needed."""
 
     def __init__(self, recipe: AnalysisRecipe, folder: Path) -> None:
         self.recipe, self.folder = recipe, folder / "arms"
@@ -150,7 +156,7 @@ class _Table:
         return load_model(as_base(self.recipe.teacher)).to(self.device)  # type: ignore[arg-type]
 
     def arm(self, change: Change | None, tick: Callable[[int, int], None]) -> Arm:
-        """Evaluate an arm, or read it if an interrupted analysis wrote it."""
+        """Evaluate an arm, or read its file from an interrupted analysis."""
         path = self.folder / f"{'base' if change is None else change.name}.json"
         section = self.recipe.evaluate.model_dump(mode="json")
         settings = None if change is None else change.model_dump(mode="json", exclude={"name"})
@@ -200,8 +206,8 @@ def _score(
 def minimal_model(arms: Mapping[str, Arm], pruned: Sequence[str], layers: int, margin: float) -> dict[str, Any]:
     """Find the smallest number of first layers that retrieve as well as the whole model.
 
-    Layers are pruned from the end until KV-retrieval accuracy drops. A drop is larger than `margin` and significant:
-    exact one-sided McNemar test against the base, below 0.05, over all numbers of pairs.
+    Layers are pruned from the end until KV-retrieval accuracy drops, over all numbers of pairs. A drop must be larger
+    than `margin` and significant at 0.05 by an exact one-sided McNemar test against the base.
 
     Args:
         arms: the base and the pruned models, by name.
@@ -210,7 +216,8 @@ def minimal_model(arms: Mapping[str, Arm], pruned: Sequence[str], layers: int, m
         margin: loss of accuracy that is allowed.
 
     Returns:
-        `layers`, the arm's `accuracy`, the `base`'s, `p_value` (1 for the whole model), `margin` and `of`.
+        `layers` of the minimal model and its `accuracy`; the accuracy of the `base`; `p_value` (1 for the whole model);
+        `margin`; `of`, the number of layers of the whole model.
     """
     before = right(arms["base"])["kv_retrieval"]
     minimal = {"layers": layers, "of": layers, "accuracy": before.mean(), "base": before.mean(), "p_value": 1.0}
@@ -227,12 +234,12 @@ def minimal_model(arms: Mapping[str, Arm], pruned: Sequence[str], layers: int, m
 
 
 def group(task: str) -> str:
-    """Group of a task: all numbers of pairs are one group, and so are both halves of the facts."""
+    """Return the group of a task. All numbers of pairs form one group, and so do both halves of the facts."""
     return task.partition("/")[0].removesuffix("_seen")
 
 
 def right(arm: Arm) -> dict[str, NDArray[np.bool_]]:
-    """For each group of tasks, whether each prompt was answered correctly."""
+    """Collect right and wrong answers by group of tasks: group -> (N,) bool."""
     rows: dict[str, list[NDArray[np.bool_]]] = {}
     for task, correct in arm.correct.items():
         rows.setdefault(group(task), []).append(np.asarray(correct, bool))
@@ -261,7 +268,7 @@ def side_by_side(arms: Mapping[str, Arm]) -> dict[str, dict[str, Any]]:
 
 
 def _results(arms: Mapping[str, Arm]) -> dict[str, Any]:
-    """Results: the table, every arm in full, and p-values of every task in both directions."""
+    """Assemble the table, the full results of every arm, and p-values of every task in both directions."""
     others = [name for name in arms if name != "base"]
     return {
         "tasks": side_by_side(arms),
@@ -280,7 +287,7 @@ def _chance(prompts: PromptSet) -> dict[str, float]:
 
 
 def _draw(results: Mapping[str, Any], single: Sequence[str], folder: Path) -> None:
-    """Draw the single changes (every task, and retrieval against pairs), and one figure for each sweep."""
+    """Draw the single changes (all tasks, and retrieval by number of pairs), and one figure for each sweep."""
     tasks, chance = results["tasks"], results["chance"]
     if single:
         shown = ("base", *single)
@@ -293,7 +300,7 @@ def _draw(results: Mapping[str, Any], single: Sequence[str], folder: Path) -> No
 
 
 def _site(arm: str) -> str:
-    """Site that an arm of a sweep changes: 3 of `prune_03`, L1H2 of `disable_l1h2`."""
+    """Layer or head that an arm of a sweep changes: 3 for `prune_03`, L1H2 for `disable_l1h2`."""
     last = arm.rpartition("_")[2]
     return str(int(last)) if last.isdigit() else last.upper()
 

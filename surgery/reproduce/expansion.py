@@ -24,7 +24,7 @@ def expand(
     Args:
         recipe: the validated recipe.
         config: of the base.
-        minimal: number of layers that `layers: minimal` stands for. The whole model if it is not known yet.
+        minimal: number of layers that `layers: minimal` resolves to. The whole model if not known yet.
 
     Returns:
         Changes of each sweep in the recipe's order, and the changes that the recipe lists.
@@ -47,7 +47,7 @@ def expand(
 
 
 def _changes(sweep: Sweep, config: PreTrainedConfig) -> Iterator[Change]:
-    """One change for each layer or head. Layer numbers in names are zero-padded."""
+    """Yield one change for each layer or head. Layer numbers in names are zero-padded."""
     total, layers = config.num_hidden_layers, sweep.layers
     assert layers != "minimal"
     digits = max(2, len(str(total - 1)))
@@ -71,7 +71,7 @@ def _changes(sweep: Sweep, config: PreTrainedConfig) -> Iterator[Change]:
 
 
 def _heads(sweep: Sweep, config: PreTrainedConfig) -> list[HeadId]:
-    """Heads in the order of heads.json, or every head from the first layer on."""
+    """Heads in the order of heads.json if the sweep names one, otherwise all heads by layer."""
     if sweep.heads is None:
         return [head for spec in family_of(config).mixers(config) for head in spec.heads]
     head_set = head_set_from_json(read_json(Path(sweep.heads)))
@@ -79,7 +79,7 @@ def _heads(sweep: Sweep, config: PreTrainedConfig) -> list[HeadId]:
         raise RecipeError(
             "sweeps.disable_one.heads",
             sweep.heads,
-            "These heads were located in another model. Run surgery locate on this one.",
+            "These heads were located in another model. Run `surgery locate` on this model.",
         )
     return [scored.head for scored in head_set.heads]
 
@@ -90,10 +90,17 @@ def check_change(
     teacher: Teacher | None = None,
     teacher_config: PreTrainedConfig | None = None,
 ) -> None:
-    """Check a change against the model. `layers: minimal` counts as the whole model.
+    """Check a change against the model. `layers: minimal` is checked as the whole model.
+
+    Args:
+        change: to check.
+        config: of the base.
+        teacher: the recipe's section `teacher`, for a swap.
+        teacher_config: of the teacher, for a swap.
 
     Raises:
-        RecipeError: the model has no such head or layer, it does not run, or the swap is not possible.
+        RecipeError: the model has no such head or layer, it is not among the layers that run, or the swap is not
+            possible.
     """
     specs, where = family_of(config).mixers(config), f"changes.{change.name}"
     total = config.num_hidden_layers
@@ -125,7 +132,7 @@ def _check_heads(field: str, names: Sequence[str], mixers: dict[str, MixerSpec])
         if spec is None or head.head >= spec.num_heads:
             running = list(mixers.values())
             heads = f"from {running[0].heads[0]} to {running[-1].heads[-1]}" if running else "of a layer that runs"
-            raise RecipeError(field, str(head), f"No such head runs. Set a head {heads}.")
+            raise RecipeError(field, str(head), f"No layer that runs has this head. Set a head {heads}.")
 
 
 def off_heads(change: Change, specs: Sequence[MixerSpec]) -> dict[str, list[int]]:

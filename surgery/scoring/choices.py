@@ -32,8 +32,8 @@ class Paths:
     """Tokens to decode in order to score the choices of each prompt's last question.
 
     Attributes:
-        choices: (B,K,C) tokens of the choices, -1 after the last.
-        ids: (R,C-1) tokens of the paths, 0 after the last.
+        choices: (B,K,C) tokens of the choices, padded with -1.
+        ids: (R,C-1) tokens of the paths, padded with 0.
         real: (R,C-1) True on tokens of a path.
         owner: (R,) index of the prompt of a path.
         of_choice: (B,K) index of the path that starts with a choice without its last token; 0 for choices of one token.
@@ -50,7 +50,7 @@ class Paths:
 
 
 def paths_of(batch: EncodedBatch) -> Paths | None:
-    """Paths of a batch; None if every choice has one token, so there is nothing to decode."""
+    """Collect the paths of a batch; None if every choice has one token, so nothing has to be decoded."""
     choices_BKC, _ = batch.last_question()
     C = choices_BKC.shape[-1]
     if C == 1:
@@ -93,7 +93,7 @@ def likelihoods(paths: Paths, logits: Sequence[Tensor]) -> Tensor:
 
 
 def _log_p(logits: Tensor, rows: int, row_BK: Tensor, token_BK: Tensor) -> Tensor:
-    """(W,B,K) log-likelihood of one token for each choice, from (W*rows,V) logits."""
+    """(W,B,K) log-likelihood of one token of each choice, from (W*rows,V) logits."""
     exact = logits.float() if logits.dtype.itemsize < 4 else logits
     picked_WBK = exact.unflatten(0, (-1, rows))[:, row_BK, token_BK.clamp(min=0)]
     return picked_WBK - exact.logsumexp(-1).unflatten(0, (-1, rows))[:, row_BK]
@@ -108,7 +108,7 @@ def arguments(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, pa
     """
     family = family_of(model.config)
     if family.cache_argument == "cache_params":
-        # A plain Mamba-1 would multiply its one new token by the whole mask.
+        # While decoding, a plain Mamba-1 would multiply its one new token by the whole mask.
         reads_keys = getattr(model.config, "splice", None) or not all(s.is_ssm for s in family.mixers(model.config))
         stateless = past > 0 and not reads_keys
         return {"input_ids": input_ids, "attention_mask": None if stateless else mask}
@@ -138,7 +138,7 @@ def branched(cache: Cache, rows: Tensor, first: int = 0) -> Cache:
 
 
 def _rows(value: Any, rows: Tensor) -> Any:
-    """Rows of keys, values and states. Other fields of the cache stay."""
+    """Select rows of keys, values and states. Other fields of the cache stay unchanged."""
     return value.index_select(0, rows) if isinstance(value, Tensor) and value.ndim > 1 else value
 
 
@@ -165,7 +165,7 @@ def completed(cache: Cache, clean: Cache, variants: int, layer: int) -> Cache:
 
 
 def _either(partial: Any, clean: Any, variants: int) -> Any:
-    """The entry of the partial pass; the clean one if its mixer was skipped: it has fewer keys or a lower count."""
+    """Select the entry of the partial pass, or the clean one if its mixer was skipped (fewer keys or a lower count)."""
     if not isinstance(clean, Tensor):
         return max(partial, clean) if isinstance(partial, int) else partial or clean
     if isinstance(partial, Tensor) and partial.shape[1:] == clean.shape[1:]:
@@ -181,7 +181,7 @@ def snapshot(cache: Cache) -> Cache:
 
 
 def row_bytes(model: PreTrainedModel, tokens: int) -> int:
-    """Memory of decoding one path besides the weights: states, temporaries of a step, and logits."""
+    """Bytes to decode one path, without the weights: states, temporary tensors of a step, and logits."""
     config = model.config
     return 2 * (state_bytes(config) + tokens * own_kv_bytes_per_token(config)) + 8 * int(config.vocab_size)
 

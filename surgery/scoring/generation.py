@@ -4,9 +4,9 @@ A generated text matches an answer if it begins with it and does not continue wi
 answers in one list match if each occurs in the text (RULER's rule). The rule is about text, so it is the same for every
 tokenizer; `lm_eval_tasks/data.py` has it too.
 
-Greedy text begins with the answer exactly if each token of the answer is the likeliest one after those before it. So
-one pass over prompt and answer nearly always decides, and ranks the choices as well. Only what it leaves open (the same
-text in other tokens, or a list) is generated.
+Greedy text begins with the answer if and only if each token of the answer is the most likely one after the tokens
+before it. So one pass over prompt and answer decides nearly every prompt, and ranks the choices as well. Text is
+generated only for the other prompts: the same text in other tokens, or a list.
 
 Ranking alone can mislead: students within 0.2 points of a teacher by likelihood were 21 points behind in generation
 (arXiv 2603.26556).
@@ -37,7 +37,7 @@ class GeneratedAnswers:
     Attributes:
         correct: (B,) bool: the text matches the answer.
         begun: (B,) bool: the text begins with the answer, whatever follows.
-        token_accuracy: (B,) share of the answer's tokens that are the likeliest after the right ones before them.
+        token_accuracy: (B,) fraction of the answer's tokens that are the most likely ones after the correct prefix.
         ranked: scores of the last question's choices; None if it has none.
     """
 
@@ -61,7 +61,7 @@ def generate_answers(
         batches: the same documents, from `answer_batches`.
 
     Raises:
-        ProbeError: as `encode`.
+        ProbeError: as in `encode`.
         ModelError: a logit is NaN or infinite.
     """
     matches: list[tuple[bool, bool]] = []
@@ -103,7 +103,7 @@ def answer_batches(
 
 
 def answer_list(document: Document) -> Sequence[Question]:
-    """The last question, and those before it whose answers form one list with its answer."""
+    """Return the last question, preceded by the questions whose answers form one list with its answer."""
     questions, first = document.questions, len(document.questions) - 1
     while first and not document.text[questions[first - 1].answer[1] : questions[first].answer[0]].strip(_SEPARATORS):
         first -= 1
@@ -111,7 +111,7 @@ def answer_list(document: Document) -> Sequence[Question]:
 
 
 def expected_answers(document: Document) -> tuple[list[str], bool]:
-    """Texts of the answers, and whether the answer has an end: a copied passage has none."""
+    """Return the texts of the answers, and False if the answer has no end, as for a copied passage."""
     questions = answer_list(document)
     unbounded = questions[0].value is not None and questions[0].value == questions[0].segment
     return [document.text[slice(*q.answer)].strip() for q in questions], not unbounded
@@ -134,7 +134,7 @@ def is_match(text: str, answers: Sequence[str], bounded: bool) -> bool:
 
 
 def max_answer_tokens(document: Document) -> int:
-    """Tokens that are enough for the answer and one more: one for each character."""
+    """Upper bound on the tokens of the answer, plus one: a token has at least one character."""
     questions = answer_list(document)
     return questions[-1].answer[1] - questions[0].answer[0] + 1
 
@@ -144,8 +144,8 @@ def exact_matches(
 ) -> Tensor:
     """Generate the last answer of each document and compare it exactly, without spaces at the ends.
 
-    Each text may have as many tokens as the longest answer of its batch. It ends at the end token; for documents
-    without one, after as many tokens as the answer has.
+    A text ends at the end token, or after as many tokens as the longest answer of its batch has. For documents without
+    an end token, it ends after as many tokens as the answer has.
 
     Returns:
         (N,) bool: the text equals the answer.
@@ -175,7 +175,7 @@ def exact_matches(
 
 
 def generate_greedy(model: PreTrainedModel, prompts: EncodedBatch, max_tokens: int, end: int | None = None) -> Tensor:
-    """(B,`max_tokens`) likeliest tokens, one after the other; after the token `end` nothing but `end`.
+    """Decode greedily: (B,`max_tokens`) token ids, filled up with `end` after the first `end`.
 
     Args:
         prompts: left-padded.
@@ -198,16 +198,16 @@ def generate_greedy(model: PreTrainedModel, prompts: EncodedBatch, max_tokens: i
 def _greedy_beginnings(
     ids_BT: Tensor, likeliest_BN: Tensor, right_BN: Tensor, start_B: Tensor, tokenizer: PreTrainedTokenizerBase
 ) -> list[str]:
-    """The beginning of each greedy text: the answer's tokens while they are the likeliest, then the likeliest one."""
+    """Beginning of each greedy text: the answer's tokens while they are the most likely, then the most likely one."""
     N = likeliest_BN.shape[1]
-    followed_B = right_BN.long().cumprod(1).sum(1)  # columns before the first wrong one
+    followed_B = right_BN.long().cumprod(1).sum(1)  # number of columns before the first wrong one
     columns = (ids_BT[:, ids_BT.shape[1] - N :], likeliest_BN, start_B, followed_B)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     return list(tokenizer.batch_decode([[*ids[start + 1 : end + 1], top[end]] for ids, top, start, end in rows]))
 
 
 def _is_undecided(document: Document, beginning: str) -> bool:
-    """True if the rest of a text that starts with `beginning` decides whether it matches."""
+    """True if a text that starts with `beginning` may or may not match, depending on the rest."""
     answers, bounded = expected_answers(document)
     if len(answers) > 1:
         return not is_match(beginning, answers, bounded)
@@ -234,7 +234,7 @@ def _choice_scores(
     batch: EncodedBatch,
     logits_BNV: Tensor,
 ) -> ChoiceScores:
-    """Choice scores from the same pass; from a pass of their own where choices differ in several tokens."""
+    """Rank the choices from the logits of the same pass. Choices of several tokens need a separate pass."""
     if bool((batch.choice_rest >= 0).any()):
         return ranked(model, query_batches(chunk, tokenizer, len(chunk)))
     rows = torch.arange(len(chunk), device=logits_BNV.device)

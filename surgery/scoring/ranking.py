@@ -18,7 +18,7 @@ from surgery.errors import ModelError, ProbeError
 from surgery.probes.documents import Document
 from surgery.scoring.choices import paths_of, scored_choices
 
-LARGEST = 1e100  # larger perplexities are written as this number
+LARGEST = 1e100  # larger perplexities are reported as this number
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def choice_scores(logits_BV: Tensor, batch: EncodedBatch) -> ChoiceScores:
     """
     choices_BKC, gold_B = batch.last_question()
     if bool((choices_BKC[..., 1:] >= 0).any()):
-        hint = "One step, or its gradient, cannot score them. Evaluation and ablation can."
+        hint = "This method scores choices by one token. Set values of one token each, or use ablation."
         raise ProbeError("choices", "several tokens each", hint)
     ids_BK = choices_BKC[..., 0]
     scores_BK = logits_BV.float().gather(1, ids_BK.clamp(min=0)).masked_fill(ids_BK < 0, -math.inf)
@@ -75,9 +75,9 @@ def query_batches(
 
 @torch.no_grad()
 def ranked(model: PreTrainedModel, batches: Sequence[EncodedBatch]) -> ChoiceScores:
-    """Rank the choices of each row's last question, with `lm_head` on the last token only.
+    """Rank the choices of each row's last question. `lm_head` runs on the last token only.
 
-    Choices that differ in later tokens are decoded from the states of the prompt.
+    Choices of several tokens are decoded from the states of the prompt.
 
     Args:
         batches: left-padded, up to the query: `query_batches`.
@@ -132,4 +132,8 @@ def check_logits(model: PreTrainedModel, logits: Tensor) -> None:
 
 def _not_finite(model: PreTrainedModel) -> ModelError:
     value = f"the logits of {model.name_or_path or type(model).__name__} are NaN or infinite"
-    return ModelError("base.model", value, "Its training diverged, or base.dtype is too narrow. Try float32.")
+    return ModelError(
+        "base.model",
+        value,
+        "Its training diverged, or the range of base.dtype is too small. Set base.dtype to float32.",
+    )

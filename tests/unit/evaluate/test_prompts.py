@@ -106,9 +106,9 @@ def test_what_depends_on_a_tokenizer_asks_for_one() -> None:
     ("given", "why"),
     [
         ({"tasks": ["kv_retrieval", {"task": "kv_retrieval", "pairs": [4]}]}, "listed twice"),
-        ({"tasks": [{"task": "mqar", "hops": 3}]}, "has no `hops`"),
-        ({"tasks": [{"task": "closed_book", "examples": 3}]}, "has no `examples`"),
-        ({"tasks": [{"task": "kv_retrieval", "tokens": [512, 600]}]}, "has no `tokens`"),
+        ({"tasks": [{"task": "mqar", "hops": 3}]}, "mqar does not use `hops`"),
+        ({"tasks": [{"task": "closed_book", "examples": 3}]}, "does not use `examples`"),
+        ({"tasks": [{"task": "kv_retrieval", "tokens": [512, 600]}]}, "does not use `tokens`"),
         ({"tasks": ["letter_choice"], "generate": ["kv_retrieval"]}, "not among"),
         ({"generate": ["perplexity"]}, "not among"),
         ({"tasks": ["no_such"]}, "Unknown task"),

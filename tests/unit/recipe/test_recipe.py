@@ -198,11 +198,11 @@ def test_a_list_index_out_of_range_is_refused(write: Write, part: str) -> None:
     for override in (f"train.sources.{part}.rows=8", f"train.sources.{part}=8"):
         error = assert_refused(write(MINIMAL), override)
         assert str(error.value).startswith("train.sources.")
-        assert "an index from 0 to 1" in error.hint
+        assert "not an index of this list. Use 0 to 1" in error.hint
 
 
 def test_an_override_below_a_plain_value_is_refused(write: Write) -> None:
-    assert "below a scalar" in assert_refused(write(MINIMAL), "name.a.b=1").hint
+    assert "inside a scalar" in assert_refused(write(MINIMAL), "name.a.b=1").hint
 
 
 @pytest.mark.parametrize("override", ["name.a=1", "train.sources.0.rows.x=1"])
@@ -308,8 +308,8 @@ def test_every_shipped_recipe_is_valid(path: Path, write: Write) -> None:
 @pytest.mark.parametrize(
     ("splice", "says"),
     [
-        ("{init: teacher}", "goes with"),
-        ("{teacher: {model: a/b}}", "goes with"),
+        ("{init: teacher}", "init: teacher` needs `teacher`"),
+        ("{teacher: {model: a/b}}", "init: ssm` does not use `teacher`"),
         ("{init: teacher, teacher: {model: a/b}, unit: layer}", "mode: replace"),
         ("{init: teacher, teacher: {model: a/b}, with_block: true}", "unit: layer"),
         ("{init: teacher, teacher: {model: a/b, donors: {L1H1: head}}}", "L<layer>H<head>"),

@@ -118,7 +118,7 @@ def test_a_mark_at_the_beginning_anchors_and_merges_are_read(tmp_path: Path) -> 
 def test_a_key_of_many_parts_is_refused() -> None:
     with pytest.raises(RecipeError, match="parts"):
         apply({}, f"{'a.' * 100_000}b=1")
-    with pytest.raises(RecipeError, match="is not an index from 0 to 0"):
+    with pytest.raises(RecipeError, match=r"is not an index of this list\. Use 0 to 0"):
         apply({"a": [1]}, f"a.{'9' * 5_000}=1")
 
 

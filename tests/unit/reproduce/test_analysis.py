@@ -152,7 +152,7 @@ def test_a_swap_takes_the_layer_that_was_named() -> None:
     ("parts", "says"),
     [
         ({}, "an analysis needs a change"),
-        ({"changes": [{"name": "x"}]}, "has no effect"),
+        ({"changes": [{"name": "x"}]}, "no effect: set"),
         ({"changes": [{"name": "base", "layers": 1}]}, "unique name"),
         ({"changes": [{"name": "x", "off": []}]}, "off"),
         ({"changes": [{"name": "x", "keep": ["L1H0"], "keep_in": [2]}]}, "keep_in"),

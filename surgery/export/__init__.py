@@ -1,4 +1,4 @@
-"""Export hybrids, verify exports, publish them."""
+"""Export hybrids, verify exports, and publish them on the Hub."""
 
 from surgery.deprecated import callable_package
 

@@ -1,4 +1,4 @@
-"""Compare the documents of an export: plan.json, heads.json and the model card's table name the same splice."""
+"""Check that the documents of an export (plan.json, heads.json, the model card's table) name the same splice."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def check_documents(folder: Path, stated: tuple[str, Plan] | None) -> tuple[list
         stated: the file of the export format that states the splice, and its plan. If None, plan.json is the reference.
 
     Returns:
-        The names of the files that agree, and a sentence on each one that is absent.
+        The names of the files that agree, and a sentence for each absent file.
 
     Raises:
-        ModelError: names the file that differs, and how.
+        ModelError: a file names another splice. The error names the file and the difference.
     """
     agree, absent = [stated[0]] if stated else list[str](), list[str]()
     plan = stated[1] if stated else None
@@ -52,7 +52,7 @@ def _check_plan(written: Plan, plan: Plan) -> None:
         raise ModelError("plan.json", value, "This plan belongs to another model.")
     if written.grafts != plan.grafts:
         value = f"{_grafts(written)}, but config.splice has {_grafts(plan)}"
-        raise ModelError("plan.json", value, "They name different grafts.")
+        raise ModelError("plan.json", value, f"They name different grafts. {AGAIN}")
 
 
 def _grafts(plan: Plan) -> str:
@@ -61,7 +61,7 @@ def _grafts(plan: Plan) -> str:
 
 
 def _check_heads(folder: Path, plan: Plan) -> None:
-    """The chosen heads are the spliced ones. A replaced layer must hold at least one chosen head."""
+    """Check that the chosen heads are the spliced ones. A replaced layer must hold at least one chosen head."""
     heads = head_set_from_json(read_object(folder, "heads.json"))
     if heads.geometry != plan.geometry:
         raise ModelError("heads.json", f"geometry {heads.geometry}", "The heads were located in another model.")
@@ -75,11 +75,11 @@ def _check_heads(folder: Path, plan: Plan) -> None:
     }
     if chosen != spliced or not whole <= {s.head.layer for s in heads.chosen}:
         value = f"chosen heads {', '.join(str(s.head) for s in heads.chosen)}, but the splice is {_grafts(plan)}"
-        raise ModelError("heads.json", value, "They name different heads.")
+        raise ModelError("heads.json", value, f"They name different heads. {AGAIN}")
 
 
 def card_table(text: str) -> list[dict[str, str]]:
-    """Rows of a model card's table of spliced heads, by column name; empty if there is no such table."""
+    """Parse a model card's table of spliced heads. Returns its rows by column name; empty if there is no such table."""
     rows: list[dict[str, str]] = []
     header: list[str] = []
     for line in text.splitlines():
@@ -94,7 +94,7 @@ def card_table(text: str) -> list[dict[str, str]]:
 
 
 def check_card(rows: list[dict[str, str]], plan: Plan) -> None:
-    """Raises ModelError if the rows of a card's table name another splice than the plan."""
+    """Raise ModelError if the rows of a card's table name another splice than the plan."""
     expected: list[tuple[str, ...]] = []
     for graft in plan.grafts:
         if graft.unit == "layer":

@@ -1,7 +1,7 @@
-"""The modelling files that earlier versions of this library shipped with exports, by version and name: their sha256.
+"""SHA-256 of the modelling files that earlier versions of this library shipped with exports, by version and file name.
 
-An export of such a version verifies without `trust_remote_code`. When files of `surgery/hybrid/` change after a
-release, add that release here (`sha256sum surgery/hybrid/*.py`).
+Exports of these versions verify without `trust_remote_code`. If files of `surgery/hybrid/` change after a release, add
+that release here (`sha256sum surgery/hybrid/*.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Read the files of an exported folder that may come from someone else: list, hash and compare them."""
+"""List, hash and compare the files of an exported folder. The folder may come from an untrusted source."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
     """Parse a JSON file that holds an object.
 
     Raises:
-        ModelError: as `read_json_file`, or the file holds something else.
+        ModelError: as in `read_json_file`, or the file does not hold an object.
     """
     data = read_json_file(folder, name)
     if not isinstance(data, dict):
@@ -44,7 +44,7 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
 
 
 def check_entries(folder: Path) -> None:
-    """Refuse symbolic links and special files, hidden ones included: they point outside the folder.
+    """Refuse symbolic links and special files, also hidden ones: they may point outside the folder.
 
     Raises:
         ModelError: names the first entry that is neither a regular file nor a folder.
@@ -58,7 +58,7 @@ def check_entries(folder: Path) -> None:
 
 
 def visible_files(folder: Path) -> list[Path]:
-    """List the files in order, without hidden ones and compiled Python, which other tools leave behind."""
+    """List the files in order, without hidden files and compiled Python, which other tools create."""
     files = []
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts
@@ -91,10 +91,11 @@ def check_files(folder: Path, listed: Any, loadable: tuple[str, ...] = ()) -> li
 
     Args:
         listed: `files` of export.json.
-        loadable: suffixes of files that a loader reads, beside `LOADABLE`.
+        folder: the export.
+        loadable: suffixes of files that a loader reads, in addition to `LOADABLE`.
 
     Returns:
-        A sentence on files that are not listed and that no loader reads; empty if there are none.
+        A list with one sentence on files that are not listed and that no loader reads; empty if there are none.
 
     Raises:
         ModelError: names the first file that is missing, of another size or content, or loadable and not listed; or
@@ -123,7 +124,7 @@ def check_files(folder: Path, listed: Any, loadable: tuple[str, ...] = ()) -> li
 
 
 def _check_entry(name: str, expected: Any) -> None:
-    """Raises ModelError if a name could point outside the folder, or its entry lacks a size or sha256."""
+    """Raise ModelError if a name could point outside the folder, or its entry lacks a size or sha256."""
     path = PurePosixPath(name)
     is_plain = name.isprintable() and "\\" not in name and path.as_posix() == name and ".." not in path.parts
     if not is_plain or not path.parts or path.is_absolute():
@@ -137,5 +138,5 @@ def _check_entry(name: str, expected: Any) -> None:
 
 
 def shown(name: str) -> str:
-    """Quote a file name that would break an error into several lines."""
+    """Return a file name for an error message, quoted if it has unprintable characters such as newlines."""
     return name if name.isprintable() else repr(name)

@@ -1,4 +1,4 @@
-"""Export a hybrid: write a folder in a registered format with its documents, and verify it before it appears."""
+"""Export a hybrid: write a folder in a registered format with its documents, and verify it first."""
 
 from __future__ import annotations
 
@@ -43,25 +43,33 @@ def export_model(
     overwrite: bool | None = None,
     page: Path | None = None,
 ) -> dict[str, Any]:
-    """Write and verify an export. The folder appears complete and verified, or not at all.
+    """Write and verify an export. The folder is created only if the export is complete and verified.
+
+    The same inputs on the same machine give the same bytes.
 
     Args:
-        folder: new, empty, or an earlier export, which is replaced. Any other folder is refused.
-        section: format and precision; the defaults of `Export` if None.
+        model: the hybrid. It is copied to the CPU and not changed.
+        tokenizer: the model's.
+        folder: new or empty. An earlier export in it is replaced. Any other folder is refused.
+        section: the recipe's section `export`: format and precision. Its defaults if None.
         card: text of README.md.
         plan: stored as plan.json.
         heads: stored as heads.json.
         recipe_yaml: stored as recipe.yaml.
         results: stored as results.json.
-        figures: folder of figures to copy.
+        figures: folder of figures; its PNG files are stored under figures/.
         overwrite: deprecated, without effect.
         page: the run's `report.html`.
 
     Returns:
-        The content of export.json: `format`; `plugin` for a format from outside this library; what the format checked
-        (`transformers`: `checked_without_surgery`, `max_logit_difference`, `generated_tokens`, `tensors`); `agree`, the
-        documents that name the same splice; `versions`; `files`, the SHA-256 and size of every other file. The same
-        inputs on the same machine give the same bytes.
+        The content of export.json:
+
+        - `format`, and `plugin` if the format comes from outside this library.
+        - Checked quantities of the format. For `transformers`: `checked_without_surgery`, `max_logit_difference`,
+          `generated_tokens`, `tensors`.
+        - `agree`: documents that name the same splice.
+        - `versions` of the libraries.
+        - `files`: SHA-256 and size of every other file.
 
     Raises:
         RunError: the folder holds something else, or another process writes into it.
@@ -101,8 +109,8 @@ def export_model(
 
 
 def _in_export_precision(model: PreTrainedModel, section: Export) -> PreTrainedModel:
-    """A copy on the CPU in the precision of the export. Parameters that must stay in fp32 do."""
-    # Set as loading sets it: torch rounds some products differently for a weight that requires no gradient.
+    """Copy the model to the CPU in the precision of the export. Parameters that must stay in fp32 keep it."""
+    # As after loading. torch rounds some products differently for a weight that requires no gradient.
     exported = copy.deepcopy(model).cpu().eval().requires_grad_(True)
     restore_chunks(exported)
     dtype = getattr(torch, section.dtype)

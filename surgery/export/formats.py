@@ -1,6 +1,6 @@
-"""Export formats: the files of an exported folder, how they are verified, and how the model card describes them.
+"""Export formats: write the files of an exported folder, verify them, and describe them in the model card.
 
-Importing this module loads no torch: recipes are validated against the registered names.
+Recipes are validated against the registered names, so importing this module does not load torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ExportFormat(ABC):
-    """One format of exported folders. Subclass it and register the class with `@register_export`.
+    """Format of exported folders. Subclass it and register the class with `@register_export`.
 
     `export_model` adds the documents (plan, heads, recipe, results, figures, report, README.md) and export.json, which
     lists every file with its size and SHA-256. `verify_folder` checks these for every format.
@@ -34,8 +34,8 @@ class ExportFormat(ABC):
         usage: how to load the folder, as Markdown for the model card.
         limits: sentences for the card's section "Limits" and the report, on the software that loads this format.
         library: `library_name` in the model card; None if the Hub knows no library for this format.
-        loadable: file suffixes that the format's loader reads, beside those that transformers reads. A file with such a
-            suffix that export.json does not list is refused, and removed from the repository on the next publication.
+        loadable: file suffixes that the format's loader reads, in addition to those that transformers reads. If
+            export.json does not list such a file, verification refuses it, and publishing removes it from the Hub.
     """
 
     name: ClassVar[str]
@@ -55,20 +55,20 @@ class ExportFormat(ABC):
 
     @abstractmethod
     def verify(self, folder: Path, trust_remote_code: bool = False) -> dict[str, Any]:
-        """Check a copy of the folder without the model that it was written from. Run none of the folder's code.
+        """Check a copy of the folder without the original model. It must not run code of the folder by default.
 
         Args:
             trust_remote_code: the user allows the folder's own code to run.
 
         Returns:
-            Checked quantities, such as `tensors` (their number), and `not_checked`, a list of sentences.
+            Checked quantities, such as `tensors` (their number), and `not_checked`, a list of sentences. All optional.
 
         Raises:
             ModelError: names the file or tensor that is wrong.
         """
 
     def check(self, folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Compare the folder just written with the model. Calls `verify` by default.
+        """Compare the written folder with the model. Calls `verify` by default.
 
         Returns:
             Entries for export.json.
@@ -82,7 +82,7 @@ class ExportFormat(ABC):
         """Read the splice from the format's own files, to compare it with plan.json, heads.json and README.md.
 
         Returns:
-            The name of the file that states it, and the plan; None if only plan.json states it.
+            The name of the file that contains it, and the plan; None if only plan.json contains it.
         """
         return None
 
@@ -129,12 +129,14 @@ def _check_class(name: str, format_class: type[ExportFormat]) -> None:
 
 
 def format_of(record: dict[str, Any], plugins: Sequence[str] = ()) -> ExportFormat:
-    """Find the format that export.json names, among those of this library, installed plugins and `plugins`.
+    """Find the format that export.json names.
 
-    The module that export.json names is never imported on its own: the folder may come from someone else.
+    The module that export.json names is never imported automatically, since the folder may come from an untrusted
+    source.
 
     Args:
-        plugins: modules that the user names; importing them runs them.
+        record: content of export.json.
+        plugins: modules to import, named by the user. Formats of this library and of installed plugins are known.
 
     Raises:
         ModelError: no such format is registered. The error names the module that registered it at export.

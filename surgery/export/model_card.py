@@ -1,7 +1,7 @@
 """Write the model card: front matter for the Hub, spliced heads, measured results, usage, limits and recipe.
 
-Every number comes from results.json. A base in a local folder is named by that folder only. The front matter follows
-huggingface.co/docs/hub/model-cards.
+Every number comes from results.json. A base in a local folder is named by the last part of its path. The front matter
+follows huggingface.co/docs/hub/model-cards.
 """
 
 from __future__ import annotations
@@ -37,8 +37,14 @@ def model_card(
     """Render README.md of an exported folder.
 
     Args:
-        heads: None if the selection of the heads is not known, as for a hybrid that is fine-tuned.
-        base_card: front matter of the base's own card, from which the license is inherited.
+        recipe: of the run.
+        heads: None if the selection of the heads is not known, as for a fine-tuned hybrid.
+        plan: the spliced heads.
+        results: content of results.json.
+        base_card: front matter of the base's card, from which the license is inherited.
+
+    Returns:
+        The card as Markdown.
     """
     base_card = base_card or {}
     export_format: type[ExportFormat] = EXPORT_FORMATS[recipe.export.format]
@@ -65,6 +71,8 @@ def model_card(
         "rows": rows,
         "seed": recipe.seed,
         "has_p_values": "p" in columns,
+        "has_control": recipe.splice is not None and "no_splice" in results["arms"],
+        "has_ablation": "hybrid_heads_off" in results["arms"],
         "versions": ", ".join(f"{name} {version}" for name, version in results.get("versions", {}).items()),
         "usage": export_format.usage,
         "limits": limits_of(recipe),
@@ -95,7 +103,7 @@ def card_of(model: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def _license(recipe: Recipe, base_card: Mapping[str, Any]) -> dict[str, Any]:
-    """License entries of the front matter: the recipe's, else the base's, else `unknown`. Nothing is guessed."""
+    """License entries of the front matter: those of the recipe, otherwise those of the base, otherwise `unknown`."""
     if recipe.export.license is not None:
         return {"license": recipe.export.license}
     if not base_card.get("license"):
@@ -121,7 +129,7 @@ def _license_text(recipe: Recipe, plan: Plan, base_card: Mapping[str, Any]) -> s
 
 
 def _origins(recipe: Recipe, plan: Plan, base_card: Mapping[str, Any]) -> dict[str, Any]:
-    """Front matter entries for base models and data sets on the Hub. A base in a folder is named by its own card."""
+    """Front matter entries for base models and data sets on the Hub. For a local base, its card names the model."""
     base = public_name(recipe.base.model)
     named = base_card.get("base_model") or []
     models = [base] if "/" in base else [named] if isinstance(named, str) else list(named)
@@ -168,7 +176,7 @@ def _evidence(results: Mapping[str, Any], recipe: Recipe) -> tuple[list[str], li
 
 
 def _measured(results: Mapping[str, Any], recipe: Recipe) -> Iterator[EvalResult]:
-    """Results of the hybrid for the front matter's model-index."""
+    """Yield the results of the hybrid for the front matter's model-index."""
     for path, entry in entries(results["arms"]["hybrid"]):
         held_out, exact = path[0] == "held_out", "accuracy" in entry
         kind = path[1] if held_out and len(path) > 1 else f"ssm-surgery-{path[0]}"

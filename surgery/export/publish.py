@@ -1,7 +1,7 @@
-"""Publish an export on the Hub in one commit, and verify what arrived.
+"""Publish an export on the Hub in one commit, and verify the uploaded files.
 
 The commit is made with `HfApi.create_commit`, which applies all changes or none. `HfApi.upload_folder` may split an
-upload into several commits when hf_xet is installed. No message or error holds the token.
+upload into several commits if hf_xet is installed. Messages and errors never contain the token.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def publish(
 ) -> Published:
     """Verify an export, upload it in one commit, download it and compare every file.
 
-    After an interruption, call it again: large files that the Hub has are not sent again, and nothing is committed if
-    it has all files.
+    After an interruption, call it again. Large files that the Hub already has are not uploaded again, and nothing is
+    committed if it has all files.
 
     Args:
         folder: an export. Hidden files are not uploaded.
@@ -97,7 +97,7 @@ def publish(
         trust_remote_code: verify modelling files that are not known by running them.
         endpoint: address of the Hub; HF_ENDPOINT if None.
         say: called with each line of progress.
-        sleep: waits between retries, in seconds.
+        sleep: called with the seconds to wait before a retry.
         plugins: modules to import that register export formats or attention branches.
 
     Raises:
@@ -144,7 +144,7 @@ def _check_request(repo_id: str, revision: str | None, pull_request: bool) -> No
         raise SurgeryError("ORG/NAME", repo_id, "Use OWNER/NAME, for example my-org/my-hybrid.")
     if pull_request and revision is not None:
         raise SurgeryError(
-            "--pr", f"with --revision {revision}", "A pull request is opened against main. Remove one of the two."
+            "--pr", f"with --revision {revision}", "A pull request is opened against main. Remove one of the options."
         )
 
 
@@ -164,7 +164,7 @@ def check_private(files: Mapping[str, Path], folder: Path, token: str | None = N
     Local paths are home directories of any user, the current folder and the folder of the export.
 
     Raises:
-        SurgeryError: names file and line of the first finding, and the places of more. It does not repeat a token.
+        SurgeryError: names file and line of the first finding, and the files of the others. It does not print a token.
     """
     places = {str(p) for p in (Path.home(), Path.cwd(), folder.absolute(), folder.resolve())} - {"/"}
     known = secrets_of_environment() | ({"the token of the Hub": token} if token else {})
@@ -172,7 +172,7 @@ def check_private(files: Mapping[str, Path], folder: Path, token: str | None = N
     if findings:
         first = findings[0]
         more = sorted({finding.where for finding in findings} - {first.where})
-        hint = f"{first.hint} There is more in {', '.join(more)}." if more else first.hint
+        hint = f"{first.hint} More findings: {', '.join(more)}." if more else first.hint
         raise SurgeryError(first.where, first.value, hint)
 
 
@@ -240,9 +240,9 @@ class _Hub:
         pull_request: bool,
         loadable: tuple[str, ...],
     ) -> _Upload:
-        """Make the revision hold the files, in one commit, or in none if it holds them already.
+        """Upload new and changed files in one commit. Commits nothing if the revision has all files already.
 
-        The step can be repeated: a commit whose answer was lost is found.
+        The step can be repeated: it finds its own commit if the Hub's response was lost.
 
         Args:
             loadable: other files with these suffixes are removed from the repository.
@@ -271,7 +271,7 @@ class _Hub:
     def _changes(
         self, files: Mapping[str, Path], sums: Mapping[str, str], revision: str, loadable: tuple[str, ...]
     ) -> tuple[list[str], list[str], list[str]]:
-        """Files to upload, files of another export to remove, and other files of the repository."""
+        """Names of the files to upload, of files of another export to remove, and of other files in the repository."""
         listed = self.api.list_repo_tree(self.repo_id, recursive=True, revision=revision)
         remote = {entry.path: entry for entry in listed if isinstance(entry, RepoFile)}
         new = [name for name in files if name not in remote or not _is_same(remote[name], files[name], sums[name])]
@@ -286,7 +286,7 @@ class _Hub:
     def _open_request(
         self, files: Mapping[str, Path], sums: Mapping[str, str], title: str, loadable: tuple[str, ...]
     ) -> _Upload | None:
-        """Find an open pull request with this title and these files, such as one whose answer was lost."""
+        """Find an open pull request with this title and these files, such as one from an interrupted call."""
         requests = self.api.get_repo_discussions(self.repo_id, discussion_type="pull_request", discussion_status="open")
         for request in requests:
             if request.title == title and request.git_reference is not None:
@@ -306,7 +306,7 @@ class _Hub:
                 digest = self.retry(f"download {name}", lambda: self._download(name, commit, cache))  # noqa: B023
             if digest != expected:
                 value = f"the Hub returned other bytes (sha256 {digest}, expected {expected})"
-                raise ModelError(name, value, "Publish again. If that does not help, delete the file on the Hub first.")
+                raise ModelError(name, value, "Publish again. If that fails too, delete the file on the Hub first.")
 
     def _download(self, name: str, commit: str, cache: str) -> str:
         """SHA-256 of a file of the commit."""
@@ -326,10 +326,10 @@ class _Hub:
         return line.replace(self.token, "<token>")[:200].rstrip(".")
 
     def _explained(self, error: Exception, doing: str) -> SurgeryError:
-        """The error with what the user can do about it."""
+        """Convert an error of the Hub to one that tells the user what to do."""
         value = f"could not {doing} ({self._short(error)})"
         if isinstance(error, OfflineModeIsEnabled):
-            return SurgeryError("HF_HUB_OFFLINE", "1", "Publishing needs the Hub. Unset it.")
+            return SurgeryError("HF_HUB_OFFLINE", "1", "Publishing needs the Hub. Unset HF_HUB_OFFLINE.")
         if isinstance(error, HfHubHTTPError):
             status, wait = error.response.status_code, _retry_after(error)
             again = f"Run the same command again {f'in {wait:g} s' if wait else 'later'}: it resumes."
@@ -353,7 +353,7 @@ _HINTS = {
 
 
 def _cause(error: Exception) -> Exception:
-    """The HTTP error in the chain of causes; the error itself if there is none."""
+    """Find the HTTP error in the chain of causes. Returns the error itself if there is none."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, HTTPError | OfflineModeIsEnabled):
@@ -373,7 +373,7 @@ def _wait(error: Exception, attempt: int) -> float | None:
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code
         return (_retry_after(error) or usual) if status in (408, 409, 412, 429) or status >= 500 else None
-    # An answer that is not JSON comes from a proxy, or from a Hub that is down.
+    # A response that is not JSON comes from a proxy, or from a Hub that is down.
     return usual if isinstance(error, HTTPError | json.JSONDecodeError) else None
 
 

@@ -1,7 +1,7 @@
 """Load an exported folder in a process that cannot import this library, and compare with the stored reference.
 
 This runs the folder's modelling files: check them first, or pass a private copy. The reference is computed in fp32,
-which holds every stored precision exactly. Two machines then differ by fp32 rounding only, and the tolerance is small.
+which represents every stored precision exactly. Two machines differ by fp32 rounding only, so the tolerance is small.
 
 Shape legend: B prompts, T tokens, V vocabulary, K stored vocabulary entries, N new tokens.
 """
@@ -74,11 +74,13 @@ def prompt_ids(vocab_size: int) -> Tensor:
 
 
 def reload(folder: Path, ids_BT: Tensor, dtypes: Sequence[str]) -> dict[str, Tensor]:
-    """Load model and tokenizer in a clean process and compute logits there. This runs the folder's own code.
+    """Load model and tokenizer in a new process and compute logits there. This runs the folder's own code.
 
-    The process is offline and gets no secrets of the environment.
+    The process is offline, and its environment contains no secrets.
 
     Args:
+        folder: the export.
+        ids_BT: prompts.
         dtypes: `auto` for the stored precision, or `float32`, which takes four bytes per parameter.
 
     Returns:
@@ -105,9 +107,10 @@ def reload(folder: Path, ids_BT: Tensor, dtypes: Sequence[str]) -> dict[str, Ten
 
 
 def make_reference(ids_BT: Tensor, reloaded: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
-    """Select what another machine compares with: some logits of every token, and a greedy continuation with margins.
+    """Make the reference for other machines: some logits of every token, and a greedy continuation with its margins.
 
     Args:
+        ids_BT: prompts.
         reloaded: result of `reload`.
         dtype: the pass of `reloaded` that computed in fp32.
 
@@ -131,7 +134,7 @@ def read_reference(file: Path, vocab_size: int) -> dict[str, Tensor]:
     """Load and check a reference that `make_reference` computed.
 
     Raises:
-        ModelError: the file is damaged, or holds other tensors, shapes or dtypes, or tokens out of range.
+        ModelError: the file is damaged, has unexpected tensors, shapes or dtypes, or has token ids out of range.
     """
     try:
         reference = load_file(file)
@@ -156,22 +159,22 @@ def read_reference(file: Path, vocab_size: int) -> dict[str, Tensor]:
 def compare(reference: Mapping[str, Tensor], reloaded: Mapping[str, Tensor], dtype: str) -> tuple[float, int]:
     """Compare the result of `reload` with a reference.
 
-    New tokens are compared up to the first one whose margin is within twice the tolerance: there rounding may select
-    another token, and the text after it differs.
+    New tokens are compared up to the first one whose margin is at most twice the tolerance. Rounding may select another
+    token there, and the text after it differs.
 
     Returns:
         The largest difference of the logits as a fraction of their standard deviation, and the number of new tokens
         that agree.
 
     Raises:
-        ModelError: the logits differ by more than `TOLERANCE`, or a token differs in spite of its margin.
+        ModelError: the logits differ by more than `TOLERANCE`, or a token with a larger margin differs.
     """
     logits_BTK = reloaded[f"{dtype}.logits"].float()[..., reference["vocabulary"]]
     spread = max(float(reference["logits"].std()), 1e-30)
     difference = float((logits_BTK - reference["logits"]).abs().max()) / spread
     if not difference <= TOLERANCE:
         value = f"logits differ from reference.safetensors by {difference:.2g} of their standard deviation"
-        hint = f"The folder or this machine computes another model: rounding stays below {TOLERANCE:g}."
+        hint = f"Rounding stays below {TOLERANCE:g}, so weights, code or libraries differ from those of the export."
         raise ModelError("reloading", value, hint)
     new, agree = reloaded[f"{dtype}.text"][0, reference["ids"].shape[1] :].tolist(), 0
     for expected, margin in zip(reference["text"].tolist(), reference["margins"].tolist(), strict=True):
@@ -179,13 +182,15 @@ def compare(reference: Mapping[str, Tensor], reloaded: Mapping[str, Tensor], dty
             break
         if new[agree : agree + 1] != [expected]:
             value = f"generated token {agree} differs from reference.safetensors"
-            raise ModelError("reloading", value, "Decoding computes another model here than at the export.")
+            raise ModelError(
+                "reloading", value, "Decoding differs from that at export: check the versions in export.json."
+            )
         agree += 1
     return difference, agree
 
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment without secrets and launcher variables, updated with `extra`."""
+    """Copy this process's environment without secrets and launcher variables, updated with `extra`."""
     plain = {k: v for k, v in os.environ.items() if k not in _LAUNCHER and not SECRET_NAME.search(k)}
     return {**plain, **extra}
 

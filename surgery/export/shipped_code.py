@@ -1,7 +1,7 @@
 """Check the code that loading an export imports, and load it from a private copy.
 
-The code has to equal this library's byte for byte, or be known by its sha256 as an earlier version's. Modules of
-installed plugins count as this library's.
+The code must equal this library's byte for byte, or have the SHA-256 of an earlier version's. Modules of installed
+plugins are treated like this library's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from surgery.hybrid import CLASSES
 from surgery.hybrid.shipping import auto_map, outside_modules
 
 _TRUST = "Read it first, then pass --trust-remote-code to run it."
-# JSON keys that name code, or files to load instead of those that were checked.
+# JSON keys that name code to import, or files to load instead of the checked ones.
 _CODE_KEYS = {
     "attribute_map",
     "auto_map",
@@ -39,7 +39,7 @@ _CODE_KEYS = {
     "transformers_weights",
     "use_kernels",
 }
-# Keys that name an implementation: transformers may fetch a kernel from the Hub for one that it does not have itself.
+# Keys that name an implementation. transformers may download a kernel from the Hub for an unknown one.
 _IMPLEMENTATION_KEYS = {
     f"{prefix}{kind}_implementation{suffix}"
     for kind in ("attn", "experts")
@@ -55,6 +55,11 @@ _TOKENIZER_FILES = (
 
 def check_code(folder: Path, config: PreTrainedConfig, trust_remote_code: bool = False) -> dict[str, bytes]:
     """Compare the code that loading the folder would import with this library's.
+
+    Args:
+        folder: the export.
+        config: its config, loaded by this library's class.
+        trust_remote_code: accept any modelling files.
 
     Returns:
         The modules that were checked, by name; empty with `trust_remote_code`.
@@ -117,7 +122,9 @@ def _check_keys(name: str, data: Any, allowed: set[str]) -> None:
     """Raise ModelError for a key at any depth that makes a loader import code.
 
     Args:
-        allowed: such keys that are accepted at the top level.
+        name: name of the file, for errors.
+        data: its content.
+        allowed: keys that are accepted at the top level.
     """
     stack = [("", data, allowed)]
     while stack:
@@ -138,19 +145,21 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_built_in(implementation: Any) -> bool:
-    """Return whether transformers has this implementation, of the model or of its parts by name."""
+    """Return True if transformers itself has this implementation. A dict names one for each part of the model."""
     names = implementation.values() if isinstance(implementation, dict) else [implementation]
     return all(_is_number(name) or name in _BUILT_IN for name in names)
 
 
 @contextmanager
 def private_copy(folder: Path, config: PreTrainedConfig, modules: Mapping[str, bytes]) -> Iterator[Path]:
-    """Yield a temporary folder of the checked configs, tokenizer and modules, and links to the weights.
+    """Yield a temporary folder with copies of the checked configs, tokenizer and modules, and links to the weights.
 
     Loading it runs the checked code, even if the export changes meanwhile.
 
     Args:
-        modules: of `check_code`.
+        folder: the export.
+        config: its config.
+        modules: result of `check_code`.
     """
     with TemporaryDirectory() as scratch:
         copy = Path(scratch, "export")

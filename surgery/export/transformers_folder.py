@@ -1,7 +1,7 @@
 """The export format `transformers`: write the folder, compare it with the model, verify a copy.
 
-The modelling files are those of `surgery.hybrid`, byte for byte. Nothing in a folder is run before its code is known to
-equal this library's.
+The modelling files are those of `surgery.hybrid`, byte for byte. Code in a folder runs only after it was found to equal
+this library's.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fol
     model.generation_config = config
     try:
         model.save_pretrained(folder, max_shard_size=max_shard_size)
-    except ValueError as error:  # a class from outside this library whose file cannot be shipped
+    except ValueError as error:  # a plugin's class whose file cannot be shipped
         raise ModelError("export", type(model).__name__, str(error)) from error
     tokenizer.save_pretrained(folder)
     shutil.rmtree(folder / "__pycache__", ignore_errors=True)
 
 
 def compare_with_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Reload the folder where `surgery` cannot be imported, and compare logits, generated and encoded tokens.
+    """Reload the folder in a process that cannot import `surgery`, and compare logits and tokens with the model's.
 
     Writes the reference that `verify_copy` compares with later.
 
@@ -68,7 +68,9 @@ def compare_with_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrain
         text = model.generate(ids[:1], max_new_tokens=8, do_sample=False, pad_token_id=0)
     difference = float((logits - reloaded["auto.logits"]).abs().max())
     if difference != 0 or not torch.equal(text, reloaded["auto.text"]):
-        raise ModelError("export", f"logits differ by {difference}", "The reloaded folder computes another model.")
+        raise ModelError(
+            "export", f"logits differ by {difference}", "The reloaded folder must reproduce the model exactly."
+        )
     if "tokenizer" in reloaded and reloaded["tokenizer"].tolist() != tokenizer(SAMPLE)["input_ids"]:
         value = f"the reloaded tokenizer encodes {SAMPLE!r} as other tokens"
         raise ModelError("tokenizer", value, "Set base.tokenizer to one that transformers saves without loss.")
@@ -82,24 +84,25 @@ def compare_with_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrain
 
 
 def plan_in(folder: Path, trust_remote_code: bool = False) -> tuple[str, Plan] | None:
-    """The plan that config.json states; None if nothing is spliced."""
+    """Read the plan from config.json; None if nothing is spliced."""
     config = _load_config(folder, trust_remote_code)
     with reading("config.json", None, AGAIN):
         return ("config.json", plan_of_hybrid(config, "")) if getattr(config, "splice", None) else None
 
 
 def verify_copy(folder: Path, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Check a copy: every tensor, silent replaced heads, code, and its logits in a process without this library.
+    """Check a copy: tensors, silence of replaced heads, code, and the logits in a process without this library.
 
     Args:
-        trust_remote_code: run the folder's modelling files whatever they are.
+        folder: the copy.
+        trust_remote_code: run any modelling files that the folder holds.
 
     Returns:
         `tensors`, `max_logit_difference` (as a fraction of the logits' standard deviation), `generated_tokens` (number
         that agree), `not_checked` (sentences).
 
     Raises:
-        ModelError: names the file, tensor or head that is wrong.
+        ModelError: a check fails. The error names the file, tensor or head.
     """
     config = _load_config(folder, trust_remote_code)
     if not getattr(config, "splice", None):
@@ -124,7 +127,7 @@ def verify_copy(folder: Path, trust_remote_code: bool = False) -> dict[str, Any]
 
 
 def _load_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
-    """The config, loaded by this library's class."""
+    """Load the config with this library's class."""
     data = read_object(folder, "config.json")
     with reading("config.json", None, AGAIN), _placeholder_branches(data.get("splice"), trust_remote_code):
         config = load_config(Base(model=str(folder)))
@@ -136,7 +139,7 @@ def _load_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
 
 @contextmanager
 def _placeholder_branches(splice: Any, trust_remote_code: bool) -> Iterator[None]:
-    """With `trust_remote_code`, accept attention branches that are not registered here, without checking their fields.
+    """With `trust_remote_code`, accept attention branches that are not registered, without checking their fields.
 
     Raises:
         ModelError: a branch is not registered, and the folder's code is not trusted.
@@ -162,7 +165,7 @@ class _AnyBranch(SplicedAttention):
 
 
 def _check_generation_config(folder: Path) -> None:
-    """Raises ModelError if transformers cannot use generation_config.json."""
+    """Raise ModelError if transformers cannot use generation_config.json."""
     name = "generation_config.json"
     if not (folder / name).is_file():
         return
@@ -176,10 +179,11 @@ def _check_generation_config(folder: Path) -> None:
 
 
 def _check_tensors(folder: Path, config: PreTrainedConfig) -> int:
-    """Count the tensors. Each lies in the file that the index names and is finite; replaced heads are silent.
+    """Check the tensors and return their number.
 
     Raises:
-        ModelError: names the file or the tensor.
+        ModelError: a tensor is not finite or not in the file that the index names, a replaced head is not silent, or a
+            file could be loaded instead of the weights.
     """
     regular = {path.name: path for path in folder.iterdir() if path.is_file()}  # an index cannot name files elsewhere
     files = weight_files(regular.get)
@@ -199,7 +203,7 @@ def _check_tensors(folder: Path, config: PreTrainedConfig) -> int:
 
 
 def _check_index(folder: Path, stored: Mapping[str, Stored]) -> None:
-    """The index of sharded weights names every tensor, the file that holds it, and their total size."""
+    """Check that the index of sharded weights names every tensor, its file, and the total size."""
     path = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file() or not path.is_file():
         return
@@ -214,11 +218,11 @@ def _check_index(folder: Path, stored: Mapping[str, Stored]) -> None:
         size = sum(tensor.bytes for tensor in stored.values())
         total = index.get("metadata", {}).get("total_size", size)
         if total != size:
-            raise ModelError(path.name, f"total_size {total}", f"The tensors have {size} bytes.")
+            raise ModelError(path.name, f"total_size {total}", f"The tensors have {size} bytes. {AGAIN}")
 
 
 def _check_silence(config: PreTrainedConfig, stored: Mapping[str, Stored]) -> None:
-    """The columns of `out_proj` that belong to replaced heads are zero."""
+    """Check that the columns of `out_proj` that belong to replaced heads are zero."""
     specs = {spec.layer: spec for spec in family_of(config).mixers(config) if spec.is_ssm}
     for site in config.splice or ():
         spec = specs.get(site["layer"])

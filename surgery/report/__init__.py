@@ -1,1 +1,1 @@
-"""What a run shows: figures and one HTML page."""
+"""Figures and HTML pages of a run."""

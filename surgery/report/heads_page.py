@@ -1,8 +1,7 @@
-"""Write a HeadSet as one page to explore (`locate.html`), and as a table (`heads.csv`).
+"""Write a HeadSet as an interactive page (`locate.html`) and as a table (`heads.csv`).
 
-The page is a single file that makes no network request, which its own policy forbids: `page.html`, `page.css`,
-`page_reading.js` and `page.js` of this folder, with the data inside. Text from a tokenizer reaches the document as
-text, never as markup.
+The page is a single file with the data inside, made from `page.html`, `page.css`, `page_reading.js` and `page.js` of
+this folder. Its content security policy forbids network requests. Text of tokens is inserted as text, never as markup.
 
 Shape legend: T tokens of a prompt.
 """
@@ -27,8 +26,8 @@ from surgery.recipe.methods import Column, all_columns, unit_of
 from surgery.report.figures.canvas import require
 from surgery.types import HeadId, HeadSet, Interval, ScoredHead
 
-LEVELS = 999  # shares are stored as whole numbers of 1/999 of the largest one
-_FIRST = "query"  # the column that colours the map at first, where it was measured
+LEVELS = 999  # shares are stored as integers from 0 to 999, relative to the largest one
+_FIRST = "query"  # the column that is selected when the page opens, if it was measured
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,9 @@ class Prompt:
 
     Attributes:
         tokens: T decoded tokens.
-        marks: name (`segment end`) -> position in 0..T-1; `query` is the token whose rows these are.
-        rows: head's name -> (T,) shares of the query, 0 to 1.
-        matrices: for a few heads, (T,T): row t is what token t reads; zero above the diagonal.
+        marks: name (`segment end`) -> position in 0..T-1. The rows are those of the token `query`.
+        rows: name of a head -> (T,) shares of the query's row, 0 to 1.
+        matrices: name of a head -> (T,T) shares, for a few heads. Row t is what token t reads; zero above the diagonal.
     """
 
     tokens: tuple[str, ...]
@@ -59,14 +58,16 @@ def write_page(heads: HeadSet, attention: PromptAttention, path: Path, title: st
     """Write the page to `path` (`locate.html`) and return it. The same values give the same bytes.
 
     Args:
-        attention: rows of all heads or of some. `PromptAttention()` omits that part of the page.
+        heads: with the scores of every head.
+        attention: rows of all or some heads. `PromptAttention()` omits that part of the page.
+        path: file to write.
         title: heading and title of the page; names the model by default.
 
     Raises:
-        SurgeryError: no heads or no scores; a row or matrix that is not of shares or not of its prompt's size; a mark
-            outside the prompt; a name that is no head of the HeadSet.
+        SurgeryError: there are no heads or scores, a row or matrix has the wrong shape or holds other values than
+            shares, a mark is outside the prompt, or a name is not a head of the HeadSet.
     """
-    require(bool(heads.heads), "heads.heads", "empty", "Give a HeadSet with every head. Run `surgery locate` again.")
+    require(bool(heads.heads), "heads.heads", "empty", "Run `surgery locate` again.")
     require(bool(_columns(heads)), "heads.heads", "no scores", "Run `surgery locate` again.")
     names = {str(s.head) for s in heads.heads}
     data = {**_head_data(heads), "prompts": [_prompt_data(p, names) for p in attention.prompts]}
@@ -90,7 +91,7 @@ def write_page(heads: HeadSet, attention: PromptAttention, path: Path, title: st
 
 
 def write_csv(heads: HeadSet, path: Path) -> Path:
-    """Write one row a head, best first: value, low and high of every score, empty where it was not measured."""
+    """Write one row per head, best first: value, low and high of every score; empty if not measured."""
     columns = _columns(heads)
     place = {s.head: i + 1 for i, s in enumerate(heads.chosen)}
     text = io.StringIO()
@@ -116,7 +117,7 @@ def _asset(name: str) -> str:
 
 
 def _merged(heads: HeadSet) -> list[ScoredHead]:
-    """Every head in its order; chosen heads with the scores measured when they were chosen."""
+    """All heads in order. Chosen heads get the scores that were measured when they were chosen."""
     chosen = {s.head: s for s in heads.chosen}
     return [
         ScoredHead(s.head, s.role, c.reads, {**s.scores, **c.scores}, c.given) if (c := chosen.get(s.head)) else s
@@ -125,7 +126,7 @@ def _merged(heads: HeadSet) -> list[ScoredHead]:
 
 
 def _columns(heads: HeadSet) -> list[Column]:
-    """Every score of any head: columns with an effect first, then their accuracies, then others as they come."""
+    """Columns of all scores: those with an effect first, then their accuracies, then others in order of appearance."""
     names = dict.fromkeys(name for s in _merged(heads) for name in s.scores)
     registered = all_columns()
     effects = [column for column in registered.values() if column.effect]
@@ -185,7 +186,7 @@ def _head_data(heads: HeadSet) -> dict[str, Any]:
 
 
 def _rounded(interval: Interval | None) -> list[float] | None:
-    """Value, low, high to four digits, and n."""
+    """[value, low, high, n], rounded to four digits."""
     if interval is None:
         return None
     return [float(f"{v:.4g}") for v in (interval.value, interval.low, interval.high)] + [interval.n]
@@ -194,9 +195,9 @@ def _rounded(interval: Interval | None) -> list[float] | None:
 def _prompt_data(prompt: Prompt, names: set[str]) -> dict[str, Any]:
     T = len(prompt.tokens)
     for name, position in prompt.marks.items():
-        require(0 <= position < T, f"marks[{name!r}]", position, f"Give 0 to {T - 1}.")
+        require(0 <= position < T, f"marks[{name!r}]", position, f"Pass 0 to {T - 1}.")
     unknown = [name for name in (*prompt.rows, *prompt.matrices) if name not in names]
-    require(not unknown, "prompt.rows", str(unknown[:1]), "Name heads of the HeadSet.")
+    require(not unknown, "prompt.rows", str(unknown[:1]), "Pass names of heads in the HeadSet.")
     rows = {name: _checked(row, (T,), f"rows[{name!r}]") for name, row in prompt.rows.items()}
     matrices = {name: _checked(m, (T, T), f"matrices[{name!r}]") for name, m in prompt.matrices.items()}
     return {
@@ -209,14 +210,14 @@ def _prompt_data(prompt: Prompt, names: set[str]) -> dict[str, Any]:
 
 def _checked(shares: NDArray[Any], shape: tuple[int, ...], field: str) -> NDArray[np.float64]:
     values = np.asarray(shares, dtype=np.float64)
-    require(values.shape == shape, field, values.shape, f"Give one share a token: {shape}.")
+    require(values.shape == shape, field, values.shape, f"Pass one share per token: {shape}.")
     are_shares = np.isfinite(values).all() and (values >= 0).all() and (values <= 1 + 1e-6).all()
-    require(bool(are_shares), field, "not shares", "Shares are numbers from 0 to 1.")
+    require(bool(are_shares), field, "not shares", "Pass numbers from 0 to 1.")
     return values
 
 
 def _packed(rows: Sequence[NDArray[np.float64]]) -> dict[str, Any]:
-    """The largest share, and every share as a whole number of 1/999 of it: three digits, small in the file."""
+    """Pack shares into few characters: the largest share, and each share as an integer from 0 to 999 relative to it."""
     top = max((float(row.max()) for row in rows if row.size), default=0.0)
     scale = LEVELS / top if top > 0 else 0.0
     return {"top": float(f"{top:.6g}"), "rows": [np.rint(row * scale).astype(int).tolist() for row in rows]}

@@ -1,4 +1,4 @@
-"""Labels and table cells under which the numbers of results.json are displayed."""
+"""Labels and table cells for the numbers of results.json."""
 
 from __future__ import annotations
 
@@ -74,15 +74,15 @@ def perplexity_text(value: float) -> str:
 
 
 def limits_of(recipe: Recipe) -> tuple[str, ...]:
-    """Limits of the model that a user must know, one or two sentences each."""
+    """Limits of the model, one or two sentences each."""
     sources = [source for stage in recipe.train.sequence for source in stage.sources]
     tasks = sorted({source.task for source in sources if source.task})
     data = [f"generated text ({', '.join(tasks)})"] * bool(tasks) + own_data(recipe)
     trained = "Trained further" if recipe.splice is None else "Trained"
     return (
         f"{trained} for {recipe.train.num_all_steps} steps, only on {' and '.join(data)}.",
-        "The probes are generated from short words and invented facts. They measure retrieval, not usefulness.",
-        "The spliced layers store keys and values for every token: unlike the base, memory grows with length there.",
+        "The probes are generated from short words and invented facts. They measure retrieval, not real tasks.",
+        "The spliced layers store keys and values for every token. Unlike the base's memory, theirs grows with length.",
         *EXPORT_FORMATS[recipe.export.format].limits,
     )
 

@@ -39,7 +39,7 @@ _Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class ReportInputs:
-    """Everything that a report displays.
+    """Inputs of a report.
 
     Attributes:
         heads: None if the selection of the heads is not known.
@@ -55,7 +55,8 @@ class ReportInputs:
 
 
 def write_report(inputs: ReportInputs, path: Path) -> Path:
-    """Write the report to `path` and return it. What was not measured is omitted. Equal inputs give equal bytes."""
+    """Write the report to `path` and return it. Sections without measurements are omitted. Equal inputs give equal
+    bytes."""
     recipe, results, arms = inputs.recipe, inputs.results, inputs.results["arms"]
     seconds = {name: _duration(s) for name, s in results.get("seconds", {}).items() if s}
     maps = sorted((inputs.figures / "evaluate").glob("attention_*.svg"))
@@ -66,6 +67,8 @@ def write_report(inputs: ReportInputs, path: Path) -> Path:
         **_operation(inputs),
         "train_time": seconds.get("train"),
         "has_control": "no_splice" in arms,
+        "has_ablation": "hybrid_heads_off" in arms,
+        "has_kv_retrieval": "kv_retrieval" in arms["hybrid"],
         "headline": _headline(arms, recipe),
         "figures": {name: _image(inputs.figures / f"{stem}.svg", text) for name, (stem, text) in _FIGURES.items()},
         "contrasts": _contrasts(results, recipe),
@@ -85,7 +88,7 @@ def write_report(inputs: ReportInputs, path: Path) -> Path:
 
 
 def _operation(inputs: ReportInputs) -> _Values:
-    """What was spliced into which model, and how it was trained, for the first paragraph."""
+    """Values of the first paragraph: the splice, the model, and its training."""
     recipe, plan = inputs.recipe, inputs.plan
     splice, train = recipe.splice, recipe.train
     trained = dict.fromkeys(stage.trainable for stage in train.sequence)
@@ -114,7 +117,8 @@ def _image(path: Path, alt: str) -> dict[str, str] | None:
 
 
 def _headline(arms: Mapping[str, Any], recipe: Recipe) -> _Values:
-    """Held-out rows of the user's data, or the largest dictionary that was trained on; then facts and perplexity."""
+    """Table at the top: held-out rows of the user's data, otherwise KV-retrieval at the largest number of pairs in
+    training; then facts and perplexity."""
     hybrid = dict(entries(arms["hybrid"]))
     places: Sequence[Place] = [place for place in hybrid if place[0] == "held_out" and len(place) == 2][:1]
     sources = [source for stage in recipe.train.sequence for source in stage.sources]
@@ -162,7 +166,7 @@ def _contrasts(results: Mapping[str, Any], recipe: Recipe) -> _Values | None:
 
 
 def _gap_closed(results: Mapping[str, Any]) -> list[list[str]]:
-    """Fraction of the distance from the control to the teacher, if a teacher was evaluated."""
+    """Fraction of the gap between control and teacher that the hybrid closes, if a teacher was evaluated."""
     rows = []
     for task, gap in results.get("gap_closed", {}).items():
         if task.startswith("kv_retrieval/"):
@@ -174,7 +178,7 @@ def _gap_closed(results: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _measurements(arms: Mapping[str, Any], recipe: Recipe) -> _Values:
-    """Every arm on every task."""
+    """Table of every arm on every task."""
     by_arm: dict[str, dict[Place, Mapping[str, Any]]] = {arm: dict(entries(arms[arm])) for arm in ordered_arms(arms)}
     rows = []
     for path, entry in by_arm["base"].items():
@@ -184,7 +188,7 @@ def _measurements(arms: Mapping[str, Any], recipe: Recipe) -> _Values:
 
 
 def _spliced(plan: Plan, heads: HeadSet | None) -> list[list[str]]:
-    """Every spliced head with its role and scores."""
+    """Table of the spliced heads with their roles and scores."""
     rows = []
     located = {s.head: s for s in heads.heads} if heads is not None else {}
     chosen = {s.head: s for s in heads.chosen} if heads is not None else {}
@@ -202,7 +206,7 @@ def _spliced(plan: Plan, heads: HeadSet | None) -> list[list[str]]:
 
 
 def _costs(results: Mapping[str, Any], recipe: Recipe) -> list[list[str]]:
-    """Speed and memory relative to the base, for every batch and prompt length."""
+    """Table of speed and memory relative to the base, for every batch size and prompt length."""
     if not results.get("efficiency"):
         return []
     (_, base), *others = results["efficiency"]["arms"].items()

@@ -11,11 +11,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 def render(package: str, name: str, values: Mapping[str, Any]) -> str:
     """Render a template of a package's folder `templates`.
 
-    Values are escaped in `*.html.j2`, and inserted as they are in any other template. An undefined name is an error.
+    Values are escaped in `*.html.j2` only. An undefined name is an error.
 
     Args:
         package: dotted name, such as `surgery.report`.
         name: file name of the template, such as `model_card.md.j2`.
+        values: values of the template's names.
     """
     environment = Environment(
         loader=PackageLoader(package),

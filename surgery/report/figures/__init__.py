@@ -1,6 +1,6 @@
 """Figures of a run.
 
-Each function takes plain values, writes `STEM.png`, `STEM.svg` and the numbers as `STEM.csv` into a folder, and returns
+Each function takes plain values, writes `NAME.png`, `NAME.svg` and the numbers as `NAME.csv` into a folder, and returns
 the three paths. Equal values give equal bytes. Values that cannot be drawn raise SurgeryError (a ValueError).
 """
 

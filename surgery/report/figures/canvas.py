@@ -1,7 +1,7 @@
-"""Style, palette and output files that all figures share.
+"""Style, colours and output files of all figures.
 
-Figures use matplotlib's object API without pyplot and its global state. Their bytes depend on the input only: no
-dates, no random ids, none of the user's matplotlib settings.
+Figures use matplotlib's object API, without pyplot and its global state. Their bytes depend on the input only, not on
+the date, random ids or the user's matplotlib settings.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]], gap: f
 
 
 def save(figure: Figure, folder: Path, stem: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[Path]:
-    """Write `stem.png`, `stem.svg` and the numbers as `stem.csv`, and return the paths. Call it inside `style()`."""
+    """Write `STEM.png`, `STEM.svg` and the numbers as `STEM.csv`, and return the paths. Call it inside `style()`."""
     folder.mkdir(parents=True, exist_ok=True)
     png, svg, table = (folder / f"{stem}.{suffix}" for suffix in ("png", "svg", "csv"))
     figure.savefig(png, dpi=DPI, metadata={"Software": None})
@@ -134,6 +134,6 @@ def save(figure: Figure, folder: Path, stem: str, header: Sequence[str], rows: S
 
 
 def require(condition: bool, field: str, value: object, hint: str) -> None:
-    """Raise SurgeryError (a ValueError) for this field unless `condition` holds."""
+    """Raise SurgeryError (a ValueError) with this field, value and hint if `condition` is False."""
     if not condition:
         raise SurgeryError(field, value, hint)

@@ -1,6 +1,6 @@
-"""Draw every head of a HeadSet as maps of layers by heads, one panel for each measured column.
+"""Draw the scores of all heads as heat maps of layers by heads, one panel for each measured column.
 
-Shape legend: C columns of measurements, L layers that have heads, H heads (of the widest layer).
+Shape legend: C columns of scores, L layers that have heads, H heads (of the widest layer).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Point = NDArray[np.float64]  # (x, y)
 
 _LETTERS = {"gather": "G", "aggregate": "A", "both": "B", "neither": "", "unmeasured": ""}
 _PER_ROW = 3
-_LEFT, _TOP, _GAP_X, _GAP_Y = 0.6, 1.4, 0.6, 1.2  # inches; `_GAP_Y` holds ticks, row heading and panel titles
+_LEFT, _TOP, _GAP_X, _GAP_Y = 0.6, 1.4, 0.6, 1.2  # inches; `_GAP_Y` has room for ticks, row heading and panel titles
 _LEGEND_HEIGHT = 2.0
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Panels under one heading, on one colour scale.
+    """Panels under one heading with a common colour scale.
 
     Attributes:
         limit: end of the colour scale.
@@ -48,14 +48,15 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Map:
-    """Values and where they are drawn.
+    """Values of a map, and the layout of its panels.
 
     Attributes:
-        values_CLH: in the units of the columns; NaN where a layer has fewer heads, or where nothing was measured.
-        names: of the columns.
-        layers: names of the rows: layer numbers, with an A where they are attention heads beside SSM heads.
+        values_CLH: in the units of the columns; NaN if a layer has fewer heads or nothing was measured.
+        names: names of the columns.
+        layers: labels of the rows: layer numbers, followed by A for attention heads in a model that also has SSM heads.
         cell: width and height of a cell in inches.
-        marks: (row, head, letters) of heads with a role; `chosen`: (row, head, name).
+        marks: (row, head, letter) of heads with a role.
+        chosen: (row, head, name) of chosen heads.
     """
 
     values_CLH: NDArray[np.float64]
@@ -71,7 +72,7 @@ class _Map:
 
     @property
     def aside(self) -> float:
-        """Cells between a head and the letter of its role, which would hide the colour of a tiny cell."""
+        """Offset of a role's letter from its head, in cells: a letter would hide the colour of a tiny cell."""
         return 0.0 if min(self.cell) > 0.1 else 1.0
 
     @property
@@ -89,7 +90,7 @@ class _Map:
 
 
 def panel_columns(head_set: HeadSet) -> list[Column]:
-    """The columns that are drawn: those of the default methods, and what else was measured."""
+    """Columns to draw: those of the default methods, and all others that were measured."""
     measured = {name for scored in head_set.heads for name in scored.scores}
     default = {column.name for method in Locate().methods for column in METHODS[method].columns}
     return [column for name, column in all_columns().items() if name in default | measured]
@@ -99,14 +100,15 @@ def panel_columns(head_set: HeadSet) -> list[Column]:
 def head_maps(head_set: HeadSet, folder: Path) -> list[Path]:
     """Draw every head in every column: `head_maps.png`, `.svg` and `.csv` in `folder`.
 
-    Margins lost and gained share one colour scale; other columns have one for each unit. Columns of the default methods
-    that were not measured say so. The cell of a head without a score is empty.
+    Margins lost and gained share one colour scale. Other columns have one scale for each unit. Columns of the default
+    methods that were not measured get an empty panel with a note. The
+    cell of a head without a score is empty.
 
     Returns:
-        The paths written.
+        The three paths.
 
     Raises:
-        SurgeryError: no heads, or no scores.
+        SurgeryError: there are no heads, or no scores.
     """
     columns = panel_columns(head_set)
     heads = _layout(head_set, columns)
@@ -163,9 +165,7 @@ def _is_small(layers: int, heads: int) -> bool:
 
 def _layout(head_set: HeadSet, columns: Sequence[Column]) -> _Map:
     """Check the HeadSet and choose the size of its cells."""
-    require(
-        bool(head_set.heads), "head_set.heads", "empty", "Give a HeadSet with every head. Run `surgery locate` again."
-    )
+    require(bool(head_set.heads), "head_set.heads", "empty", "Run `surgery locate` again.")
     mixers = {s.head.mixer: (s.head.layer, s.head.letter == "A") for s in head_set.heads}
     in_order = sorted(mixers, key=lambda name: mixers[name])
     layers = tuple(f"{mixers[name][0]}{'A' if mixers[name][1] else ''}" for name in in_order)
@@ -179,7 +179,7 @@ def _layout(head_set: HeadSet, columns: Sequence[Column]) -> _Map:
                 values_CLH[c, rows[scored.head.mixer], scored.head.head] = scored.scores[name].value
     require(not np.isnan(values_CLH).all(), "head_set.heads", "no scores", again)
     unknown = [s.head for s in head_set.chosen if s.head.mixer not in rows or s.head.head >= num_heads]
-    require(not unknown, "head_set.chosen", str(unknown[:1]), "Chosen heads must be among the heads.")
+    require(not unknown, "head_set.chosen", str(unknown[:1]), "Chosen heads must be in head_set.heads.")
     if _is_small(len(layers), num_heads):
         cell = (max(0.43, 3.0 / num_heads), 0.37)
     else:
@@ -219,7 +219,7 @@ def _panel(axes: Axes, heads: _Map, column: Column, limit: float) -> Any:
 
 
 def _shortened(note: str, inches: float) -> str:
-    """A note that fits above a panel, at 8 points."""
+    """Truncate a note to fit above a panel, at 8 points."""
     most = int((inches + _GAP_X) * 17)
     return note if len(note) <= most else note[: note.rfind(" ", 0, most - 1)] + "…"
 
@@ -230,13 +230,13 @@ def _above(axes: Axes, points: float) -> Any:
 
 
 def _sparse(count: int, inches: float) -> list[int]:
-    """Every n-th index, so that tick labels stand at least 0.17 inches apart."""
+    """Indices of the ticks: every n-th one, so that labels are at least 0.17 inches apart."""
     step = next(n for n in (1, 2, 4, 5, 8, 10, 16, 20, 50, 100, count) if n * inches >= 0.17 or n >= count)
     return list(range(0, count, step))
 
 
 def _write_cells(axes: Axes, values_LH: NDArray[np.float64], heads: _Map, limit: float) -> None:
-    """Write the number in each cell, letters of its role above left, the name of a chosen head below."""
+    """Write the number in each cell, the letter of its role in the upper left corner, a chosen head's name below."""
     digits = 1 if limit >= 10 else 2 if limit >= 0.1 else 3
     names = {(row, head): name for row, head, name in heads.chosen}
     letters = {(row, head): text for row, head, text in heads.marks}
@@ -253,7 +253,7 @@ def _write_cells(axes: Axes, values_LH: NDArray[np.float64], heads: _Map, limit:
 
 
 def _write_marks(axes: Axes, heads: _Map) -> None:
-    """Write letters of roles on cells that are too small for numbers, and names of chosen heads beside theirs."""
+    """Write letters of roles on cells that are too small for numbers, and names next to the cells of chosen heads."""
     halo = [withStroke(linewidth=1.6, foreground="white")]
     for row, head, text in heads.marks:
         axes.text(
@@ -288,7 +288,7 @@ def _write_marks(axes: Axes, heads: _Map) -> None:
 
 
 def _offsets(heads: _Map) -> list[tuple[float, float]]:
-    """Place each chosen head's name, in points right of and above its cell: inside the panel, over nothing else."""
+    """Place each chosen head's name inside the panel without overlap. Offsets from its cell are in points."""
     cell, panel = np.array(heads.cell) * POINTS, np.array(heads.size) * POINTS
     centres = [np.array([head + 0.5, row + 0.5]) * cell for row, head, _ in heads.chosen]  # y downwards
     letters = [np.array([head + 0.5 + heads.aside, row + 0.5 - heads.aside]) * cell for row, head, _ in heads.marks]
@@ -313,7 +313,7 @@ def _offsets(heads: _Map) -> list[tuple[float, float]]:
 
 
 def _outwards(options: Sequence[Point], centre: Point, centres: Sequence[Point]) -> list[Point]:
-    """Sort offsets: short ones first, and of those the ones away from neighbours, so that lines do not cross."""
+    """Sort offsets by length, and prefer those that point away from neighbours, so that lines do not cross."""
     near = [c for c in centres if float(np.linalg.norm(c - centre)) < POINTS]
     away = centre - np.mean(near, axis=0)
     away = away / (float(np.linalg.norm(away)) or 1.0)
@@ -336,7 +336,7 @@ def _outline(head: float, row: float, cell: tuple[float, float]) -> Rectangle:
 
 
 def _legend(figure: Figure, image: Any, head_set: HeadSet, left: float, top: float, width: float) -> None:
-    """Draw the colour bar and the meaning of the marks, in the place of a panel. Left, top and width are in inches."""
+    """Draw the colour bar and the legend of the marks in an empty panel. Left, top and width are in inches."""
     bar = figure.colorbar(image, cax=add_axes(figure, left, top, min(width, 3.6), 0.14), orientation="horizontal")
     bar.ax.tick_params(labelsize=7.5, length=2, pad=2)
     bar.outline.set(linewidth=0.6, edgecolor="#bbbbbb")
@@ -362,9 +362,9 @@ def _legend(figure: Figure, image: Any, head_set: HeadSet, left: float, top: flo
 
 
 def _table(head_set: HeadSet, columns: Sequence[Column]) -> tuple[list[str], list[list[Any]]]:
-    """The header, and one row a head, in the HeadSet's order; empty where a column was not measured.
+    """Make the header and one row per head, in the HeadSet's order; cells are empty if not measured.
 
-    `chosen` is a head's place among the chosen, from 1, or empty.
+    The cell `chosen` is a head's place among the chosen heads, from 1, or empty.
     """
     names = [f"{column.name}{end}" for column in columns for end in ("", "_low", "_high")]
     header = ["head", "layer", "index", "role", "reads", "chosen", "n", *names]

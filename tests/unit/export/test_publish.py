@@ -382,7 +382,7 @@ def test_a_secret_is_refused_before_any_request_and_every_place_is_named(call: C
     (call.folder / "figures" / "curve.png").write_bytes(secret.encode("utf-16"))
     message = call.refused()
     assert message.startswith("README.md:2: a token (GitHub Token, ghp_..., 40 characters). ")
-    assert "There is more in config.json:2, figures/curve.png:1." in message
+    assert "More findings: config.json:2, figures/curve.png:1." in message
     assert secret not in message and len(message.splitlines()) == 1 and call.hub.log == []
 
 

@@ -18,6 +18,7 @@ from surgery.evaluate.prompts import make_prompts
 from surgery.files.atomic import new_folder, write_json
 from surgery.files.lock import hold
 from surgery.files.ownership import check_replaceable, mark
+from surgery.files.secret_scan import refuse_tokens
 from surgery.models.loading import (
     check_finite,
     check_vocabulary,
@@ -65,6 +66,7 @@ def load_comparison(models: Sequence[str], overrides: Sequence[str] = ()) -> Com
     data = Comparison(models=("",)).model_dump(mode="json")
     for override in overrides:
         apply(data, override)
+    refuse_tokens(data)  # before the error of a plugin could repeat one
     load_plugins(plugin_modules(data))
     return check_recipe({**data, "models": list(models)}, Comparison)  # type: ignore[type-var]
 

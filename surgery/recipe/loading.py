@@ -36,6 +36,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: type[R] =
     for override in overrides:
         key, separator, value = override.partition("=")
         apply(data, f"{current_path(kind, key)}{separator}{value}")
+    refuse_tokens(data)  # before the error of a plugin could repeat one
     load_plugins(plugin_modules(data))
     return check_recipe(data, kind)
 

@@ -156,6 +156,13 @@ class TestPlugins:
         with pytest.raises(RecipeError, match=r"plugins: planted_missing. No module of this name"):
             load_recipe(folder / "recipe.yaml")
 
+    def test_a_token_in_their_place_is_not_repeated(self, folder: Path) -> None:
+        token = "hf_" + 34 * "a"
+        (folder / "recipe.yaml").write_text(f"name: x\nplugins: [{token}]\nbase: {{model: m}}\n")
+        with pytest.raises(RecipeError, match=r"plugins\.0: a token \(Hugging Face") as caught:
+            load_recipe(folder / "recipe.yaml")
+        assert token not in str(caught.value)
+
     @pytest.mark.parametrize("value", ["../evil", "a b", "os; x", "evil.py/"])
     def test_a_path_is_no_module(self, folder: Path, value: str) -> None:
         (folder / "recipe.yaml").write_text(f"name: x\nplugins: ['{value}']\nbase: {{model: m}}\n")

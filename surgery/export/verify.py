@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from surgery.errors import ModelError, reading
 from surgery.export.documents import check_documents
 from surgery.export.files import AGAIN, RECORD, check_entries, check_files, read_object
-from surgery.export.formats import format_of, plugin_of
+from surgery.export.formats import ExportFormat, format_of, plugin_of
 
 
 def verify_folder(folder: Path | str, trust_remote_code: bool = False, plugins: Sequence[str] = ()) -> dict[str, Any]:
@@ -57,11 +57,17 @@ def verify_folder(folder: Path | str, trust_remote_code: bool = False, plugins: 
         with reading(RECORD, None, AGAIN):
             not_checked = check_files(folder, record["files"], export_format.loadable)
             report["files"] = len(record["files"])
-    report["agree"], absent = check_documents(folder, export_format.read_plan(folder, trust_remote_code))
-    # Errors of a plugin are converted to a ModelError that names the format. Errors of this library are bugs to report.
-    with reading(f"format {export_format.name}", None, AGAIN) if plugin_of(export_format) else nullcontext():
+    with _naming(export_format):
+        stated = export_format.read_plan(folder, trust_remote_code)
+    report["agree"], absent = check_documents(folder, stated)
+    with _naming(export_format):
         checked = export_format.verify(folder, trust_remote_code)
     return {**report, **checked, "not_checked": [*not_checked, *absent, *checked.get("not_checked", ())]}
+
+
+def _naming(export_format: ExportFormat) -> AbstractContextManager[None]:
+    """Convert errors of a plugin to a ModelError that names the format. Errors of this library are bugs to report."""
+    return reading(f"format {export_format.name}", None, AGAIN) if plugin_of(export_format) else nullcontext()
 
 
 def _read_record(folder: Path) -> dict[str, Any]:

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from surgery.errors import RecipeError
+from surgery.errors import ModelError, RecipeError
 from surgery.export.formats import ExportFormat, register_export
+from surgery.export.verify import verify_folder
+from surgery.files.atomic import write_json
 from surgery.recipe.export import EXPORT_FORMATS
 
 
@@ -51,3 +53,17 @@ def test_what_lacks_something_is_refused(bases: Any, attributes: dict[str, Any],
     with pytest.raises(RecipeError, match=message):
         register_export("wrong")(type("Wrong", bases, attributes))
     assert "wrong" not in EXPORT_FORMATS
+
+
+@pytest.mark.parametrize("method", ["read_plan", "verify"])
+def test_an_exception_of_a_plugin_names_its_format(method: str, tmp_path: Path) -> None:
+    def fail(*arguments: Any) -> Any:
+        raise KeyError("splice")
+
+    write_json(tmp_path / "export.json", {"format": "planted_failing", "files": {}})
+    register_export("planted_failing")(type("Failing", (Whole,), {method: fail}))
+    try:
+        with pytest.raises(ModelError, match="format planted_failing: KeyError: 'splice'"):
+            verify_folder(tmp_path)
+    finally:
+        del EXPORT_FORMATS._entries["planted_failing"]

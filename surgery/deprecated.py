@@ -26,6 +26,7 @@ MOVED = {
     "formats": "models.mamba_ssm_format",
     "heads": "types",
     "hub": "export.publish",
+    "locate.hidden": "locate.hidden_attention",
     "measures": "recipe.locate",
     "pipeline": "run.pipeline",
     "plan": "splice.plan",

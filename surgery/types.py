@@ -133,11 +133,6 @@ class Interval:
     high: float
     n: int
 
-    @property
-    def above_zero(self) -> bool:
-        """True if the whole interval is above 0."""
-        return self.low > 0
-
 
 @dataclass(frozen=True)
 class ScoredHead:

@@ -98,11 +98,6 @@ def to_transformers(name: str) -> str:
     return _RENAMED.get(name, name)
 
 
-def to_mamba_ssm(name: str) -> str:
-    """Return mamba_ssm's name of a tensor, from transformers'."""
-    return {new: old for old, new in _RENAMED.items()}.get(name, name)
-
-
 def is_derived(name: str) -> bool:
     """Return whether a tensor of older files follows from the config: rotary frequencies."""
     return name.endswith(".rotary_emb.inv_freq")

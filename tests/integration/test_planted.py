@@ -113,7 +113,7 @@ class TestBackup:
         clean = accuracy([answers(planted.model, batch)])
         for head in planted.aggregates:
             assert accuracy([answers(planted.model, batch, [head])]) > clean - 0.1
-            assert next(s for s in heads if s.head == head).scores["ablation"].above_zero
+            assert next(s for s in heads if s.head == head).scores["ablation"].low > 0
 
     def test_both_off(self) -> None:
         found = [answers(p.model, prompts(s), p.aggregates) for s in range(8) for p in (plant(s, backup=True),)]

@@ -35,7 +35,7 @@ def write_sparse(folder: Path, layers: int) -> int:
     for name, tensor in model.state_dict().items():
         if name != "lm_head.weight":
             begin, end = end, end + 4 * tensor.numel()
-            own = mamba_ssm_format.to_mamba_ssm(name)
+            own = name.replace("embeddings", "embedding")
             header[own] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     folder.mkdir()

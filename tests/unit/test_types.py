@@ -96,11 +96,6 @@ def test_heads_of_a_group_are_neighbours_and_groups_are_equal_in_size() -> None:
     assert {groups.count(g) for g in range(spec.num_groups)} == {spec.num_heads // spec.num_groups}
 
 
-def test_above_zero_looks_at_the_lower_end() -> None:
-    assert Interval(0.5, 0.1, 0.9, 8).above_zero
-    assert not Interval(0.5, -0.1, 0.9, 8).above_zero
-
-
 def test_head_set_round_trip_through_json() -> None:
     assert head_set_from_json(json.loads(json.dumps(to_json(head_set())))) == head_set()
 

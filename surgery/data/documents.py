@@ -1,9 +1,11 @@
 """Turn rows of the user's own data into documents, and check them.
 
-prompt, answer     the text is both, one after the other; the answer includes the end token
-answer_span        the place of the answer in the prompt; its segment is that line with the newline
-messages           the chat template over all messages but the last; the last is the answer
-text               no question; texts longer than `max_tokens` are cut between tokens
+The form of a document follows from the columns of the recipe:
+
+prompt, answer     the text is the prompt followed by the answer; the answer includes the end token
+answer_span        also gives the place of the answer in the prompt; the segment is the line that contains it
+messages           the prompt is the chat template over all messages but the last; the last is the answer
+text               plain text without a question; texts longer than `max_tokens` are cut between tokens
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from surgery.errors import DataError
 from surgery.probes.documents import Document, Question, Span
 from surgery.recipe import Data
 
-_TOKENIZE_TOGETHER = 64  # rows tokenized at a time
-_CUT_TRIES = 32  # token boundaries to try for a cut that keeps the tokens of the pieces
-_AFTER_CUT = 8  # tokens after a cut that show if the next piece starts with a token of the whole text
+_TOKENIZE_TOGETHER = 64  # rows to tokenize at once
+_CUT_TRIES = 32  # token boundaries to try for a cut that leaves the tokens unchanged
+_AFTER_CUT = 8  # tokens after a cut to compare with those of the whole text
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,12 @@ class Piece:
 
 @dataclass
 class Reader:
-    """Turns rows into documents, and refuses or skips unusable rows.
+    """Turn rows into documents. Unusable rows raise an error or are skipped.
 
     Attributes:
+        max_tokens: maximum tokens of a document; no limit if None.
+        context: maximum tokens of the model; no limit if None.
+        vocab_size: rows of the model's embedding; not checked if None.
         held_out: read the rows that `data.holdout` keeps from training, instead of the others.
         skipped: rows skipped so far.
         first_error: error of the first skipped row.
@@ -96,7 +101,11 @@ class Reader:
         if not answer.strip():
             raise DataError(row.where, "the answer is empty", "Add one, or remove the row.")
         if not prompt:
-            raise DataError(row.where, "the prompt is empty", "An answer needs a token before it. Use plain `text`.")
+            raise DataError(
+                row.where,
+                "the prompt is empty",
+                "An answer needs a token before it. Add a prompt, or set `data.columns.text`.",
+            )
         text = self._whole(row, prompt + answer)
         segment = value = None
         if columns.answer_span is not None:
@@ -138,13 +147,13 @@ class Reader:
     def empty_error(self) -> DataError:
         """The error for data without a usable row."""
         if self.first_error is None and self.data.holdout:
-            left = "held out" if self.held_out else "left to train on"
+            left = "held out" if self.held_out else "left for training"
             hint = f"`holdout` is {self.data.holdout:g}. Add rows, or set another share."
             return DataError(self.data.path, f"no row is {left}", hint)
         if self.first_error is None:
             return DataError(self.data.path, "no rows", "Add at least one.")
         return DataError(
-            self.data.path, f"none of its {self.skipped} rows can be used", f"The first: {self.first_error}"
+            self.data.path, f"none of its {self.skipped} rows can be used", f"Error of the first: {self.first_error}"
         )
 
     def _skip(self, error: DataError) -> None:
@@ -155,7 +164,7 @@ class Reader:
         self.skipped += 1
 
     def _whole(self, row: Row, text: str) -> str:
-        """The text with the end token. Raise DataError if it is empty or cannot be encoded."""
+        """Append the end token to a text. Raise DataError if the text is empty or cannot be encoded."""
         if not text.strip():
             raise DataError(row.where, "the text is empty", "Remove the row.")
         try:
@@ -165,28 +174,28 @@ class Reader:
         return text + self.end
 
     def _messages(self, row: Row, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """At least two messages, the last one of the assistant."""
+        """Read a chat: two messages or more, the last one of the assistant."""
         columns = self.data.columns
         if columns.messages is None:
             prompt, answer = _string(row, fields, columns.prompt), _string(row, fields, columns.answer)
             return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
         value = _field(row, fields, columns.messages)
-        hint = "A chat is a list of {role, content}, both text; the last is the assistant's answer."
+        hint = "Use a list of {role, content}, both text, whose last message has the role assistant."
         if not isinstance(value, list) or len(value) < 2 or not all(isinstance(m, dict) for m in value):
             raise DataError(row.where, f"`{columns.messages}`: {_short(value)}", hint)
         messages = [{k: v for k, v in m.items() if v is not None} for m in value]  # Arrow adds None for missing keys
         for m in messages:
             if not isinstance(m.get("role"), str) or not isinstance(m.get("content"), str):
-                raise DataError(row.where, f"a message {_short(m)}", hint)
+                raise DataError(row.where, f"message {_short(m)}", hint)
         if messages[-1]["role"] != "assistant":
-            raise DataError(row.where, f"the last message is of {messages[-1]['role']!r}", hint)
+            raise DataError(row.where, f"the last message has the role {messages[-1]['role']!r}", hint)
         return messages
 
     def _chat_prompt(self, row: Row, messages: list[dict[str, Any]]) -> str:
         try:
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         except (TemplateError, ValueError, TypeError, KeyError) as error:
-            hint = "Put the roles in the order that the template expects."
+            hint = "Use the roles, and their order, that the template expects."
             raise DataError(row.where, f"the chat template refuses it: {error}", hint) from None
 
     def _tokens(self, texts: list[str]) -> tuple[list[list[int]], list[list[Span]]]:
@@ -194,24 +203,28 @@ class Reader:
         return encoded["input_ids"], encoded["offset_mapping"]
 
     def _fit(self, row: Row, document: Document, ids: list[int], offsets: Sequence[Span]) -> list[tuple[Span, int]]:
-        """Characters and tokens of each piece: the document itself, unless it is a long plain text."""
+        """Return characters and tokens of each piece. Only a long plain text has more than one."""
         _check_tokens(row.where, document, ids, offsets, self.vocab_size)
         limit = min((n for n in (self.max_tokens, self.context) if n is not None), default=len(ids))
         if len(ids) <= limit:
             return [((0, len(document.text)), len(ids))]
         if document.questions:
-            reason = "The model takes" if limit == self.context else "`max_tokens` is"
+            reason = "The model takes at most" if limit == self.context else "`max_tokens` is"
             raise DataError(row.where, f"{len(ids)} tokens", f"{reason} {limit}. Shorten the row, or remove it.")
         return cut(document.text, ids, offsets, limit, lambda text: self._tokens([text])[0][0])
 
 
 def is_held_out(prompt: str, share: float) -> bool:
-    """True for the share of prompts that is kept from training. The hash decides, so equal prompts stay together."""
+    """Whether a prompt is held out from training. Its hash decides, so equal prompts stay together.
+
+    Args:
+        share: share of all prompts to hold out, from 0 to 1.
+    """
     return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:8], "big") < share * 2**64
 
 
 def part(document: Document, span: Span) -> Document:
-    """The document itself, or a piece of a plain text."""
+    """Return the characters `span` of a plain text as a document, or the document itself if that is all of it."""
     if span == (0, len(document.text)):
         return document
     return Document(document.task, document.text[slice(*span)])
@@ -220,14 +233,15 @@ def part(document: Document, span: Span) -> Document:
 def cut(
     text: str, ids: Sequence[int], offsets: Sequence[Span], limit: int, tokens: Callable[[str], list[int]]
 ) -> list[tuple[Span, int]]:
-    """Cut a text into pieces of at most `limit` tokens, so that the pieces have the tokens of the whole text.
+    """Cut a text into pieces of at most `limit` tokens.
 
-    A cut is at the last such token boundary before the limit. If there is none (some tokenizers begin every text with
-    a space), the piece is as long as fits and has other tokens.
+    A cut is at the last token boundary before the limit at which the pieces have the tokens of the whole text. If there
+    is none (some tokenizers start every text with a space), the piece is as long as possible and has other tokens.
 
     Args:
-        ids, offsets: of the whole text.
-        tokens: function from a text to its ids.
+        ids, offsets: token ids and character offsets of the whole text.
+        limit: maximum tokens of a piece.
+        tokens: function from a text to its token ids.
 
     Returns:
         (characters [start, end), number of tokens) of every piece.
@@ -254,7 +268,9 @@ def cut(
             if best is None and len(piece) <= limit:
                 best = (end, stop, len(piece))
         if best is None:
-            raise DataError("max_tokens", limit, f"Too small to cut {_short(text[at:])} between its tokens. Raise it.")
+            raise DataError(
+                "max_tokens", limit, f"Too small to cut {_short(text[at:])} between its tokens. Increase it."
+            )
         pieces.append(((at, best[1]), best[2]))
         start, at = best[:2]
     return pieces
@@ -272,7 +288,7 @@ def check_documents(
         where = f"{document.task}, {_short(document.text)}"
         _check_tokens(where, document, ids, offsets, vocab_size)
         if context is not None and len(ids) > context:
-            raise DataError(where, f"{len(ids)} tokens", f"The model takes {context}.")
+            raise DataError(where, f"{len(ids)} tokens", f"The model takes at most {context}. Shorten it.")
 
 
 def _check_tokens(
@@ -280,9 +296,9 @@ def _check_tokens(
 ) -> None:
     """Raise DataError for tokens outside the vocabulary, and for an answer that starts inside a token."""
     if not ids:
-        raise DataError(where, "no token", "Remove the row.")
+        raise DataError(where, "the text has no tokens", "Remove the row.")
     if vocab_size is not None and max(ids) >= vocab_size:
-        hint = f"The model has {vocab_size}: the tokenizer belongs to another model, or has added tokens."
+        hint = f"The model has {vocab_size} tokens. Set base.tokenizer to the tokenizer that it was trained with."
         raise DataError(where, f"token {max(ids)} is outside the vocabulary", hint)
     starts = [start for start, _ in offsets]
     for question in document.questions:
@@ -296,7 +312,7 @@ def _check_tokens(
 
 
 def _covering(where: str, starts: Sequence[int], offsets: Sequence[Span], char: int) -> int:
-    """The first token that covers a character. Several do if its bytes are split."""
+    """Find the first token that covers a character. Several tokens do if its bytes are split."""
     token = bisect_right(starts, char) - 1
     if token < 0 or offsets[token][1] <= char:
         raise DataError(where, f"no token covers character {char}", "This tokenizer drops text. Use another one.")
@@ -306,14 +322,14 @@ def _covering(where: str, starts: Sequence[int], offsets: Sequence[Span], char: 
 
 
 def _end(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The end-of-text token. Raise DataError if there is none, or if it is not one token in a text."""
+    """Return the end-of-text token. Raise DataError if there is none, or if a text encodes it as several tokens."""
     hint = "Set `data.end: false`, or use a tokenizer that has one."
     if tokenizer.eos_token is None:
         raise DataError("data.end", "the tokenizer has no end token", hint)
     end = str(tokenizer.eos_token)
     ids = tokenizer(["a", f"a{end}"], add_special_tokens=False)["input_ids"]
     if ids[1] != [*ids[0], tokenizer.eos_token_id]:
-        raise DataError("data.end", f"{end!r} is not one token in a text", hint)
+        raise DataError("data.end", f"{end!r} is not a single token in a text", hint)
     return end
 
 
@@ -333,10 +349,10 @@ def _string(row: Row, fields: Mapping[str, Any], name: str) -> str:
 
 
 def _value(row: Row, span: Any, request: str, prompt: str, answer: str) -> Span:
-    """Characters of the value in the prompt.
+    """Find the characters of the answer in the prompt, from the span in a row.
 
-    The span must contain the answer, or a head would learn to read another place. Whitespace at the ends does not
-    count; the value starts after it.
+    The span must contain exactly the answer, since a head learns to read this place. Whitespace at its ends is ignored,
+    and the value starts after it.
 
     Args:
         span: [start, end) in `request`, from the row.
@@ -352,18 +368,18 @@ def _value(row: Row, span: Any, request: str, prompt: str, answer: str) -> Span:
     text, expected = request[start:end], answer.strip()
     if text.strip() != expected:
         at = request.find(expected)
-        place = f"at [{at}, {at + len(expected)})" if at >= 0 else "nowhere"
-        value = f"the span [{start}, {end}) is {_short(text)}, the answer is {_short(answer)}"
-        raise DataError(where, value, f"The prompt has the answer {place}. Correct the span, or remove the row.")
+        place = f"has the answer at [{at}, {at + len(expected)})" if at >= 0 else "does not contain the answer"
+        value = f"the span [{start}, {end}) is {_short(text)}, but the answer is {_short(answer)}"
+        raise DataError(where, value, f"The prompt {place}. Correct the span, or remove the row.")
     start += len(text) - len(text.lstrip())
     lead = len(request) - len(request.lstrip())
     shift = prompt.rfind(request.strip()) - lead  # templates strip messages, and put them last
     if prompt[start + shift : end + shift] != request[start:end] or shift < -lead:
-        raise DataError(where, "the chat template changes the prompt", "Remove the span: its place is not known.")
+        raise DataError(where, "the chat template changes the prompt", "Remove the span: it cannot be found again.")
     return start + shift, end + shift
 
 
 def _short(value: object) -> str:
-    """A value as messages show it."""
+    """Format a value for an error message."""
     shown = repr(value)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -1,8 +1,8 @@
 """Turn documents with questions into token tensors.
 
-Choices are scored by their first tokens: by one if all choices differ in it, else by the fewest that differ. If one
-choice is the beginning of another (`7` and `71`, with a token for each digit), the token that ends the value in the
-context counts as its next token. So the compared events exclude one another.
+A choice is scored by as many of its first tokens as distinguish all choices, usually one. If one choice is a prefix of
+another (`7` and `71`, with a token per digit), the token that follows the value in the context is appended to it. So
+the compared events are mutually exclusive.
 
 Shape legend: B documents, T tokens, Q questions a document, K answer choices, C tokens of a choice.
 """
@@ -23,12 +23,12 @@ from surgery.errors import ProbeError
 from surgery.probes.documents import Document, Question, Span
 
 Ids = tuple[int, ...]
-_BEFORE = 2  # characters of the prompt before a choice: some tokenizers begin every text with a space
+_BEFORE = 2  # characters of the prompt to tokenize before a choice: some tokenizers start every text with a space
 
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """Documents as tensors. Positions index T; -1 pads Q and K and marks a position that does not exist.
+    """Documents as tensors. Positions index T. The value -1 is padding of Q and K, or a position that does not exist.
 
     Attributes:
         input_ids, attention_mask: (B, T).
@@ -39,8 +39,8 @@ class EncodedBatch:
         answer_token: (B, Q) first token of the value in the segment.
         choice_ids: (B, Q, K) first token of each choice; `gold` (B, Q) indexes it.
         choice_rest: (B, Q, K, C-1) later tokens that distinguish the choices; none by default.
-        documents: (B, T) int32, index of each token's document in a row of several, counted from 0; padding has one
-            more. None if every document has its own row.
+        documents: (B, T) int32, for rows that hold several documents: index of each token's document, from 0. Padding
+            has the next index. None if every document has its own row.
     """
 
     input_ids: Tensor
@@ -73,7 +73,7 @@ class EncodedBatch:
 
     @property
     def same_document(self) -> Tensor:
-        """(B, T-1) bool: token t + 1 belongs to the document of token t."""
+        """(B, T-1) bool, True if tokens t and t + 1 belong to the same document."""
         real = self.attention_mask.bool()
         same = real[:, 1:] & real[:, :-1]
         return same if self.documents is None else same & (self.documents[:, 1:] == self.documents[:, :-1])
@@ -93,10 +93,11 @@ class EncodedBatch:
 
 
 def choice_tokens(tokens: Callable[[str], Ids], text: str, before: str = "") -> Ids:
-    """Tokens of a choice after a prompt.
+    """Tokenize a choice as it follows a prompt.
 
     Args:
-        tokens: a tokenizer without special tokens.
+        tokens: function from a text to its token ids, without special tokens.
+        text: the choice.
         before: last characters of the prompt.
 
     Raises:
@@ -105,7 +106,8 @@ def choice_tokens(tokens: Callable[[str], Ids], text: str, before: str = "") -> 
     prompt, whole = tokens(before), tokens(before + text)
     if whole[: len(prompt)] != prompt:
         hint = (
-            f"A token spans the last of the prompt ({before!r}) and its first character. Move the space between them."
+            f"One token covers the end of the prompt ({before!r}) and the start of the choice. Move the space between "
+            "them."
         )
         raise ProbeError("choice", repr(text), hint)
     if len(whole) == len(prompt):
@@ -114,10 +116,11 @@ def choice_tokens(tokens: Callable[[str], Ids], text: str, before: str = "") -> 
 
 
 def distinct_prefixes(choices: Sequence[Ids], ends: Sequence[Ids]) -> list[Ids]:
-    """The fewest first tokens of every choice that distinguish all of them: none is the beginning of another.
+    """Shorten every choice to its first tokens, as few as keep all choices distinct and none a prefix of another.
 
     Args:
-        ends: for each choice the token after it, or nothing; used if the first tokens are not distinct.
+        choices: tokens of each choice.
+        ends: for each choice the token that follows it, or nothing. Used if the first tokens are not distinct.
 
     Raises:
         ProbeError: two choices have the same tokens.
@@ -130,15 +133,17 @@ def distinct_prefixes(choices: Sequence[Ids], ends: Sequence[Ids]) -> list[Ids]:
         if not any(longer[: len(shorter)] == shorter for shorter, longer in pairwise(sorted(cut))):
             return cut
     raise ProbeError(
-        "choices", f"{len(choices)} of them", "One has the tokens of another, or is its beginning and has no end."
+        "choices",
+        f"{len(choices)} choices",
+        "Two have the same tokens, or one is a prefix of another and no token follows it. Use other texts.",
     )
 
 
 def _token_at(offsets: Sequence[Span], char: int, first: bool = False) -> int:
-    """Index of the last (or first) token that covers a character. Several do if its bytes are split."""
+    """Find the last (or first) token that covers a character. Several tokens do if its bytes are split."""
     covering = [i for i, (start, end) in enumerate(offsets) if start <= char < end]
     if not covering:
-        raise ProbeError("tokenizer", f"no token covers character {char}", "It drops text. Use another tokenizer.")
+        raise ProbeError("tokenizer", f"no token covers character {char}", "The tokenizer drops text. Use another one.")
     return covering[0 if first else -1]
 
 
@@ -148,11 +153,12 @@ def encode(
     padding_side: Literal["left", "right"] = "right",
     until_answer: bool = False,
 ) -> EncodedBatch:
-    """Tokenize whole documents, and locate every position by the tokenizer's offsets.
+    """Tokenize documents, and find every position by the tokenizer's offsets.
 
     Args:
-        until_answer: cut each document before the answer of its last question: the last token of every row is then a
-            query. With `padding_side="left"` it is in the last column.
+        padding_side: side on which rows are padded to the longest.
+        until_answer: cut each document before the answer of its last question, so that the last token of every row is
+            a query. With `padding_side="left"` it is in the last column.
 
     Returns:
         A batch on the CPU.
@@ -167,7 +173,9 @@ def encode(
     for document, ids, offsets in zip(documents, rows["input_ids"], rows["offset_mapping"], strict=True):
         questions = [_positions(q, document, ids, offsets, tokens) for q in document.questions]
         if until_answer and not questions:
-            raise ProbeError("documents", document.task, "A document without a question cannot be scored.")
+            raise ProbeError(
+                "documents", document.task, "It has a document without a question, which cannot be scored."
+            )
         lengths.append(questions[-1]["query"] + 1 if until_answer else len(ids))
         parsed.append(questions)
     B, T = len(documents), max(lengths)
@@ -198,11 +206,11 @@ def encode(
 def _positions(
     question: Question, document: Document, ids: list[int], offsets: Sequence[Span], tokens: Callable[[str], Ids]
 ) -> dict:
-    """Token positions of one question, in the tokens of the whole text."""
+    """Find the token positions of one question in the tokens of the whole text."""
     first = _token_at(offsets, question.answer[0], first=True)
     if offsets[first][0] < question.answer[0]:
         token = document.text[slice(*offsets[first])]
-        hint = "This token spans the last of the prompt and the first character of the answer."
+        hint = "This token covers the end of the prompt and the start of the answer. Move the space between them."
         raise ProbeError(f"{document.task} answer", repr(token), hint)
     last = _token_at(offsets, question.answer[1] - 1)
     value, segment = question.value, question.segment
@@ -219,7 +227,7 @@ def _positions(
 
 
 def _choices(question: Question, document: Document, answer: Ids, tokens: Callable[[str], Ids]) -> list[Ids]:
-    """Tokens by which the choices are scored. The gold choice has the tokens of the answer in the text."""
+    """Return the tokens that each choice is scored by. The gold choice has the tokens of the answer in the text."""
     if not question.choices:
         return []
     before = document.text[max(0, question.answer[0] - _BEFORE) : question.answer[0]]

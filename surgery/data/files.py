@@ -1,7 +1,7 @@
-"""Read rows from files, folders and the Hub, each with its place for messages.
+"""Read rows from files, folders and the Hub. Each row knows its file and line for error messages.
 
-JSONL files are indexed by the offsets of their lines, and a line is parsed when it is read. Parquet files and Hub data
-sets are Arrow tables on disk (`datasets`). So no text stays in memory. Lines and rows count from 1.
+No text stays in memory: JSONL files are indexed by line and parsed on access, and Parquet files and Hub data sets are
+Arrow tables on disk (`datasets`). Lines and rows are counted from 1.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ FORMATS = (".jsonl", ".json", ".parquet")
 _SPLITS = {"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TOKEN = re.compile(r"hf_\w+")
-_DAMAGED = "It has the header of a Parquet file, but its rows cannot be read. Write it again."
-_BATCH = 256  # rows of a streamed Parquet file in memory
+_DAMAGED = "The file has a Parquet header, but its rows cannot be read. Write it again."
+_BATCH = 256  # rows of a streamed Parquet file to hold in memory
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Row:
     raw: bytes | Mapping[str, Any]
 
     def fields(self) -> Mapping[str, Any]:
-        """Columns with values. Raise DataError if the line is not a JSON object."""
+        """Parse the row into values by column. Raise DataError if the line is not a JSON object."""
         if not isinstance(self.raw, bytes):
             return self.raw
         try:
@@ -51,7 +51,7 @@ class Row:
             raise DataError(self.where, f"not JSON: {error}", "Write one JSON object per line.") from None
         if not isinstance(columns, dict):
             hint = 'Write one JSON object per line, such as {"prompt": ..., "answer": ...}.'
-            raise DataError(self.where, f"a {type(columns).__name__}, not an object", hint)
+            raise DataError(self.where, f"a JSON {type(columns).__name__}, not an object", hint)
         return columns
 
 
@@ -66,7 +66,7 @@ class Rows(Protocol):
 
 
 class JsonLines:
-    """A JSONL file, indexed by line. A file that changes while it is in use is refused."""
+    """A JSONL file, indexed by line. Raises DataError if the file changes while it is in use."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._stamp = path, _stamp(path)
@@ -81,7 +81,7 @@ class JsonLines:
     def __getitem__(self, i: int) -> Row:
         if _stamp(self.path) != self._stamp:
             raise DataError(
-                str(self.path), "changed while it was in use", "Start again with a copy that does not change."
+                str(self.path), "the file changed while it was in use", "Start again with a copy that does not change."
             )
         line, start, length = self._places_N3[i].tolist()
         with open(self.path, "rb") as file:
@@ -93,7 +93,7 @@ class JsonLines:
 
 
 class ArrowRows:
-    """An Arrow table, or a sequence of rows, with a name for messages."""
+    """An Arrow table, or a sequence of rows, with a name for error messages."""
 
     def __init__(self, table: Any, name: str) -> None:
         self.table, self.name = table, name
@@ -126,7 +126,7 @@ class JoinedRows:
 
 
 class ShuffledEpochs:
-    """Epochs of streamed rows, shuffled within a buffer. Files, and shards of a Hub data set, are shuffled too."""
+    """Epochs of streamed rows, shuffled within a buffer. The order of files or Hub shards is shuffled too."""
 
     def __init__(self, data: Data, seed: int) -> None:
         import datasets
@@ -141,7 +141,7 @@ class ShuffledEpochs:
         self._stream = stream.shuffle(seed=seed, buffer_size=data.buffer)
 
     def rows(self, epoch: int) -> Iterator[Row]:
-        """Rows of an epoch, counted from 0. Every call yields the same."""
+        """Stream the rows of an epoch, counted from 0. Every call yields the same order."""
         self._stream.set_epoch(epoch)
         if self.local:
             return (Row(item["where"], item["raw"]) for item in self._stream)
@@ -152,7 +152,7 @@ def open_rows(data: Data) -> Rows:
     """Open all rows for random access.
 
     Raises:
-        DataError: there is nothing readable, a column is missing, or loading from the Hub failed.
+        DataError: no file can be read, a column is missing, or loading from the Hub failed.
     """
     files = local_files(data)
     if not files:
@@ -170,7 +170,7 @@ def rows_in_order(data: Data) -> Iterator[Row]:
 
 
 def column_names(columns: Columns) -> list[str]:
-    """Names of the columns to read."""
+    """List the columns to read."""
     if columns.text is not None:
         return [columns.text]
     names = [columns.messages] if columns.messages is not None else [columns.prompt, columns.answer]
@@ -178,7 +178,7 @@ def column_names(columns: Columns) -> list[str]:
 
 
 def local_files(data: Data) -> list[Path]:
-    """Files of `data.path`, sorted by name; none for a Hub id.
+    """List the files of `data.path`, sorted by name; none for a Hub id.
 
     Raises:
         DataError: there is no file, or a folder has several formats or lacks the split.
@@ -191,22 +191,24 @@ def local_files(data: Data) -> list[Path]:
         return []
     if data.name is not None or data.revision is not None:
         raise DataError(
-            "data.path", data.path, "It is a local path. Remove `name` and `revision`: they are for the Hub."
+            "data.path", data.path, "It is a local path. Remove `name` and `revision`, which apply to Hub data sets."
         )
     inside = sorted(path.rglob("*")) if path.is_dir() else [path]
     files = [f for f in inside if f.is_file() and f.suffix.lower() in FORMATS and not f.name.startswith(".")]
     if not files:
-        raise DataError("data.path", data.path, f"It has no {', '.join(FORMATS)} file.")
+        raise DataError("data.path", data.path, f"It has no {', '.join(FORMATS)} file. Set another path.")
     formats = sorted({f.suffix.lower() for f in files})
     if len(formats) > 1:
         raise DataError(
-            "data.path", data.path, f"It has {' and '.join(formats)} files. Set one file, or use a folder for each."
+            "data.path",
+            data.path,
+            f"The folder has {' and '.join(formats)} files. Set one file, or use one folder per format.",
         )
     return _of_split(files, path, data.split)
 
 
 def _of_split(files: list[Path], root: Path, split: str) -> list[Path]:
-    """Files whose names contain the split; all files if no name contains any split."""
+    """Select the files whose names contain the split; all files if no name contains any split."""
     words = [set(re.split(r"[^a-z0-9]+", str(f.relative_to(root)).lower())) for f in files] if root.is_dir() else []
     splits = [w & (_SPLITS | {split}) for w in words]
     if not any(splits):
@@ -215,21 +217,27 @@ def _of_split(files: list[Path], root: Path, split: str) -> list[Path]:
         return files
     unnamed = [f.name for f, names in zip(files, splits, strict=True) if not names]
     if unnamed:
-        raise DataError("data.path", root, f"Some of its files name a split, {unnamed[0]} does not. Set one file.")
+        raise DataError(
+            "data.path",
+            root,
+            f"Some file names contain a split, but {unnamed[0]} does not. Rename it, or set one file.",
+        )
     chosen = [f for f, names in zip(files, splits, strict=True) if split in names]
     if not chosen:
-        raise DataError("data.split", split, f"{root} has {', '.join(sorted(set().union(*splits)))}.")
+        raise DataError(
+            "data.split", split, f"{root} has the splits {', '.join(sorted(set().union(*splits)))}. Use one of them."
+        )
     return chosen
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """Size and time of modification, which show that a file has changed."""
+    """Size and modification time of a file, to detect changes."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Number, byte offset and text of every line that is not blank."""
+    """Yield number, byte offset and text of every line that is not blank."""
     start = 0
     with open(path, "rb") as file:
         for line, text in enumerate(file, 1):
@@ -239,12 +247,12 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _is_list(path: Path) -> bool:
-    """True for a .json file that is one list instead of one object per line."""
+    """Whether a .json file is one list instead of one object per line."""
     return path.suffix.lower() == ".json" and next((t for _, _, t in _lines(path)), b"").lstrip()[:1] == b"["
 
 
 def _listed(path: Path) -> ArrowRows:
-    """Rows of a .json file that is one list, as JSON in an Arrow array. Parsing needs all of them in memory."""
+    """Read a .json file that is one list into an Arrow array. Parsing needs the whole file in memory."""
     import pyarrow
 
     try:
@@ -274,7 +282,7 @@ class _Packed:
 
 
 def _open_file(path: Path, columns: list[str]) -> Rows:
-    """Rows of one file with random access. Parquet becomes an Arrow table in the cache of `datasets`."""
+    """Open one file for random access. Parquet becomes an Arrow table in the cache of `datasets`."""
     if path.suffix.lower() != ".parquet":
         return _listed(path) if _is_list(path) else JsonLines(path)
     import datasets
@@ -300,7 +308,7 @@ def _read_file(path: Path, columns: list[str]) -> Iterator[Row]:
 
 
 def _as_items(files: list[Path], columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Rows as `datasets` expects them from a generator."""
+    """Yield rows in the form that `datasets` expects from a generator."""
     for path in files:
         for row in _read_file(path, list(columns)):
             yield {"where": row.where, "raw": row.raw}
@@ -321,19 +329,19 @@ def _check_parquet(path: Path, columns: list[str]) -> None:
 def _check_columns(names: Sequence[str], columns: list[str], where: str) -> None:
     missing = [name for name in columns if name not in names]
     if missing:
-        hint = f"It has {', '.join(names)}. Set `data.columns`."
+        hint = f"The columns are {', '.join(names)}. Set `data.columns`."
         raise DataError(where, f"no column {missing[0]!r}", hint)
 
 
 def _from_hub(data: Data) -> Any:
-    """A data set of the Hub, with the columns to read only. Its code is never run."""
+    """Load a Hub data set, limited to the columns to read. Its code is never run."""
     import datasets
 
     try:
         dataset = datasets.load_dataset(
             data.path, data.name, split=data.split, revision=data.revision, streaming=data.streaming
         )
-    except Exception as error:  # from the library, the network or the files: one message for all
+    except Exception as error:  # of the library, the network or the files
         raise _hub_error(data, error) from None
     if dataset.column_names is None:  # a stream whose first rows have not been read
         return dataset
@@ -343,7 +351,7 @@ def _from_hub(data: Data) -> Any:
 
 
 def _streamed(stream: Any, data: Data) -> Iterator[Row]:
-    """Stream the rows of a Hub data set, numbered in this order: shards have no common numbering."""
+    """Stream the rows of a Hub data set, numbered in stream order, since shards have no common numbering."""
     rows = iter(stream)
     for number in count(1):
         try:
@@ -356,7 +364,7 @@ def _streamed(stream: Any, data: Data) -> Iterator[Row]:
 
 
 def _hub_error(data: Data, error: Exception) -> DataError:
-    """One message for all errors of loading. Access tokens are removed from it."""
+    """Convert an error of loading. Access tokens are removed from its message."""
     text = _TOKEN.sub("hf_...", str(error)).strip().split("\n")[0][:300]
     hint = "Check its id, `name`, `split` and `revision`, and the connection. Log in for a gated data set."
     return DataError(data.path, f"loading from the Hub failed ({type(error).__name__}: {text})", hint)

@@ -18,7 +18,7 @@ from surgery.probes.documents import Document, rng_of
 from surgery.probes.registry import Options
 from surgery.recipe import Source
 
-_TOKENIZE_TOGETHER = 16  # documents tokenized at a time if the size of a step is in tokens
+_TOKENIZE_TOGETHER = 16  # documents to tokenize at once if the size of a step is in tokens
 
 
 class Stream(Protocol):
@@ -31,12 +31,12 @@ class Stream(Protocol):
     skipped: int
 
     def step(self, step: int) -> list[Document]:
-        """Documents of all processes for a step, counted from 0. The order of calls does not matter."""
+        """Return the documents of a step (from 0), for all processes. The order of calls does not matter."""
         ...
 
 
 class GeneratedStream:
-    """Documents of a probe.
+    """Documents that a probe generates.
 
     Args:
         index: index of the source in the recipe.
@@ -47,7 +47,7 @@ class GeneratedStream:
         self.skipped = 0
 
     def step(self, step: int) -> list[Document]:
-        """`rows` documents; or as many as fit into `tokens`, but at least one."""
+        """Generate `rows` documents, or as many as fit into `tokens` (at least one)."""
         if self.source.tokens is None:
             return step_documents(self.source, self.seed, self.index, step, self.tokenizer)
         make = maker(self.source, rng_of("train", self.seed, self.index, step), self.tokenizer)
@@ -64,23 +64,24 @@ class GeneratedStream:
 
 
 def with_ends(document: Document) -> Document:
-    """Include the newline after every answer in the answer. The questions lose their choices, which have no newline."""
+    """Extend every answer by the newline after it. Choices are dropped, since they have no newline."""
     text = document.text if document.text.endswith("\n") else document.text + "\n"
     ended = [replace(q, answer=(q.answer[0], q.answer[1] + 1), choices=()) for q in document.questions]
     return replace(document, text=text, questions=tuple(ended))
 
 
 def maker(source: Source, rng: Random, tokenizer: PreTrainedTokenizerBase | None = None) -> Callable[[], Document]:
-    """Return a function that draws the documents of one step from `rng`. They all have the same number of pairs.
+    """Return a function that generates the documents of one step. All have the same number of pairs.
 
     Args:
-        tokenizer: for probes whose text depends on one (mqar, phonebook, needles).
+        rng: source of randomness.
+        tokenizer: required by probes whose text depends on it (mqar, phonebook, needles).
 
     Raises:
-        ProbeError: the probe needs a tokenizer and there is none, or it has too few words for the pairs.
+        ProbeError: the probe needs a tokenizer and gets none, or the tokenizer has too few words for the pairs.
     """
     probe = source.probe
-    assert probe is not None, "a source without a task has data of the user's own"
+    assert probe is not None, "a source without a task has `data`"
     probe.check_tokenizer(tokenizer)
     pairs = rng.randint(*source.pairs) if probe.pairs is not None else 0
     options = Options(
@@ -103,7 +104,7 @@ def maker(source: Source, rng: Random, tokenizer: PreTrainedTokenizerBase | None
 def step_documents(
     source: Source, seed: int, index: int, step: int, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> list[Document]:
-    """The `rows` documents of a step.
+    """Generate the `rows` documents of a step.
 
     Args:
         index: index of the source in the recipe.

@@ -1,7 +1,7 @@
-"""The small tokenizer of the shipped checkpoints: byte-level BPE, exact for any UTF-8 text.
+"""Train the small tokenizer of the shipped checkpoints: byte-level BPE, lossless for any UTF-8 text.
 
-The syllables of invented words are merged first, and the corpus has no invented word, so a key of a probe has two
-tokens or more. Integers from 0 to 99 are one token.
+The syllables of invented words are merged first and the corpus has no invented words, so the key of a probe is two or
+more tokens. Integers from 0 to 99 are one token.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from surgery.probes.words import SYLLABLES
 PAD, END = "<|pad|>", "<|endoftext|>"
 # Letters with one leading space, two digits, or one character of anything else.
 PIECES = r" ?\p{L}+|\p{N}{1,2}|\s|[^\s\p{L}\p{N}]"
-_REPEATS = 3000  # of each syllable: more than any pair in the corpus, so that syllables are merged first
+_REPEATS = 3000  # of each syllable. More than any pair in the corpus, so syllables are merged first
 
 
 def build_tokenizer(vocab_size: int = 1024) -> PreTrainedTokenizerFast:
     """Train the tokenizer on generated text. The same size gives the same tokenizer, byte for byte.
 
     Args:
-        vocab_size: number of tokens, with special tokens and the 256 bytes; at most 2,000.
+        vocab_size: number of tokens, including special tokens and the 256 bytes; at most 2,000.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -55,7 +55,7 @@ def build_tokenizer(vocab_size: int = 1024) -> PreTrainedTokenizerFast:
 
 
 def _corpus() -> list[str]:
-    """Repeated syllables, numbers, and texts of every template without invented names, which would be merged."""
+    """Repeated syllables, numbers, and texts of every template. Invented names are removed, or they would be merged."""
     rng = rng_of("tokenizer")
     syllables = [form for s in SYLLABLES for form in (s, s.capitalize(), f" {s.capitalize()}")]
     documents: list[Document] = [sentence(rng) for _ in range(600)]

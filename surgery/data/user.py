@@ -1,4 +1,4 @@
-"""The user's own documents for each training step.
+"""The user's own documents, for each training step.
 
 The documents of a step depend only on (seed, source, step) and the data. All rows are checked before training starts;
 streamed rows are checked as they arrive.
@@ -29,7 +29,7 @@ def open_source(
     context: int | None = None,
     vocab_size: int | None = None,
 ) -> Stream:
-    """Open the documents of a source, and check what can be checked before training.
+    """Open the documents of a source, and check them as far as possible before training.
 
     Args:
         index: index of the source in the recipe.
@@ -62,11 +62,11 @@ def read_documents(
     """Read documents in the order of the files.
 
     Args:
-        limit: number of documents, at most.
+        limit: maximum number of documents; all if None.
         held_out: read the rows that `data.holdout` keeps from training, instead of the others.
 
     Returns:
-        The documents, and the number of rows that were skipped before the last of them.
+        The documents, and the number of rows that were skipped until the last document.
 
     Raises:
         DataError: as `open_source`.
@@ -79,9 +79,9 @@ def read_documents(
 
 
 class IndexedDocuments:
-    """Data whose rows have all been checked. Every epoch has all documents, in a different order.
+    """Documents with random access, all checked. Every epoch has all documents, in a different order.
 
-    Only the place and the number of tokens of each document stay in memory.
+    Only the place and the number of tokens of each document are kept in memory.
     """
 
     def __init__(self, source: Source, reader: Reader, seed: int, index: int) -> None:
@@ -117,16 +117,16 @@ class IndexedDocuments:
         return documents
 
     def _order_of(self, epoch: int) -> np.ndarray:
-        """(N,) order of an epoch, from (seed, source, epoch)."""
+        """Return the order of an epoch, (N,), which depends on (seed, source, epoch)."""
         seed = rng_of("data", *self._key, epoch).getrandbits(64)
         return np.random.default_rng(seed).permutation(len(self))
 
     def _tokens_before_of(self, epoch: int) -> np.ndarray:
-        """(N+1,) tokens before each document of an epoch, and the total."""
+        """Return the tokens before each document of an epoch, and the total: (N+1,)."""
         return np.concatenate([[0], np.cumsum(self._pieces_N4[self._order(epoch), 3])])
 
     def _next(self, place: int, room: int) -> int:
-        """The place after the documents from `place` on that fit into `room` tokens; at least one document."""
+        """Return the place after the documents from `place` that fit into `room` tokens; at least one document."""
         end = place
         while True:
             epoch, at = divmod(end, len(self))
@@ -139,7 +139,7 @@ class IndexedDocuments:
 
 
 class StreamedDocuments:
-    """Data that is read during training. Going back, or resuming, reads again from the beginning."""
+    """Documents that are read during training. Resuming, or requesting an earlier step, reads from the beginning."""
 
     def __init__(self, source: Source, reader: Reader, seed: int, index: int) -> None:
         assert source.data is not None
@@ -158,7 +158,7 @@ class StreamedDocuments:
         return self._ready
 
     def _grouped(self) -> Iterator[list[Document]]:
-        """The documents of each step, endlessly."""
+        """Yield the documents of each step, without end."""
         group: list[Document] = []
         total = 0
         for piece in self._pieces():
@@ -170,7 +170,7 @@ class StreamedDocuments:
             group.append(piece.document)
 
     def _pieces(self) -> Iterator[Piece]:
-        """Documents of all epochs. Bad rows are counted in the first epoch."""
+        """Yield the documents of all epochs. Bad rows are counted in the first epoch."""
         for epoch in count():
             self.reader.skipped, self.reader.first_error, empty = 0, None, True
             for piece in self.reader.read(self._epochs.rows(epoch)):

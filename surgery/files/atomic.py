@@ -52,7 +52,7 @@ _FULL = ("no space left", "quota exceeded", "os error 28", "os error 122", "unex
 def is_full(error: BaseException) -> bool:
     """True if a write failed because the disk is full.
 
-    safetensors and torch raise their own errors, and sharded saving raises one that holds those of all processes.
+    safetensors and torch raise their own errors. Sharded saving raises one error that contains those of all processes.
     """
     if isinstance(error, SurgeryError):
         return False
@@ -124,10 +124,11 @@ _LEFT_OVER = re.compile(r"\.(.+)\.\d+\.(tmp|old)")  # temporary names of `write_
 
 
 def sweep(folder: Path, name: str | None = None) -> None:
-    """Remove temporary entries of a killed process, and restore a folder that it was replacing.
+    """Remove temporary entries that a killed process left, and restore a folder that it was replacing.
 
     Args:
-        name: limit this to one file or folder; all in `folder` if None.
+        folder: folder to clean up, without its subfolders.
+        name: only entries of this file or folder; all if None.
     """
     for entry in list(folder.iterdir()):
         match = _LEFT_OVER.fullmatch(entry.name)
@@ -143,7 +144,7 @@ def sweep(folder: Path, name: str | None = None) -> None:
 
 
 def digest(*paths: Path) -> str:
-    """SHA-256 over the names and bytes of files and folders, without hidden and missing files."""
+    """Compute the SHA-256 of the names and bytes of files and folders. Hidden and missing files are ignored."""
     total = hashlib.sha256()
     for path in paths:
         files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
@@ -157,7 +158,7 @@ def digest(*paths: Path) -> str:
 
 
 def fingerprint(data: Any) -> str:
-    """SHA-256 of JSON-like data."""
+    """Compute the SHA-256 of JSON-like data."""
     return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -171,7 +172,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def text_or_empty(path: Path) -> str:
-    """Text of a small file; empty if it cannot be read."""
+    """Read a small file; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError):

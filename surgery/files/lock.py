@@ -16,11 +16,16 @@ from surgery.files.atomic import is_full, read_mapping, sweep
 
 @contextmanager
 def hold(folder: Path, field: str = "folder") -> Iterator[None]:
-    """Lock `folder`. Every command that writes into a folder does this.
+    """Lock `folder` inside the context, and remove temporary entries that a killed process left next to it.
 
-    The kernel releases the lock when the process ends. The file `.NAME.lock` next to the folder, or in it if its parent
-    is not writable, names the process. On a shared file system without locks, this file is the lock. Temporary entries
-    that a killed process left next to the folder are removed.
+    The lock is on the file `.NAME.lock` next to the folder, or on `.lock` in it if its parent is not writable. The file
+    names the process, and the kernel releases the lock when the process ends. On a file system without locks, the lock
+    is held as long as the named process exists. The lock of a process on another machine is held until the file is
+    deleted.
+
+    Args:
+        folder: folder to lock. It need not exist.
+        field: recipe field or argument that names the folder, for errors.
 
     Raises:
         RunError: another process holds the lock, possibly on another machine; or the disk is full.
@@ -58,7 +63,7 @@ def _locked(path: Path, folder: Path, field: str) -> int:
             try:
                 _take(lock, path, folder, field)
                 if os.path.samestat(os.stat(path), os.fstat(lock)):
-                    return os.dup(lock)  # shares the lock
+                    return os.dup(lock)  # the copy keeps the lock
             finally:
                 os.close(lock)
 

@@ -1,4 +1,4 @@
-"""Mark the folders this toolkit writes, and refuse to replace any other."""
+"""Mark the folders that this toolkit writes, and refuse to replace others."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ _LABELS: Mapping[Kind, str] = {
 
 
 def kind_of(folder: Path) -> Kind | None:
-    """Kind of a folder that this toolkit wrote; None for any other folder.
+    """Return the kind of a folder that this toolkit wrote; None for any other folder.
 
-    Exports are recognized by export.json, and folders of versions without a mark by files that only this toolkit
-    writes.
+    A folder without a mark is recognized by files that only this toolkit writes, such as export.json.
     """
     kind = read_mapping(folder / MARK).get("kind")
     for known in _LABELS:
@@ -63,8 +62,9 @@ def check_apart(field: str, replaced: Iterable[Path], inputs: Mapping[str, str],
 
     Args:
         field: recipe field or argument that names the folders.
+        replaced: folders that would be replaced.
         inputs: files and folders by the field that names them. Those that do not exist are ignored.
-        instead: hint of the error.
+        instead: hint of the error: what to set instead.
 
     Raises:
         RunError: an input or the current directory is inside.
@@ -80,9 +80,15 @@ def check_apart(field: str, replaced: Iterable[Path], inputs: Mapping[str, str],
 
 
 def check_replaceable(
-    field: str, folder: Path, kind: Kind, inputs: Mapping[str, str], instead: str = "Name another folder."
+    field: str, folder: Path, kind: Kind, inputs: Mapping[str, str], instead: str = "Set another folder."
 ) -> bool:
-    """Refuse to replace a folder unless this toolkit wrote it as `kind` and it holds no input.
+    """Check that a folder is empty, or that this toolkit wrote it as `kind` and it holds no input.
+
+    Args:
+        field: recipe field or argument that names the folder.
+        kind: kind of folder that may be replaced.
+        inputs: as in `check_apart`.
+        instead: as in `check_apart`.
 
     Returns:
         True if there is something to replace.
@@ -96,7 +102,7 @@ def check_replaceable(
     if not folder.is_dir() or all(entry.name == ".lock" for entry in folder.iterdir()):
         return False
     if kind_of(folder) != kind:
-        raise RunError(field, str(folder), f"It is not empty and not {_LABELS[kind]}. {instead}")
+        raise RunError(field, str(folder), f"The folder is not empty, and is not {_LABELS[kind]}. {instead}")
     return True
 
 

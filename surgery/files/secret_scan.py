@@ -1,6 +1,6 @@
-"""Search files for tokens, keys and home directories.
+"""Search files for access tokens, private keys and home directories.
 
-Rules of detect-secrets and our own are applied to the text in all common encodings and containers.
+Rules of detect-secrets and of this module are applied to texts in all common encodings and containers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from urllib.parse import unquote
 
 from surgery.errors import RecipeError
 
-# Rules for a known form. Rules based on entropy or on a nearby word are not used: hashes, embedded images and
-# vocabularies would match.
+# Detectors of secrets with a known form. Those based on entropy or on a nearby word are not used, since they match
+# hashes, embedded images and vocabularies.
 _DETECTORS = {
     "aws": "AWSKeyDetector",
     "azure_storage_key": "AzureStorageKeyDetector",
@@ -57,7 +57,7 @@ _TOKENS = {
 }
 _PATTERNS = {kind: re.compile(pattern) for kind, pattern in _TOKENS.items()}
 SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|SECRET_KEY)$", re.IGNORECASE)
-_BEFORE = r"(?<![\w.~-])"  # otherwise it is part of a URL or of a relative path
+_BEFORE = r"(?<![\w.~-])"  # not part of a URL or of a relative path
 _HOMES = (
     rf"{_BEFORE}(?:/mnt)?(?:/[A-Za-z]|/var|/export|/usr)?/+(?:home|Users)/+(?!Shared\b|Public\b|linuxbrew\b)\w[\w.-]*",
     rf"{_BEFORE}[A-Za-z]:[\\/]+(?i:Users|Documents and Settings)[\\/]+(?!Public\b|Default\b)\w[^\\/:*?\"<>|\r\n]*",
@@ -93,12 +93,12 @@ class Finding:
 
 
 def search(files: Mapping[str, Path], places: Iterable[str], known: Mapping[str, str]) -> Iterator[Finding]:
-    """Search every file except the values of weights.
+    """Search files for secrets and local paths. The values of weights are not searched.
 
     Args:
         files: paths by the names to report.
-        places: folders of this machine. A folder of a single part counts only if a name follows it.
-        known: secrets of this machine by their descriptions.
+        places: folders of this machine. A folder of a single part, such as /data, matches only with a name after it.
+        known: secrets of this machine by description.
     """
     for name, path in files.items():
         paths = _path_patterns(places, name.rpartition("/")[2] in _VOCABULARIES)
@@ -113,13 +113,13 @@ def search(files: Mapping[str, Path], places: Iterable[str], known: Mapping[str,
 
 
 def secrets_of_environment() -> dict[str, str]:
-    """Values of environment variables with the names of secrets, such as HF_TOKEN and WANDB_API_KEY."""
+    """Collect the values of environment variables whose names suggest secrets, such as HF_TOKEN and WANDB_API_KEY."""
     secrets = {f"the value of {name}": value for name, value in os.environ.items() if SECRET_NAME.search(name)}
     return {name: value for name, value in secrets.items() if len(value) >= 12 and not re.search(r"^[/~]|\s", value)}
 
 
 def tokens_in(text: str, known: Mapping[str, str]) -> Iterator[tuple[int, str, str]]:
-    """Yield position, kind and value of everything that looks like a token."""
+    """Yield position, kind and value of every string that looks like a token."""
     for kind, value in known.items():
         if value in text:
             yield text.index(value), kind, value
@@ -133,10 +133,14 @@ def tokens_in(text: str, known: Mapping[str, str]) -> Iterator[tuple[int, str, s
 
 
 def refuse_tokens(data: Any, key: str = "") -> None:
-    """Refuse a recipe with a token in a value: every file of a run would repeat it.
+    """Refuse a recipe that has an access token in a value, since files of a run repeat the recipe.
+
+    Args:
+        data: plain data of the recipe.
+        key: dotted key of `data` in the recipe.
 
     Raises:
-        RecipeError: names the key.
+        RecipeError: a value has a token. Names the key.
     """
     if isinstance(data, Mapping):
         for name, value in data.items():
@@ -146,7 +150,7 @@ def refuse_tokens(data: Any, key: str = "") -> None:
             refuse_tokens(value, f"{key}.{index}")
     elif isinstance(data, str):
         for _, kind, value in tokens_in(data, secrets_of_environment()):
-            hint = "Reports and exports repeat the recipe. Remove it, and use `hf auth login` or HF_TOKEN."
+            hint = "Reports and exports repeat the recipe. Remove the token, and use `hf auth login` or HF_TOKEN."
             raise RecipeError(key, _shortened(kind, value), hint)
 
 

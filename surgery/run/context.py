@@ -21,7 +21,7 @@ from surgery.types import HeadSet, Plan, head_set_from_json, plan_from_json
 
 
 class Reporter(Protocol):
-    """Receives progress. The command line draws it."""
+    """Interface for progress reports. The command line implements it with progress bars."""
 
     def start(self, stage: str, what: str) -> None: ...
 
@@ -53,9 +53,9 @@ class Run:
     """One recipe in one folder.
 
     Attributes:
-        recipe: what is run.
+        recipe: the validated recipe.
         folder: run folder.
-        accelerator: device and processes.
+        accelerator: device and processes to run on.
         reporter: receives progress.
         stages: names of the stages that this call runs.
     """
@@ -73,18 +73,18 @@ class Run:
 
     @cached_property
     def revision(self) -> str:
-        """Identify the base, its tokenizer and the teachers by a hash of their files or their commit."""
+        """Hash or commit that identifies the base, its tokenizer and the teachers."""
         teachers = [teacher for teacher in (self.recipe.teacher, self.recipe.train.teacher) if teacher is not None]
         return "+".join([revision_of(self.recipe.base), *(revision_of(as_base(teacher)) for teacher in teachers)])
 
     @cached_property
     def control_revision(self) -> str:
-        """Identify the model that `control` names. Empty if there is none."""
+        """Hash or commit that identifies the model of `control`. Empty if there is none."""
         return revision_of(as_base(self.recipe.control)) if self.recipe.control is not None else ""
 
     @cached_property
     def data_revision(self) -> str:
-        """Identify the user's data by a hash of local files. A dataset on the Hub is identified by the recipe."""
+        """Hash of the user's local data files. The recipe itself identifies a data set on the Hub."""
         files = [file for data in self.recipe.train.own_data for file in local_files(data)]
         return digest(*files) if files else ""
 
@@ -106,16 +106,16 @@ class Run:
         return load_model(as_base(teacher)).to(self.accelerator.device) if teacher else None
 
     def teacher_config(self) -> PreTrainedConfig | None:
-        """The config of that teacher, or None."""
+        """The config of `teacher`, or None."""
         teacher = self.recipe.teacher
         return load_config(as_base(teacher)) if teacher else None
 
     def untrained(self) -> PreTrainedModel:
-        """Load the hybrid that is trained: the output of the stage splice, or a base that is a hybrid."""
+        """Load the hybrid to train: the output of the stage splice, or the base if it is a hybrid."""
         return self.model("spliced") if self.recipe.splice is not None else load_model(self.recipe.base)
 
     def untrained_control(self) -> PreTrainedModel:
-        """Load the model that is trained as the control."""
+        """Load the model to train as the control."""
         return load_model(as_base(self.recipe.control) if self.recipe.control is not None else self.recipe.base)
 
     def model(self, name: str) -> PreTrainedModel:
@@ -123,18 +123,18 @@ class Run:
         return load_model(Base(model=str(self.folder / name), dtype="auto")).to(self.accelerator.device)
 
     def heads(self) -> HeadSet | None:
-        """Heads of the stage locate. For a base that is a hybrid: those in its folder, or None."""
+        """Read the heads of the stage locate; if the base is a hybrid, those in its folder, or None."""
         is_hybrid = self.recipe.splice is None
         path = (Path(self.recipe.base.model) if is_hybrid else self.folder) / "heads.json"
         return None if is_hybrid and not path.is_file() else head_set_from_json(read_json(path))
 
     def plan(self) -> Plan:
-        """Plan of the stage plan. For a base that is a hybrid: the plan in its config."""
+        """Read the plan of the stage plan. If the base is a hybrid, read it from its config."""
         if self.recipe.splice is None:
             return plan_of_hybrid(load_config(self.recipe.base), public_name(self.recipe.base.model))
         return plan_from_json(read_json(self.folder / "plan.json"))
 
     def save(self, model: PreTrainedModel, name: str) -> None:
-        """Save a model folder, whole or not at all. It loads without remote code if `surgery.hybrid` is imported."""
+        """Save a model atomically. It loads without remote code if `surgery.hybrid` is imported."""
         with new_folder(self.folder / name) as folder:
             model.save_pretrained(folder)

@@ -39,19 +39,19 @@ GIB = 2**30
 def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: bool = False) -> dict[str, Any]:
     """Estimate heads, sizes, memory, FLOPs and cache bytes of a run, and whether it fits the hardware.
 
-    If no heads are located yet, the first heads of the middle layer are counted in their place.
+    If no heads are located yet, the estimate uses the first heads of the middle layer.
 
     Args:
         recipe: the validated recipe.
-        folder: run folder. Heads that were located there are used.
-        path: the recipe's file. If `base.model` is a Hub id, `configs/` beside it saves a connection.
-        overwrite: as of the run.
+        folder: run folder. Heads located there with the same settings are used.
+        path: the recipe's file. If `base.model` is a Hub id, its config is read from `configs/` next to this file.
+        overwrite: as in `run_pipeline`.
 
     Returns:
-        Plain data, which `console.print_plan` prints.
+        Plain data for `console.print_plan`.
 
     Raises:
-        SurgeryError: the run would refuse the recipe, the folder or a model before it loads weights.
+        SurgeryError: the run would fail on the recipe, the folder or a model before it loads weights.
     """
     RunDir(folder).check(to_yaml(recipe), overwrite, inputs_of(recipe, path))
     base, shapes_from = _at_hand(recipe.base, path)
@@ -90,7 +90,7 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
 def _planned(
     recipe: Recipe, config: PreTrainedConfig, folder: Path, path: Path | None
 ) -> tuple[Plan, list[dict[str, Any]], str]:
-    """The plan, the config field `splice`, and where the heads come from."""
+    """Return the plan, the config field `splice`, and the origin of the heads."""
     if recipe.splice is None:
         return plan_of_hybrid(config, recipe.base.model), config.splice, "in the hybrid"
     heads = _located(recipe, folder)
@@ -108,7 +108,7 @@ def _teacher(
     plan: Plan,
     path: Path | None,
 ) -> Teacher:
-    """The teacher of training, on the meta device."""
+    """Build the teacher of training on the meta device."""
     assert recipe.train.teacher is not None
     base = as_base(recipe.train.teacher)
     model = _as_loaded(meta_model(load_config(_at_hand(base, path)[0])), base)
@@ -118,7 +118,7 @@ def _teacher(
 def _training(
     recipe: Recipe, costs: Sequence[tuple[TrainStage, tuple[SourceSample, ...], StepCost]], counted_with: str
 ) -> dict[str, Any]:
-    """Steps, tokens, FLOPs and memory. Those of the run count all trained arms; those of a step, the largest step."""
+    """Summarize steps, tokens, FLOPs and memory. `run` is the sum over all trained arms, `step` the largest step."""
     processes = recipe.hardware.count
     arms = 2 if recipe.has_control else 1
     stage, batches, worst = max(costs, key=lambda entry: entry[2].memory.total)
@@ -140,7 +140,7 @@ def _training(
 
 
 def _fits(cost: StepCost, hardware: Hardware) -> dict[str, Any] | None:
-    """Whether one process fits its device, and what is left. None if the recipe sets no hardware.memory_gib."""
+    """Check whether one process fits its device, and by how much. None if `hardware.memory_gib` is not set."""
     if hardware.memory_gib is None:
         return None
     left = round(hardware.memory_gib * GIB) - cost.memory.total
@@ -153,7 +153,7 @@ def _cache(cache: CacheBytes) -> dict[str, Any]:
 
 
 def _stand_in(recipe: Recipe, splice: Splice, config: PreTrainedConfig) -> HeadSet:
-    """The heads that the recipe lists, or the first heads around the middle layer."""
+    """Use the heads that the recipe lists, or else the first heads of the layers nearest to the middle."""
     sites = family_of(config).sites(config)
     chosen = [HeadId.parse(h) for h in splice.heads]
     if not chosen and sites:
@@ -173,7 +173,7 @@ def _hybrid(config: PreTrainedConfig, fields: list[dict[str, Any]], base: Base) 
 
 
 def _as_loaded(model: PreTrainedModel, base: Base) -> PreTrainedModel:
-    """Set the dtypes and scan chunks that a run would use. What the class keeps in fp32 stays in fp32."""
+    """Set the dtypes and scan chunks that a run would use. Parameters that the class keeps in fp32 stay in fp32."""
     shorten_chunks(model)
     dtype_of_recipe = model.config.dtype if base.dtype == "auto" else getattr(torch, base.dtype)
     in_fp32 = model._keep_in_fp32_modules_strict or ()
@@ -184,13 +184,13 @@ def _as_loaded(model: PreTrainedModel, base: Base) -> PreTrainedModel:
 
 
 def _at_hand(base: Base, path: Path | None) -> tuple[Base, str]:
-    """Find the base's config without a connection.
+    """Find the base's config, without a connection if possible.
 
-    A folder is used as it is. A Hub id is looked up in the local cache, then in `configs/` beside the recipe. The Hub
-    is requested only if neither has it.
+    A folder is used unchanged. A Hub id is looked up in the local cache, then in `configs/` next to the recipe. If
+    neither has it, loading requests the Hub.
 
     Returns:
-        The base, and the folder in `configs/` if that was used.
+        The base, and the folder in `configs/` if one is used (otherwise empty).
     """
     cached = _cached(base.model, "config.json", base.revision)
     if Path(base.model).exists() or cached is not None:
@@ -209,7 +209,7 @@ def _at_hand(base: Base, path: Path | None) -> tuple[Base, str]:
 
 
 def _tokenizer(base: Base, online: bool) -> tuple[PreTrainedTokenizerBase, str]:
-    """Load the base's tokenizer, or the toolkit's small one, with a note that says which.
+    """Load the base's tokenizer, or else the toolkit's small one. Also return a note on which one it is.
 
     Args:
         online: whether the Hub may be requested.
@@ -227,7 +227,7 @@ def _tokenizer(base: Base, online: bool) -> tuple[PreTrainedTokenizerBase, str]:
 
 
 def _cached(source: str, name: str, revision: str | None) -> Path | None:
-    """Folder in the Hub's local cache that has this file, or None."""
+    """Find the folder in the Hub's local cache that has this file, or None."""
     if Path(source).exists():
         return None
     try:
@@ -238,7 +238,7 @@ def _cached(source: str, name: str, revision: str | None) -> Path | None:
 
 
 def _located(recipe: Recipe, folder: Path) -> HeadSet | None:
-    """Heads of an earlier run in this folder, if they were located with the same settings."""
+    """Read the heads of an earlier run in this folder, if they were located with the same settings."""
     manifest = RunDir(folder).manifest("locate")
     if manifest is None or not (folder / "heads.json").is_file():
         return None

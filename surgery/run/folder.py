@@ -10,7 +10,7 @@ from surgery.errors import RunError
 from surgery.files.atomic import digest, read_json, sweep, text_or_empty, write_json, write_text
 from surgery.files.ownership import check_apart, check_replaceable, kind_of, mark, remove
 
-# Files and folders that a run writes, besides its mark.
+# Files and folders that a run writes, besides its mark (`files.ownership`).
 WRITTEN = (
     "heads.json", "heads.csv", "locate.html", "locate.json", "plan.json", "spliced",
     "splice.json", "steps", "teacher_logits", "logs", "trained", "training.json", "no_splice",
@@ -30,13 +30,13 @@ class RunDir:
         Args:
             recipe_yaml: the recipe in full.
             overwrite: allow the removal of a run of another recipe.
-            inputs: local files and folders that the recipe reads, by field, and its own file as `recipe`.
+            inputs: local files and folders that the recipe reads, by field; its own file under `recipe`.
 
         Returns:
             True if a run of another recipe has to be removed.
 
         Raises:
-            RunError: the folder holds something else or an input of the run, or it holds a run of another recipe and
+            RunError: the folder holds other files or an input of the run, or it holds a run of another recipe and
                 `overwrite` is not set.
         """
         instead, inputs = f"Set another name, such as name={self.path.name}-2.", inputs or {}
@@ -93,7 +93,7 @@ class RunDir:
         )
 
     def is_finished(self, stage: str, key: str, outputs: Sequence[Path]) -> bool:
-        """True if the stage finished with this key and its outputs exist. They may have been edited."""
+        """True if the stage finished with this key and its outputs exist, even if they were edited."""
         manifest = self.manifest(stage)
         return manifest is not None and manifest["key"] == key and all(p.exists() for p in outputs)
 
@@ -103,7 +103,7 @@ class RunDir:
         write_json(self.path / ".stages" / f"{stage}.json", data)
 
     def forget(self, stage: str) -> None:
-        """Remove the manifest of a stage, so that it runs again."""
+        """Remove the manifest of a stage, so that the stage runs again."""
         (self.path / ".stages" / f"{stage}.json").unlink(missing_ok=True)
 
 

@@ -1,7 +1,7 @@
-"""Estimate what training costs at true size, from shapes alone: memory and FLOPs of a step.
+"""Estimate memory and FLOPs of a training step at true size, from shapes alone.
 
-The model is on the meta device. Its own forward pass, the losses of training and the backward pass run there, and are
-metered. Fused CUDA kernels, which save less, are not taken into account.
+Forward pass, losses and backward pass run on the meta device and are metered there. Fused CUDA kernels, which save
+less, are not taken into account.
 
 Shape legend: B documents, T tokens, V vocabulary, Q questions, H spliced heads of a layer, D model width.
 """
@@ -27,11 +27,11 @@ from surgery.train.targets import Targets, model_options
 from surgery.train.teacher import Teacher
 from surgery.types import Graft
 
-SAMPLED_STEPS = 4  # for the mean length of documents
-SHORT = (2, 4, 6)  # tokens; a scan that loops over tokens runs at these lengths, the first two without attention
-LOOPING = ("mamba1", "falcon_mamba")  # kinds whose scan loops over tokens without kernels
-MOMENT_BYTES = 2 * 4  # AdamW: two fp32 moments for each trained number
-MASTER_BYTES = 4  # an fp32 copy of each trained number in a smaller dtype
+SAMPLED_STEPS = 4  # steps to average the length of documents over
+SHORT = (2, 4, 6)  # lengths at which a scan that loops over tokens is measured; the first two without attention
+LOOPING = ("mamba1", "falcon_mamba")  # mixer kinds whose scan loops over tokens if there is no kernel
+MOMENT_BYTES = 2 * 4  # AdamW: two fp32 moments per trained parameter
+MASTER_BYTES = 4  # an fp32 copy of each trained parameter of a smaller dtype
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class SourceSample:
     """Documents that one source contributes to a step, on one process.
 
     Attributes:
-        source: where they are from.
+        source: the source of the documents.
         batch: documents of the largest size that the source draws.
-        tokens: mean number of tokens a step, without padding.
-        columns: mean length of the batch, padding included.
-        rows: mean number of documents a step; `batch` may hold fewer.
+        tokens: mean number of tokens per step, without padding.
+        columns: mean length of the batch, with padding.
+        rows: mean number of documents per step; `batch` may have fewer.
     """
 
     source: Source
@@ -66,14 +66,14 @@ def sample_sources(
     processes: int = 1,
     micro_batch: int | None = None,
 ) -> tuple[SourceSample, ...]:
-    """Draw documents of every source, from the generators and files that training uses.
+    """Draw documents from every source, with the generators and files that training uses.
 
     Args:
-        stage: whose sources.
-        seed: of the recipe.
+        stage: stage with the sources.
+        seed: seed of the recipe.
         tokenizer: encodes the documents.
-        processes: that share the documents of a step.
-        micro_batch: documents of a source in a micro-batch, at most.
+        processes: number of processes that share the documents of a step.
+        micro_batch: maximum number of documents per source and micro-batch.
 
     Raises:
         ProbeError: the tokenizer cannot distinguish the choices of a probe.
@@ -99,14 +99,14 @@ class Memory:
     """Bytes on one device while training.
 
     Attributes:
-        weights: of the model.
-        gradients: of what trains.
+        weights: weights of the model.
+        gradients: gradients of the trained parameters.
         optimizer: AdamW's two moments in fp32.
-        master_copies: fp32 copies of what trains in a smaller dtype.
+        master_copies: fp32 copies of trained parameters of a smaller dtype.
         frozen_base: weights of the base, if an objective compares with it.
         teacher: weights of the teacher, if an objective compares with it.
-        activations: what autograd saves of the largest micro-batch, without kernels.
-        temporaries: other tensors at the peak, without kernels.
+        activations: tensors that autograd saves for the largest micro-batch, without fused kernels.
+        temporaries: other tensors at the peak, without fused kernels.
     """
 
     weights: int
@@ -125,12 +125,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class StepCost:
-    """One step of training on one process.
+    """Cost of one training step on one process.
 
     Attributes:
-        memory: at the peak.
-        largest: index of the source whose micro-batch needs most memory.
-        flops: of matrix products, convolutions and attention, with backward pass, frozen base and teacher.
+        memory: memory at the peak.
+        largest: index of the source whose micro-batch needs the most memory.
+        flops: FLOPs of matrix products, convolutions and attention, including backward pass, frozen base and teacher.
         tokens: mean number of tokens, without padding.
     """
 
@@ -149,16 +149,16 @@ def step_cost(
     number: int = 0,
     teacher: Teacher | None = None,
 ) -> StepCost:
-    """Run every micro-batch of a step on the meta device.
+    """Estimate the cost of a step by running its micro-batches on the meta device.
 
     Args:
-        model: on the meta device. What trains is marked and gets a gradient.
+        model: the model on the meta device. Its trained parameters are marked and get a gradient.
         base: the frozen base on the meta device, for objectives that need `base.logits`.
         grafts: the spliced heads.
         section: the recipe's section `train`.
-        samples: documents of every source.
+        samples: documents of every source, from `sample_sources`.
         number: index of the stage in `section.sequence`.
-        teacher: with its model on the meta device, for objectives that need `teacher.*`.
+        teacher: the teacher on the meta device, for objectives that need `teacher.*`.
     """
     stage = section.sequence[number]
     trained = mark_trainable(model, stage)
@@ -194,13 +194,13 @@ _OF_SPLICES = frozenset({"model.attention", "model.full_attention"})
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of parameters and buffers, tied ones once."""
+    """Count the bytes of parameters and buffers. Tied ones count once."""
     return sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
 
 
 @dataclass(frozen=True)
 class _SourceCost:
-    """Of one micro-batch: bytes saved, peak without weights, gradients and moments, FLOPs."""
+    """Cost of one micro-batch: saved bytes, peak bytes without weights, gradients and moments, and FLOPs."""
 
     saved: int
     peak: int
@@ -208,7 +208,7 @@ class _SourceCost:
 
 
 def _source_cost(runner: _Runner, frozen: _Runner | None, targets: Targets, sample: SourceSample) -> _SourceCost:
-    """Cost of the model and of the losses, measured separately: only the model's scan may have to be extrapolated."""
+    """Measure the model and the losses separately, since only the model's scan may need extrapolation."""
     names = [name for name in sample.source.weights.at(0.5) if targets.grafts or not OBJECTIVES[name].needs_splice]
     needs = frozenset(needs_of(names))
     body, outputs = runner.cost(sample, needs)
@@ -220,7 +220,7 @@ def _source_cost(runner: _Runner, frozen: _Runner | None, targets: Targets, samp
     targets = replace(targets, base=base_outputs)  # type: ignore[arg-type]
 
     def losses() -> list[Tensor]:
-        batch = sample.batch.to("meta")  # inside, where the meter keeps its integers
+        batch = sample.batch.to("meta")  # inside `measure`, which keeps the values of integers
         return [torch.stack(list(targets.weighted_losses(outputs, sample.source, batch).values())).sum()]
 
     loss = measure(losses, targets.teacher.model if targets.teacher is not None else None)
@@ -236,7 +236,7 @@ def _source_cost(runner: _Runner, frozen: _Runner | None, targets: Targets, samp
 
 
 class _Outputs(nn.Module):
-    """Stand-in for a model whose outputs are known by shape: leaves on the meta device."""
+    """Stand-in for a model that returns given outputs: leaf tensors on the meta device."""
 
     def __init__(self, output: ModelOutput) -> None:
         super().__init__()
@@ -254,10 +254,10 @@ class _Outputs(nn.Module):
 
 
 class _Runner:
-    """Runs one model on the batches of sources.
+    """Measure one model on the batches of all sources.
 
-    A scan that loops over tokens runs on a few short lengths, once, with the most documents. The cost at the real
-    length is the polynomial through them, in proportion to the number of documents.
+    A scan that loops over tokens is measured at a few short lengths, on the source with the most documents. The cost
+    at the real length is extrapolated by a polynomial, in proportion to the number of documents.
     """
 
     def __init__(self, model: PreTrainedModel, samples: Sequence[SourceSample], needs: frozenset[str]) -> None:
@@ -271,7 +271,7 @@ class _Runner:
         self._short: list[PassCost] = []
 
     def cost(self, sample: SourceSample, needs: frozenset[str]) -> tuple[PassCost, _Outputs]:
-        """Cost of the model on a batch, and a stand-in with outputs of the same shapes."""
+        """Measure the model on a batch. Also return a stand-in whose outputs have the same shapes."""
         rows, T = sample.shape
         if self._loops and max(SHORT) < T:
             self._short = self._short or [self._measure(self._widest, n, self._needs) for n in self._lengths]
@@ -292,7 +292,7 @@ class _Runner:
         return cost, _Outputs(output)
 
     def _measure(self, sample: SourceSample, length: int, needs: frozenset[str]) -> PassCost:
-        """Cost on the last columns, which hold padding in proportion where documents differ in length."""
+        """Measure the last `length` columns, whose share of padding is that of the batch."""
         batch = sample.batch
         columns = {"input_ids": batch.input_ids[:, -length:], "attention_mask": batch.attention_mask[:, -length:]}
 

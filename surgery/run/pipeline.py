@@ -57,8 +57,8 @@ def run_pipeline(
         The run, with its folder and loaded models.
 
     Raises:
-        RunError: an unknown stage, a folder that belongs to another recipe, to no run or to a running process, or an
-            input that is missing or would be removed.
+        RunError: a stage is unknown; the folder belongs to another recipe, to a running process or to no run; or an
+            input is missing or would be removed.
         SurgeryError: a model, the data or a stage fails.
     """
     stages = stages_of(recipe)
@@ -109,7 +109,7 @@ def _check_inputs(run: Run) -> None:
 
 
 def _check_hybrid(run: Run) -> None:
-    """Check that the base is a hybrid, and the control a model with the same tokenizer and no splice."""
+    """Check that the base is a hybrid, and that the control has the same tokenizer and no splice."""
     recipe = run.recipe
     plan_of_hybrid(load_config(recipe.base), recipe.base.model)
     if recipe.control is None:

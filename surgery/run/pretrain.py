@@ -1,4 +1,4 @@
-"""Pretrain the small bases of this repository, with the training loop of hybrids. A killed pretraining resumes."""
+"""Pretrain the small bases of this repository. A pretraining that was killed resumes."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def build_model(shape: TinyMamba2 | TinyTransformer, tokenizer: PreTrainedTokeni
     """Initialise a small model from its shape and a seed.
 
     Args:
-        shape: from the recipe.
+        shape: section `model` of the recipe.
         tokenizer: sets the vocabulary and the special tokens.
-        seed: of the initial weights.
+        seed: seed of the initial weights.
     """
     torch.manual_seed(seed)
     return _mamba2(shape, tokenizer) if isinstance(shape, TinyMamba2) else _transformer(shape, tokenizer)
 
 
 def _transformer(shape: TinyTransformer, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
-    """A Llama with rotary positions and contexts of 2,048 tokens."""
+    """Initialise a Llama with rotary positions and contexts of 2,048 tokens."""
     sizes = shape.model_dump(exclude={"kind", "vocab_size", "looks_back"})
     model = LlamaForCausalLM(LlamaConfig(**sizes, attention_bias=bool(shape.looks_back), **_ids(tokenizer)))
     if shape.looks_back:
@@ -79,7 +79,7 @@ def _look_back(model: LlamaForCausalLM, offsets: tuple[int, ...], gap: float = 4
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Fields of a config that depend on the tokenizer."""
+    """Config fields that depend on the tokenizer."""
     return {
         "vocab_size": len(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
@@ -90,10 +90,10 @@ def _ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _mamba2(shape: TinyMamba2, tokenizer: PreTrainedTokenizerBase) -> Mamba2ForCausalLM:
-    """A Mamba-2 with a larger dt and a smaller A than usual, so that short runs learn.
+    """Initialise a Mamba-2 with a larger dt and a smaller A than usual, so that short runs learn.
 
     With the usual initialisation (dt of 0.001 to 0.1, A of 1 to H), a head reads a hundredth as much from its state as
-    the skip connection D passes on, and only long runs make up for it.
+    passes through the skip connection D, and only long runs overcome this.
     """
     config = Mamba2Config(
         hidden_size=shape.hidden_size,
@@ -126,10 +126,10 @@ def pretrain(
 
     Args:
         recipe: model, training and evaluation.
-        folder: of the checkpoint. `FOLDER.steps` next to it has the checkpoints to resume from.
+        folder: checkpoint folder. `FOLDER.steps` next to it has the checkpoints to resume from.
         progress: called after each step with its number, the number of steps and a note.
         overwrite: replace a model that this toolkit wrote into `folder`.
-        file: of the recipe. It must not be in a folder that is removed.
+        file: the recipe's file, which must not lie in a folder that is removed.
 
     Raises:
         RunError: the folder has other files, or a model and `overwrite` is not set; another process writes into it;
@@ -138,7 +138,7 @@ def pretrain(
     """
     with hold(folder, "--to"):
         if check_replaceable("--to", folder, "model", inputs_of(recipe, file)) and not overwrite:
-            raise RunError("--to", str(folder), "It has a model already. Set another folder, or use --overwrite.")
+            raise RunError("--to", str(folder), "It has a model already. Set another folder, or pass --overwrite.")
         _pretrain(recipe, folder, progress)
 
 
@@ -191,9 +191,9 @@ def base_card(
     """Render README.md of the checkpoint: command, time, versions, accuracy by step.
 
     Args:
-        recipe: of the pretraining.
-        scores: by step, the summary of the evaluation.
-        history: entries of all steps.
+        recipe: recipe of the pretraining.
+        scores: summaries of the evaluation by step.
+        history: losses and times of all steps.
         model: the pretrained model.
     """
     front = {"library_name": "transformers", "pipeline_tag": "text-generation", "license": "apache-2.0"}

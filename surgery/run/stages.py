@@ -75,7 +75,7 @@ class Stage:
     version: int = 1
 
     def key(self, run: Run) -> str:
-        """Hash everything that the result depends on: sections or their fields (`splice.select`), inputs, revisions."""
+        """Hash everything that the result depends on: sections of the recipe, inputs and revisions."""
         recipe = keys_of_0_1(Recipe, run.recipe.model_dump(mode="json"))
         for unused in ("no_splice", "save_every"):
             recipe["train"].pop(unused)
@@ -116,7 +116,7 @@ def _locate(run: Run, key: str) -> None:
     if not run.accelerator.is_main_process:
         return
     write_json(run.folder / "locate.json", heads.cost)
-    write_json(run.folder / "heads.json", to_json(heads))  # before the figures and the page, which could fail
+    write_json(run.folder / "heads.json", to_json(heads))  # first, since figures and the page could fail
     write_csv(heads, run.folder / "heads.csv")
     with new_folder(run.folder / "figures" / "locate") as figures:
         head_maps(heads, figures)
@@ -124,7 +124,7 @@ def _locate(run: Run, key: str) -> None:
 
 
 def _hidden_attention(run: Run, heads: HeadSet) -> PromptAttention:
-    """Hidden attention of every head at the query of one short prompt, and whole matrices of the best heads."""
+    """Compute the hidden attention at the query of one short prompt for every head, and in full for the best heads."""
     document = kv_document(rng_of("sample", run.recipe.seed, 0), min(16, run.recipe.locate.pairs), split="eval")
     full = dict.fromkeys([s.head for s in heads.chosen] + [s.head for s in heads.heads[:6]])
     specs = family_of(run.base().config).mixers(run.base().config)
@@ -159,7 +159,7 @@ def _train(run: Run, key: str) -> None:
 
 def _control(run: Run, key: str) -> None:
     if run.recipe.has_control:
-        # The control keeps its own predictions.
+        # The reference of `base_kl` is the untrained control.
         reference = run.base if run.recipe.splice is not None else run.untrained_control
         _train_arm(run, key, run.untrained_control(), reference, "no_splice", "no_splice_training")
     elif run.accelerator.is_main_process:
@@ -171,7 +171,7 @@ def _control(run: Run, key: str) -> None:
 def _train_arm(
     run: Run, key: str, model: PreTrainedModel, reference: Callable[[], PreTrainedModel], name: str, curve: str
 ) -> None:
-    """Train one arm, from its newest checkpoint with this key if there is one. Writes the model and its losses.
+    """Train one arm, resuming from its newest checkpoint with this key. Writes the model and its losses.
 
     Args:
         reference: loads the frozen model for the objective `base_kl`.
@@ -254,7 +254,7 @@ def _evaluate(run: Run, key: str) -> None:
 
 
 def _teacher_arm(run: Run) -> tuple[dict[str, Callable[[], PreTrainedModel]], dict[str, str]]:
-    """The teacher of training or of the splice as an arm, or the reason why it is skipped, by the arm's name."""
+    """Return the teacher (of training, or of the splice) as an arm, or the reason to skip it, by the arm's name."""
     teacher = run.recipe.train.teacher or run.recipe.teacher
     if teacher is None:
         return {}, {}

@@ -64,7 +64,7 @@ def test_what_a_command_did_not_write_it_does_not_replace(tmp_path: Path, comman
     make(tmp_path / "x", kind)
     before = tree(tmp_path)
     done = surgery(*COMMANDS[command], cwd=tmp_path)
-    assert_refused(done, "x. It is not empty and not a", "nother")
+    assert_refused(done, "x. The folder is not empty, and is not a", "nother")
     assert "--overwrite" not in done.stderr
     assert tree(tmp_path) == before
 

@@ -120,7 +120,7 @@ def test_convert_refuses_in_one_line(
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "mine.txt").write_text("mine")
     monkeypatch.setattr(sys, "argv", ["surgery", "convert", str(tmp_path / "own"), str(tmp_path / "new")])
-    assert_refused_here(capsys, "FOLDER", "new", "Name another folder")
+    assert_refused_here(capsys, "FOLDER", "new", "Set another folder")
     mamba3 = {"d_model": 8, "n_layer": 2, "ssm_cfg": {"layer": "Mamba3"}}
     (tmp_path / "own" / "config.json").write_text(json.dumps(mamba3))
     monkeypatch.setattr(sys, "argv", ["surgery", "convert", str(tmp_path / "own"), str(tmp_path / "other")])

@@ -92,7 +92,7 @@ def test_whole_texts_are_held_out_not_their_pieces(tmp_path: Path) -> None:
     assert not of[0] & of[1] and of[0] | of[1] == set(range(60)) and of[0]
 
 
-@pytest.mark.parametrize(("share", "side"), [(0.999999, "left to train on"), (0.000001, "held out")])
+@pytest.mark.parametrize(("share", "side"), [(0.999999, "left for training"), (0.000001, "held out")])
 def test_a_side_without_rows_is_refused(rows: Path, share: float, side: str) -> None:
     with pytest.raises(DataError, match=rf"rows\.jsonl: no row is {side}.*another share"):
         (trained_on if "train" in side else lambda made, _: held_out(made))(source(rows, share), 1)

@@ -245,7 +245,7 @@ def test_long_texts_are_cut_and_all_of_them_is_seen(tmp_path: Path) -> None:
 
 BAD_LINES = [
     ("{", "not JSON"),
-    ("[1]", "a list, not an object"),
+    ("[1]", "a JSON list, not an object"),
     ({"prompt": "a"}, "`answer` is missing"),
     ({"prompt": "a", "answer": None}, "`answer` is missing"),
     ({"prompt": "a", "answer": 7}, "It has type int"),
@@ -312,7 +312,7 @@ def test_a_span_that_does_not_hold_the_answer_is_refused_or_counted(
         open_source(source(path, rows=3, **given), chat_tokenizer, 0, 0)
     assert error.value.field == (f"{path}: row 2" if form == "parquet" else f"{path}:2")
     span = "[{}, {})".format(*bad["at"])
-    assert error.value.value == f"the span {span} is {AGENTS[slice(*bad['at'])]!r}, the answer is ' 5678'"
+    assert error.value.value == f"the span {span} is {AGENTS[slice(*bad['at'])]!r}, but the answer is ' 5678'"
     assert f"The prompt has the answer at [{OWL}, {OWL + 4})" in error.value.hint
     stream = open_source(source(path, rows=2, on_bad_row="skip", **given), chat_tokenizer, 0, 0)
     assert stream.skipped == 1
@@ -334,8 +334,11 @@ def test_whitespace_around_a_span_is_not_what_a_head_looks_at(before: int, after
     [
         ("hi", "list of"),
         ([{"role": "assistant", "content": "hi"}], "list of"),
-        ([{"role": "user", "content": "hi"}, {"role": "user", "content": "hi"}], "the last message is of 'user'"),
-        ([{"role": "user", "content": ["hi"]}, {"role": "assistant", "content": "hi"}], "a message"),
+        (
+            [{"role": "user", "content": "hi"}, {"role": "user", "content": "hi"}],
+            "the last message has the role 'user'",
+        ),
+        ([{"role": "user", "content": ["hi"]}, {"role": "assistant", "content": "hi"}], "message {'role'"),
         ([{"role": "tool", "content": "hi"}, {"role": "assistant", "content": "hi"}], "tool comes first"),
     ],
 )
@@ -364,13 +367,13 @@ def test_what_the_tokenizer_lacks_is_said() -> None:
         Reader(Data(path="none"), endless)
     assert Reader(Data(path="none", end=False), endless).end == ""
     endless.add_special_tokens({"eos_token": AddedToken("stop", single_word=True)})
-    with pytest.raises(DataError, match="'stop' is not one token in a text"):
+    with pytest.raises(DataError, match="'stop' is not a single token in a text"):
         Reader(Data(path="none"), endless)
 
 
 def test_the_model_sets_limits_too(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [*numbered(2), {"prompt": "a\n" * 40, "answer": "b"}])
-    with pytest.raises(DataError, match="The model takes 50"):
+    with pytest.raises(DataError, match="The model takes at most 50"):
         open_source(source(path), TOKENIZER, 0, 0, context=50)
     highest = max(i for row in numbered(2) for i in TOKENIZER(f"{row['prompt']}{row['answer']}")["input_ids"])
     with pytest.raises(DataError, match="outside the vocabulary") as error:
@@ -382,7 +385,7 @@ def test_the_model_sets_limits_too(tmp_path: Path) -> None:
 def test_generated_documents_are_checked_as_well() -> None:
     generated = Source.model_validate({"task": "kv_retrieval", "rows": 2, "weights": {"base_kl": 1.0}})
     assert len(open_source(generated, TOKENIZER, 0, 0, 1000, len(TOKENIZER)).step(3)) == 2
-    with pytest.raises(DataError, match="The model takes 5"):
+    with pytest.raises(DataError, match="The model takes at most 5"):
         open_source(generated, TOKENIZER, 0, 0, context=5)
     with pytest.raises(DataError, match="outside the vocabulary"):
         open_source(generated, TOKENIZER, 0, 0, vocab_size=300)
@@ -483,7 +486,7 @@ def test_a_split_of_a_folder_is_found_by_name(tmp_path: Path) -> None:
     write(tmp_path / "f" / "test" / "0.jsonl", numbered(1))
     counts = {split: len(open_rows(Data(path=str(tmp_path / "f"), split=split))) for split in ("train", "test")}
     assert counts == {"train": 5, "test": 1}
-    with pytest.raises(DataError, match="has test, train"):
+    with pytest.raises(DataError, match="has the splits test, train"):
         open_rows(Data(path=str(tmp_path / "f"), split="validation"))
     write(tmp_path / "f" / "other.jsonl", numbered(1))
     with pytest.raises(DataError, match=r"other\.jsonl does not"):
@@ -504,13 +507,13 @@ def bad_paths(root: Path) -> Iterator[tuple[dict[str, str], str]]:
     yield {"path": f"{root}/mixed"}, ".json and .jsonl"
     write(root / "a.jsonl", numbered(1))
     yield {"path": f"{root}/a.jsonl", "split": "test"}, "Remove `split`"
-    yield {"path": f"{root}/a.jsonl", "revision": "main"}, "for the Hub"
+    yield {"path": f"{root}/a.jsonl", "revision": "main"}, "apply to Hub data sets"
     (root / "a.json").write_text('[{"prompt": "a"\n"answer": "b"}]')
     yield {"path": f"{root}/a.json"}, f"{root}/a.json:2: not JSON"
     write(root / "a.parquet", numbered(1))
     yield {"path": f"{root}/a.parquet"}, "not a Parquet file"
     write_table(pyarrow.table({"prompt": ["a"], "reply": ["b"]}), root / "b.parquet")
-    yield {"path": f"{root}/b.parquet"}, "no column 'answer'. It has prompt, reply"
+    yield {"path": f"{root}/b.parquet"}, "no column 'answer'. The columns are prompt, reply"
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -556,7 +559,7 @@ def test_a_hub_set_is_read_by_its_columns(monkeypatch: pytest.MonkeyPatch, strea
     assert asked == [("owner/name", "small", "dev", "v1", streaming)]
     assert {d.task for d in stream.step(0)} == {"owner/name"}
     assert sorted(texts(stream, 0)) == sorted(f"{r['prompt']}{r['answer']}{END}" for r in rows)
-    with pytest.raises(DataError, match=r"no column 'q'\. It has prompt, answer, more"):
+    with pytest.raises(DataError, match=r"no column 'q'\. The columns are prompt, answer, more"):
         opened("owner/name", streaming=streaming, columns={"prompt": "q"})
     read, _ = read_documents(Data(path="owner/name", streaming=streaming), TOKENIZER, limit=2)
     assert [d.text for d in read] == [f"{r['prompt']}{r['answer']}{END}" for r in rows[:2]]

@@ -427,7 +427,7 @@ def test_a_part_of_what_a_folder_is_known_by_is_not_enough(tmp_path: Path, kind:
         folder = tmp_path / str(number)
         write_text(folder / name, "{}")
         assert kind_of(folder) is None
-        with pytest.raises(RunError, match="Name another"):
+        with pytest.raises(RunError, match="Set another"):
             check_replaceable("f", folder, kind, {})  # type: ignore[arg-type]
 
 

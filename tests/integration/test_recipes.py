@@ -54,7 +54,7 @@ def test_a_recipe_says_what_it_is(name: str) -> None:
     if name in OPERATIONS or name in ANALYSES:
         said = ("Time: estimated", "Not verified: never run")
         if name == "mamba2-130m":  # ran on weights that are not the published ones, and was timed
-            said = ("Time: on one CPU core", "Not verified on the published weights; `make real-shape` ran it")
+            said = ("Time: on one CPU core", "Not verified on the published weights. `make real-shape` ran it")
         if name.startswith("pico-"):
             said = ("Time: on one CPU core", "Measured")
         for word in ("GPUs:", "Published", *said):

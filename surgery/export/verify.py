@@ -35,6 +35,8 @@ def verify_folder(folder: Path | str, trust_remote_code: bool = False, plugins: 
         plugins: modules to import that register export formats or attention branches.
 
     Returns:
+        The checked quantities:
+
         - `format`: its name.
         - `files`: number of files that export.json lists; None if it lists none.
         - `tensors`: number of tensors that were checked; None if the format does not report it.

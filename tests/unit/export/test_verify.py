@@ -449,7 +449,7 @@ class TestReference:
         for factor, fails in ((0.9, False), (1.1, True)):
             moved = found | {"x.logits": found["x.logits"] + factor * TOLERANCE * spread}
             if fails:
-                with pytest.raises(ModelError, match="logits differ.*Rounding stays below"):
+                with pytest.raises(ModelError, match=r"logits differ.*Rounding stays below"):
                     compare(reference, moved, "x")
             else:
                 difference, agree = compare(reference, moved, "x")

@@ -1,6 +1,6 @@
 """Detect damaged checkpoints without loading them into a model.
 
-Pickles may hold tensors and their descriptions only. Nothing else in them is ever constructed.
+Pickles may contain tensors and their metadata only. Other objects are never constructed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _ZIP = b"PK\x03\x04"  # first bytes of every tensor written by torch.save
 
 
 def fault_of(step: Path) -> str | None:
-    """Describe what is wrong with the files of a `step_*` folder. None if nothing is.
+    """Describe what is wrong with the files of a `step_*` folder; None if they are intact.
 
-    Reads headers, indexes and sizes, not the tensors. A file that is truncated anywhere is detected.
+    Reads headers, indexes and sizes, not the tensors. A truncated file is always detected.
     """
     checks = {STATE: _check_state}
     checks |= (
@@ -50,9 +50,9 @@ def _check_state(path: Path) -> None:
         if not isinstance(state.get(key), kind):
             raise ValueError(f"`{key}` is {state.get(key)!r:.30}")
     if path.parent.name != f"step_{state['step']:06d}":
-        raise ValueError(f"it is of step {state['step']}")
+        raise ValueError(f"it belongs to step {state['step']}")
     if not all(isinstance(entry, dict) and "step" in entry for entry in state["history"]):
-        raise ValueError("an entry of `history` has no step")
+        raise ValueError("an entry of `history` has no `step`")
 
 
 def _check_weights(path: Path) -> None:
@@ -63,7 +63,7 @@ def _check_weights(path: Path) -> None:
 def _check_moments(path: Path) -> None:
     state = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
     if not (isinstance(state, dict) and isinstance(state.get("state"), dict) and "param_groups" in state):
-        raise ValueError("it holds no optimizer")
+        raise ValueError("it holds no optimizer state")
 
 
 def _check_shards(path: Path) -> None:
@@ -81,11 +81,11 @@ class ShardReader(FileSystemReader):
     """torch's reader of sharded checkpoints with a restricted unpickler for the index."""
 
     def read_metadata(self) -> Metadata:  # type: ignore[override]
-        """Read the index, which may hold descriptions of tensors only."""
+        """Read the index, which may contain metadata of tensors only."""
         with open(self._get_metadata_path(), "rb") as file:
             metadata = _Descriptions(file).load()
         if not isinstance(metadata, Metadata) or metadata.storage_data is None or metadata.storage_meta is None:
-            raise pickle.UnpicklingError("it describes no shards")
+            raise pickle.UnpicklingError("it is not an index of shards")
         metadata.storage_meta.load_id = self.load_id
         return metadata
 

@@ -1,9 +1,9 @@
-"""Checkpoints to resume from: `step_*/`, written atomically, the two newest.
+"""Checkpoints to resume from: `step_*/`, written atomically. The two newest are kept.
 
-A checkpoint that cannot be read is renamed to `broken_step_*`, and the one before it is used.
+A checkpoint that cannot be read is renamed to `broken_step_*`, and the one before it is used. Its files are:
 
-model.safetensors, optimizer.pt, state.json       all weights; the main process writes them
-shards/, state.json                               sharded weights; every process writes its own
+    model.safetensors, optimizer.pt, state.json       whole weights, written by the main process
+    shards/, state.json                               sharded weights, each written by its own process
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from surgery.files.atomic import is_full, new_folder, sweep
 from surgery.train.checkpoint_files import OPTIMIZER, SHARDS, STATE, WEIGHTS, ShardReader, fault_of
 from surgery.train.sharded import is_sharded
 
-_KEEP = 2  # the newest, and one more in case the newest cannot be read
+_KEEP = 2  # the newest, and one more in case that one cannot be read
 _LOG = logging.getLogger(__name__)
 
 
@@ -63,15 +63,15 @@ def save_checkpoint(
     """Write `step_*/` atomically, then delete all but the two newest. All processes must call it.
 
     Args:
-        folder: of the stage.
+        folder: folder of the stage.
         model: its parameters are saved.
         optimizer: its state is saved.
-        step: number of steps that are done.
-        state: plain data. `of` identifies the training.
+        step: number of finished steps.
+        state: data that JSON can store. `of` identifies the training.
         accelerator: of this process.
 
     Raises:
-        RunError: the disk is full. The older checkpoint stays.
+        RunError: the disk is full. The older checkpoint is not deleted.
     """
     target, sharded = folder / f"step_{step:06d}", is_sharded(model)
     if sharded or accelerator.is_main_process:
@@ -83,7 +83,7 @@ def save_checkpoint(
                 raise
             saved = checkpoints(folder)
             kept = f"{saved[-1].name} is kept, and training resumes from it" if saved else "No checkpoint was saved yet"
-            hint = f"The disk is full. {kept}. Free some space, and run the same command again."
+            hint = f"The disk is full. {kept}. Free some space and run the same command again."
             raise RunError("steps", str(target), hint) from None
     if accelerator.is_main_process:
         for old in checkpoints(folder)[:-_KEEP]:
@@ -114,7 +114,7 @@ def _write_sharded(
 
 @contextmanager
 def _common_folder(target: Path, accelerator: Accelerator) -> Iterator[Path]:
-    """A new folder that all processes write into. The main process creates it, and renames it at the end."""
+    """Yield a new folder that all processes write into. The main process creates it, and renames it at the end."""
     if not accelerator.is_main_process:
         name: list[str | None] = [None]
         broadcast_object_list(name)
@@ -131,17 +131,18 @@ def load_checkpoint(
     """Load the newest checkpoint that can be read. All processes must call it.
 
     Args:
-        folder: of the stage.
+        folder: folder of the stage.
         model: its parameters are overwritten.
         optimizer: its state is overwritten.
-        identity: `of` in the state must be equal to it.
+        identity: must be equal to `of` in the state.
         accelerator: of this process.
 
     Returns:
         The state of the checkpoint; None if there is none.
 
     Raises:
-        RunError: it belongs to another training, or only one of checkpoint and launch has sharded weights.
+        RunError: the checkpoint belongs to another training, or it has sharded weights and this launch has whole ones,
+            or the reverse.
     """
     set_aside_broken(folder, accelerator)
     if not checkpoints(folder):
@@ -153,7 +154,7 @@ def load_checkpoint(
     was_sharded = (newest / SHARDS).is_dir()
     if was_sharded != is_sharded(model):
         kinds = ("sharded", "whole") if was_sharded else ("whole", "sharded")
-        hint = f"Its weights are {kinds[0]}, those of this launch {kinds[1]}. Launch as before, or delete it."
+        hint = f"Its weights are {kinds[0]}, but those of this launch are {kinds[1]}. Launch as before, or delete it."
         raise RunError("steps", str(newest), hint)
     (_read_sharded if was_sharded else _read)(newest, model, optimizer)
     return state
@@ -170,7 +171,7 @@ def _read(step: Path, model: nn.Module, optimizer: Any) -> None:
 
 
 def _read_sharded(step: Path, model: nn.Module, optimizer: Any) -> None:
-    """Read a checkpoint of any number of processes: each reads the shards that it holds now."""
+    """Read a sharded checkpoint. The number of processes may differ from the one that wrote it."""
     parameters = dict(model.named_parameters())
     reader = ShardReader(step / SHARDS)
     saved = reader.read_metadata().state_dict_metadata

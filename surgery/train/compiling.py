@@ -1,4 +1,4 @@
-"""torch.compile: check the compiler before a run, and name `train.compile` in its errors."""
+"""Check torch.compile before a run, and name `train.compile` in its errors."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from surgery.errors import RunError
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Turn errors of the compiler inside into a RunError: no C++ compiler, no Triton, an unsupported graph."""
+    """Convert errors of the compiler inside to a RunError: no C++ compiler, no Triton, an unsupported graph."""
     try:
         yield
     except Exception as error:
         if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             raise
-        hint = "It needs a C++ compiler, and Triton on a GPU. Install g++, set CXX to a compiler, or set it to false."
+        hint = "torch.compile needs a C++ compiler, and Triton on a GPU. Install g++, set CXX, or set this to false."
         raise RunError("train.compile", f"true ({str(error).strip().splitlines()[0][:200]})", hint) from error
 
 
 def check_compiler(device: torch.device) -> None:
-    """Compile one line of code. Raises RunError if that fails."""
+    """Compile one line of code. Raises RunError on failure."""
 
     def one_line(x: Tensor) -> Tensor:
         return x * 2 + 1

@@ -9,24 +9,24 @@ from surgery.recipe import TrainStage
 from surgery.recipe.objectives import OBJECTIVES
 
 _WINDOW = 20  # steps in the means and minima
-_FEW = 3  # steps in the mean that is compared with a uniform guess
+_FEW = 3  # steps in the mean that is compared with uniform guessing
 
 
 def growing_loss(history: Sequence[Mapping[str, float]], stage: TrainStage, vocab_size: int) -> str | None:
-    """Name the objective whose loss has grown, with its loss. None while training looks healthy.
+    """Name the objective whose loss has grown, with its loss; None if no loss has.
 
-    The loss of the first step belongs to the untrained weights, whatever the learning rates are. Later steps are
-    compared with it. Steps differ in difficulty, so a loss counts as grown in three cases only, in nats a token:
+    Later steps are compared with the first step, whose loss is that of the untrained weights. Documents differ in
+    difficulty, so a loss counts as grown in three cases only. Losses are in nats per token:
 
-    - Worse than a uniform guess: the mean of the last three steps is above log(vocabulary) and above twice the first
-      step. No draw of documents takes a model there that was better than guessing, and a pretraining that starts at a
-      guess has twice that. Steps before the first count as 0, so a single step can exceed the bound by itself.
-    - Never back: each of the last 20 steps is above twice the first, and a nat above it. The easiest of 20 draws is
-      nearly always as easy as the first, so only a worse model does this.
-    - Growing: the weighted mean of the last 20 steps is above twice that of the first 20, and a nat above it.
+    - Worse than uniform guessing: the mean of the last three steps is above log(vocabulary) and above twice the loss of
+      the first step. Missing steps count as 0, so a single loss above three times
+      this bound is enough.
+    - Never as low as at the start: each of the last 20 steps is more than one nat above twice the loss of the first
+      step.
+    - Growing: the weighted mean of the last 20 steps is more than one nat above twice that of the first 20.
 
-    The last two need constant weights, since sources differ in difficulty. An objective that starts at zero, such as
-    `base_kl`, is expected to grow: only the first case applies. Objectives that are not `in_nats` are not checked.
+    The last two cases need constant weights, since sources differ in difficulty. An objective that starts at zero, such
+    as `base_kl`, is expected to grow, so only the first case applies. Objectives without `in_nats` are not checked.
 
     Args:
         history: entries of the steps of this stage, each with its weighted losses.

@@ -1,14 +1,16 @@
 """Cache of a teacher's top-k logits on disk.
 
-A document is identified by its token ids, so it is found again in another epoch, another order, and with another number
-of processes. The teacher's logits of a document do not depend on the other documents of a batch.
+Documents are identified by their token ids. So the cache is valid for any epoch, order and number of processes. The
+teacher's logits of a document do not depend on the other documents of a batch.
 
-A folder holds `cache.json`, which identifies the teacher, and shards named by their contents:
+A folder holds `cache.json`, which identifies the teacher, and shards, which are safetensors files:
 
-    documents (D,16) bytes: hash of each document's token ids     offsets (D+1): its rows, [offsets[d], offsets[d+1])
-    values (R,K) fp16: log-probabilities                          indices (R,K) int32
+    documents (D,16) uint8: hash of each document's token ids
+    offsets (D+1): document d has the rows offsets[d] to offsets[d+1] - 1
+    values (R,K) fp16: log-probabilities
+    indices (R,K) int32: token ids
 
-A row takes 6 K bytes. A shard is written to a temporary file and renamed, so a killed run leaves no damaged ones.
+A row takes 6 K bytes. A shard is written to a temporary file and renamed, so an interrupted run leaves no damaged file.
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ class LogitsCache:
     """Top-k logits of one teacher, filled as they are needed.
 
     Args:
-        folder: created if there is none.
+        folder: created if it does not exist.
         identity: what the logits depend on besides the document: the teacher's revision, the tokenizer, `top_k`.
-        flush_every: batches before a shard is written. A run that is killed loses no more than these.
-        main: this process removes half-written files. Set it on one process only.
+        flush_every: number of batches after which a shard is written. An interrupted run loses at most these.
+        main: True on one process only, which removes half-written files.
 
     Raises:
         RunError: the folder holds logits of another identity, other files, or a damaged shard.
@@ -60,10 +62,11 @@ class LogitsCache:
         return len(self._places.keys() | self._pending.keys())
 
     def get(self, batch: EncodedBatch) -> TopK | None:
-        """Rows of the batch's tokens without padding, document after document, on its device.
+        """Read the logits of a batch.
 
         Returns:
-            None unless the cache holds every document of the batch.
+            Rows of the batch's tokens without padding, document after document, on its device. None unless the cache
+            holds every document of the batch.
         """
         names = [_hashed(ids) for ids in _documents(batch)]
         if any(name not in self._places and name not in self._pending for name in names):
@@ -82,7 +85,7 @@ class LogitsCache:
         return TopK(rows.values.float(), rows.indices.long()).to(batch.input_ids.device)
 
     def put(self, batch: EncodedBatch, rows: TopK) -> None:
-        """Add the rows of the batch's tokens without padding. Writes a shard every `flush_every` batches."""
+        """Add the logits of a batch: rows of its tokens without padding. Writes a shard every `flush_every` batches."""
         stored = TopK(rows.values.to("cpu", torch.float16), rows.indices.to("cpu", torch.int32))
         start = 0
         for ids in _documents(batch):
@@ -97,7 +100,7 @@ class LogitsCache:
         """Write pending documents as a shard, and index the shards of other processes.
 
         Raises:
-            RunError: the shard cannot be written. Earlier shards stay.
+            RunError: the shard cannot be written. Earlier shards are not affected.
         """
         if self._pending:
             names = sorted(self._pending)
@@ -115,14 +118,16 @@ class LogitsCache:
     def _claim(self, identity: dict[str, Any], main: bool) -> None:
         path = self.folder / "cache.json"
         if self.folder.exists() and not path.exists() and any(p.suffix != ".tmp" for p in self.folder.iterdir()):
-            raise RunError("train.distil.cache", str(self.folder), "It holds other files. Delete or move it.")
+            raise RunError("train.distil.cache", str(self.folder), "The folder holds other files. Delete or move it.")
         if path.exists():
             stored = read_json(path)
             if not isinstance(stored, dict):
-                raise RunError("train.distil.cache", str(path), "It is not a JSON object. Delete the folder.")
+                raise RunError(
+                    "train.distil.cache", str(path), "It is not a JSON object. Delete the folder of the cache."
+                )
             different = sorted(k for k in stored.keys() | identity.keys() if stored.get(k) != identity.get(k))
             if different:
-                hint = f"Its logits are of another {', '.join(different)}. Delete it, or use another folder."
+                hint = f"Its logits belong to another {', '.join(different)}. Delete it, or use another folder."
                 raise RunError("train.distil.cache", str(self.folder), hint)
         else:
             write_json(path, identity)
@@ -140,7 +145,7 @@ class LogitsCache:
 
 
 def _documents(batch: EncodedBatch) -> list[Tensor]:
-    """Token ids of each document, without padding, row after row."""
+    """Token ids of each document without padding, row after row."""
     ids, real = batch.input_ids.cpu(), batch.attention_mask.bool().cpu()
     if batch.documents is None:
         return [row[there] for row, there in zip(ids, real, strict=True)]

@@ -1,13 +1,13 @@
-"""LoRA adapters beside the spliced heads, through PEFT.
+"""Train LoRA adapters in addition to the spliced heads, with PEFT.
 
-The spliced heads are trained in full, and saved with the adapters as `modules_to_save`. Three special cases:
+The spliced heads are trained in full and saved with the adapters as `modules_to_save`. There are three special cases:
 
 - The fused training kernels of Mamba read `out_proj.weight` directly and bypass an adapter. A mixer with an adapter on
-  `out_proj` uses its other code path, as it does in eval mode with gradients.
-- PEFT refuses `out_proj` for the model types with these kernels, by name. With the other path there is no reason to, so
-  the name is hidden.
-- The columns of `out_proj` of a silenced head are zero and get no gradient, and the hybrid silences the input of an
-  adapter there. Merging would fill these columns, so they are set to zero again.
+  `out_proj` uses the code path of eval mode, which calls the module.
+- PEFT refuses `out_proj` for the model types with these kernels. With the other code path this is not necessary, so the
+  model type is hidden from PEFT.
+- The columns of `out_proj` of a silenced head are zero and get no gradient, and the hybrid silences the adapter's input
+  there. Merging an adapter would fill these columns, so they are set to zero again.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from surgery.types import Graft
 
 
 class Adapters:
-    """Adapters on the target layers of a model, outside its spliced heads. Untrained adapters change no output.
+    """Adapters on the target layers of a model, outside its spliced heads. Untrained adapters do not change the output.
 
     Args:
-        model: gets the adapters.
+        model: changed in place.
         section: the recipe's section `lora`.
-        grafts: the spliced heads; those with `mode: replace` silence heads that must stay silent.
+        grafts: the spliced heads. SSM heads that they replace stay silent after merging.
 
     Raises:
         RecipeError: a target matches no linear layer.
@@ -63,15 +63,17 @@ class Adapters:
         """Raise RecipeError if an adapter has no gradient after a backward pass, because a kernel bypassed it."""
         for name, parameter in self.model.named_parameters():
             if ".lora_" in name and parameter.grad is None:
-                hint = "A kernel reads this layer's weight directly, so the adapter gets no gradient. Remove it."
+                hint = (
+                    "A kernel reads this layer's weight directly, so the adapter gets no gradient. Remove this target."
+                )
                 raise RecipeError("train.lora.targets", name.split(".lora_")[0], hint)
 
     def save(self, folder: Path, base: str) -> None:
-        """Write a folder for `PeftModel.from_pretrained(spliced_model, folder)`: adapters and the whole spliced heads.
+        """Write adapters and spliced heads for `PeftModel.from_pretrained(spliced_model, folder)`.
 
         Args:
             folder: replaced atomically.
-            base: path or id of the model that they belong to, for `adapter_config.json`.
+            base: path or id of the spliced model, for `adapter_config.json`.
         """
         branches = tuple(f"{name}." for name, m in self.model.named_modules() if isinstance(m, SplicedAttention))
         state = {
@@ -101,7 +103,7 @@ class Adapters:
 
 
 def _peft_config(model: PreTrainedModel, section: Lora) -> LoraConfig:
-    """Configuration that lists every target by its full name, so that none is inside a spliced head."""
+    """Make a configuration that lists every target by its full name, so that none is inside a spliced head."""
     inside = {name for name, m in model.named_modules() if isinstance(m, SplicedAttention)}
     linear = [
         name

@@ -1,7 +1,7 @@
 """Micro-batches: split the documents of a step, and count the terms of its losses.
 
-Every loss is a sum divided by the number of terms of the whole step, over all micro-batches and processes. So the
-gradient of a step does not depend on how it is split.
+Every loss is a sum divided by the number of terms in the whole step, over all micro-batches and processes. So the
+gradient of a step does not depend on the split.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from surgery.train.packing import pack
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Documents that go through the model together.
+    """Documents of one forward and backward pass.
 
     Attributes:
-        source: where they are from.
-        index: of the source in its stage.
+        source: the documents' source in the recipe.
+        index: index of the source in its stage.
         batch: the documents as tensors.
         documents: number of documents.
         counts: number of terms of each objective over the whole step, for one process.
-        real: False for a stand-in of a process without documents of its own; it has no effect on the gradient.
+        real: False for a placeholder on a process that has fewer micro-batches than others. It has no effect on the
+            gradient.
     """
 
     source: Source
@@ -55,11 +56,11 @@ def split_step(
 
     Args:
         sources: of the stage.
-        documents: by source, of all processes.
-        sizes: by source, documents in a micro-batch; all if None.
+        documents: documents of the step by source, for all processes.
+        sizes: number of documents in a micro-batch by source; all documents if None.
         tokenizer: encodes the documents.
-        accelerator: says which share is this process's.
-        packing: put the documents of a micro-batch into shared rows.
+        accelerator: selects the share of this process.
+        packing: put several documents into one row.
     """
     rank, world = accelerator.process_index, accelerator.num_processes
     micro_batches: list[MicroBatch] = []
@@ -70,10 +71,12 @@ def split_step(
 
     for index, source in enumerate(sources):
         share, limit = documents[index][rank::world], sizes[index]
-        if limit:  # documents of similar length together: less padding
+        if limit:  # documents of similar length together need less padding
             share = sorted(share, key=lambda document: len(document.text))
         size, most = limit or max(1, len(share)), 1
-        if limit and accelerator.is_fsdp2:  # all processes gather the weights for each micro-batch together
+        if (
+            limit and accelerator.is_fsdp2
+        ):  # all processes need the same number of micro-batches to gather weights together
             most = -(-len(documents[index][::world]) // limit)
         chunks = [share[i : i + size] for i in range(0, len(share), size)]
         micro_batches += [MicroBatch(source, index, encoded(chunk), len(chunk)) for chunk in chunks]
@@ -85,12 +88,12 @@ def split_step(
 def with_counts(
     sources: Sequence[Source], micro_batches: Sequence[MicroBatch], spliced: bool, accelerator: Accelerator
 ) -> list[MicroBatch]:
-    """Add the number of terms of every objective in the whole step, for one process, by source.
+    """Count the terms of every objective in the whole step, by source, and add the counts to the micro-batches.
 
     Args:
         sources: of the stage.
         micro_batches: of this process.
-        spliced: the model has spliced heads. Without them objectives that need a splice may have no terms.
+        spliced: True if the model has spliced heads. Otherwise objectives that need a splice may have no terms.
         accelerator: sums the counts of all processes.
 
     Raises:

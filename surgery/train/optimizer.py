@@ -1,4 +1,4 @@
-"""Optimizer: which parameters train, AdamW's groups, and the schedule of the learning rate."""
+"""Select the parameters to train, and set up AdamW and the schedule of the learning rate."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def spliced_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def mark_trainable(model: PreTrainedModel, stage: TrainStage, layers: Sequence[int] = ()) -> list[nn.Parameter]:
-    """Set `requires_grad` of all parameters, as `trainable` of the stage requires.
+    """Set `requires_grad` of all parameters according to the stage's `trainable`.
 
     Args:
         model: changed in place.
-        stage: says which parameters train.
-        layers: layers that `spliced_layers` means for a model without a splice, the control.
+        stage: of the recipe.
+        layers: layers to train for `spliced_layers` if the model has no splice, as the control.
 
     Returns:
         The parameters that train, each once.
 
     Raises:
-        RunError: no parameter would train.
+        RunError: the stage would train no parameter.
     """
     if stage.trainable == "all":
         parameters = list(model.parameters())
@@ -47,7 +47,9 @@ def mark_trainable(model: PreTrainedModel, stage: TrainStage, layers: Sequence[i
         spliced = {site["layer"] for site in getattr(model.config, "splice", None) or ()} or set(layers)
         parameters = [p for layer in sorted(spliced) for p in block_of(model, layer, spec).parameters()]
     if not parameters:
-        raise RunError("train.trainable", stage.trainable, "The model has no spliced heads, so no weight would train.")
+        raise RunError(
+            "train.trainable", stage.trainable, "The model has no spliced heads, so no weight would train. Set all."
+        )
     model.requires_grad_(False)
     for parameter in parameters:
         parameter.requires_grad_(True)
@@ -55,11 +57,13 @@ def mark_trainable(model: PreTrainedModel, stage: TrainStage, layers: Sequence[i
 
 
 def adamw(model: nn.Module, parameters: Sequence[nn.Parameter], settings: Optimizer) -> torch.optim.AdamW:
-    """AdamW with learning rates for new heads, adapters and the rest. Vectors (norms, biases, A_log, D) do not decay.
+    """AdamW with separate learning rates for new heads, adapters and the other parameters.
+
+    Vectors (norms, biases, A_log, D) have no weight decay.
 
     Args:
-        model: says which parameters are new or of adapters.
-        parameters: those that train.
+        model: owner of the parameters.
+        parameters: the parameters to train.
         settings: the recipe's section `optimizer`.
     """
     new, adapters = ({id(p) for p in group} for group in (spliced_parameters(model), adapter_parameters(model)))
@@ -81,11 +85,11 @@ def adamw(model: nn.Module, parameters: Sequence[nn.Parameter], settings: Optimi
 
 
 def learning_rate_factor(step: int, steps: int, settings: Optimizer) -> float:
-    """Learning rate at a step as a share of its peak: linear warm-up, then the schedule down to `floor`.
+    """Learning rate at a step divided by its peak: linear warm-up, then the schedule down to `floor`.
 
     Args:
         step: counted from 0.
-        steps: of the stage.
+        steps: number of steps of the stage.
         settings: the recipe's section `optimizer`.
     """
     if step < settings.warmup:

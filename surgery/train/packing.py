@@ -1,8 +1,8 @@
-"""Packing: several documents in one row of a batch.
+"""Packing: put several documents into one row of a batch.
 
-`pack` puts the documents of a batch into fewer rows. `separate_documents` keeps them apart in a forward pass: scans
-take `seq_idx` with the kernels of mamba_ssm and causal_conv1d, and attention takes positions that restart at each
-document. `packing_fault` tests whether a model keeps documents apart.
+`pack` puts the documents of a batch into fewer rows. `separate_documents` keeps them separate in a forward pass: scans
+get `seq_idx` (with the kernels of mamba_ssm and causal_conv1d), and attention gets positions that restart at each
+document. `packing_fault` tests whether a model keeps documents separate.
 
 Shape legend: B rows, T tokens.
 """
@@ -25,16 +25,16 @@ from surgery.models.lookup import family_of
 _TOKENS = ("input_ids", "attention_mask", "answers")
 _POSITIONS = ("query", "segment_start", "segment_end", "answer_token")  # indices into T
 _VALUES = ("target", "gold", "choice_ids", "choice_rest")
-_TOLERANCE = 1e-5  # relative difference of logits; only a leak exceeds it, since equal shapes are computed alike
+_TOLERANCE = 1e-5  # relative difference of logits. Equal shapes round alike, so only a leak exceeds it
 
 
 def first_fit(lengths: Sequence[int]) -> list[list[int]]:
-    """Assign documents to rows as long as the longest: longest first, each into the first row with room.
+    """Assign documents to rows of the longest document's length by first-fit decreasing.
 
-    At most 11/9 of the fewest possible rows, and two thirds of a row (Dosa, 2007).
+    The result has at most 11/9 of the minimum number of rows, plus 2/3 (Dosa, 2007).
 
     Args:
-        lengths: of each document.
+        lengths: number of tokens of each document.
 
     Returns:
         For each row, the indices of its documents.
@@ -51,7 +51,7 @@ def first_fit(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def pack(batch: EncodedBatch) -> EncodedBatch:
-    """Put the same documents into fewer rows of the same length, the documents of a row one after the other.
+    """Put the documents of a batch into fewer rows of the same length.
 
     Args:
         batch: right-padded, one document a row.
@@ -81,7 +81,7 @@ def pack(batch: EncodedBatch) -> EncodedBatch:
 
 
 def _empty(batch: EncodedBatch, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """Rows of padding, with room for the questions of all their documents."""
+    """Make rows of padding, with room for the questions of all their documents."""
     shape, questions = (len(rows), batch.input_ids.shape[1]), (batch.target >= 0).sum(1)
     pad = batch.input_ids[~batch.attention_mask.bool()][0]
     fill = {"input_ids": pad, "attention_mask": 0, "answers": False}
@@ -95,10 +95,10 @@ def _empty(batch: EncodedBatch, rows: Sequence[Sequence[int]]) -> dict[str, Tens
 
 @contextmanager
 def separate_documents(model: nn.Module, documents_BT: Tensor | None) -> Iterator[None]:
-    """Keep the documents of a row apart in all forward passes inside.
+    """Keep the documents of a row separate in all forward passes inside.
 
-    The arguments are passed to the model without its head: some causal language models of transformers do not forward
-    them. Padding is one more document, so no mask reaches it.
+    The arguments are passed to the model below the language modelling head, since some causal language models of
+    transformers do not forward them. Padding is treated as one more document instead of being masked.
 
     Args:
         model: may be wrapped by Accelerate.
@@ -125,7 +125,7 @@ def _unwrapped(model: nn.Module) -> PreTrainedModel:
 
 
 def _packing_arguments(body: nn.Module, documents_BT: Tensor) -> dict[str, Any]:
-    """Keyword arguments with which a model without its head keeps documents apart."""
+    """Keyword arguments with which a model without its head keeps documents separate."""
     if isinstance(body, HybridModelMixin):  # it makes masks and positions itself
         return {"attention_mask": None, "seq_idx": documents_BT}
     family, positions_BT = family_of(body.config), positions_of(documents_BT)
@@ -140,13 +140,16 @@ def _packing_arguments(body: nn.Module, documents_BT: Tensor) -> dict[str, Any]:
 
 
 def packing_fault(models: Mapping[str, nn.Module]) -> str | None:
-    """Test whether models keep the documents of a row apart. The reason why one does not, or None.
+    """Test that models keep the documents of a row separate.
 
-    Each model runs twice on two short rows of two documents. The logits of the second documents must not change when
-    the first ones do.
+    Each model runs twice on two short rows of two documents. The logits of the second documents must not change if
+    the first documents do.
 
     Args:
-        models: by their names in the reason.
+        models: name for the reason -> model.
+
+    Returns:
+        The reason why a model cannot be used with packing; None if all can.
     """
     for name, model in models.items():
         try:
@@ -160,7 +163,7 @@ def packing_fault(models: Mapping[str, nn.Module]) -> str | None:
 
 @torch.no_grad()
 def _leaks(model: nn.Module) -> bool:
-    """Whether a document's logits depend on the document before it. Rows are longer than two chunks of a scan."""
+    """True if a document's logits depend on the document before it. Rows are longer than two chunks of a scan."""
     parameter = next(model.parameters())
     config = _unwrapped(model).config
     chunk = getattr(config, "chunk_size", None) or getattr(config, "mamba_chunk_size", None) or 8

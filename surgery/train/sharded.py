@@ -1,7 +1,7 @@
 """Sharded training with Accelerate's FSDP2.
 
-`fully_shard` changes a model for good: its classes, hooks and parameters. So a twin is sharded and stepped, and its
-weights are copied back into the model at the end. Until then the model holds the old weights, in main memory.
+`fully_shard` permanently changes the classes, hooks and parameters of a model. So a copy ("twin") is sharded and
+trained, and its weights are copied back at the end. Until then the model holds the old weights, in main memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from surgery.models.lookup import family_of
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether this process holds a part of the parameters only."""
+    """True if this process holds only a part of the parameters."""
     return any(isinstance(p, DTensor) for p in model.parameters())
 
 
@@ -29,7 +29,7 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def twin(model: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel:
-    """Copy the modules on the same tensors, for `accelerator.prepare` to shard by blocks.
+    """Copy the modules but not the tensors. `accelerator.prepare` then shards the copy by blocks.
 
     The model moves to main memory. Shards move to the device block by block, so no device holds the whole model.
     """
@@ -43,7 +43,7 @@ def twin(model: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel:
 def block_classes(model: PreTrainedModel) -> list[str]:
     """Class names of the blocks that are sharded one at a time: those with a mixer and without shared weights.
 
-    transformers' `_no_split_modules` is not used: it names classes that a model may lack, which Accelerate refuses, and
+    transformers' `_no_split_modules` is not used. It may name classes that a model lacks, which Accelerate refuses, and
     blocks with shared weights, which torch refuses.
     """
     paths = {spec.path.rpartition(".")[0] for spec in family_of(model.config).mixers(model.config)}
@@ -53,13 +53,13 @@ def block_classes(model: PreTrainedModel) -> list[str]:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole tensor, on every process. All processes must call it."""
+    """Return the whole tensor on every process. All processes must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def gather(sharded: nn.Module, model: nn.Module) -> None:
-    """Copy sharded weights into the model, on every process, one whole tensor on the device at a time."""
+    """Copy sharded weights into the model on every process. One whole tensor is on the device at a time."""
     parts = dict(sharded.named_parameters())
     for name, parameter in model.named_parameters():
         parameter.copy_(full(parts[name].detach()))

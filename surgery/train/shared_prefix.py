@@ -1,7 +1,7 @@
-"""Share with the frozen base what the model has in common with it: weights in memory, and the layers below.
+"""Share weights and computation between the model and the frozen base.
 
-If only new heads train, everything below the lowest of them is the base. Its weights need not be in memory twice, and
-its output is the input of both models. autograd keeps no graph there.
+If only new heads train, all layers below the lowest new head are equal to the base's. Their weights are stored once,
+and they run once for both models, without an autograd graph.
 
 Shape legend: B documents, T tokens, D model width.
 """
@@ -21,10 +21,10 @@ from surgery.models.lookup import block_of, family_of
 
 
 def share_weights(model: nn.Module, base: nn.Module) -> int:
-    """Let parameters of the base use the model's memory where those are frozen and equal.
+    """Store frozen parameters that are equal in both models only once, in the model's memory.
 
     Returns:
-        Bytes that are saved.
+        Number of bytes saved.
     """
     base_parameters, saved = dict(base.named_parameters()), 0
     for name, parameter in model.named_parameters():
@@ -39,9 +39,9 @@ def share_weights(model: nn.Module, base: nn.Module) -> int:
 
 
 def unshare_weights(model: nn.Module, base: nn.Module) -> None:
-    """Give the base its own copy of what it shares with the model, before the model changes there.
+    """Undo `share_weights`: copy shared tensors of the base.
 
-    Optimizer steps and the merging of adapters change weights in place.
+    Call it before the model's weights change. Optimizer steps and merging adapters change them in place.
     """
     shared = {parameter.data_ptr() for parameter in model.parameters()}
     for parameter in base.parameters():
@@ -50,12 +50,12 @@ def unshare_weights(model: nn.Module, base: nn.Module) -> None:
 
 
 class SharedPrefix:
-    """The layers below the lowest one that trains, run once for base and model.
+    """Run the layers below the lowest trainable one once for base and model.
 
     Args:
         model: shares its weights below `layer` with `base`.
         base: the frozen base.
-        layer: the first layer that is run twice.
+        layer: the first layer that runs in both models.
     """
 
     def __init__(self, model: PreTrainedModel, base: PreTrainedModel, layer: int) -> None:
@@ -66,7 +66,7 @@ class SharedPrefix:
 
     @classmethod
     def of(cls, model: PreTrainedModel, base: PreTrainedModel) -> SharedPrefix | None:
-        """Find the layers that both have in common, after `share_weights`. None if there are none."""
+        """Find the layers that both models share after `share_weights`; None if there are none."""
         mixers = family_of(model.config).mixers(model.config)
         base_mixers = family_of(base.config).mixers(base.config)
         if [spec.layer for spec in mixers] != list(range(len(mixers))) or len(base_mixers) != len(mixers):
@@ -107,7 +107,7 @@ class SharedPrefix:
 
     @contextmanager
     def skipped(self) -> Iterator[None]:
-        """Start the model's forward pass inside at `layer`, on the tokens of the last `base_logits`."""
+        """Start the model's forward pass inside at `layer`, for the tokens of the last call of `base_logits`."""
         assert self._below is not None
         with from_block(self.model, self._spec, ActivationCache(tuples=self._tuples), self._below):
             yield
@@ -115,7 +115,7 @@ class SharedPrefix:
 
 
 def _is_shared(module: nn.Module, other: nn.Module) -> bool:
-    """Whether both have the same parameters, frozen, in the same memory."""
+    """True if both modules have the same parameters, frozen and in the same memory."""
     parameters, others = dict(module.named_parameters()), dict(other.named_parameters())
     return parameters.keys() == others.keys() and all(
         not p.requires_grad and p.data_ptr() == others[name].data_ptr() for name, p in parameters.items()

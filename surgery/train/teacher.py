@@ -1,6 +1,6 @@
-"""The teacher model: check that it fits, align its heads and layers with the student's, and run it.
+"""Check a teacher model, align its heads and layers with the student's, and run it.
 
-The teacher runs on the same token ids, so both tokenizers must agree.
+The teacher runs on the student's token ids, so both must have the same tokenizer.
 
 Shape legend: B documents, T tokens, V the student's vocabulary, H spliced heads of a layer, D model width.
 """
@@ -28,7 +28,9 @@ from surgery.types import Graft, HeadId, MixerSpec
 
 _FIELD = "train.teacher.model"
 _ATTENTION = frozenset({"teacher.attention", "teacher.full_attention"})
-_SAMPLE = "The value of 'key12' is 3.5%.\n\n\tNaïve: {'a': [1, 20, 300]}"  # both must split texts in the same way
+_SAMPLE = (
+    "The value of 'key12' is 3.5%.\n\n\tNaïve: {'a': [1, 20, 300]}"  # both tokenizers must split it in the same way
+)
 # Models of these families return the output of every block as hidden states. All others put the embeddings first.
 _WITHOUT_EMBEDDINGS = ("mamba2", "mamba2attn", "mamba", "falcon_mamba")
 
@@ -36,10 +38,10 @@ _WITHOUT_EMBEDDINGS = ("mamba2", "mamba2attn", "mamba", "falcon_mamba")
 def check_tokenizers(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:
     """Check that both have the same tokens, ids and special tokens, and split text in the same way.
 
-    The special tokens that end or pad a text may differ: the student's tokenizer makes all documents.
+    The choice of end and padding token may differ: all documents are encoded with the student's tokenizer.
 
     Raises:
-        RecipeError: they differ. The error names a token.
+        RecipeError: the tokenizers differ. The error names a token.
     """
     vocabulary, other = student.get_vocab(), teacher.get_vocab()
     if vocabulary != other:
@@ -61,14 +63,14 @@ def _different_tokenizer(difference: str) -> RecipeError:
 
 
 def layer_outputs(config: PreTrainedConfig, hidden_states: Sequence[Tensor], layers: Collection[int]) -> list[Tensor]:
-    """Select the outputs of some layers from what a model returns with `output_hidden_states`.
+    """Select the outputs of some layers from a model's `hidden_states`.
 
-    The last layer's output is the one after the final norm, since many models return no other.
+    The last layer's output is taken after the final norm, since many models do not return the one before it.
 
     Args:
         config: of the model.
         hidden_states: (B,T,D) each, as the model returns them.
-        layers: indices.
+        layers: indices of the layers.
 
     Returns:
         (B,T,D) for each layer.
@@ -86,16 +88,16 @@ class Teacher:
         tokenizer: the student's.
         student: the student's config.
         grafts: the spliced heads of the student.
-        align: heads, offsets and layers that the recipe sets.
-        needs: what is needed at any time, such as `teacher.logits`. It is checked here, before training.
+        align: the recipe's section `align`: heads, offsets and layers.
+        needs: all needs of the objectives, such as `teacher.logits`. They are checked before training.
 
     Attributes:
-        heads: for each graft, by layer, the teacher's head for each of its heads. Set if attention is needed.
-        layers: the teacher's layer for each layer of the student that is compared. Set if hidden states are needed.
+        heads: for each graft, ordered by layer, the teacher's head for each spliced head. Set if attention is needed.
+        layers: student's layer -> teacher's layer, for the compared layers. Set if hidden states are needed.
 
     Raises:
-        RecipeError: the teacher lacks tokens, heads, layers or the width that are needed, or its attention is unknown;
-            or `align` names a head or layer that the student lacks.
+        RecipeError: the teacher lacks tokens, heads or layers that are needed, has another width, or its attention is
+            unknown; or `align` names a head or layer that the student lacks.
     """
 
     def __init__(
@@ -125,12 +127,12 @@ class Teacher:
     def outputs(self, batch: EncodedBatch, needs: Collection[str]) -> Outputs:
         """Run the teacher on a batch.
 
-        Attention needs eager attention in all layers: T^2 numbers a head, one layer at a time. Only matrices of the
-        heads that are compared are kept.
+        If attention is needed, all layers use eager attention, with T^2 numbers per head for one layer at a time. Only
+        the matrices of aligned heads are kept.
 
         Args:
             batch: documents of the student.
-            needs: among those that the teacher was made for. Without any for a teacher it does not run.
+            needs: needs of the objectives. The teacher runs only if one of them begins with `teacher.`.
         """
         needs_logits, needs_hidden = (name in needs for name in ("teacher.logits", "teacher.hidden_states"))
         needs_attention = bool(_ATTENTION & set(needs))
@@ -160,11 +162,11 @@ class Teacher:
         )
 
     def student_hidden(self, hidden_states: Sequence[Tensor]) -> list[Tensor]:
-        """Outputs of the student's layers that are compared, each (B,T,D), from its `output_hidden_states`."""
+        """Select the outputs of the student's compared layers, (B,T,D) each, from its `hidden_states`."""
         return layer_outputs(self.student, hidden_states, self.layers)
 
     def _aligned(self, matrices: dict[int, Tensor], documents: Tensor | None) -> list[Tensor]:
-        """For each graft, (B,H,T,T) of the teacher's heads that correspond to its heads."""
+        """Attention matrices of the teacher's aligned heads, (B,H,T,T) for each graft."""
         return [
             torch.stack(
                 [_shifted(matrices[h.layer][:, h.head], by, documents) for h, by in zip(heads, offsets, strict=True)], 1
@@ -190,7 +192,7 @@ class Teacher:
 
 @contextmanager
 def _eager(model: PreTrainedModel) -> Iterator[None]:
-    """Use eager attention inside: the only implementation that returns its matrices."""
+    """Use eager attention inside. No other implementation returns its matrices."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
@@ -200,7 +202,7 @@ def _eager(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _resized(logits_BTV: Tensor, width: int) -> Tensor:
-    """Cut or pad the vocabulary to the student's. Models pad theirs to different sizes, with tokens that are not used.
+    """Truncate or pad the vocabulary to the student's size. Models pad it to different sizes with unused tokens.
 
     Tokens that the teacher lacks get the logit of its least likely token. With -inf the reverse divergence would be
     infinite.
@@ -215,7 +217,10 @@ def _resized(logits_BTV: Tensor, width: int) -> Tensor:
 def _aligned_heads(
     teacher: PreTrainedConfig, grafts: Sequence[Graft], align: Align
 ) -> tuple[dict[int, MixerSpec], tuple[tuple[HeadId, ...], ...]]:
-    """The teacher's attention by layer, and its head for every spliced one: from `align`, its donor or namesake."""
+    """Find the teacher's attention by layer, and its head for every spliced head.
+
+    That is the head that `align` names, otherwise the donor of the splice, otherwise the head of the same name.
+    """
     try:
         mixers = {spec.layer: spec for spec in donor_mixers(teacher)}
     except PlanError as error:
@@ -240,7 +245,7 @@ def _aligned_heads(
 
 
 def _offsets(grafts: Sequence[Graft], align: Align) -> list[list[int]]:
-    """Offset of each head, by graft, in the order of `_aligned_heads`."""
+    """Offsets of the heads, by graft, in the order of `_aligned_heads`."""
     named = dict(align.offsets)
     ordered = sorted(grafts, key=lambda graft: graft.site.layer)
     offsets = [[named.pop(f"{graft.site.name}{head}", 0) for head in graft.heads] for graft in ordered]
@@ -250,7 +255,7 @@ def _offsets(grafts: Sequence[Graft], align: Align) -> list[list[int]]:
 
 
 def _shifted(rows_BTT: Tensor, offset: int, documents: Tensor | None = None) -> Tensor:
-    """Move attention by `offset` tokens, no further than the first token of the document and the attending token."""
+    """Shift attention by `offset` tokens, but not beyond the document's first token or the attending token."""
     if not offset:
         return rows_BTT
     place_T = torch.arange(rows_BTT.shape[-1], device=rows_BTT.device)
@@ -260,10 +265,10 @@ def _shifted(rows_BTT: Tensor, offset: int, documents: Tensor | None = None) -> 
 
 
 def _aligned_layers(teacher: PreTrainedConfig, student: PreTrainedConfig, align: Align) -> dict[int, int]:
-    """The teacher's layer for each of the student's: from `align.layers`, or in proportion, the last for the last."""
+    """Map the student's layers to the teacher's: by `align.layers`, otherwise by relative depth, last to last."""
     if teacher.hidden_size != student.hidden_size:
-        hint = "hidden_mse compares streams of the same width. Set its weight to 0, or another teacher."
-        raise RecipeError(_FIELD, f"{teacher.hidden_size} wide, and the base {student.hidden_size}", hint)
+        hint = "hidden_mse needs equal widths. Set its weight to 0, or set another teacher."
+        raise RecipeError(_FIELD, f"hidden_size {teacher.hidden_size}, but the base has {student.hidden_size}", hint)
     count, teacher_count = student.num_hidden_layers, teacher.num_hidden_layers
     if not align.layers:
         return {i: max(0, (i + 1) * teacher_count // count - 1) for i in range(count)}
@@ -272,6 +277,6 @@ def _aligned_layers(teacher: PreTrainedConfig, student: PreTrainedConfig, align:
             hint = f"Use layers 0 to {count - 1} of the base and 0 to {teacher_count - 1} of the teacher."
             raise RecipeError("train.align.layers", f"{layer}: {other}", hint)
         if (layer == count - 1) != (other == teacher_count - 1):
-            hint = "Only the output after the final norm is known of a last layer. Align last with last, or neither."
+            hint = "Only the last layer's output after the final norm is known. Align the last layers with each other."
             raise RecipeError("train.align.layers", f"{layer}: {other}", hint)
     return dict(align.layers)

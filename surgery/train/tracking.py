@@ -1,7 +1,7 @@
 """Send losses to tensorboard, trackio or wandb, through Accelerate's trackers.
 
-A tracker's settings, such as a project's name or a key, come from its environment variables. None of them is written
-here.
+A tracker reads its settings, such as a project's name or a key, from its environment variables. They are never written
+to the run folder.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def tracked(
 
     Args:
         accelerator: the trackers are attached to it.
-        names: of trackers, such as `tensorboard`.
-        folder: for trackers that write files.
-        config: plain data of the recipe, one level deep.
+        names: names of trackers, such as `tensorboard`.
+        folder: folder of trackers that write files.
+        config: settings to log; values must be plain.
 
     Raises:
         RecipeError: a tracker's package is not installed.

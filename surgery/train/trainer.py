@@ -1,7 +1,7 @@
-"""The training loop of one stage. It pretrains small bases, and trains hybrids and their controls.
+"""Training loop of one stage, for hybrids, their controls, and the pretraining of small bases.
 
-The documents, learning rate and random numbers of a step depend on the number of the step only, so a run that was
-killed and resumed ends with the same weights as an uninterrupted one.
+The documents, learning rate and random numbers of a step depend on the step's number only. So a run that was killed and
+resumed ends with the same weights as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _NOT_IN_IDENTITY = ("save_every", "no_splice", "trackers", "check_every")  # key
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a stage leaves besides the model's weights.
+    """Results of a stage, in addition to the model's weights.
 
     Attributes:
         history: entries of all steps so far: losses, tokens, seconds.
-        adapters: of LoRA, not merged yet.
-        packing: documents shared rows.
+        adapters: LoRA adapters, not merged yet.
+        packing: True if documents shared rows.
     """
 
     history: History
@@ -64,18 +64,18 @@ class StageResult:
 
 @dataclass(frozen=True)
 class PreparedStage:
-    """A stage that is ready to train. All of it stays the same over the steps, except `sizes`.
+    """A stage that is ready to train. Only `sizes` changes during the stage.
 
     Attributes:
         stage: its part of the recipe.
-        targets: what objectives compare with.
-        student: the model that is stepped and saved: under FSDP2 a sharded twin.
-        wrapped: the student as Accelerate wraps it.
-        optimizer: as Accelerate wraps it.
+        targets: base, teacher and settings that objectives compare with.
+        student: the model that is trained and saved. With FSDP2 it is a sharded twin.
+        wrapped: the student, wrapped by Accelerate.
+        optimizer: wrapped by Accelerate.
         streams: documents of every source.
-        adapters: of LoRA.
-        sizes: documents of a source in a micro-batch, by index; all if None. Halved where memory is insufficient.
-        packing: documents share rows.
+        adapters: LoRA adapters.
+        sizes: index of a source -> documents in a micro-batch; all if None. Halved after an out-of-memory error.
+        packing: True if documents share rows.
     """
 
     stage: TrainStage
@@ -110,15 +110,15 @@ def train_stage(
         section: the recipe's section `train`.
         seed: of documents, adapters and dropout.
         accelerator: of this process.
-        targets: what objectives compare with. `distil` is taken from the stage.
+        targets: base and teacher that objectives compare with. `distil` is taken from the stage.
         number: index of the stage in `section.sequence`.
-        folder: for `step_*/`, the checkpoints to resume from; the two newest stay. None saves no checkpoints.
+        folder: folder of `step_*/`, the checkpoints to resume from; the two newest are kept. None saves no checkpoints.
         history: entries of the earlier stages.
         on_step: called on every process after each step with its number and its entry.
-        layers: layers that `trainable: spliced_layers` means for a control.
+        layers: layers that `trainable: spliced_layers` selects in a control.
 
     Raises:
-        TrainingDiverged: loss or gradient is not finite, or the loss has grown. The last good checkpoint stays.
+        TrainingDiverged: loss or gradient is not finite, or the loss has grown. The last good checkpoint is kept.
         RunError: one document does not fit in memory, torch.compile fails, or the launch does not support the recipe.
     """
     prepared = prepare_stage(model, tokenizer, section, seed, accelerator, targets, number, layers)
@@ -178,7 +178,7 @@ def prepare_stage(
     """Open the sources, add adapters, freeze what does not train, and let Accelerate wrap model and optimizer.
 
     Args:
-        model: changed in place; the others as of `train_stage`.
+        model: changed in place. The other arguments are those of `train_stage`.
 
     Raises:
         RunError: the launch does not support the recipe, or a base or teacher is missing.
@@ -195,7 +195,7 @@ def prepare_stage(
         torch.manual_seed(hash((seed, number)))  # the same adapters on every process and in every run
         adapters = Adapters(model, stage.lora, targets.grafts)
     if targets.base is not None:
-        unshare_weights(model, targets.base)  # what an earlier stage shared may change in this one
+        unshare_weights(model, targets.base)  # weights that an earlier stage shared may be trained in this one
     trained = mark_trainable(model, stage, layers)
     if section.precision == "bf16":
         for parameter in trained:
@@ -226,7 +226,7 @@ def prepare_stage(
 
 
 def check_stage(section: Train, stage: TrainStage, targets: Targets, accelerator: Accelerator) -> None:
-    """Raise RunError for what the launch, the base or the teacher would make fail during training."""
+    """Raise RunError if the launch does not support the recipe, or a base or teacher is missing."""
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise RunError("fsdp_version", 1, "Set fsdp_version: 2, as recipes/accelerate/fsdp2.yaml does.")
     if accelerator.is_fsdp2 and section.check_every is not None:
@@ -251,10 +251,10 @@ def accumulate_gradients(
     accelerator: Accelerator,
     step: int,
 ) -> tuple[dict[str, float], int]:
-    """Run forward and backward of all micro-batches of a step; with smaller ones if memory is insufficient.
+    """Run forward and backward of all micro-batches of a step. Halves micro-batches after an out-of-memory error.
 
     Returns:
-        The weighted losses with their sum, `loss`, and the number of tokens, both of all processes.
+        The weighted losses with their sum `loss`, and the number of tokens. Both cover all processes.
 
     Raises:
         RunError: out of memory with one document, or on several processes.
@@ -306,10 +306,12 @@ def _reduced(
 
 
 def _halve(sizes: dict[int, int | None], part: MicroBatch, step: int, accelerator: Accelerator) -> None:
-    """Halve the micro-batches of a source that did not fit. Raises RunError if that is impossible."""
+    """Halve the micro-batches of a source that did not fit into memory. Raises RunError if that is impossible."""
     field = f"train.sources.{part.index}"
     if accelerator.num_processes > 1:
-        hint = "Out of memory. Several processes need the same size from the start. Lower train.micro_batch."
+        hint = (
+            "Out of memory. With several processes the size cannot be lowered automatically. Lower train.micro_batch."
+        )
         raise RunError(field, f"{part.documents} documents in a micro-batch", hint)
     if part.documents == 1:
         hint = "Out of memory with one document. Shorten it, or set train.gradient_checkpointing."
@@ -320,7 +322,7 @@ def _halve(sizes: dict[int, int | None], part: MicroBatch, step: int, accelerato
 
 
 def autocast(section: Train, accelerator: Accelerator) -> AbstractContextManager[None]:
-    """Context with the precision of the recipe."""
+    """Context manager for the precision of the recipe."""
     if section.precision == "fp32":
         return nullcontext()
     return torch.autocast(accelerator.device.type, torch.bfloat16)  # type: ignore[return-value]
@@ -329,7 +331,7 @@ def autocast(section: Train, accelerator: Accelerator) -> AbstractContextManager
 def supports_packing(
     model: nn.Module, section: Train, stage: TrainStage, targets: Targets, accelerator: Accelerator
 ) -> bool:
-    """Whether all models of the stage keep documents of one row apart. Logs the reason if not."""
+    """True if all models of the stage keep the documents of a row separate. Logs the reason otherwise."""
     models = {"the model": model}
     if targets.base is not None and "base.logits" in stage.needs:
         models["the frozen base"] = targets.base
@@ -351,7 +353,7 @@ def _resume(
     number: int,
     entries: History,
 ) -> tuple[int, History]:
-    """Load the newest checkpoint. Returns the number of steps that are done, and the entries up to there."""
+    """Load the newest checkpoint. Returns the number of finished steps and their entries."""
     if folder is None:
         return 0, entries
     state = load_checkpoint(folder, student, optimizer, identity, accelerator)
@@ -364,7 +366,7 @@ def _resume(
 
 
 def _identity(model: nn.Module, section: Train, number: int, seed: int) -> str:
-    """Hash that a checkpoint and a training must have in common."""
+    """Hash that identifies the training of a checkpoint."""
     shapes = {name: list(p.shape) for name, p in model.named_parameters()}
     data = keys_of_0_1(Train, section.model_dump(mode="json"))
     return fingerprint([{k: v for k, v in data.items() if k not in _NOT_IN_IDENTITY}, number, seed, shapes])

@@ -30,14 +30,14 @@ def make_accelerator() -> Accelerator:
     """Create the Accelerator of this process, on the GPU if there is one.
 
     Raises:
-        RunError: a launcher started several processes, but each sees itself only; they would all write.
+        RunError: a launcher started several processes that do not communicate, so all of them would write.
     """
-    # The other processes wait while rank 0 evaluates and exports.
+    # The other processes wait this long while rank 0 evaluates and exports.
     timeout = InitProcessGroupKwargs(timeout=timedelta(days=1))
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[timeout])
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != world:
-        value = f"{accelerator.num_processes} of {world}"
+        value = f"{accelerator.num_processes}, but WORLD_SIZE is {world}"
         hint = "Launch with torchrun, or with accelerate launch and one GPU for each process."
         raise RunError("num_processes", value, hint)
     return accelerator
@@ -56,19 +56,19 @@ def train_model(
     control: bool = False,
     outputs: Path | None = None,
 ) -> list[dict[str, float]]:
-    """Train a model in place, stage after stage.
+    """Train a model in place, one stage after the other.
 
     Args:
         model: a hybrid, a control or a base.
         tokenizer: the model's.
         section: the recipe's section `train`.
-        plan: what was spliced. Without it no objective compares the attention of new heads.
+        plan: the spliced heads. Without it, objectives on the attention of new heads are skipped.
         base: the frozen model for the objective `base_kl`.
         seed: of documents, adapters and dropout.
         folder: for the checkpoints to resume from. Training resumes from the newest one. None saves no checkpoints.
         accelerator: of this process; created by default.
         on_step: called after each step with its number and its entry of the history: losses, tokens, seconds.
-        control: the model has no splice. Stages that train new heads only are skipped.
+        control: True for the control, a model without a splice. Stages that train new heads only are skipped.
         outputs: folder for `adapters/` in PEFT's format, `teacher_logits/` of stages with `distil.cache`, and `logs/`
             of trackers. None writes none of them.
 
@@ -129,11 +129,11 @@ def load_teacher(
     """Load the recipe's teacher and check that it fits the model.
 
     Args:
-        section: names the teacher.
-        stage: its objectives say what is needed of the teacher.
+        section: the recipe's section `train`, which names the teacher.
+        stage: its objectives determine the outputs that are needed.
         tokenizer: the model's.
         model: the student.
-        grafts: its spliced heads. Without any the attention of the teacher is not needed.
+        grafts: its spliced heads. Without them the teacher's attention is not needed.
 
     Raises:
         RecipeError: its tokenizer differs, or it lacks tokens, heads, layers or the width that the stage compares.
@@ -148,14 +148,14 @@ def load_teacher(
 def open_cache(
     outputs: Path | None, section: Train, stage: TrainStage, tokenizer: PreTrainedTokenizerBase, main: bool = True
 ) -> LogitsCache | None:
-    """Open the cache of the teacher's logits for this teacher, tokenizer and `top_k`. None if the stage has none.
+    """Open the cache of the teacher's logits for this teacher, tokenizer and `top_k`; None if the stage uses none.
 
     Args:
-        outputs: folder of the cache's folder.
-        section: names the teacher.
-        stage: has `distil.cache` and `distil.top_k`.
+        outputs: the cache is in `teacher_logits/` of this folder.
+        section: the recipe's section `train`, which names the teacher.
+        stage: sets `distil.cache` and `distil.top_k`.
         tokenizer: the model's.
-        main: this is the main process.
+        main: True on the main process.
     """
     if section.teacher is None or outputs is None or not (stage.distil.cache and "teacher.logits" in stage.needs):
         return None

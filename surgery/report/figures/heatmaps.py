@@ -101,8 +101,7 @@ def head_maps(head_set: HeadSet, folder: Path) -> list[Path]:
     """Draw every head in every column: `head_maps.png`, `.svg` and `.csv` in `folder`.
 
     Margins lost and gained share one colour scale. Other columns have one scale for each unit. Columns of the default
-    methods that were not measured get an empty panel with a note. The
-    cell of a head without a score is empty.
+    methods that were not measured get an empty panel with a note. Heads without a score get an empty cell.
 
     Returns:
         The three paths.

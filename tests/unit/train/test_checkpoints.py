@@ -226,7 +226,7 @@ def test_none_to_load(sharded: bool, tmp_path: Path) -> None:
 
 def test_the_other_kind_is_refused(sharded: bool, tmp_path: Path) -> None:
     Training(sharded).save(tmp_path)
-    with pytest.raises(RunError, match=f"Its weights are {'sharded' if sharded else 'whole'}, those of this launch"):
+    with pytest.raises(RunError, match=f"Its weights are {'sharded' if sharded else 'whole'}, but those of this"):
         Training(not sharded).load(tmp_path)
 
 

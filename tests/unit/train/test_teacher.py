@@ -266,7 +266,7 @@ def test_layers_that_do_not_correspond_are_refused(layers: dict[int, int]) -> No
 
 
 def test_streams_of_another_width_are_refused() -> None:
-    with pytest.raises(RecipeError, match=f"64 wide, and the base {HIDDEN}"):
+    with pytest.raises(RecipeError, match=f"hidden_size 64, but the base has {HIDDEN}"):
         teacher_of("llama", ("teacher.hidden_states",), hidden_size=64)
 
 

@@ -1,1 +1,1 @@
-"""Load pretrained models: checkpoint formats, the registry of families, how heads lie in weights, sizes."""
+"""Load pretrained models: checkpoint formats, model families, the layout of heads in weights, and sizes."""

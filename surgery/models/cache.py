@@ -16,10 +16,15 @@ from surgery.models.meters import FusedAttention, Meter
 
 
 def expand_cache(cache: Cache, variants: int, first: int = 0) -> Cache:
-    """Copy the cache for W variants of every row: B rows become W*B, variant-major.
+    """Copy a cache for several variants of every row.
 
     Args:
-        first: the first layer that will run; caches of layers below stay as they are.
+        cache: cache of B rows.
+        variants: number of variants, W.
+        first: first layer that will run. The caches of lower layers are not copied.
+
+    Returns:
+        A cache of W*B rows, variant-major.
     """
     expanded = copy.copy(cache)
     expanded.layers = []
@@ -46,20 +51,20 @@ class CacheBytes:
     """Bytes of the cache of one sequence, in the model's own dtypes.
 
     Attributes:
-        state: of convolution and recurrent states, at any length.
-        per_token: of keys and values.
+        state: bytes of convolution and recurrent states, for any length.
+        per_token: bytes of keys and values per token.
     """
 
     state: int
     per_token: int
 
     def at(self, tokens: int) -> int:
-        """Return the bytes after that many tokens."""
+        """Return the bytes after `tokens` tokens."""
         return self.state + self.per_token * tokens
 
 
 def cache_bytes(model: PreTrainedModel, tokens: int = 4) -> CacheBytes:
-    """Measure the cache that the model fills on the meta device."""
+    """Measure the cache of a model on the meta device, by a forward pass of `tokens` tokens."""
     model.eval()
     with torch.no_grad(), FusedAttention(), Meter():
         ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
@@ -70,7 +75,7 @@ def cache_bytes(model: PreTrainedModel, tokens: int = 4) -> CacheBytes:
 
 
 def cache_tensors(cache: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the states, and the keys and values, of a transformers cache."""
+    """Return the state tensors, and the key and value tensors, of a transformers cache."""
     states: list[Tensor] = []
     keys_values: list[Tensor] = []
     for layer in cache.layers:

@@ -1,4 +1,4 @@
-"""Convert a checkpoint to a transformers folder, tensor by tensor: the weights are never in memory as a whole."""
+"""Convert a checkpoint to a transformers folder, tensor by tensor, without loading all weights at once."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from surgery.models.tensor_files import Stored, write_shards
 from surgery.recipe import Base
 
 DTYPES = ("float32", "bfloat16", "float16")
-_IN_FP32 = ("A_log", "dt_bias", "D")  # as the exported classes load them
-_PACKED = "quantization_config"  # such a checkpoint's tensors have other shapes
+_IN_FP32 = ("A_log", "dt_bias", "D")  # kept in fp32, as in the exported classes
+_PACKED = "quantization_config"  # config key of checkpoints whose tensors are packed in other shapes
 _OTHER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -38,30 +38,32 @@ _OTHER_FILES = (
 
 @dataclass(frozen=True)
 class Converted:
-    """The number of tensors that were written, and of files with weights."""
+    """Number of written tensors, and of files with weights."""
 
     tensors: int
     shards: int
 
 
 def convert(base: Base, folder: Path, dtype: str | None = None, overwrite: bool = False) -> Converted:
-    """Write config, safetensors shards, and the tokenizer where there is one. The folder is complete or absent.
+    """Convert a checkpoint, with its tokenizer if it has one, to config and safetensors. Writes atomically.
 
     Args:
-        base: a checkpoint in mamba_ssm's format or in transformers'. The second keeps its names and fields.
-        dtype: of floating-point numbers, except `A_log`, `dt_bias` and `D`, which become fp32; as stored if None.
+        base: a checkpoint in mamba_ssm's or transformers' format. The latter keeps its names and fields.
+        folder: folder to write.
+        dtype: dtype of floating-point tensors, except `A_log`, `dt_bias` and `D`, which become fp32. By default as
+            stored.
         overwrite: replace a model that this toolkit wrote into `folder`.
 
     Raises:
-        RunError: `folder` holds the checkpoint itself or other files than a model of this toolkit, or another process
-            writes into it; an unknown dtype.
-        ModelError: as `open_checkpoint`; tensors that do not fit the config.
+        RunError: `folder` holds the checkpoint itself or files that are no model of this toolkit, another process
+            writes into it, or the dtype is unknown.
+        ModelError: as `open_checkpoint`; or the tensors do not fit the config.
     """
     if dtype is not None and dtype not in DTYPES:
-        raise RunError("--dtype", dtype, f"Choose one of {', '.join(DTYPES)}.")
+        raise RunError("--dtype", dtype, f"Use one of {', '.join(DTYPES)}.")
     with hold(folder, "FOLDER"):
         if check_replaceable("FOLDER", folder, "model", {"MODEL": base.model}) and not overwrite:
-            raise RunError("FOLDER", str(folder), "It has a model already. Choose another folder, or pass --overwrite.")
+            raise RunError("FOLDER", str(folder), "It has a model already. Set another folder, or pass --overwrite.")
         return _convert(open_checkpoint(base), folder, dtype)
 
 
@@ -81,7 +83,7 @@ def _convert(source: StoredModel, folder: Path, dtype: str | None) -> Converted:
         else:
             model.config.dtype = dtype_of("", tensors[mamba_ssm_format.TIED[0]].dtype)
             model.config.architectures = [type(model).__name__]
-            model.config.save_pretrained(new)  # with the modelling files where transformers has no such class
+            model.config.save_pretrained(new)  # with the modelling files, if transformers has no such class
         for name in _OTHER_FILES:
             file = source.find(name)
             if file is not None:
@@ -93,9 +95,9 @@ def _convert(source: StoredModel, folder: Path, dtype: str | None) -> Converted:
 def _check_tensors(source: StoredModel, tensors: dict[str, Stored]) -> PreTrainedModel | None:
     """Compare the files' tensors with the config's model, and return that model on the meta device.
 
-    In mamba_ssm's format the tensors have to be exactly the model's. transformers renames tensors when it loads its own
-    format, so only shapes are compared there. None where transformers has no language model for the config, or the
-    tensors are packed.
+    In mamba_ssm's format the tensors must be exactly the model's. In transformers' format only shapes are compared,
+    since transformers renames tensors when it loads them. Returns None if transformers has no language model for the
+    config, or if the tensors are packed.
     """
     config = source.config
     if not source.is_mamba_ssm and (type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, _PACKED)):
@@ -119,10 +121,10 @@ def _check_tensors(source: StoredModel, tensors: dict[str, Stored]) -> PreTraine
 
 
 def _copy_config(source: StoredModel, folder: Path, dtype: str | None) -> None:
-    """Write the config with the new dtype, and its modelling files or their place on the Hub."""
+    """Write the config with the new dtype. Copy modelling files, or add their Hub repository to `auto_map`."""
     config_file = source.find("config.json")
     if config_file is None:
-        raise ModelError("base.model", source.model, "It has no config.json.")
+        raise ModelError("base.model", source.model, "It has no config.json. Use a folder or Hub id of a checkpoint.")
     with reading("base.model", str(config_file), "Correct it, or download it again."):
         config = json.loads(config_file.read_text(encoding="utf-8"))
         if "auto_map" in config and source.folder is None:

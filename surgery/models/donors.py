@@ -1,4 +1,4 @@
-"""Read a Transformer's attention for a transplant: its shape from the config, and its weights.
+"""Read the shape and the weights of a Transformer's attention, to transplant it.
 
 Donors are the families with `is_donor`: Llama, Qwen2 and GPT-NeoX (Pythia).
 """
@@ -18,20 +18,24 @@ from surgery.types import MixerSpec
 
 
 def donor_mixers(config: PreTrainedConfig) -> tuple[MixerSpec, ...]:
-    """Return the attention of a donor, by layer. Raises PlanError where the model cannot be one."""
+    """Return the attention mixers of a donor. Raises PlanError if its attention cannot be transplanted."""
     donors = [family for family in families() if family.is_donor]
     for family in donors:
         if config.model_type in family.model_types:
             return family.mixers(config)
     known = ", ".join(model_type for family in donors for model_type in family.model_types)
-    raise PlanError("splice.teacher.model", config.model_type, f"Its attention cannot be transplanted. Use {known}.")
+    raise PlanError(
+        "splice.teacher.model", config.model_type, f"Attention of this model type cannot be transplanted. Use {known}."
+    )
 
 
 def donor_fields(config: PreTrainedConfig, spec: MixerSpec, heads: Sequence[int] | None) -> dict[str, Any]:
     """Return the fields of `config.splice` for a branch with the donor's attention.
 
     Args:
-        heads: some of its heads, with a key/value head for each; None for the layer as it is.
+        config: config of the donor.
+        spec: the donor's mixer.
+        heads: heads to take, each with its own key/value head; None for the whole layer.
     """
     rope = dict(config.rope_parameters)
     share = rope.pop("partial_rotary_factor", 1.0)
@@ -55,7 +59,7 @@ def donor_fields(config: PreTrainedConfig, spec: MixerSpec, heads: Sequence[int]
 
 
 def donor_weights(model: PreTrainedModel, spec: MixerSpec, heads: Sequence[int] | None) -> dict[str, Tensor]:
-    """Return weights and biases under the names of `hybrid.donor.DonorAttention`, rows in the order of `heads`."""
+    """Return weights and biases under the names of `hybrid.donor.DonorAttention`, in the order of `heads`."""
     mixer = model.get_submodule(spec.path)
     queries = list(range(spec.num_heads)) if heads is None else list(heads)
     groups = list(range(spec.num_groups)) if heads is None else [spec.group_of(head) for head in queries]

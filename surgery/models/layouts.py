@@ -19,7 +19,7 @@ from surgery.types import MixerSpec
 
 @dataclass(frozen=True)
 class HeadSlices:
-    """The rows and columns of one head's weights; None where the kind has no such rows.
+    """Rows and columns of one head in the mixer's weights; None if the kind of mixer has no such rows.
 
     Attributes:
         gate, value, key, query: rows of `in_proj` for z, x, B and C.
@@ -44,8 +44,8 @@ class Streams:
     Attributes:
         x: (B,T,H,P) values.
         key, query: (B,T,G,N), B and C.
-        step: (B,T,H), dt after softplus and its limits; (B,T,I) in Mamba-1; the logarithm of the decay in Llamba.
-        gate: (B,T,I), silu(z), where it multiplies the scan's output; None where a gated norm follows.
+        step: (B,T,H), dt after softplus and clamping. In Mamba-1 (B,T,I); in Llamba the logarithm of the decay.
+        gate: (B,T,I), silu(z) if it multiplies the scan's output; None if a gated norm follows.
     """
 
     x: Tensor
@@ -56,11 +56,11 @@ class Streams:
 
 
 class Structure(Protocol):
-    """One kind of mixer. Its methods read modules and do not change them.
+    """Interface of one kind of mixer. Its methods do not change the modules.
 
     Attributes:
-        kind: its name, which `MixerSpec.kind` refers to; it ends with `attention` for softmax attention only.
-        chunked: whether its scan works on chunks, of the mixer's `chunk_size`.
+        kind: name that `MixerSpec.kind` refers to. It ends with `attention` for softmax attention only.
+        chunked: whether the scan works on chunks of the mixer's `chunk_size`.
     """
 
     kind: str
@@ -70,43 +70,44 @@ class Structure(Protocol):
         """Return the rows and columns of `head`."""
 
     def in_proj(self, mixer: nn.Module) -> nn.Module | None:
-        """Return the module whose output `streams` reads; None for attention, whose values are in the cache."""
+        """Return the module whose output `streams` takes; None for attention, whose values are in the cache."""
 
     def out_proj(self, mixer: nn.Module) -> nn.Linear:
         """Return the projection whose columns are the heads' contributions."""
 
     def scan_reader(self, mixer: nn.Module) -> nn.Module:
-        """Return the module whose first input is the scan's output, times `Streams.gate` where there is one."""
+        """Return the module whose first input is the scan's output, multiplied by `Streams.gate` if there is one."""
 
     def norm_weight(self, mixer: nn.Module) -> Tensor | None:
-        """Return (I,) the weight of the gated norm before `out_proj`, if there is one."""
+        """Return the weight (I,) of the gated norm before `out_proj`, or None."""
 
     def gate_bias(self, mixer: nn.Module) -> Tensor | None:
-        """Return (I,) the bias of z besides `in_proj`'s own, if there is one."""
+        """Return the bias (I,) that is added to z besides that of `in_proj`, or None."""
 
     def streams(self, mixer: nn.Module, spec: MixerSpec, projected: Tensor, before: Tensor | None = None) -> Streams:
         """Compute the recurrence's inputs from the output of `in_proj`.
 
-        They are right at real tokens only: the model zeroes padding before this point.
+        The result is valid at real tokens only, since the model zeroes padding before this point.
 
         Args:
-            before: (B,channels,kernel), the convolution's state.
+            projected: (B,T,...) output of `in_proj`.
+            before: (B,channels,kernel) state of the convolution before the first token; zeros if None.
         """
 
     def skip(self, mixer: nn.Module, x_BHP: Tensor) -> Tensor:
-        """Return `D x`, which the scan adds for the same token."""
+        """Return `D x`, (B,H,P), which the scan adds at the same token."""
 
     def hidden_attention(self, mixer: nn.Module, spec: MixerSpec, streams: Streams) -> Tensor:
-        """Return (B,H,T,T): weight of token s in the scan's output at token t, without the skip; (B,I,T,T) in Mamba-1.
+        """Return (B,H,T,T), the weight of token s in the scan's output at token t, without the skip.
 
-        Unpadded prompts only.
+        In Mamba-1 (B,I,T,T). Prompts must not be padded.
         """
 
     def state_numel(self, spec: MixerSpec) -> int:
-        """Count the numbers that the cache keeps for one sequence of any length."""
+        """Return the number of cached values per sequence, independent of its length."""
 
     def kv_numel(self, spec: MixerSpec) -> int:
-        """Count the numbers that the cache keeps for each token."""
+        """Return the number of cached values per token."""
 
 
 _MIXERS = "surgery.models.mixers"
@@ -133,19 +134,21 @@ HybridClasses = tuple[type[PreTrainedConfig], type[PreTrainedModel], type[PreTra
 
 @dataclass(frozen=True)
 class Family:
-    """Model types whose mixers sit in the same places.
+    """Model types whose mixers are at the same module paths.
 
     Attributes:
-        model_types: of plain models and of hybrids.
-        layout: the mixers of a config, from below; SSM mixers before the attention of the same layer.
-        cache_argument: the name of the cache in the model's forward.
-        hybrid: config, model and causal language model of its hybrids; None where nothing can be spliced, and
-        refuses: the reason for it.
-        branch_fields: the fields that a branch copies from a config: `bias`, `conv_bias`, `norm_eps`, `activation`, ...
-        tiny: the config of a tiny model, of at least three layers and four heads, which the tests of all families use.
+        model_types: model types of plain models and of hybrids.
+        layout: function from a config to its mixers, from the lowest layer up. Within a layer, the SSM mixer comes
+            before attention.
+        cache_argument: name of the cache in the model's forward.
+        hybrid: classes of its hybrids (config, model, causal language model); None if nothing can be spliced.
+        refuses: the reason if nothing can be spliced.
+        branch_fields: function from a config to the fields that a branch copies: `bias`, `conv_bias`, `norm_eps`, ...
+        tiny: function that returns the config of a tiny model (three or more layers, four heads), for the tests of all
+            families.
         is_donor: whether its attention can be transplanted (`splice.teacher`).
-        groups_channels: whether `base.channels_per_head` makes its heads, as in Mamba-1.
-        norm_by_group_since: release of transformers whose gated norm is per group, as the model was trained.
+        groups_channels: whether `base.channels_per_head` defines its heads, as in Mamba-1.
+        norm_by_group_since: first release of transformers with a gated norm per group, as the models were trained.
     """
 
     name: str
@@ -165,7 +168,7 @@ class Family:
         return self.hybrid is not None and config.model_type == self.hybrid[0].model_type
 
     def mixers(self, config: PreTrainedConfig) -> tuple[MixerSpec, ...]:
-        """Return every mixer, from the config only."""
+        """Return all mixers, from the config only."""
         return tuple(self.layout(config))
 
     def sites(self, config: PreTrainedConfig) -> tuple[MixerSpec, ...]:
@@ -175,14 +178,14 @@ class Family:
         return tuple(spec for spec in mixers if spec.is_ssm and spec.layer not in taken) if self.hybrid else ()
 
     def hybrid_config(self, config: PreTrainedConfig, splice: list[dict[str, Any]]) -> PreTrainedConfig:
-        """Return the config of the hybrid with these spliced sites. Raises PlanError where nothing can be spliced."""
+        """Return the config of a hybrid with these spliced sites. Raises PlanError if nothing can be spliced."""
         config_class, _, _ = self._hybrid(config)
         known = config_class.__dataclass_fields__
         fields = {k: v for k, v in config.to_dict().items() if k not in _WRITTEN and (k != "layer_types" or k in known)}
         return config_class(**{**fields, "splice": splice})
 
     def build_hybrid(self, config: PreTrainedConfig) -> PreTrainedModel:
-        """Build the hybrid of that config, without loading weights."""
+        """Build the hybrid of a config, without loading weights."""
         _, _, model_class = self._hybrid(config)
         return model_class(config)
 

@@ -51,18 +51,18 @@ _SIZES = frozenset((
     "num_heads_kv", "num_key_value_heads", "num_mem_blocks", "ssm_state_size", "state_size", "time_step_rank",
     "vocab_size",
 ))  # fmt: skip
-_LISTED = 4  # tensors in an error message
+_LISTED = 4  # tensors to list in an error message
 
 
 @dataclass(frozen=True)
 class StoredModel:
-    """The place of a pretrained model and its config; its weights are not read yet.
+    """A pretrained model whose config is loaded and whose weights are not.
 
     Attributes:
         model: a folder, or the id of a repository on the Hub.
-        revision: the commit on the Hub; ignored for a folder.
-        config: of transformers.
-        is_mamba_ssm: whether the files are in mamba_ssm's format; the config is converted already.
+        revision: commit on the Hub; ignored for a folder.
+        config: config of transformers, converted if the files are in mamba_ssm's format.
+        is_mamba_ssm: whether the files are in mamba_ssm's format.
     """
 
     model: str
@@ -76,7 +76,7 @@ class StoredModel:
         return Path(self.model) if Path(self.model).is_dir() else None
 
     def find(self, name: str) -> Path | None:
-        """Return the local path of a file, downloaded if necessary; None where there is none."""
+        """Return the local path of a file, which is downloaded if necessary. None if there is no such file."""
         if self.folder is not None:
             path = self.folder / name
             return path if path.is_file() else None
@@ -88,23 +88,27 @@ class StoredModel:
     def refuse_adapter(self) -> None:
         """Raise ModelError for an adapter in the model's folder, which transformers would apply."""
         if self.find("adapter_config.json") is not None:
-            hint = "transformers would apply it silently. Merge it (`merge_and_unload`), or remove the file."
+            hint = "transformers would apply the adapter silently. Merge it (`merge_and_unload`), or remove the file."
             raise ModelError("base.model", f"{self.model} holds adapter_config.json", hint)
 
     def weight_files(self) -> tuple[Path, ...]:
-        """Return the files of weights. Raises ModelError for none, a damaged one, or one with more than tensors."""
+        """Return the weight files. Raises ModelError if there is none, or one is damaged or holds more than tensors."""
         files = tensor_files.weight_files(self.find)
         if not files:
-            raise ModelError("base.model", self.model, "It has no weights (*.safetensors or pytorch_model.bin).")
+            raise ModelError(
+                "base.model",
+                self.model,
+                "It has no weights (*.safetensors or pytorch_model.bin). Use a complete checkpoint.",
+            )
         for file in files:
             tensor_files.check_file(file)
         return files
 
     def tensors(self) -> dict[str, tensor_files.Stored]:
-        """Return the tensors of the weight files under transformers' names, not read yet.
+        """List the tensors of the weight files by transformers' names, without reading them.
 
         Raises:
-            ModelError: as `weight_files`; tied embeddings that differ.
+            ModelError: as `weight_files`; or tied embeddings differ.
         """
         stored = tensor_files.inventory(self.weight_files())
         if not self.is_mamba_ssm:
@@ -123,20 +127,23 @@ class StoredModel:
 
 
 def open_checkpoint(base: Base) -> StoredModel:
-    """Read and check the config only.
+    """Load and check the config of a checkpoint, without its weights.
 
     Raises:
-        ModelError: no such folder or repository, no config, a broken one, an unknown model type or format.
+        ModelError: the folder or repository does not exist; the config is missing or damaged; or the model type or
+            format is unknown.
     """
     load_plugins()  # installed packages may register families
     model, revision = source_of(base.model, base.revision)
     if not is_hub_id(model):
         if not Path(model).is_dir():
-            raise ModelError("base.model", model, "There is no such folder.")
+            raise ModelError("base.model", model, "There is no such folder. Use a checkpoint folder, or a Hub id.")
         if not (Path(model) / "config.json").is_file():
             files = sorted(p.name for p in Path(model).iterdir())[:5]
-            raise ModelError("base.model", model, f"It has no config.json. It holds {files or 'nothing'}.")
-    nowhere = "No such folder, and no such model on the Hub, or the Hub cannot be reached."
+            raise ModelError(
+                "base.model", model, f"The folder has no config.json. It has {', '.join(files) or 'no files'}."
+            )
+    nowhere = "No such folder, and no such model on the Hub (or the Hub cannot be reached). Check the name."
     hint = nowhere if is_hub_id(model) else _CONFIG_HINT
     with reading("base.model", f"{base.model}, config.json", hint):
         data, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
@@ -145,9 +152,13 @@ def open_checkpoint(base: Base) -> StoredModel:
             _refuse_kernels(data)
         packed = data.get("quantization_config")
         if packed is not None and not AutoHfQuantizer.supports_quant_method(packed):
-            raise ModelError("config.json: quant_method", packed["quant_method"], "transformers has no such method.")
+            raise ModelError(
+                "config.json: quant_method",
+                packed["quant_method"],
+                "transformers does not support this method. Use a checkpoint with another one.",
+            )
         if is_hub_id(model):
-            # Files in the Hub's cache are in a folder that is named after their commit.
+            # In the Hub's cache, the folder of a file is named after its commit.
             file = Path(hf_hub_download(model, "config.json", revision=revision))
             commit = re.search(r"/snapshots/([0-9a-f]{40})/", file.as_posix())
             revision = commit[1] if commit else revision
@@ -167,10 +178,13 @@ def open_checkpoint(base: Base) -> StoredModel:
 
 
 def check_sizes(data: Any) -> None:
-    """Refuse a config.json with numbers that no model has, before a class is built from it.
+    """Refuse a config.json with impossible sizes, before a model is built from it.
+
+    Args:
+        data: content of the config.json.
 
     Raises:
-        ModelError: it is no JSON object; a size is below 1 or above `_LARGEST`; it has more layers than `_LAYERS`.
+        ModelError: it is no JSON object, a size is below 1 or above 2^31 - 1, or it has more than 256 layers.
     """
     if not isinstance(data, dict):
         raise ModelError("config.json", type(data).__name__, f"It is not a JSON object. {_CONFIG_HINT}")
@@ -189,7 +203,7 @@ def check_sizes(data: Any) -> None:
 
 
 def _refuse_kernels(data: Mapping[str, Any]) -> None:
-    """Raise ModelError where config.json names a kernel of the Hub, which transformers would download and run."""
+    """Raise ModelError if config.json names a kernel of the Hub, which transformers would download and run."""
     for key, value in data.items():
         names = value.values() if isinstance(value, dict) else [value]
         if "_implementation" in key and any(isinstance(name, str) and "/" in name for name in names):
@@ -218,22 +232,24 @@ def _with_channels(config: PreTrainedConfig, base: Base) -> PreTrainedConfig:
 
 
 def load_config(base: Base) -> PreTrainedConfig:
-    """Return the config. Raises ModelError as `open_checkpoint`."""
+    """Load the config of a checkpoint. Raises ModelError as `open_checkpoint`."""
     return open_checkpoint(base).config
 
 
 def load_model(base: Base) -> PreTrainedModel:
-    """Load the model in eval mode on the CPU, in `base.dtype`.
+    """Load a model in eval mode on the CPU, in `base.dtype`.
 
     Raises:
-        ModelError: as `open_checkpoint`; damaged files; missing, unexpected or misshapen tensors, by name; a release
-            of transformers that computes another model.
+        ModelError: as `open_checkpoint`; files are damaged; tensors are missing, unexpected or misshapen (lists their
+            names); or the installed transformers computes this model wrongly.
     """
     stored = open_checkpoint(base)
     check_release(stored.config)
     if stored.config.is_encoder_decoder:
         raise ModelError(
-            "config.json: is_encoder_decoder", stored.config.is_encoder_decoder, "Only decoder models can be loaded."
+            "config.json: is_encoder_decoder",
+            stored.config.is_encoder_decoder,
+            "It is an encoder-decoder model. Use a decoder-only model.",
         )
     dtype = "auto" if base.dtype == "auto" else getattr(torch, base.dtype)
     options = {"config": stored.config, "dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
@@ -254,7 +270,7 @@ def load_model(base: Base) -> PreTrainedModel:
     refuse_not_finite(base.model, model.named_parameters())
     shorten_chunks(model)
     with (
-        reading("base.model", base.model, "A forward pass fails: config.json does not fit this model."),
+        reading("base.model", base.model, "The forward pass failed. Correct config.json, or download it again."),
         torch.no_grad(),
     ):
         model.eval()(torch.zeros(1, 3, dtype=torch.long, device=model.device))
@@ -262,7 +278,7 @@ def load_model(base: Base) -> PreTrainedModel:
 
 
 def _refuse_larger(stored: StoredModel, trust_remote_code: bool) -> None:
-    """Raise ModelError, before memory is allocated, where the config describes far more than the files hold."""
+    """Raise ModelError, before memory is allocated, if the config describes a much larger model than the files hold."""
     size = sum(file.stat().st_size for file in stored.weight_files())
     with torch.device("meta"):
         if stored.is_mamba_ssm:
@@ -270,17 +286,17 @@ def _refuse_larger(stored: StoredModel, trust_remote_code: bool) -> None:
         else:
             model = AutoModelForCausalLM.from_config(stored.config, trust_remote_code=trust_remote_code)
     count = sum(parameter.numel() for parameter in model.parameters())
-    bits = 1 if hasattr(stored.config, "quantization_config") else 8  # of a parameter, at least
+    bits = 1 if hasattr(stored.config, "quantization_config") else 8  # minimum size of a parameter
     if count * bits > size * 8:
-        value = f"{stored.model}: {count:,} parameters, and its files hold {size:,} bytes"
+        value = f"{stored.model}: {count:,} parameters in config.json, but only {size:,} bytes of weights"
         raise ModelError("base.model", value, _CONFIG_HINT)
 
 
 def check_finite(base: Base) -> None:
-    """Check the weight files of a model that is loaded later, one tensor at a time.
+    """Check the weight files of a model, one tensor at a time, before it is loaded.
 
     Raises:
-        ModelError: as `open_checkpoint`; a weight is NaN or infinite.
+        ModelError: as `open_checkpoint`; or a weight is NaN or infinite.
     """
     stored = open_checkpoint(base).tensors()
     refuse_not_finite(base.model, zip(stored, tensor_files.read_tensors(stored.values(), 2**30), strict=True))
@@ -301,11 +317,14 @@ def refuse_faults(
     unexpected: Iterable[str],
     misshapen: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Raise ModelError for tensors that do not fit the config, with the first names and their expected shapes.
+    """Raise ModelError if tensors do not fit the config. The error lists the first names and the expected shapes.
 
     Args:
-        expected: shape by name, for all tensors of the model.
-        misshapen: shape in the files by name.
+        model: folder or Hub id.
+        expected: shape of every tensor of the model, by name.
+        missing: names of tensors that the files lack.
+        unexpected: names of tensors that the model lacks.
+        misshapen: shape in the files of tensors with a wrong shape, by name.
     """
     faults = {
         "missing": [f"{name} {expected.get(name, '')}".strip() for name in sorted(missing)],
@@ -322,16 +341,20 @@ def refuse_faults(
 
 
 def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
-    """Load the tokenizer from `base.tokenizer`, or from the model's place. Sets a padding token where there is none.
+    """Load the tokenizer from `base.tokenizer`, or from the model. Sets a padding token if it has none.
 
     Raises:
-        ModelError: there is none, or it is not a fast one (probes need character offsets).
+        ModelError: there is no tokenizer, or it is not a fast one (probes need character offsets).
     """
     source = base.tokenizer or base.model
     name, revision = source_of(source, None if base.tokenizer else base.revision)
-    none = ModelError("base.tokenizer", source, "It has no tokenizer. Set base.tokenizer to its folder or Hub id.")
+    none = ModelError(
+        "base.tokenizer", source, "There is no tokenizer. Set base.tokenizer to the folder or Hub id of one."
+    )
     if not is_hub_id(name) and not Path(name).is_dir():
-        raise ModelError("base.tokenizer" if base.tokenizer else "base.model", source, "There is no such folder.")
+        raise ModelError(
+            "base.tokenizer" if base.tokenizer else "base.model", source, "There is no such folder. Set another."
+        )
     if Path(name).is_dir() and not any(Path(name).glob("*token*")):
         raise none
     if (Path(name) / "config.json").is_file():  # which AutoTokenizer reads too
@@ -348,7 +371,7 @@ def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
         raise ModelError(
             "base.tokenizer",
             source,
-            "It is not a fast tokenizer, and probes need character offsets. Use a tokenizer.json.",
+            "It is not a fast tokenizer, and probes need character offsets. Use one with a tokenizer.json.",
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -356,15 +379,16 @@ def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, model: str = "the model") -> None:
-    """Raise ModelError where the tokenizer has tokens without an embedding in the model."""
+    """Raise ModelError if the tokenizer has tokens without an embedding in the model."""
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= config.vocab_size:
-        hint = "It is of another model, or has added tokens. Set base.tokenizer to the one of the model's training."
-        raise ModelError("base.tokenizer", f"token {largest}, and {model} has {config.vocab_size}", hint)
+        hint = "Set base.tokenizer to the tokenizer that the model was trained with."
+        value = f"its largest token id is {largest}, but {model} has {config.vocab_size} embeddings"
+        raise ModelError("base.tokenizer", value, hint)
 
 
 def revision_of(base: Base) -> str:
-    """Return what identifies the weights: the commit of a Hub id, or a hash of a folder's files."""
+    """Identify the weights: by the commit of a Hub id, or by a hash of a folder's files."""
     if Path(base.model).is_dir():
         patterns = ("config.json", "tokenizer*.json", *_WEIGHTS)
         files = sorted(path for pattern in patterns for path in Path(base.model).glob(pattern))
@@ -373,7 +397,7 @@ def revision_of(base: Base) -> str:
 
 
 def _with_tokenizer(base: Base, revision: str) -> str:
-    """Add the hash of a tokenizer in another folder."""
+    """Append the hash of a tokenizer in another folder."""
     if base.tokenizer is None or not Path(base.tokenizer).is_dir():
         return revision
     return f"{revision}+{digest(*sorted(Path(base.tokenizer).glob('tokenizer*.json')))[:8]}"

@@ -19,7 +19,7 @@ def has_family(model_type: str) -> bool:
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """Return the family of a config. Raises ModelError for an unknown model type, with the nearest one."""
+    """Return the family of a config. Raises ModelError for an unknown model type, and suggests the nearest."""
     for family in families():
         if config.model_type in family.model_types:
             return family
@@ -27,12 +27,12 @@ def family_of(config: PreTrainedConfig) -> Family:
 
 
 def unknown_type(model_type: str) -> ModelError:
-    """Return the error for a model type without a family: what is supported, and how to add another one."""
+    """Return the error for a model type without a family. It lists what is supported and how to add a family."""
     known = [t for family in families() for t in family.model_types if not t.endswith("_hybrid")]
     near = difflib.get_close_matches(model_type, known, n=1, cutoff=0.5)
-    nearest = f"The nearest is {near[0]}. " if near else ""
+    nearest = f"Did you mean {near[0]}? " if near else ""
     hint = (
-        f"No family has it. {nearest}Supported model types: {', '.join(known)}. "
+        f"This model type is not supported. {nearest}Supported: {', '.join(known)}. "
         "To add one, see 'A model family' in docs/EXTENDING.md."
     )
     return ModelError("model_type", model_type, hint)
@@ -49,7 +49,11 @@ def mixer_of(model: PreTrainedModel, spec: MixerSpec) -> nn.Module:
 
 
 def block_of(model: PreTrainedModel, layer: int, spec: MixerSpec) -> nn.Module:
-    """Return the block at `layer`, whose output is the residual stream above it; `spec` is any mixer of the model."""
+    """Return the block of a layer, whose output is the residual stream.
+
+    Args:
+        spec: any mixer of the model; its path shows where the blocks are.
+    """
     prefix = spec.path.split(".layers.")[0]
     return model.get_submodule(f"{prefix}.layers.{layer}")
 

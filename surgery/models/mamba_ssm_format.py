@@ -1,8 +1,8 @@
 """Convert mamba_ssm's `config.json` and tensor names to transformers'.
 
-It follows mamba_ssm 2.3 (`models/config_mamba.py`, `models/mixer_seq_simple.py`,
-`modules/{mamba_simple,mamba2,mha,mlp}.py`): a missing key takes the default of that release. A value that transformers'
-classes cannot express is an error, since a guess would give a model that runs and is wrong.
+Follows mamba_ssm 2.3 (`models/config_mamba.py`, `models/mixer_seq_simple.py`,
+`modules/{mamba_simple,mamba2,mha,mlp}.py`). A missing key takes the default of that release. A value that transformers'
+classes cannot express raises an error, since a guess would give a wrong model without one.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ _TOP: dict[str, Any] = {
     "pad_vocab_size_multiple": 8,
     "tie_embeddings": True,
 }
-# Values that transformers' classes have built in, each with the reason of the error for another one.
+# Keys with one value that transformers' classes support, and the reason in the error for any other value.
 _BUILT_IN: dict[str, tuple[Any, str]] = {
     "rmsnorm": (True, "transformers' Mamba-2 always has the gated norm after the scan"),
     "norm_before_gate": (False, "transformers' Mamba-2 always gates before its norm"),
-    "D_has_hdim": (False, "transformers' Mamba-2 has one D a head"),
+    "D_has_hdim": (False, "transformers' Mamba-2 has one D per head"),
 }
 # Initial values and choices of kernels, which do not change what a trained checkpoint computes.
 _WITHOUT_EFFECT = {
@@ -89,25 +89,28 @@ TIED = ("backbone.embeddings.weight", "lm_head.weight")  # one tensor with `tie_
 
 
 def is_mamba_ssm(data: Mapping[str, Any]) -> bool:
-    """Return whether a `config.json` is mamba_ssm's `MambaConfig`."""
+    """Whether a `config.json` is in mamba_ssm's format (`MambaConfig`)."""
     return "model_type" not in data and ("ssm_cfg" in data or {"d_model", "n_layer"} <= data.keys())
 
 
 def to_transformers(name: str) -> str:
-    """Return transformers' name of a tensor, from mamba_ssm's."""
+    """Convert mamba_ssm's name of a tensor to transformers'."""
     return _RENAMED.get(name, name)
 
 
 def is_derived(name: str) -> bool:
-    """Return whether a tensor of older files follows from the config: rotary frequencies."""
+    """Whether a tensor follows from the config, such as the rotary frequencies in older files."""
     return name.endswith(".rotary_emb.inv_freq")
 
 
 def convert_config(data: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return transformers' config of the same model: `MambaConfig`, `Mamba2Config`, or `Mamba2AttnConfig`.
+    """Convert a config to transformers': `MambaConfig`, `Mamba2Config`, or `Mamba2AttnConfig` of this toolkit.
+
+    Args:
+        data: content of mamba_ssm's config.json.
 
     Raises:
-        ModelError: a key that mamba_ssm does not have, or a value that none of these classes can express.
+        ModelError: mamba_ssm has no such key, or none of these classes can express a value.
     """
     _refuse_unknown(data, {*_TOP, *_TOKENS, *_WITHOUT_EFFECT[""]}, "")
     top = {key: data.get(key, default) for key, default in _TOP.items()}
@@ -119,7 +122,9 @@ def convert_config(data: Mapping[str, Any]) -> PreTrainedConfig:
         _positive(key, top[key])
     if not top["rms_norm"]:
         raise ModelError(
-            "rms_norm", top["rms_norm"], "transformers' Mamba classes have RMSNorm without a bias only. Set it to true."
+            "rms_norm",
+            top["rms_norm"],
+            "transformers' Mamba classes support RMSNorm only. Use a checkpoint with rms_norm true.",
         )
     layer = top["ssm_cfg"].get("layer", "Mamba1")
     _refuse_layer(layer)
@@ -137,7 +142,7 @@ def convert_config(data: Mapping[str, Any]) -> PreTrainedConfig:
     if layer == "Mamba1":
         if has_more:
             key = "attn_layer_idx" if top["attn_layer_idx"] else "d_intermediate"
-            raise ModelError(key, top[key], "No class has attention layers or MLPs besides Mamba-1 mixers.")
+            raise ModelError(key, top[key], "Mamba-1 with attention layers or MLPs is not supported. Use Mamba2.")
         return MambaConfig(**fields, **_ssm_fields(top["ssm_cfg"], "Mamba1", _MAMBA1))
     fields |= _mamba2_fields(top)
     return Mamba2AttnConfig(**fields, **_attention_fields(top)) if has_more else Mamba2Config(**fields)
@@ -151,8 +156,8 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 def _refuse_layer(layer: str) -> None:
     if layer == "Mamba3":
         hint = (
-            "Neither transformers nor this toolkit has a class for Mamba-3. Its config does not state the activation "
-            "of A, which mamba_ssm changed from softplus to a heavy-tailed one with the same tensors."
+            "Neither transformers nor this toolkit supports Mamba-3. Its config does not state the activation of A, "
+            "which mamba_ssm changed from softplus to a heavy-tailed one with the same tensors. Use Mamba1 or Mamba2."
         )
         raise ModelError("ssm_cfg.layer", layer, hint)
     if layer not in ("Mamba1", "Mamba2"):
@@ -180,7 +185,7 @@ def _mamba2_fields(top: Mapping[str, Any]) -> dict[str, Any]:
     fields = _ssm_fields(ssm, "Mamba2", _MAMBA2)
     inner = fields["expand"] * top["d_model"]
     if width not in (None, inner):
-        hint = f"transformers' Mamba-2 has the SSM on all {inner} channels, without a gated MLP. Remove the key."
+        hint = f"transformers' Mamba-2 supports d_ssm {inner} only (all channels, no gated MLP)."
         raise ModelError("ssm_cfg.d_ssm", width, hint)
     for key in ("headdim", "ngroups"):
         _positive(f"ssm_cfg.{key}", fields[_MAMBA2[key][0]])
@@ -196,7 +201,9 @@ def _attention_fields(top: Mapping[str, Any]) -> dict[str, Any]:
     attention: dict[str, Any] = dict(top["attn_cfg"])
     for layer in layers:
         if layer not in range(top["n_layer"]):
-            raise ModelError("attn_layer_idx", layer, f"The model has layers 0 to {top['n_layer'] - 1}.")
+            raise ModelError(
+                "attn_layer_idx", layer, f"The model has layers 0 to {top['n_layer'] - 1}. Use one of them."
+            )
     if not layers:
         return {"d_intermediate": top["d_intermediate"]}
     _refuse_unknown(attention, {*ATTENTION_DEFAULTS, "num_heads", "causal", "mlp_dim"}, "attn_cfg.")
@@ -205,7 +212,11 @@ def _attention_fields(top: Mapping[str, Any]) -> dict[str, Any]:
             "attn_cfg.causal", False, "A language model needs causal attention. Set it to true; false is the default."
         )
     if attention.pop("mlp_dim", 0):
-        raise ModelError("attn_cfg.mlp_dim", top["attn_cfg"]["mlp_dim"], "No class has attention with a parallel MLP.")
+        raise ModelError(
+            "attn_cfg.mlp_dim",
+            top["attn_cfg"]["mlp_dim"],
+            "Attention with a parallel MLP is not supported. Set it to 0.",
+        )
     _positive("attn_cfg.num_heads", attention.get("num_heads"))
     fields = {**ATTENTION_DEFAULTS, **attention}
     shared = fields["num_heads_kv"] or fields["num_heads"]
@@ -223,7 +234,7 @@ def _attention_fields(top: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_unknown(data: Mapping[str, Any], known: Collection[str], prefix: str) -> None:
     for key, value in data.items():
         if key not in known:
-            hint = "mamba_ssm's format has no such key, so its meaning is unknown. Remove it, or add a model_type."
+            hint = "mamba_ssm's format has no such key. Remove it, or add a model_type if the config is transformers'."
             raise ModelError(prefix + key, value, hint)
 
 

@@ -1,6 +1,7 @@
-"""Measure the cost of a computation: bytes saved for backward, peak bytes, FLOPs; on real tensors or the meta device.
+"""Measure bytes saved for backward, peak bytes and FLOPs of a computation, on real tensors or the meta device.
 
-Integers and booleans keep their values on the meta device, since masks decide shapes. SDPA counts as a fused kernel.
+Integer and boolean tensors keep their values on the meta device, since masks decide shapes. SDPA counts as a fused
+kernel.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
-_GROUPED = getattr(aten, "_grouped_mm", None)  # of mixtures of experts; older torch has none
+_GROUPED = getattr(aten, "_grouped_mm", None)  # for mixtures of experts; missing in older torch
 
 
 @dataclass(frozen=True)
 class PassCost:
-    """One forward pass, and its backward pass if anything in it trains.
+    """Cost of one forward pass, and of its backward pass if an output requires a gradient.
 
     Attributes:
         saved: bytes that autograd saves for backward, each storage once, without parameters and buffers.
         held: bytes alive at the end of the forward pass: saved tensors and outputs.
         forward_peak, backward_peak: peak bytes of each pass, without parameters and their gradients.
-        flops: of matrix products, convolutions and attention, without elementwise work.
+        flops: FLOPs of matrix products, convolutions and attention, without elementwise operations.
     """
 
     saved: int
@@ -43,16 +44,17 @@ class PassCost:
     flops: int
 
     def times(self, factor: float) -> PassCost:
-        """Return the cost of the same work on that many times the documents."""
+        """Return the cost of the same computation on `factor` times as many documents."""
         return PassCost(*(round(getattr(self, field.name) * factor) for field in fields(self)))
 
 
 def measure(call: Callable[[], Sequence[Tensor]], model: nn.Module | None = None) -> PassCost:
-    """Run `call`, then backward from the returned tensors that require a gradient.
+    """Measure a call, and the backward pass from the returned tensors that require a gradient.
 
     Args:
-        model: its parameters, gradients and buffers are not counted. Trained parameters should have a gradient, as
-            between two micro-batches: a new one would count.
+        call: the computation. Returns its outputs.
+        model: model whose parameters, gradients and buffers are not counted. Trained parameters should have a gradient
+            already, as between two micro-batches, since a new one counts.
     """
     with FusedAttention(), Meter(belongings(model)) as meter:
         with saved_bytes(model) as saved:
@@ -66,7 +68,13 @@ def measure(call: Callable[[], Sequence[Tensor]], model: nn.Module | None = None
 
 
 def extrapolate(lengths: Sequence[int], costs: Sequence[PassCost], length: int) -> PassCost:
-    """Extrapolate costs to another length by a Lagrange polynomial: exact for three lengths and terms up to T^2."""
+    """Extrapolate costs to another length by a Lagrange polynomial. Exact for three lengths and terms up to T^2.
+
+    Args:
+        lengths: measured lengths in tokens.
+        costs: cost at each of them.
+        length: length to extrapolate to.
+    """
     weights = []
     for i, a in enumerate(lengths):
         weight = 1.0
@@ -78,7 +86,7 @@ def extrapolate(lengths: Sequence[int], costs: Sequence[PassCost], length: int) 
 
 
 def belongings(model: nn.Module | None) -> list[Tensor]:
-    """Return parameters, their gradients, and buffers."""
+    """List the parameters of a model, their gradients, and its buffers."""
     if model is None:
         return []
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -94,7 +102,7 @@ class Total:
 
 @contextmanager
 def saved_bytes(model: nn.Module | None = None) -> Iterator[Total]:
-    """Count what autograd saves inside the context, each storage once, without the tensors of `model`."""
+    """Count the bytes that autograd saves inside the context, each storage once, without the tensors of `model`."""
     counted = {StorageWeakRef(t.untyped_storage()) for t in belongings(model)}
     result = Total()
 
@@ -104,7 +112,7 @@ def saved_bytes(model: nn.Module | None = None) -> Iterator[Total]:
         if reference not in counted:
             counted.add(reference)
             result.total += storage.nbytes()
-        return tensor.detach()  # the tensor itself would hold the node that holds it
+        return tensor.detach()  # saving the tensor itself would be a reference cycle with its node
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield result
@@ -114,8 +122,8 @@ class Meter(TorchDispatchMode):
     """Count the memory and the FLOPs of every operation.
 
     Attributes:
-        now, peak: bytes of storages from operations: alive now, and most at once.
-        flops: by the formulas of torch's flop counter.
+        now, peak: bytes of the storages that operations created: now, and at the peak.
+        flops: FLOPs by the formulas of torch's flop counter.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
@@ -143,8 +151,10 @@ class Meter(TorchDispatchMode):
         return result
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run `func`, or reuse its output layout for meta tensors of known shapes: blocks repeat, and many of torch's
-        meta functions are slow Python."""
+        """Run `func`, or reuse the layout of its output for meta tensors of the same shapes.
+
+        Blocks of a model repeat, and many of torch's meta functions are slow.
+        """
         if func._overloadpacket is _GROUPED and args[0].is_meta:
             return _grouped(*args, **kwargs)
         key = _key((args, kwargs)) if _makes_one(func) else None
@@ -175,7 +185,7 @@ class Meter(TorchDispatchMode):
 def _grouped(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Multiply each group of rows or columns; torch's own meta function takes bfloat16 only."""
+    """Shape of a grouped matrix product. torch's own meta function accepts bfloat16 only."""
     shape = (*a.shape[:-1], b.shape[-1])
     if a.dim() == b.dim() == 2 and offs is not None:
         shape = (offs.numel(), *shape)
@@ -195,13 +205,13 @@ _FORMULAS = {**flop_registry, _GROUPED: _grouped_flops}
 
 @cache
 def _makes_one(func: Any) -> bool:
-    """Return whether an operation makes one new tensor, neither a view nor a changed argument."""
+    """Whether an operation creates one new tensor, neither a view nor a changed argument."""
     returns = func._schema.returns
     return not func._schema.is_mutable and len(returns) == 1 and returns[0].alias_info is None
 
 
 def _key(tree: Any) -> Any:
-    """Return what the shape of a result depends on; None where that is not known."""
+    """Return a hashable key of everything that the shape of a result depends on; None if that is not known."""
     if isinstance(tree, Tensor):
         return (tree.shape, tree.stride(), tree.dtype) if tree.is_meta else None
     if isinstance(tree, dict):
@@ -209,11 +219,11 @@ def _key(tree: Any) -> Any:
     if isinstance(tree, (tuple, list)):
         parts = [_key(part) for part in tree]
         return None if None in parts else tuple(parts)
-    return (type(tree), tree)  # 1 is not True, and None is an argument too
+    return (type(tree), tree)  # with the type, since 1 == True
 
 
 def _layout_of_new(result: Any, inputs: Any) -> tuple[Any, Any, torch.dtype] | None:
-    """Return the layout of a floating tensor that shares no memory with the inputs; None for anything else."""
+    """Return the layout of a floating-point tensor that shares no memory with the inputs; None for others."""
     if not isinstance(result, Tensor) or not result.is_meta or not result.is_floating_point():
         return None
     storage = result.untyped_storage()
@@ -225,10 +235,10 @@ _ASK_FOR_VALUES = {aten._local_scalar_dense.default, aten.nonzero.default, aten.
 
 
 class Shadows:
-    """The values of integer and boolean meta tensors, on the CPU, as far as they follow from known values.
+    """CPU copies (shadows) of integer and boolean meta tensors, as far as their values are known.
 
-    With them `mask.all()`, `logits[mask]` and `mask.nonzero()` work next to meta logits: the masks of a batch are small
-    and real, the weights are not. A shadow belongs to a storage, so views share it.
+    They make `mask.all()`, `logits[mask]` and `mask.nonzero()` work with meta logits. Masks are small enough to hold
+    real values, weights are not. A shadow belongs to a storage, so views share it.
     """
 
     def __init__(self) -> None:
@@ -237,7 +247,11 @@ class Shadows:
         ] = {}  # keeps the storages alive, so that no id is reused
 
     def answer(self, func: Any, args: Any) -> tuple[bool, Any, Any]:
-        """Return whether `func` is done, then its result, and the arguments to call it with otherwise."""
+        """Answer an operation that needs values.
+
+        Returns:
+            Whether the operation is done, its result if so, and the arguments to call it with if not.
+        """
         if func is aten.index.Tensor:
             return False, None, (args[0], self._positions(args[1]))
         value = self._value(args[0], needed=True)
@@ -247,7 +261,7 @@ class Shadows:
         return True, self._remember(torch.empty(positions.shape, dtype=torch.long, device="meta"), positions), args
 
     def follow(self, func: Any, args: Any, kwargs: dict[str, Any], made: Sequence[Tensor]) -> None:
-        """Repeat on the shadows what `func` did on meta tensors, if every input has one."""
+        """Repeat an operation on the shadows, if every input has one."""
         changes = func._schema.is_mutable
         if not changes and all(self._value(t) is not None for t in made):
             return  # views
@@ -263,7 +277,7 @@ class Shadows:
                 self._remember(meta, value)
 
     def _remember(self, meta: Tensor, value: Tensor) -> Tensor:
-        """Give the storage of a meta tensor a shadow of the same layout, and return the tensor."""
+        """Set the shadow of a meta tensor's storage. Returns the tensor."""
         storage = meta.untyped_storage()
         flat = torch.zeros(storage.nbytes() // meta.element_size(), dtype=meta.dtype)
         flat.as_strided(meta.size(), meta.stride(), meta.storage_offset()).copy_(value)
@@ -271,7 +285,7 @@ class Shadows:
         return meta
 
     def _value(self, tensor: Tensor, needed: bool = False) -> Any:
-        """Return the values of a tensor, or None where they are not known."""
+        """Return the values of a tensor, or None if they are not known."""
         if not tensor.is_meta:
             return tensor
         entry = self._shadows.get(tensor.untyped_storage()._cdata)
@@ -288,7 +302,7 @@ class Shadows:
         return self._value(x) if isinstance(x, Tensor) else x
 
     def _positions(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return boolean indices as the positions where they are True, which gives their number."""
+        """Convert boolean indices to the positions where they are True, so that their number is known."""
         positions: list[Tensor | None] = []
         for index in indices:
             if index is None or index.dtype != torch.bool:
@@ -299,9 +313,9 @@ class Shadows:
 
 
 class FusedAttention(TorchFunctionMode):
-    """Run SDPA on meta tensors as its memory-efficient kernel, which saves its inputs, output and a number a row.
+    """Run SDPA on meta tensors as its memory-efficient kernel, which saves inputs, output and one number per row.
 
-    The flash kernels save the same without a mask. Grouped keys and values are expanded first.
+    Flash kernels without a mask save the same. Grouped keys and values are expanded first.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -2,6 +2,6 @@
 
 from importlib import import_module
 
-# In this order, whichever module is imported first: lm-eval groups list their tasks in it.
+# The order is fixed, because lm-eval groups list their tasks in it.
 for _module in ("kv_retrieval", "phonebook", "json_kv", "mqar", "hops", "copying", "needle", "knowledge", "sentences"):
     import_module(f"surgery.probes.{_module}")

@@ -23,10 +23,12 @@ _SYLLABLES_SHARE = 0.5  # the other pieces are integers
 
 
 def copying_document(rng: Random, pieces: int, split: Split = "train") -> Document:
-    """A random string, twice. The second copy is the answer; there are no choices.
+    """Generate a random string twice. The second copy is the answer; there are no choices.
 
     Args:
-        pieces: syllables and integers of the string.
+        rng: source of randomness.
+        pieces: number of syllables and integers in the string.
+        split: the splits have different strings.
 
     Raises:
         ProbeError: `pieces` is less than 2.
@@ -54,5 +56,5 @@ class Copying(Probe):
     pairs = (2, 100)
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """A string, twice."""
+        """Generate a string, twice."""
         return copying_document(rng, options.pairs, split)

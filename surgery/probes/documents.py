@@ -46,20 +46,24 @@ class Document:
 
 
 class Writer:
-    """Builds a text from pieces, and returns the span of each."""
+    """Build a text from pieces, with the span of each."""
 
     def __init__(self) -> None:
         self.text = ""
 
     def add(self, piece: str) -> Span:
-        """Append a piece, and return its characters [start, end)."""
+        """Append a piece. Returns its characters [start, end)."""
         start = len(self.text)
         self.text += piece
         return start, len(self.text)
 
 
 def split_of(text: str, eval_share: int = 10) -> Split:
-    """Split of a text, by its hash: `eval` for one text in `eval_share`. The splits are disjoint for any generator."""
+    """Assign a text to a split by its hash, so that the splits of any generator are disjoint.
+
+    Args:
+        eval_share: one text in this many is `eval`.
+    """
     return "eval" if int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % eval_share == 0 else "train"
 
 
@@ -82,5 +86,5 @@ def draw(split: Split, make: Callable[[], str]) -> str:
 
 
 def rng_of(*key: object) -> Random:
-    """A random generator seeded by `key` only: the same in every process and in any order of calls."""
+    """Return a random generator that depends on `key` only: the same in every process and for any order of calls."""
     return Random(":".join(map(str, key)))

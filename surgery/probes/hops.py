@@ -21,12 +21,18 @@ from surgery.probes.words import key_words
 
 
 def hop_document(rng: Random, pairs: int, hops: int = 2, split: Split = "train") -> Document:
-    """A dictionary of `pairs` shuffled lines, and a question whose answer is `hops` lines away.
+    """Generate a dictionary of shuffled lines, and a question whose answer is `hops` lines away.
 
-    Lines that do not fill a whole chain lead to their number directly. The choices are all numbers.
+    The choices are all numbers in the dictionary.
+
+    Args:
+        rng: source of randomness.
+        pairs: number of lines. Lines that do not fill a whole chain have a number as their value.
+        hops: lines from the question to its answer.
+        split: the splits have different keys.
 
     Raises:
-        ProbeError: `hops` is less than 2, `pairs` are too few for two chains, or more than there are keys or numbers.
+        ProbeError: `hops` is less than 2; or `pairs` is too small for two chains, or exceeds the keys or numbers.
     """
     keys_available = key_words(split)
     if hops < 2:
@@ -35,7 +41,7 @@ def hop_document(rng: Random, pairs: int, hops: int = 2, split: Split = "train")
     most = min(len(keys_available), NUM_VALUES * hops)
     if chains < 2 or pairs > most or chains + rest > NUM_VALUES:
         raise ProbeError(
-            "pairs", pairs, f"Chains have {hops} lines, and there are two or more. Use {2 * hops} to {most}."
+            "pairs", pairs, f"With {hops} hops, two chains need {2 * hops} lines. Use {2 * hops} to {most}."
         )
     keys = rng.sample(keys_available, pairs)
     numbers = tuple(str(n) for n in rng.sample(range(NUM_VALUES), chains + rest))
@@ -70,5 +76,5 @@ class MultiHop(Probe):
     gold_position = newline_ends_answer = True
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """A dictionary with chains and one question."""
+        """Generate a dictionary with chains and one question."""
         return hop_document(rng, options.pairs, options.hops, split)

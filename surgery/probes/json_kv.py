@@ -11,8 +11,8 @@
     Corresponding value: "value"
 
 Keys and values are hexadecimal strings in the groups of a UUID, without its version bits. The quote before the answer
-belongs to the prompt, so the answer starts with a character in which the choices differ. For the same reason values
-start with two chosen digits and a letter (`pairs.leads`).
+belongs to the prompt, so that choices differ in the first character of the answer. For the same reason values start
+with two chosen digits and a letter (`pairs.leads`).
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ _MIN_DIGITS = 4  # 65,536 strings: many more than keys, in each split
 def json_kv_document(
     rng: Random, pairs: int, questions: int = 1, split: Split = "train", groups: Sequence[int] = UUID
 ) -> Document:
-    """One JSON object of `pairs` entries and `questions` questions about different keys of it.
+    """Generate a JSON object and questions about different keys of it.
 
     Args:
+        rng: source of randomness.
+        pairs: number of entries.
+        questions: number of questions.
         split: the splits have different keys.
-        groups: digits of each group of a key and of a value; `(4,)` for small models, whose tokenizers have a token
-            for every digit or two.
+        groups: number of digits in each group of a key and of a value. `(4,)` suits small models, whose tokenizers have
+            one token per digit or two.
 
     Raises:
         ProbeError: fewer than 2 or more than 90 pairs, more questions than pairs, or too few digits.
@@ -85,5 +88,5 @@ class JsonKv(Probe):
     lm_eval_sizes = (8, 16)
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """A JSON object and questions about it."""
+        """Generate a JSON object and questions about it."""
         return json_kv_document(rng, options.pairs, options.questions, split, options.groups or UUID)

@@ -1,8 +1,8 @@
-"""Closed-book facts about invented people, letter-choice questions about them, and the option-text twins.
+"""Closed-book facts about invented people, letter-choice questions about them, and option-text questions.
 
-Facts measure knowledge: there is nothing to retrieve, so surgery should not change them. A letter-choice question has
-the format of MMLU: the model must know the answer and look up its letter. Its twin scores the text of the option
-(lm-eval's `mmlu_continuation`). The difference is retrieval.
+Closed-book facts measure knowledge without retrieval, so surgery should not change their accuracy. A letter-choice
+question has the format of MMLU: the model must know the answer and look up its letter. Its twin asks for the text of
+the option instead (lm-eval's `mmlu_continuation`). The difference in accuracy is due to retrieval.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STATEMENTS = {
 
 @dataclass(frozen=True)
 class Fact:
-    """The `relation` of `name` is `answer`. A KL term may see the facts of `half` 0; those of half 1 are held out."""
+    """The `relation` of `name` is `answer`. Training may use the facts of `half` 0; those of half 1 are held out."""
 
     name: str
     relation: str
@@ -37,7 +37,7 @@ class Fact:
 
 @cache
 def facts() -> tuple[Fact, ...]:
-    """400 facts, always the same: every invented person has a job, a pet, a colour and a drink."""
+    """Return the 400 facts, always the same: every invented person has a job, a pet, a colour and a drink."""
     rng = rng_of("facts")
     answers = [(name, relation, rng.choice(ANSWERS[relation])) for name in entity_names() for relation in RELATIONS]
     return tuple(Fact(*fact, half=rng.randrange(2)) for fact in answers)
@@ -45,7 +45,7 @@ def facts() -> tuple[Fact, ...]:
 
 @cache
 def fact_half(half: Half | None) -> tuple[Fact, ...]:
-    """The facts of one half, or all facts if None."""
+    """Return the facts of one half, or all facts if None."""
     return tuple(f for f in facts() if half is None or f.half == half)
 
 
@@ -54,7 +54,7 @@ def _question(fact: Fact) -> str:
 
 
 def fact_question(fact: Fact) -> Document:
-    """A question about a fact, without context. The choices are all answers of its relation."""
+    """Turn a fact into a question without context. The choices are all answers of its relation."""
     writer = Writer()
     writer.add(_question(fact) + "Answer:")
     answer = writer.add(f" {fact.answer}")
@@ -64,17 +64,17 @@ def fact_question(fact: Fact) -> Document:
 
 
 def fact_statement(fact: Fact) -> Document:
-    """A fact as a plain sentence."""
+    """Turn a fact into a plain sentence."""
     return Document("statement", STATEMENTS[fact.relation].format(name=fact.name, answer=fact.answer))
 
 
 def letter_choice(rng: Random, split: Split = "train") -> Document:
-    """A question with options `A.` to `D.`; the answer is the letter. The splits have different prompts."""
+    """Generate a question with options `A.` to `D.`, whose answer is a letter. The splits have different prompts."""
     return _multiple_choice(rng, split, twin=False)
 
 
 def option_text(rng: Random, split: Split = "train") -> Document:
-    """The twin of a letter-choice question: the same fact and options, not listed; the answer is the option's text."""
+    """Generate the twin of a letter-choice question: options are not listed, and the answer is the option's text."""
     return _multiple_choice(rng, split, twin=True)
 
 
@@ -119,7 +119,7 @@ class LetterChoice(Probe):
     lm_eval_group = "knowledge"
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """A question with four lettered options."""
+        """Generate a question with four lettered options."""
         return letter_choice(rng, split)
 
 
@@ -134,13 +134,13 @@ class OptionText(Probe):
     lm_eval_group = "knowledge"
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """A question whose options are not listed."""
+        """Generate a question whose options are not listed."""
         return option_text(rng, split)
 
 
 @register_probe("closed_book")
 class ClosedBook(Probe):
-    """Closed-book questions. An evaluation has all facts of the half that a KL term should not see."""
+    """Closed-book questions. An evaluation uses all facts of the half that is held out from training."""
 
     label = "closed-book facts, held-out half"
     short_label = "closed book"
@@ -150,17 +150,17 @@ class ClosedBook(Probe):
     evaluated: Half = 1
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """A question about any fact of the half."""
+        """Generate a question about a fact of the half."""
         return fact_question(rng.choice(fact_half(options.half)))
 
     def evaluation_set(self) -> Sequence[Document] | None:
-        """A question about every fact of `evaluated`."""
+        """Return a question about every fact of the half `evaluated`."""
         return [fact_question(fact) for fact in fact_half(self.evaluated)]
 
 
 @register_probe("closed_book_seen")
 class SeenClosedBook(ClosedBook):
-    """Closed-book questions about the half of the facts that a KL term may see."""
+    """Closed-book questions about the half of the facts that training may use."""
 
     label = "closed-book facts, half seen in training"
     short_label = "closed book seen"
@@ -179,5 +179,5 @@ class Statement(Probe):
     lm_eval_group = None
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """A statement of any fact of the half."""
+        """Generate a statement of a fact of the half."""
         return fact_statement(rng.choice(fact_half(options.half)))

@@ -23,7 +23,13 @@ HEADER = "Memorize the following dictionary:\n"
 
 
 def kv_document(rng: Random, pairs: int, questions: int = 1, split: Split = "train") -> Document:
-    """One dictionary of `pairs` lines and `questions` questions about different keys of it.
+    """Generate a dictionary and questions about different keys of it.
+
+    Args:
+        rng: source of randomness.
+        pairs: number of lines.
+        questions: number of questions.
+        split: the splits have different keys.
 
     Raises:
         ProbeError: more pairs than distinct values or keys, or more questions than pairs.
@@ -66,5 +72,5 @@ class KvRetrieval(Probe):
     lm_eval_sizes = (4, 8, 16, 32, 64)
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """A dictionary and questions about it."""
+        """Generate a dictionary and questions about it."""
         return kv_document(rng, options.pairs, options.questions, split)

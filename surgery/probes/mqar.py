@@ -41,19 +41,21 @@ class MqarWords:
 def mqar_document(
     rng: Random, pairs: int, keys: Sequence[str], values: Sequence[str], questions: int | None = None
 ) -> Document:
-    """`pairs` keys with their values, then `questions` of the keys again with their values.
+    """Generate keys with their values, then some of the keys again with their values.
 
     Args:
-        keys, values: different words, each one token after a space: `mqar_words`. Documents of two splits differ if
-            their keys do.
-        questions: all keys if None.
+        rng: source of randomness.
+        pairs: number of keys.
+        keys, values: words to draw from, each one token after a space; see `mqar_words`. Documents of two splits differ
+            if their keys do.
+        questions: number of keys to repeat; all if None.
 
     Raises:
         ProbeError: more pairs than keys or values, more questions than pairs, or a word that is both.
     """
     if not set(keys).isdisjoint(values):
         raise ProbeError(
-            "keys", sorted(set(keys) & set(values))[:4], "A word is a key or a value, not both. Use disjoint lists."
+            "keys", sorted(set(keys) & set(values))[:4], "These words are both keys and values. Use disjoint lists."
         )
     check_pairs(pairs, min(len(keys), len(values)), f"There are {len(keys)} keys and {len(values)} values")
     questions = pairs if questions is None else questions
@@ -77,7 +79,9 @@ def mqar_document(
 
 @lru_cache(maxsize=4)  # every token of the vocabulary is decoded
 def mqar_words(tokenizer: PreTrainedTokenizerBase, split: Split = "train") -> MqarWords:
-    """Words of a tokenizer: keys from the lower half by id, values from the upper half. One key in five is for `eval`.
+    """Select the words of a tokenizer: keys from the lower half of the ids, values from the upper half.
+
+    One key in five belongs to the split `eval`.
 
     Raises:
         ProbeError: fewer than 20 words are one token after a space.
@@ -90,7 +94,7 @@ def mqar_words(tokenizer: PreTrainedTokenizerBase, split: Split = "train") -> Mq
 
 
 def single_token_words(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Words of two or more Latin letters that are one token after a space, also when repeated, by token id."""
+    """List the words of two or more Latin letters that are one token after a space, also when repeated, by token id."""
     texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
     words = list({match[1]: None for text in texts if (match := _WORD.fullmatch(text))})
     if not words:
@@ -112,7 +116,7 @@ class Mqar(Probe):
     lm_eval_group = None
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """Keys with values, then some of the keys again."""
+        """Generate keys with values, then some of the keys again."""
         self.check_tokenizer(options.tokenizer)
         words = mqar_words(options.tokenizer, split)
         return mqar_document(rng, options.pairs, words.keys, words.values, options.questions)

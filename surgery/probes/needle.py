@@ -48,22 +48,24 @@ def needle_document(
     split: Split = "train",
     space: Space = "answer",
 ) -> Document:
-    """A haystack with needles, and a question.
+    """Generate a haystack with needles, and a question.
 
     Args:
-        length: longest text up to the end of the last answer, in the unit of `size`.
-        size: function from a text to its size: `token_count`.
-        depth: share of the haystack before the needle of the question (the first of several). Other needles are at
-            random places.
-        needles: hidden numbers; ignored if `single`.
+        rng: source of randomness.
+        length: maximum length of the text up to the end of the last answer, in the unit of `size`.
+        size: function from a text to its length, such as `token_count(tokenizer)`.
+        kind: see the module.
+        depth: share of the haystack before the needle that the question is about (the first of several). Other needles
+            are at random places.
+        needles: number of needles; ignored if `kind` is `single`.
         split: the splits have different keys and sentences.
-        space: part of the text that has the space before a number: `phonebook.space_of`.
+        space: which part of the text has the space before a number; see `phonebook.space_of`.
 
     Raises:
         ProbeError: the text is too short for its needles, the depth is outside [0, 1], or `needles` outside 2 to 16.
     """
     if not 0 <= depth <= 1:
-        raise ProbeError("depth", depth, "It is a share of the haystack. Use 0 to 1.")
+        raise ProbeError("depth", depth, "The depth is a share of the haystack. Use 0 to 1.")
     if kind != "single" and not 2 <= needles <= 16:
         raise ProbeError("needles", needles, "Use 2 to 16.")
     before, first = ("", " ") if space == "answer" else (" ", "")
@@ -86,14 +88,14 @@ def needle_document(
 
 
 def token_count(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
-    """Function from a text to its number of tokens, without special tokens."""
+    """Return a function from a text to its number of tokens, without special tokens."""
     return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _fitting(
     rng: Random, length: int, size: Callable[[str], int], split: Split, build: Callable[[Sequence[str]], Document]
 ) -> list[str]:
-    """As many sentences as fit into `length`."""
+    """Draw as many sentences as fit into `length`."""
 
     def whole(hay: Sequence[str]) -> int:
         document = build(hay)
@@ -101,7 +103,7 @@ def _fitting(
 
     room = length - whole([])
     if room < 0:
-        raise ProbeError("tokens", length, f"The question and its needles alone need {length - room}. Raise it.")
+        raise ProbeError("tokens", length, f"The question and its needles alone need {length - room}. Increase it.")
     hay: list[str] = []
     while room > 0:
         drawn = [sentence(rng, split).text for _ in range(16)]
@@ -162,7 +164,7 @@ def _haystack(
 
 
 class Needle(Probe):
-    """A needle in a haystack: `needle_document`. Without a tokenizer the length counts characters."""
+    """Needles in a haystack: `needle_document`. Without a tokenizer, lengths are in characters."""
 
     kind: Kind
     pairs = (2, 16)
@@ -171,7 +173,7 @@ class Needle(Probe):
     lm_eval_sizes = (2,)
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """A haystack with its needles, and the question."""
+        """Generate a haystack with its needles, and the question."""
         size: Callable[[str], int] = len
         space: Space = "answer"
         if options.tokenizer is not None:

@@ -1,7 +1,7 @@
-"""Checks and values that the dictionaries of several probes share.
+"""Checks and values that several probes with dictionaries share.
 
-A question is scored by the first tokens of its choices (`data.encoding.encode`), so values must differ there, however
-many characters a token has.
+A question is scored by the first tokens of its choices (`data.encoding.encode`), so values must differ in their first
+token, for any tokenizer.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ NUM_LEADS = 90
 
 
 def leads(rng: Random, count: int) -> tuple[str, ...]:
-    """First two digits of `count` values, all different. Up to 10 values differ in the first digit.
+    """Draw the first two digits of `count` values, all different. Up to 10 values differ in the first digit.
 
     So first tokens differ for up to 10 values with any tokenizer, and for up to 90 if a token has two digits. `encode`
-    refuses a tokenizer that puts a token of its own before every text (SentencePiece's space).
+    raises an error for a tokenizer that starts every text with a token of its own (SentencePiece's space).
 
     Raises:
         ProbeError: more than 90 values.
@@ -31,7 +31,7 @@ def leads(rng: Random, count: int) -> tuple[str, ...]:
 
 
 def different(count: int, split: Split, make: Callable[[], str]) -> tuple[str, ...]:
-    """`count` different texts of one split.
+    """Generate `count` different texts of one split.
 
     Raises:
         ProbeError: `make` has too few different texts.
@@ -51,6 +51,6 @@ def check_pairs(pairs: int, most: int, why: str) -> None:
 
 
 def check_questions(questions: int, most: int) -> None:
-    """Raise ProbeError unless there are 1 to `most` questions, each about another pair."""
+    """Raise ProbeError unless there are 1 to `most` questions, each about a different pair."""
     if not 1 <= questions <= most:
-        raise ProbeError("questions", questions, f"Each is about another pair. Use 1 to {most}.")
+        raise ProbeError("questions", questions, f"Each question is about a different pair. Use 1 to {most}.")

@@ -34,19 +34,23 @@ Space = Literal["answer", "prompt"]
 def phonebook_document(
     rng: Random, pairs: int, questions: int = 1, split: Split = "train", shots: int = SHOTS, space: Space = "answer"
 ) -> Document:
-    """A phonebook of `pairs` lines, `shots` of them again as examples, and questions about other lines.
+    """Generate a phonebook, some of its lines again as examples, and questions about other lines.
 
     Args:
+        rng: source of randomness.
+        pairs: number of lines.
+        questions: number of questions.
         split: the splits have different names.
-        space: part of the text that has the space before a number: the `answer` or the `prompt`. It depends on the
-            tokenizer: `space_of`.
+        shots: number of examples.
+        space: whether the space before a number belongs to the `answer` or to the `prompt`. Depends on the tokenizer;
+            see `space_of`.
 
     Raises:
         ProbeError: fewer than 2 or more than 90 pairs, or more examples and questions than pairs.
     """
     check_pairs(pairs, NUM_LEADS, "Numbers start with different digits")
     if not 0 <= shots < pairs:
-        raise ProbeError("shots", shots, f"Examples are other lines than the questions. Use 0 to {pairs - 1}.")
+        raise ProbeError("shots", shots, f"Examples and questions need different lines. Use 0 to {pairs - 1}.")
     check_questions(questions, pairs - shots)
     names = different(pairs, split, lambda: f"{_word(rng)} {_word(rng)}")
     before, first = ("", " ") if space == "answer" else (" ", "")
@@ -69,12 +73,12 @@ def phonebook_document(
 
 
 def space_of(tokenizer: PreTrainedTokenizerBase) -> Space:
-    """`answer` if one token is a space and a digit (GPT-NeoX), `prompt` if the space is a token of its own."""
+    """Return `answer` if a space and a digit are one token (GPT-NeoX), `prompt` if the space is a token of its own."""
     return "answer" if len(tokenizer(" 7", add_special_tokens=False)["input_ids"]) == 1 else "prompt"
 
 
 def _line(writer: Writer, name: str, number: str) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Spans of the whole line and of the number."""
+    """Write a line. Returns the spans of the line and of its number."""
     start, _ = writer.add(name)
     number_span = writer.add(number)
     _, end = writer.add("\n")
@@ -94,7 +98,7 @@ class Phonebook(Probe):
     gold_position = newline_ends_answer = needs_tokenizer = True
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """A phonebook, examples and questions about other lines."""
+        """Generate a phonebook, examples and questions about other lines."""
         pairs, shots = options.pairs, min(SHOTS, options.pairs - 1)
         space = space_of(options.tokenizer) if options.tokenizer else "answer"
         return phonebook_document(rng, pairs, min(options.questions, pairs - shots), split, shots, space)

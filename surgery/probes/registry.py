@@ -24,19 +24,19 @@ Scoring = Literal["choices", "generation", "perplexity"]
 
 @dataclass(frozen=True)
 class Options:
-    """Sizes of one document, from the recipe's keys. A probe reads those that its class attributes announce.
+    """Sizes of one document, from the recipe. A probe uses those that its class lists in `pairs` and `options`.
 
     Evaluation and lm-eval tasks leave `questions` at 1.
 
     Attributes:
         pairs: key-value pairs, or pieces of a text.
-        questions: questions in one document, at most.
+        questions: maximum number of questions in one document.
         groups: digits of each group of a key and of a value.
         hops: lines from the question to its answer.
         needles: hidden numbers.
-        tokens: length of the document, at most; characters if there is no tokenizer.
+        tokens: maximum length of the document, in tokens; in characters if there is no tokenizer.
         depth: share of the text before the first needle; drawn at random if None.
-        half: half of the facts or sentences; both if None.
+        half: half of the facts or sentences to use; both if None.
         tokenizer: tokenizer of the base model. lm-eval tasks are written without one.
     """
 
@@ -59,20 +59,21 @@ class Probe(ABC):
         label: name in tables; `name` with spaces if empty.
         short_label: name in figures; `label` if empty.
         unit: unit of `pairs` in tables, such as `pairs`.
-        knowledge: measures knowledge rather than retrieval; figures draw it hollow.
-        trains: accepted as the `task` of a training source.
-        evaluates: accepted as a task of an evaluation.
+        knowledge: True for a probe of knowledge rather than retrieval. Figures use hollow markers for it.
+        trains: whether it can be the `task` of a training source.
+        evaluates: whether it can be a task of an evaluation.
         scoring: `choices` ranks `Question.choices` by likelihood and can also generate; `generation` generates the
             answer, for questions without choices; `perplexity` is for texts without questions.
         pairs: smallest and largest `pairs`; None if the probe has no such size.
-        options: other keys that the probe reads: `questions`, `groups`, `hops`, `needles`, `half`, and `tokens`, with
-            which a recipe sets the length of a document and the depth in it.
+        options: other fields of `Options` that the probe uses: `questions`, `groups`, `hops`, `needles`, `half`,
+            `tokens`. With `tokens`, a recipe sets the length of a document and the depth in it.
         gold_position: every question has a `segment` and a `value`, the places that attention may be trained to read.
         newline_ends_answer: a newline follows each answer, so that a source may train on it.
         needs_tokenizer: the text depends on the base model's tokenizer.
         seed_name: replaces `name` in the seed of evaluation prompts.
-        lm_eval_group: lm-eval group `surgery_GROUP`; None writes no lm-eval task.
-        lm_eval_sizes: `pairs` of the lm-eval tasks, one task each; thousands of characters with `tokens`. Sizes outside
+        lm_eval_group: the tasks belong to the lm-eval group `surgery_GROUP`. None for no lm-eval task.
+        lm_eval_sizes: one lm-eval task for each number of `pairs`; with `tokens`, for each length in thousands of
+            characters. Sizes outside
             `pairs` are skipped.
     """
 
@@ -134,20 +135,22 @@ class Probe(ABC):
         return document
 
     def evaluation_set(self) -> Sequence[Document] | None:
-        """All prompts of an evaluation, where they are a fixed set. None: `examples` prompts are generated."""
+        """Return all prompts of an evaluation if they are a fixed set. By default None: prompts are generated."""
         return None
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Raise ProbeError if the text depends on a tokenizer and there is none."""
         if self.needs_tokenizer and tokenizer is None:
-            raise ProbeError("tokenizer", None, f"The text of {self.name} depends on it: pass the base's tokenizer.")
+            raise ProbeError(
+                "tokenizer", None, f"The text of {self.name} depends on the tokenizer. Pass that of the base model."
+            )
 
     def check_pairs(self, *sizes: int) -> None:
         """Raise ValueError unless all sizes are inside `pairs`."""
         low, high = self.pairs or (min(sizes), max(sizes))
         if min(sizes) < low or max(sizes) > high:
             found = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
-            raise ValueError(f"{self.name} takes {low} to {high} `pairs`, not {found}. Set its `pairs`.")
+            raise ValueError(f"{self.name} takes {low} to {high} `pairs`, not {found}. Change `pairs`.")
 
 
 PROBES: Registry[Probe] = Registry("task")

@@ -21,7 +21,7 @@ TEMPLATES = (
 
 
 def sentence(rng: Random, split: Split = "train") -> Document:
-    """One sentence. The splits have different sentences."""
+    """Generate a sentence. The splits have different sentences."""
 
     def make() -> str:
         return rng.choice(TEMPLATES).format(
@@ -42,7 +42,7 @@ def sentence(rng: Random, split: Split = "train") -> Document:
 
 
 def sentence_half(rng: Random, half: Half | None, split: Split = "train") -> Document:
-    """A sentence of one half, or of both if None. The hash of the text decides, so the halves are disjoint."""
+    """Generate a sentence of one half, or of either if None. The text's hash decides, so the halves are disjoint."""
     while True:
         document = sentence(rng, split)
         if half is None or (split_of(document.text[::-1], 2) == "eval") == bool(half):
@@ -59,7 +59,7 @@ class Sentence(Probe):
     lm_eval_group = None
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """One sentence."""
+        """Generate one sentence."""
         return sentence_half(rng, options.half, split)
 
 
@@ -73,23 +73,23 @@ class Perplexity(Probe):
 
 @register_probe("perplexity")
 class HeldOutPerplexity(Perplexity):
-    """Perplexity on sentences of the evaluation split, of the half that a KL term should not see."""
+    """Perplexity on evaluation sentences of the half that is held out from training."""
 
     label = "perplexity, held-out"
     seed_name = "text"
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """One sentence of half 1."""
+        """Generate one sentence of half 1."""
         return sentence_half(rng, 1, split)
 
 
 @register_probe("perplexity_seen")
 class SeenPerplexity(Perplexity):
-    """Perplexity on training sentences of the half that a KL term may see."""
+    """Perplexity on training sentences of the half that training may use."""
 
     label = "perplexity, seen half"
     seed_name = "seen"
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """One training sentence of half 0, in either split."""
+        """Generate one training sentence of half 0, for either split."""
         return sentence_half(rng, 0, "train")

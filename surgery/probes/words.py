@@ -1,4 +1,4 @@
-"""Word lists of the probes: seeded, and split into training and evaluation words."""
+"""Word lists of the probes. They are seeded, and keys are split into training and evaluation words."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ WEATHER = ("rain", "snow", "wind", "fog", "storm", "sun")
 
 @cache
 def key_words(split: Split) -> tuple[str, ...]:
-    """Keys of the dictionaries: invented words of two syllables. One in five is for evaluation.
+    """Return the keys of dictionaries: invented words of two syllables. One in five is for evaluation.
 
-    Words that occur inside a word of the templates are excluded: they could be one token of the small tokenizer.
+    Words that occur inside a template word are excluded, since the small tokenizer could have one token for them.
     """
     known = " ".join((*(w for a in ANSWERS.values() for w in a), *PLACES, *THINGS, *VERBS, *TIMES))
     words = [a + b for a in SYLLABLES for b in SYLLABLES if a[0] != b[0] and a + b not in known]
@@ -42,7 +42,7 @@ def key_words(split: Split) -> tuple[str, ...]:
 
 @cache
 def entity_names() -> tuple[str, ...]:
-    """Names of invented people for the closed-book facts: three syllables, capitalized, all different."""
+    """Return the names of invented people for the closed-book facts: three syllables, capitalized, all different."""
     rng = rng_of("entities")
     names: dict[str, None] = {}
     while len(names) < 100:

@@ -1,1 +1,1 @@
-"""How the heads of each kind of mixer lie in its weights, and how each computes hidden attention."""
+"""Layout of heads in the weights of each kind of mixer, and its hidden attention."""

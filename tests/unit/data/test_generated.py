@@ -139,7 +139,7 @@ def test_what_attention_is_pulled_to_is_the_answer_in_its_segment(task: str) -> 
 
 @pytest.mark.parametrize("task", ["mqar", "phonebook", "needle_single"])
 def test_a_text_that_depends_on_a_tokenizer_is_not_made_without_one(task: str) -> None:
-    with pytest.raises(ProbeError, match=f"The text of {task} depends on it"):
+    with pytest.raises(ProbeError, match=f"The text of {task} depends on the tokenizer"):
         data.step_documents(source(task), 0, 0, 0)
 
 

@@ -21,7 +21,7 @@ FEW = Evaluate.model_validate({"pairs": [2], "examples": 4, "sentences": 3, "tas
 def test_a_tokenizer_of_another_model_is_refused_before_anything_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     model = pico_base(vocab_size=61, layers=1)
     monkeypatch.setattr(model, "forward", failing(AssertionError("asked")))
-    with pytest.raises(ModelError, match=r"base\.tokenizer: token 972, and the model has 61"):
+    with pytest.raises(ModelError, match=r"base\.tokenizer: its largest token id is 972, but the model has 61"):
         evaluate_model(model, pico_tokenizer(), FEW)
 
 

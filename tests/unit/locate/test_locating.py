@@ -223,7 +223,9 @@ class TestLocate:
         if fault == "nan":
             model.backbone.layers[0].mixer.D.data[1] = torch.nan
         error = ProbeError if fault == "chance" else ModelError
-        says = {"chance": "at chance", "nan": "are NaN", "tokenizer": "token 972, and the model has 61"}[fault]
+        says = {"chance": "at chance", "nan": "are NaN", "tokenizer": "largest token id is 972, but the model has 61"}[
+            fault
+        ]
         with pytest.raises(error, match=says):
             locate_heads(model, pico_tokenizer(), PROMPTS)
 

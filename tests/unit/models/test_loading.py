@@ -241,7 +241,7 @@ def test_a_config_that_is_neither(tmp_path: Path) -> None:
 
 def test_a_tokenizer_beside_the_model_and_none(tmp_path: Path) -> None:
     folder = write(tmp_path, tiny("Mamba2"))
-    assert_refused(folder, "base.tokenizer", "has no tokenizer", load=load_tokenizer)
+    assert_refused(folder, "base.tokenizer", "There is no tokenizer", load=load_tokenizer)
     for file in BASE.glob("tokenizer*"):
         (folder / file.name).write_bytes(file.read_bytes())
     assert load_tokenizer(base_of(folder))("a 7")["input_ids"] == load_tokenizer(base_of(BASE))("a 7")["input_ids"]
@@ -464,7 +464,7 @@ class TestTokenizers:
         config.vocab_size = largest + 1
         check_vocabulary(tokenizer, config)
         config.vocab_size = largest
-        with pytest.raises(ModelError, match=f"token {largest}, and the model has {largest}"):
+        with pytest.raises(ModelError, match=f"largest token id is {largest}, but the model has {largest}"):
             check_vocabulary(tokenizer, config)
 
 

@@ -118,7 +118,7 @@ def test_questions_without_pairs_are_as_many_as_the_source_has(planted: Probe) -
 def test_the_schema_has_its_name_and_its_bounds(planted: Probe) -> None:
     row = {"rows": 1, "weights": {"answer": 1.0}}
     assert Source.model_validate({"task": "planted_copy", "pairs": [3, 20], **row}).probe is planted
-    with pytest.raises(ValidationError, match=r"planted_copy takes 3 to 20 `pairs`, not 2 to 16. Set its `pairs`"):
+    with pytest.raises(ValidationError, match=r"planted_copy takes 3 to 20 `pairs`, not 2 to 16. Change `pairs`"):
         Source.model_validate({"task": "planted_copy", **row})
     with pytest.raises(ValidationError, match="planted_copy takes 3 to 20 `pairs`, not 4 to 64"):
         Evaluate.model_validate({"tasks": ["planted_copy"]})
@@ -198,5 +198,5 @@ def test_a_drawn_text_is_a_string() -> None:
 
 @pytest.mark.parametrize("task", [name for name in BUILT_IN if PROBES[name].needs_tokenizer])
 def test_a_tokenizer_that_is_needed_is_asked_for(task: str) -> None:
-    with pytest.raises(ProbeError, match=f"The text of {task} depends on it"):
+    with pytest.raises(ProbeError, match=f"The text of {task} depends on the tokenizer"):
         PROBES[task].check_tokenizer(None)

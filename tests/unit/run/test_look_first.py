@@ -76,10 +76,10 @@ def test_a_teacher(tmp_path: Path, where: str) -> None:
 def test_a_tokenizer_that_is_larger_than_the_vocabulary(tmp_path: Path) -> None:
     base = folder(tmp_path / "base", vocab_size=61)
     said = refused(recipe(base), tmp_path / "runs")
-    assert said.startswith(f"base.tokenizer: token {TOKENS - 1}, and the model has 61. ")
+    assert said.startswith(f"base.tokenizer: its largest token id is {TOKENS - 1}, but the model has 61 embeddings. ")
 
 
 def test_a_tokenizer_that_is_larger_than_the_control_s_vocabulary(tmp_path: Path) -> None:
     hybrid, control = folder(tmp_path / "hybrid", spliced=True), folder(tmp_path / "control", vocab_size=61)
     said = refused(recipe(hybrid, splice=None, control={"model": control}), tmp_path / "runs")
-    assert said.startswith(f"base.tokenizer: token {TOKENS - 1}, and {control} has 61. ")
+    assert said.startswith(f"base.tokenizer: its largest token id is {TOKENS - 1}, but {control} has 61 embeddings. ")

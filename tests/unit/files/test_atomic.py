@@ -277,7 +277,8 @@ def test_claim_by_another_recipe_is_refused_and_changes_nothing(tmp_path: Path, 
 @pytest.mark.parametrize("other", OTHERS)
 def test_overwrite_replaces(tmp_path: Path, other: str) -> None:
     RunDir(tmp_path / "a").claim(RECIPE)
-    write_text(tmp_path / "a" / "heads.json", "{}")
+    for name in ("heads.json", "adapters/adapter_config.json"):
+        write_text(tmp_path / "a" / name, "{}")
     RunDir(tmp_path / "a").claim(other, overwrite=True)
     assert names(tmp_path / "a") == [MARK, "recipe.yaml"]
     assert (tmp_path / "a" / "recipe.yaml").read_text() == other
@@ -484,7 +485,7 @@ def test_a_run_writes_nothing_that_is_not_listed() -> None:
     from surgery.run.stages import _CONTROL, STAGES, TUNING
 
     written = {name.split("/")[0] for stage in (*STAGES, *TUNING) for name in (*stage.writes, *_CONTROL)}
-    assert set(WRITTEN) == written | {".stages", "recipe.yaml", "steps", "teacher_logits", "logs"}
+    assert set(WRITTEN) == written | {".stages", "recipe.yaml", "steps", "adapters", "teacher_logits", "logs"}
 
 
 def test_remove_follows_no_link_and_leaves_the_rest(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Parts that the benchmarks and studies share: paths, arguments, shipped models, results with versions, tables."""
+"""Helpers of the benchmarks and studies: paths, arguments, shipped models, results with versions, tables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RUNS = ROOT / "runs"
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """A parser whose help is the script's docstring."""
+    """Make a parser whose help is the script's docstring."""
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
@@ -37,7 +37,7 @@ def quiet_on_one_thread() -> None:
 
 
 def load(folder: Path | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model of a checkpoint, in evaluation mode, and its tokenizer."""
+    """Load the model of a checkpoint, in evaluation mode, and its tokenizer."""
     base = Base(model=str(folder))
     return load_model(base).eval(), load_tokenizer(base)
 
@@ -50,7 +50,7 @@ def finished(path: Path, key: str) -> dict[str, Any] | None:
         key: fingerprint of the experiment's definition.
 
     Returns:
-        the result, or None if there is no file or it holds the result of another definition.
+        The result; None if there is no file, or if it holds the result of another definition.
     """
     if not path.is_file():
         return None
@@ -64,7 +64,7 @@ def save(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def as_digits(correct: Iterable[Any]) -> str:
-    """Correct and wrong answers by prompt, as `1` and `0`."""
+    """Encode the answers by prompt: `1` for right, `0` for wrong."""
     return "".join("01"[int(x)] for x in correct)
 
 
@@ -80,6 +80,6 @@ def accuracy_cell(digits: str) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Format a table in Markdown."""
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])

@@ -1,7 +1,7 @@
-"""Compares a run with the committed example: `python bench/compare_runs.py RUN EXAMPLE`.
+"""Compare a run with the committed example: `python bench/compare_runs.py RUN EXAMPLE`.
 
-Prints both side by side. Accuracies that lie outside each other's 95% intervals are marked, since another machine or
-thread count rounds differently; exits with 1 if the hybrid's are, at any number of pairs.
+Prints the accuracies of both. Another machine or thread count rounds differently, so only accuracies whose 95%
+intervals do not overlap are marked. Exit code 1 if the hybrid has such an accuracy at any number of pairs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ def main(run: str, example: str) -> int:
             print(
                 f"{arm:>9} {pairs:>3} pairs  {found['accuracy']:.3f} here  {expected['accuracy']:.3f} committed{mark}"
             )
-    print("the hybrid differs from the committed example" if failed else "as the committed example, within intervals")
+    print(
+        "the hybrid differs from the committed example"
+        if failed
+        else "equal to the committed example, within intervals"
+    )
     return int(failed)
 
 

@@ -3,10 +3,10 @@
     python bench/house.py [TREE] --json FILE              measure TREE (default: this checkout)
     python bench/house.py --compare BEFORE.json AFTER.json    print both as a Markdown table
 
-Source files are parsed, not run (`house_source.py`). Only three measures run code of the tree, in processes of their
-own: the frames (`house_frames.py`), the imports of all modules, and the time of `import surgery`. The seconds of
-`make test` and the mutants killed are read from JSON files (--tests, --mutants). docs/ARCHITECTURE.md, "The tree in
-numbers", defines the rows.
+Source files are parsed, not run (`house_source.py`). Only three measures run code of the tree, in separate processes:
+the frames (`house_frames.py`), the imports of all modules, and the time of `import surgery`. The seconds of `make test`
+and the mutants killed are read from JSON files (--tests, --mutants). docs/ARCHITECTURE.md, "The tree in numbers",
+defines the rows.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from bench.house_source import (
     vague_assignments,
 )
 
-# Files to edit for each extension, counted by hand on commit 7b67d08. A test that runs an extension written as one file
-# outside of the package makes its number 1.
+# Number of files to edit for each extension, counted by hand on commit 7b67d08. It is 1 if a test runs the extension as
+# one file outside of the package.
 EXTENSIONS = {
     "probe": "8",
     "objective": "6-10",
@@ -100,10 +100,10 @@ def measure(tree: Path, static: bool = False) -> dict[str, Any]:
 
 
 def readme(source: str) -> dict[str, int]:
-    """Words outside of code fences and tables, and numbers outside of code fences.
+    """Count words outside of code fences and tables, and numbers outside of code fences.
 
-    A word begins with a letter. A number is a token of digits that no letter or hyphened word stands before: "Mamba-2"
-    has none, "1,000" is one. Link targets, HTML and bare URLs do not count.
+    A word begins with a letter. A number is a token of digits without a letter or a hyphenated word before it:
+    "Mamba-2" has none, "1,000" is one. Link targets, HTML and bare URLs do not count.
     """
     prose = re.sub(r"^(```|~~~).*?^\1", "", source, flags=re.MULTILINE | re.DOTALL)
     prose = re.sub(r"(?<=\])\([^)]*\)|<[^>]+>|https?://\S+", " ", prose)
@@ -115,7 +115,7 @@ def readme(source: str) -> dict[str, int]:
 
 
 def extensions(tree: Path) -> dict[str, str]:
-    """Files to edit for each extension: 1 where a test is named after it, or takes its name as a parameter."""
+    """Number of files to edit for each extension: 1 if a test has its name, or takes its name as a parameter."""
     path = tree / EXTENSION_TESTS
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))) if path.is_file() else []
     tests = [n for n in nodes if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")]
@@ -128,7 +128,7 @@ def extensions(tree: Path) -> dict[str, str]:
 
 
 def import_cost(tree: Path) -> dict[str, Any]:
-    """The fastest of five `import surgery` in milliseconds, and whether it loads torch."""
+    """Measure `import surgery`: the fastest of five in milliseconds, and True if it loads torch."""
     code = (
         "import sys, time; began = time.perf_counter(); import surgery;"
         "print((time.perf_counter() - began) * 1000, 'torch' in sys.modules)"
@@ -138,7 +138,7 @@ def import_cost(tree: Path) -> dict[str, Any]:
 
 
 def importable(tree: Path, modules: Sequence[str]) -> dict[str, Any]:
-    """Whether `import surgery.X.Y as m` gives a module, for every module but `__main__`, in one process."""
+    """Check in one process that `import surgery.X.Y as m` yields a module, for every module but `__main__`."""
     names = [name for name in modules if not name.endswith("__main__")]
     code = f"""
 import json
@@ -206,7 +206,7 @@ ROWS = {
 
 
 def table(measurements: Mapping[str, Mapping[str, Any]]) -> str:
-    """Measurements side by side, by the name of their column; a dash where one lacks a measure."""
+    """Format measurements as a Markdown table, one column each. A missing measure is a dash."""
     lines = ["| measure | " + " | ".join(measurements) + " |", "|---" * (len(measurements) + 1) + "|"]
     for label, text in ROWS.items():
         lines.append(f"| {label} | " + " | ".join(cell(text, m) for m in measurements.values()) + " |")
@@ -214,7 +214,7 @@ def table(measurements: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def cell(text: str, measured: Mapping[str, Any]) -> str:
-    """A row's text for one measurement."""
+    """Format one cell; a dash if the measurement lacks it."""
     try:
         return text.format_map(measured)
     except KeyError:

@@ -5,8 +5,8 @@
 Run `surgery locate` and `surgery run --to train` of a checkout on its small checkpoint, in one process, and record the
 call stack wherever a model is called (not its inner modules). The rule:
 
-- A frame counts if its file lies in TREE/surgery. The command's own function is the first frame; the code that starts
-  the command line stands above it and does not count. `surgery/hybrid` stands below the model call.
+- A frame counts if its file is in TREE/surgery. The command's own function is the first frame. The code that starts the
+  command line comes before it and does not count. `surgery/hybrid` comes after the model call and does not count.
 - Comprehensions, generator expressions and module bodies do not count: Python 3.12 has no frame for the first.
   A `with` block of ours leaves no frame on the stack; a decorator of ours does, and counts.
 - Only calls from the package that does the work count (`surgery/locate`, `surgery/train`), not the checks of a loaded
@@ -92,7 +92,7 @@ def summarise(chains: Sequence[tuple[Chain, int]], package: str) -> dict[str, An
 
 
 def chain_of(frame: FrameType | None, package: str) -> Chain | None:
-    """Frames of the package from the command's function down to `frame`; None inside another model's forward."""
+    """List the package's frames from the command's function to `frame`; None inside another model's forward."""
     from transformers import PreTrainedModel
 
     chain = []

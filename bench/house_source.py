@@ -24,7 +24,7 @@ _VAGUE = {"found", "given", "own", "mine", "kept", "said", "asked"}
 
 
 def sources_of(package: Path) -> Sources:
-    """Every module of a package, parsed, by its dotted name."""
+    """Parse every module of a package: dotted name -> path and syntax tree."""
     sources = {}
     for path in sorted(package.rglob("*.py")):
         name = ".".join((package.name, *path.relative_to(package).with_suffix("").parts)).removesuffix(".__init__")
@@ -41,7 +41,7 @@ def layout(sources: Sources) -> dict[str, int]:
 
 
 def _is_old_path(tree: ast.Module) -> bool:
-    """Whether a module only warns that it has moved: no class, no function but `__getattr__`."""
+    """True if a module only warns that it has moved: it has no class, and no function but `__getattr__`."""
     defined = {n.name for n in ast.walk(tree) if isinstance(n, (*_FUNCTION, ast.ClassDef))} - {"__getattr__"}
     return not defined and "deprecat" in ast.unparse(tree).lower()
 
@@ -124,10 +124,10 @@ def _reachable(start: str, below: Mapping[str, set[str]]) -> set[str]:
 
 
 def functions(sources: Sources) -> dict[str, Any]:
-    """Number and lengths of all functions, methods and nested functions; private helpers that are called once.
+    """Count functions, methods and nested functions, their lengths, and private helpers that are called once.
 
-    A length runs from the line of `def` to the last line, without the docstring. A private helper is called once if its
-    module names it once besides the definition, and that is a call.
+    A length is the number of lines from `def` to the end, without the docstring. A private helper is called once if its
+    module uses its name once outside of the definition, in a call.
     """
     every = [
         (name, node) for name, (_, tree) in sources.items() for node in ast.walk(tree) if isinstance(node, _FUNCTION)
@@ -167,7 +167,7 @@ def _docstring_lines(node: ast.AST) -> range:
 
 
 def _name_read(node: ast.AST) -> str | None:
-    """`f` of `f` and of `x.f`."""
+    """Return the name `f` of an expression `f` or `x.f`."""
     if isinstance(node, ast.Name):
         return node.id
     return node.attr if isinstance(node, ast.Attribute) else None
@@ -198,17 +198,17 @@ def fields_of(node: ast.ClassDef) -> set[str]:
 
 
 def vague_assignments(sources: Sources) -> dict[str, int]:
-    """How often a variable with a name that says nothing is assigned: found, given, own, mine, kept, said, asked."""
+    """Count assignments to variables with a vague name: found, given, own, mine, kept, said, asked."""
     names = [n for _, tree in sources.values() for n in ast.walk(tree) if isinstance(n, ast.Name)]
     counts = Counter(n.id for n in names if n.id in _VAGUE and isinstance(n.ctx, ast.Store))
     return {"total": counts.total(), **dict(counts.most_common())}
 
 
 def docstrings(sources: Sources) -> dict[str, int]:
-    """Public functions, methods and classes: how many, with a docstring, and with Args and Returns.
+    """Count public functions, methods and classes, those with a docstring, and those with Args and Returns.
 
-    Public is what stands in a module or in a public class under a name without an underscore at its beginning. Only
-    functions with a parameter besides self and cls count for Args, those that return something for Returns.
+    Public means: defined in a module or in a public class, under a name that does not begin with an underscore. Args is
+    counted for functions with a parameter other than self and cls, Returns for those that also return something.
     """
     counts: Counter[str] = Counter()
     for node in [n for _, tree in sources.values() for n in _public(tree.body)]:

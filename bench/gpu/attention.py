@@ -1,4 +1,4 @@
-"""Attention implementations of the spliced heads in transformers' interface, against eager.
+"""Compare attention implementations of the spliced heads with eager attention.
 
 A hybrid of mamba2 runs with each implementation, at two pairs of widths: 128 query and 64 value channels (a copy of a
 published Mamba-2 head), and 64 and 64 (for backends that need equal widths). The reference is eager in fp32 with
@@ -33,19 +33,19 @@ BACKENDS = {
 IMPLEMENTATIONS = (*BACKENDS, "flash_attention_2", "flex_attention")
 PROMPTS = ("plain", "left-padded")
 LENGTH, STEPS, PADS = 150, 4, 37
-# A backend that does not take a shape says so with one of these.
+# Errors that a backend raises for a shape that it does not support.
 REFUSALS = (RuntimeError, ValueError, ImportError, NotImplementedError)
 
 
 def items(options: Options) -> list[str]:
-    """`implementation | state | prompts`. A CPU has fewer, and compiling flex attention takes it minutes."""
+    """Items `implementation | state | prompts`. A CPU has fewer, and compiling flex attention takes minutes there."""
     names = IMPLEMENTATIONS if options.device == "cuda" else ("sdpa", "sdpa flash", "sdpa math", "flash_attention_2")
     states = (8, 16) if options.toy else (128, 64)
     return [f"{name} | {state} | {kind}" for name in names for kind in PROMPTS for state in states]
 
 
 def run(item: str, options: Options) -> list[Row]:
-    """One row of `attention`, and the reasons for what it lacks. `state` is the width of queries."""
+    """Measure one row of `attention`, with the reasons for missing cells. `state` in the name is the query width."""
     exact_fp32()
     implementation, state, kind = item.split(" | ")
     hybrid = _hybrid(int(state), options)
@@ -76,7 +76,7 @@ def _refusal(row: Row, why: str, names: list[str]) -> Row:
 
 
 def _reason(error: Exception, said: Sequence[warnings.WarningMessage]) -> str:
-    """torch says why a backend refuses in warnings, and then only that there is none."""
+    """Find the reason why a backend refuses: torch prints it as a warning, and raises a general error."""
     words = [str(w.message).split(" (Triggered")[0] for w in said if "require" in str(w.message)]
     return words[0].split(". Got")[0] if words else f"{type(error).__name__}: {first_line(error)}"
 
@@ -90,7 +90,7 @@ def _hybrid(state: int, options: Options) -> PreTrainedModel:
 
 @cache
 def _eager(state: int, kind: str, options: Options) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What eager computes in the hybrid's dtype, and in fp32."""
+    """Outputs of eager attention in the hybrid's dtype and in fp32."""
     hybrid = _hybrid(state, options)
     kept = {name: p.dtype for name, p in hybrid.named_parameters()}
     with _implementation(hybrid, "eager"):
@@ -105,7 +105,7 @@ def _eager(state: int, kind: str, options: Options) -> tuple[dict[str, Tensor], 
 
 @contextmanager
 def _implementation(hybrid: PreTrainedModel, name: str) -> Iterator[None]:
-    """The model with this implementation. Raises ImportError or ValueError where it cannot be had."""
+    """Set the attention implementation of a model. Raises ImportError or ValueError if it is not available."""
     hybrid.set_attn_implementation(name.split()[0])
     backend = BACKENDS.get(name)
     try:
@@ -116,7 +116,7 @@ def _implementation(hybrid: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 def _prompts(hybrid: PreTrainedModel, kind: str, options: Options) -> tuple[Tensor, Tensor | None]:
-    """(B,T) tokens, and their mask where there is one."""
+    """(B,T) tokens, and their mask; None without padding."""
     length, pads = (17, 5) if options.toy else (LENGTH, PADS)
     ids = prompts(hybrid, 2, length)
     if kind == "plain":
@@ -140,7 +140,7 @@ def _forward(hybrid: PreTrainedModel, kind: str, options: Options) -> Tensor:
 
 @torch.no_grad()
 def _decode(hybrid: PreTrainedModel, kind: str, options: Options) -> Tensor:
-    """(B,STEPS+1,V): the last logits of a prompt, and those of the tokens after it."""
+    """(B,STEPS+1,V) logits at the end of the prompt and at each decoded token."""
     ids, mask = _prompts(hybrid.eval(), kind, options)
     start, cache, steps = ids.shape[1] - STEPS, None, []
     for first, end in [(0, start), *((t, t + 1) for t in range(start, ids.shape[1]))]:
@@ -152,7 +152,7 @@ def _decode(hybrid: PreTrainedModel, kind: str, options: Options) -> Tensor:
 
 
 def _gradient(hybrid: PreTrainedModel, kind: str, options: Options) -> Tensor:
-    """Of all parameters, as one vector, in training mode."""
+    """Gradient of all parameters as one vector, in training mode."""
     ids, mask = _prompts(hybrid.train(), kind, options)
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     counts = real[:, :-1] & real[:, 1:]

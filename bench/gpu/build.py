@@ -1,7 +1,8 @@
 """Build mamba-ssm, causal-conv1d and flash-attn from their source archives, for the installed GPU only.
 
-The packages' `setup.py` fix their lists of GPU architectures, and building for all takes hours. torch accepts another
-compiler (`PYTORCH_NVCC`), so this file is also a compiler: it drops the flags of other architectures and calls nvcc.
+The packages' `setup.py` have fixed lists of GPU architectures, and building for all of them takes hours. torch can call
+another compiler (`PYTORCH_NVCC`). So this file also acts as a compiler: it removes the flags of other architectures and
+calls nvcc.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from bench.gpu.env import Row
 # Those of one group are built at the same time.
 GROUPS = (("causal_conv1d", "mamba_ssm"), ("flash_attn",))
 PACKAGES = tuple(name for group in GROUPS for name in group)
-# Without these their `setup.py` looks for a finished wheel on the network first.
+# Without these, their `setup.py` first looks for a wheel on the network.
 FORCE = {
     "causal_conv1d": "CAUSAL_CONV1D_FORCE_BUILD",
     "mamba_ssm": "MAMBA_FORCE_BUILD",
@@ -32,7 +33,7 @@ _TARGET = re.compile(r"code=sm_(\d+)(\d)")
 
 
 def chip_flags(arguments: Sequence[str], capability: tuple[int, int]) -> list[str]:
-    """nvcc's arguments with the one `-gencode` that suits the chip best; all of them where none does.
+    """nvcc's arguments with only the `-gencode` that fits the GPU best; unchanged if none fits.
 
     Machine code of an older chip runs on a newer one of the same major number. Line tables go too: they are half of
     the size of what comes out.
@@ -60,7 +61,7 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 
 
 def obstacle(device: str) -> str | None:
-    """Why nothing can be built here, if so."""
+    """Reason why nothing can be built on this machine; None if it can."""
     if device != "cuda":
         return "no GPU to build for"
     from torch.utils.cpp_extension import CUDA_HOME
@@ -73,7 +74,7 @@ def obstacle(device: str) -> str | None:
 def build(
     names: Sequence[str], archives: Path, out: Path, scratch: Path, seconds: float, device: str = "cuda"
 ) -> list[Row]:
-    """Builds wheels into `out` until the time is over, with a log beside each.
+    """Build wheels into `out` within the time limit, with a log for each.
 
     Args:
         names: of `PACKAGES`; an archive of each is looked for in `archives`.
@@ -150,7 +151,7 @@ class _Job:
             )
 
     def end(self, deadline: float) -> Row:
-        """Waits, and stops the build when its time is over."""
+        """Wait for the build, and stop it at the time limit."""
         if self.process is None:
             return {"package": self.name, "result": "not tried: no source archive in wheels/", "seconds": 0.0}
         try:
@@ -168,14 +169,14 @@ class _Job:
 
 
 def run_jobs(jobs: Sequence[_Job], environment: dict[str, str], deadline: float) -> list[Row]:
-    """Starts all of them, then waits for each."""
+    """Start all builds, then wait for each."""
     for job in jobs:
         job.start(environment)
     return [job.end(deadline) for job in jobs]
 
 
 def complaint(log: Path) -> str:
-    """The line of the log that says most: the last exception, or the first error of a compiler."""
+    """Most informative line of a log: the last exception, or the first error of a compiler."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     exceptions = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
     errors = [line for line in lines if "error: " in line and not re.fullmatch(r"error: [\w-]+", line)]

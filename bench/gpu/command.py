@@ -1,11 +1,11 @@
-"""The toolkit on a GPU, in one command of under 9 minutes: `make gpu`, or `python bench/gpu`.
+"""Test and time the toolkit on a GPU, in one command of under 9 minutes: `make gpu`, or `python bench/gpu`.
 
-    python bench/gpu                            on a GPU: every family against the CPU, then speed, training
-    python bench/gpu --build                    the same, after one build of the kernel packages from wheels/
-    python bench/gpu --device cpu --toy         test the script itself, at sizes that say nothing about speed
+    python bench/gpu                            on a GPU: compare every family with the CPU, then time and train
+    python bench/gpu --build                    the same, after building the kernel packages from wheels/
+    python bench/gpu --device cpu --toy         test the script itself, at sizes too small for timings
 
-Writes `$OUT/gpu.json`, or `runs/gpu/gpu.json` if OUT is not set, and prints a table. Exit code 1: a comparison is too
-far apart, or an item failed. Exit code 2: this machine cannot run it. docs/BENCHMARKS.md explains how to run it.
+Writes `$OUT/gpu.json`, or `runs/gpu/gpu.json` if OUT is not set, and prints a table. Exit code 1: a comparison exceeds
+its tolerance, or an item failed. Exit code 2: this machine cannot run it. docs/BENCHMARKS.md explains how to run it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,20 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--toy", action="store_true", help="tiny sizes; with --device cpu it tests the script")
     parser.add_argument(
-        "--only", default=",".join(PARTS), help=f"parts, of {', '.join(PARTS)}; 'none' for --build alone"
+        "--only", default=",".join(PARTS), help=f"parts to run: {', '.join(PARTS)}; 'none' for --build only"
     )
-    parser.add_argument("--items", default="", help="only items whose name contains one of these, with commas between")
-    parser.add_argument("--repeats", type=int, default=7, help="of each timing")
-    parser.add_argument("--seconds", type=float, default=510, help="for everything")
-    parser.add_argument("--build", nargs="?", const=packages, default="", help=f"packages to build first: {packages}")
+    parser.add_argument(
+        "--items", default="", help="run only items whose name contains one of these words, separated by commas"
+    )
+    parser.add_argument("--repeats", type=int, default=7, help="repeats of each timing")
+    parser.add_argument("--seconds", type=float, default=510, help="time limit of the whole run")
+    parser.add_argument(
+        "--build", nargs="?", const=packages, default="", help=f"build these packages first: {packages}"
+    )
     parser.add_argument("--build-seconds", type=float, default=240)
-    parser.add_argument("--wheels", type=Path, default=ROOT / "wheels", help="carried wheels and source archives")
+    parser.add_argument(
+        "--wheels", type=Path, default=ROOT / "wheels", help="folder of wheels and source archives to use"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--log", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -77,7 +83,7 @@ def output_folder() -> Path:
 
 
 def bench(asked: argparse.Namespace, folder: Path) -> int:
-    """All that was asked for. `folder` is for unpacked wheels and logs, and is removed at the end."""
+    """Run the requested parts and return the exit code. `folder` is temporary, for unpacked wheels and logs."""
     from bench.gpu.env import Site, Unready, check_device, check_transformers, environment
 
     report, site = Report(asked), Site(folder / "site")
@@ -112,14 +118,14 @@ def _options(asked: argparse.Namespace) -> Any:
 
 
 def items(asked: argparse.Namespace) -> dict[str, list[str]]:
-    """What is measured, by part."""
+    """Names of the items to measure, by part."""
     words = [word for word in asked.items.split(",") if word]
     named = {name: _part(name).items(_options(asked)) for name in PARTS if name in asked.only.split(",")}
     return {name: [i for i in all_ if not words or any(w in i for w in words)] for name, all_ in named.items()}
 
 
 def _build(asked: argparse.Namespace, scratch: Path, site: Any) -> list[dict[str, Any]]:
-    """Wheels for this chip, used at once and kept beside the report."""
+    """Build wheels for this GPU, use them in this run, and store them with the report."""
     from bench.gpu.build import build
 
     if not asked.build:
@@ -131,7 +137,7 @@ def _build(asked: argparse.Namespace, scratch: Path, site: Any) -> list[dict[str
 
 
 def _measure(name: str, names: list[str], asked: argparse.Namespace, left: float, folder: Path) -> list[dict[str, Any]]:
-    """One part, within its share of the time that is left."""
+    """Measure one part, within its share of the remaining time."""
     from bench.gpu.runner import here, supervised
 
     seconds = left * PARTS[name][2]
@@ -141,7 +147,7 @@ def _measure(name: str, names: list[str], asked: argparse.Namespace, left: float
 
 
 class Report:
-    """Everything found so far, by table."""
+    """All results so far, by table."""
 
     def __init__(self, asked: argparse.Namespace) -> None:
         self.started, self.seconds = time.monotonic(), asked.seconds
@@ -155,7 +161,7 @@ class Report:
         return self.seconds - (time.monotonic() - self.started)
 
     def add(self, table: str, rows: list[dict[str, Any]]) -> None:
-        """Rows go to the table that they name, words to the lines of this one."""
+        """Add rows to the tables that they name, and rows of words to the lines of this table."""
         for row in rows:
             kind = "lines" if "line" in row else "rows"
             self.sections[row.pop("table", table)][kind].append(row)

@@ -1,6 +1,6 @@
-"""Environment of the GPU bench: carried wheels, installed packages, the name of the device.
+"""Environment of the GPU bench: wheels to use, installed packages, the name of the device.
 
-This module must not import transformers, because a carried release has to be put on the path first.
+This module must not import transformers, since a wheel of it must be put on the import path first.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ Row = dict[str, Any]
 
 
 class Unready(Exception):
-    """The bench cannot run here; the message says what would do."""
+    """The bench cannot run on this machine. The message says what to install or set."""
 
 
 @dataclass
 class Site:
-    """A folder of unpacked wheels at the head of the import path.
+    """Folder of unpacked wheels, first on the import path.
 
     Attributes:
-        lines: what was used and what was left, in words.
+        lines: messages about wheels that were used and wheels that do not fit.
     """
 
     folder: Path
     lines: list[str] = field(default_factory=list)
 
     def use(self, wheels: Path) -> None:
-        """Unpacks every wheel that fits this Python and is newer than what is installed."""
+        """Unpack every wheel that fits this Python and is newer than the installed package."""
         found = sorted(wheels.glob("*.whl")) if wheels.is_dir() else []
         used = [wheel for wheel in found if self._take(wheel)]
         if used:
@@ -67,7 +67,7 @@ class Site:
 
 
 def installed(name: str) -> Version | None:
-    """The version that an import would find."""
+    """Version that an import would find; None if not installed."""
     try:
         return Version(importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
@@ -75,7 +75,7 @@ def installed(name: str) -> Version | None:
 
 
 def check_transformers() -> None:
-    """Raises Unready, with one line that says what to do."""
+    """Raise Unready if transformers is missing or too old."""
     have = installed("transformers")
     if have is None or have < OLDEST:
         what = "is not installed" if have is None else f"{have} is too old"
@@ -86,7 +86,7 @@ def check_transformers() -> None:
 
 
 def check_device(device: str) -> None:
-    """Raises Unready where there is no such device."""
+    """Raise Unready if there is no such device."""
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
@@ -94,7 +94,7 @@ def check_device(device: str) -> None:
 
 
 def importable(package: str) -> str:
-    """The package's version, or why it cannot be imported."""
+    """Version of a package, or the reason why it cannot be imported."""
     try:
         module = importlib.import_module(package)
     except Exception as error:  # a broken build raises anything
@@ -129,6 +129,6 @@ def _driver() -> str:
 
 
 def first_line(error: BaseException, width: int = 160) -> str:
-    """The first line of an error's message that says something."""
+    """First line of an error's message that is not empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:width]

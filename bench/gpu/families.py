@@ -47,7 +47,7 @@ SMALL_GRADIENT = 1e-3
 
 @dataclass
 class Outcome:
-    """What one model computed, on the CPU in fp64: logits (B,T,V), logits while decoding, gradients by name."""
+    """Outputs of one model, moved to the CPU in fp64: logits (B,T,V), logits while decoding, gradients by name."""
 
     forward: Tensor
     decode: Tensor
@@ -56,7 +56,7 @@ class Outcome:
 
 @dataclass
 class Apart:
-    """Relative differences: of the gradient of all parameters as one vector, and of the tensor that differs most."""
+    """Relative differences: of the logits, of all gradients as one vector, and of the tensor that differs most."""
 
     forward: float
     decode: float
@@ -83,7 +83,7 @@ def run(item: str, options: Options) -> list[Row]:
 
 
 def compare(name: str, mode: Mode, dtype: str, options: Options, ran: dict[str, str]) -> Row:
-    """One model on the device and on the CPU; `ran` takes up which implementations the device used."""
+    """Compare one model on the device with the CPU. Adds the implementations that the device used to `ran`."""
     hybrid = hybrid_of(base_of(name, options.toy, dtype), mode)
     ids = prompts(hybrid, BATCH, prompt_length(name, options.toy))
     with torch_only(hybrid):
@@ -135,7 +135,7 @@ def _decode(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def _gradients(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
-    """By parameter name, in training mode; the model is left in eval mode without gradients."""
+    """Gradients by parameter name, in training mode. Afterwards the model is in eval mode without gradients."""
     model.train().zero_grad()
     _loss(model, ids).backward()
     gradients = {name: _host(p.grad) for name, p in model.named_parameters() if p.grad is not None}
@@ -149,7 +149,7 @@ def _loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def apart(found: Outcome, reference: Outcome) -> Apart:
-    """How far one outcome is from another; infinitely, where one has a gradient that the other has not."""
+    """Compare two outcomes. The difference is infinite if one lacks a gradient that the other has."""
     forward, decode = relative(found.forward, reference.forward), relative(found.decode, reference.decode)
     ours, theirs = found.gradients, reference.gradients
     if ours.keys() != theirs.keys():
@@ -162,13 +162,13 @@ def apart(found: Outcome, reference: Outcome) -> Apart:
 
 
 def relative(found: Tensor, reference: Tensor, floor: float = 0.0) -> float:
-    """The norm of the difference over the norm of the reference; nothing that is not a number passes."""
+    """Norm of the difference divided by the norm of the reference; infinite for NaN."""
     value = float((found - reference).norm() / max(float(reference.norm()), floor, 1e-30))
     return value if value == value else float("inf")
 
 
 def close(difference: Apart, yardstick: Apart | None) -> bool:
-    """Whether the difference is what rounding explains."""
+    """True if the difference is within the tolerance for rounding."""
     for what, value in difference.numbers.items():
         if yardstick is None:
             limit = FP32_TENSOR_LIMIT if what == "tensor" else FP32_LIMIT
@@ -181,7 +181,7 @@ def close(difference: Apart, yardstick: Apart | None) -> bool:
 
 
 def behaviour(name: str, options: Options, ran: dict[str, str]) -> Row:
-    """What no number shows: silence in training, and hooks that fire or say that they did not."""
+    """Check behaviour: replaced heads stay silent in training, and hooks fire or raise an error."""
     silent, hooks = silence(name, options), [hooked(name, options, training) for training in (False, True)]
     return {
         "table": "behaviour",
@@ -196,7 +196,7 @@ def behaviour(name: str, options: Options, ran: dict[str, str]) -> Row:
 
 
 def silence(name: str, options: Options) -> bool:
-    """Whether the replaced heads' columns of `out_proj` are zero after a training step with weight decay."""
+    """Check that the replaced heads' columns of `out_proj` are zero after a training step with weight decay."""
     base = base_of(name, options.toy)
     plan, hybrid = plan_of(base, "replace"), hybrid_of(base, "replace").to(options.device)
     optimizer = torch.optim.AdamW(hybrid.train().parameters(), lr=1e-2, weight_decay=0.1)
@@ -211,13 +211,13 @@ def silence(name: str, options: Options) -> bool:
 
 
 def packing(name: str, options: Options) -> str:
-    """`apart`, or why documents of one row are not; asked in training, and in eval mode for the kernels that it has."""
+    """`apart`, or the reason why documents of one row are not separate. Tests training mode, then eval mode."""
     hybrid = hybrid_of(base_of(name, options.toy), "add").to(options.device)
     return packing_fault({"training": hybrid.train()}) or packing_fault({"eval": hybrid.eval()}) or "apart"
 
 
 def hooked(name: str, options: Options, training: bool) -> str:
-    """`fire`, `refuse` (ModelError), or what else happened; never silently nothing."""
+    """`fire` if the hooks fire, `refuse` if they raise ModelError, `MISSED` if neither happens."""
     hybrid = hybrid_of(base_of(name, options.toy), "add").to(options.device).train(training)
     specs, ids = ssm_specs(hybrid), prompts(hybrid, BATCH, prompt_length(name, options.toy))
     try:

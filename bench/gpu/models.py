@@ -42,13 +42,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def exact_fp32() -> None:
-    """From here on fp32 means fp32 wherever torch computes; Triton has its own mind."""
+    """Disable tf32 in torch. Triton kernels may still use it."""
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def prompt_length(name: str, toy: bool) -> int:
-    """Tokens of a prompt: more than a chunk, and no multiple of anything."""
+    """Number of tokens of a prompt: more than a chunk, and not a multiple of it."""
     if toy:
         return 13
     return 70 if name in ONE_BY_ONE else 300
@@ -75,7 +75,7 @@ def hybrid_of(base: PreTrainedModel, mode: Mode, inits: tuple[str, str] = ("ssm"
 
 
 def plan_of(base: PreTrainedModel, mode: Mode, inits: tuple[str, str] = ("ssm", "random")) -> Plan:
-    """Which heads the hybrids have."""
+    """Describe the spliced heads of the hybrids."""
     sites = family_of(base.config).sites(base.config)
     one = Graft(sites[0], (1,), mode, inits[0], ("segment_end",))
     two = Graft(sites[1], (0, 2), mode, inits[1], ("segment_end", "segment_end"))
@@ -135,7 +135,7 @@ def _modelling_files(model: PreTrainedModel) -> set[ModuleType]:
 
 
 def _package(function: FunctionType) -> str | None:
-    """Whose code a function that transformers wrapped calls; None for any other function."""
+    """Package whose code a function wrapped by transformers calls; None for any other function."""
     chosen = getclosurevars(function).nonlocals.get("implementation") if function.__closure__ else None
     if chosen is None:
         return None
@@ -156,7 +156,7 @@ def _noting(ran: dict[str, str], function: FunctionType, name: str) -> Callable[
 
 
 def _filtered(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Without the keyword arguments that it does not name, as transformers calls it."""
+    """Wrap a function to ignore keyword arguments that it does not have, as transformers does."""
     named = set(signature(function).parameters)
 
     def filtered(*args: Any, **kwargs: Any) -> Any:

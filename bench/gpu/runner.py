@@ -27,11 +27,11 @@ ENTRY = Path(__file__).parent  # run by its path: `python bench/gpu`
 
 @dataclass(frozen=True)
 class Options:
-    """What a run is asked for.
+    """Options of a run.
 
     Attributes:
         device: `cuda` or `cpu`.
-        toy: sizes that a CPU does in seconds; they say nothing about speed.
+        toy: use sizes that a CPU finishes in seconds. Their timings mean nothing.
         repeats: of each timing, after warm-up.
     """
 
@@ -41,17 +41,17 @@ class Options:
 
 
 class Part(Protocol):
-    """A module of measurements."""
+    """Interface of a module of measurements."""
 
     def items(self, options: Options) -> list[str]:
-        """Names of what can be measured by itself."""
+        """Names of the items that can be measured separately."""
 
     def run(self, item: str, options: Options) -> list[Row]:
-        """Rows of tables: each has `table`, and `line` where it is words instead of numbers."""
+        """Measure one item. Each row has `table`; a row of words has `line` instead of numbers."""
 
 
 def work(part: Part, items: Sequence[str], options: Options, seconds: float, emit: Callable[[Event], None]) -> bool:
-    """Measures items one after the other, here. False when the GPU is lost."""
+    """Measure items one after the other in this process. Returns False if the GPU is lost."""
     deadline = time.monotonic() + seconds
     for item in items:
         start = time.monotonic()
@@ -71,7 +71,7 @@ def work(part: Part, items: Sequence[str], options: Options, seconds: float, emi
 
 
 def gpu_lost(device: str) -> bool:
-    """Whether an error before this left the process without its GPU: then every later call fails too."""
+    """True if an earlier error left the process without a usable GPU. Then every later call fails too."""
     import torch
 
     if device != "cuda":
@@ -84,12 +84,12 @@ def gpu_lost(device: str) -> bool:
 
 
 def note(item: str, text: str, failed: bool = False) -> Row:
-    """A row of words."""
+    """Make a row of words."""
     return {"line": f"{item}: {text}", "failed": failed}
 
 
 def failure(item: str, error: Exception) -> Row:
-    """What an exception says. Lack of memory is a finding, not a failure."""
+    """Make a row from an exception. Running out of memory is a result, not a failure."""
     import torch
 
     if isinstance(error, torch.OutOfMemoryError):
@@ -99,7 +99,7 @@ def failure(item: str, error: Exception) -> Row:
 
 
 def here(name: str, part: Part, items: Sequence[str], options: Options, seconds: float) -> list[Row]:
-    """These items of a part, in this process."""
+    """Run these items of a part in this process."""
     log = Log(name)
     work(part, items, options, seconds, log.add)
     return log.rows()
@@ -126,13 +126,13 @@ class Log:
 
     @property
     def unfinished(self) -> str | None:
-        """The item that was begun and has not ended."""
+        """The item that has begun and has not ended."""
         begun = [event["begin"] for event in self.events if "begin" in event]
         return begun[-1] if begun and begun[-1] not in self.ended else None
 
 
 def supervised(name: str, items: Sequence[str], options: Options, seconds: float, folder: Path) -> list[Row]:
-    """All items of a part, in children, within `seconds` whatever they do. `folder` takes the children's logs."""
+    """Run all items of a part in child processes, within `seconds`. `folder` holds the children's logs."""
     deadline, log, todo = time.monotonic() + seconds, Log(name), list(items)
     for attempt in range(len(items) + 1):
         left = deadline - time.monotonic()
@@ -155,7 +155,7 @@ def supervised(name: str, items: Sequence[str], options: Options, seconds: float
 
 
 def _watch(command: Sequence[str], path: Path, log: Log, deadline: float, item_seconds: float) -> str:
-    """Runs one child and follows its log; returns how it ended."""
+    """Run one child process, read its log as it grows, and return a description of its end."""
     path.write_text("")
     process = subprocess.Popen(command, start_new_session=True)
     progress, rest = time.monotonic(), ""
@@ -180,7 +180,7 @@ def _watch(command: Sequence[str], path: Path, log: Log, deadline: float, item_s
 
 
 def child(part: Part, work_words: str, path: Path) -> int:
-    """The other side of `_watch`: measures, and writes one line for each event."""
+    """Run in the child process of `_watch`: measure, and write one line for each event."""
     asked = json.loads(work_words)
     with path.open("a") as log:
 
@@ -193,7 +193,7 @@ def child(part: Part, work_words: str, path: Path) -> int:
 
 
 def plain(value: Any) -> Any:
-    """As strict JSON: what is not a finite number is a word."""
+    """Convert a value for strict JSON: numbers that are not finite become text."""
     if isinstance(value, dict):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

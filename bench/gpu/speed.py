@@ -32,7 +32,7 @@ WARM_UP, FEWEST, LONGEST = 2, 3, 10.0  # runs, repeats, seconds of one timing
 
 @dataclass(frozen=True)
 class Shape:
-    """A Mamba-2, and what is measured of it.
+    """Shape of a Mamba-2, and the sizes at which it is measured.
 
     Attributes:
         prefill: tokens. decode: (rows, tokens before them), `steps` new ones at a time.
@@ -132,7 +132,7 @@ def pair(name: str, options: Options) -> dict[str, PreTrainedModel]:
 
 @dataclass
 class Samples:
-    """Seconds of each repeat, bytes at the peak (None on a CPU), tokens of one repeat where they are counted."""
+    """Timings: seconds of each repeat, peak bytes (None on a CPU), tokens of one repeat if they are counted."""
 
     seconds: dict[str, list[float]]
     peak: dict[str, int | None]
@@ -140,7 +140,7 @@ class Samples:
 
 
 def timed(function: Callable[[], object], device: str) -> float:
-    """Seconds of one call, by the device's own clock."""
+    """Measure the seconds of one call with the device's own clock."""
     if device != "cuda":
         start = time.perf_counter()
         function()
@@ -154,7 +154,7 @@ def timed(function: Callable[[], object], device: str) -> float:
 
 
 def in_turn(functions: dict[str, Callable[[], object]], options: Options) -> Samples:
-    """Each function warmed up with its peak measured, then all of them in turn."""
+    """Warm up each function and measure its peak memory, then time all of them alternately."""
     peak = {name: _peak(function, options.device) for name, function in functions.items()}
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     start = time.perf_counter()
@@ -179,7 +179,7 @@ def _peak(function: Callable[[], object], device: str) -> int | None:
 
 
 def _row(samples: Samples) -> Row:
-    """Milliseconds, or tokens a second where they are counted."""
+    """Format milliseconds, or tokens per second if tokens are counted."""
     middle = {name: median(values) for name, values in samples.seconds.items()}
     row: Row = {"unit": "ms" if samples.tokens is None else "tokens/s"}
     for name in ("base", "hybrid"):

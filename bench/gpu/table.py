@@ -21,12 +21,12 @@ LEGENDS = {
     "correctness": "relative to the CPU in fp32 with the same weights; x cpu: over the CPU's own error in bf16",
     "attention": "relative to eager in fp32; x eager: over eager's own error in this dtype",
     "speed": "ratio: time of the hybrid over time of the base; spread: interquartile range over median",
-    "training": "a whole step of the loop; apart: losses from those of the plain run, at most, relative",
+    "training": "a whole step of the loop; apart: largest relative difference of a loss from that of the plain run",
 }
 
 
 def text(sections: dict[str, dict[str, Any]]) -> str:
-    """All sections, one below the other."""
+    """Format all sections, one after the other."""
     return "\n".join(part for name in COLUMNS for part in _section(name, sections[name]))
 
 
@@ -34,11 +34,11 @@ def _section(name: str, section: dict[str, Any]) -> list[str]:
     rows = [_derived(row) for row in section["rows"]]
     legend = f" ({LEGENDS[name]})" if name in LEGENDS and rows else ""
     found = [*_aligned(COLUMNS[name], rows), *ran(rows), *merged(section["lines"])]
-    return ["", f"{name}{legend}", *(found or ["- nothing was asked for"])]
+    return ["", f"{name}{legend}", *(found or ["- not requested"])]
 
 
 def _derived(row: Row) -> Row:
-    """With how many times the yardstick's error an error is."""
+    """Add a column with the largest error, as a multiple of the error of the CPU or of eager attention."""
     for yardstick, column in (("cpu", "x cpu"), ("eager", "x eager")):
         own = row.get(yardstick)
         if own:
@@ -56,7 +56,7 @@ def _aligned(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
 
 
 def shown(value: Any) -> str:
-    """Three digits of a number."""
+    """Format a number with three digits."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -67,7 +67,7 @@ def shown(value: Any) -> str:
 
 
 def ran(rows: Sequence[Row]) -> list[str]:
-    """Whose code the recurrences were: a line for each answer, with the rows that it is of."""
+    """List the packages whose code ran the recurrences, each with the rows that used it."""
     answers: dict[str, list[str]] = {}
     for row in rows:
         if "ran" in row:
@@ -78,7 +78,7 @@ def ran(rows: Sequence[Row]) -> list[str]:
 
 
 def merged(lines: Sequence[Row]) -> list[str]:
-    """Lines that say the same of several items become one."""
+    """Merge lines with the same text about several items."""
     said: dict[str, list[str]] = {}
     for row in lines:
         subject, _, what = row["line"].partition(": ")

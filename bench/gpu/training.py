@@ -1,4 +1,4 @@
-"""The training loop on a GPU: the train stage of `surgery run` at the shape of mamba2-130m.
+"""Run the training loop on a GPU: the train stage of `surgery run` at the shape of mamba2-130m.
 
     all, checkpointing     hybrid against base: time of a step, peak of memory; bf16 with fp32 master weights
     lora                   with checkpointing and all installed fused kernels: every adapter must move
@@ -64,7 +64,7 @@ UNEVEN = ("packing", "padded")  # trained on documents of very different lengths
 
 @dataclass
 class Run:
-    """One training: the loss and seconds of every step, bytes at the peak (None on a CPU), what Accelerate made of it.
+    """Result of one training: loss and seconds of every step, peak bytes (None on a CPU), Accelerate's kind of launch.
 
     Attributes:
         checksum: the sum of all weights' magnitudes at the end.
@@ -106,7 +106,7 @@ def run(item: str, options: Options) -> list[Row]:
 
 
 def _packing(name: str, packed: Run, padded: Run, options: Options) -> list[Row]:
-    """Both trainings, and how much of the padded one's time the packed one takes."""
+    """Train packed and padded, and report the packed time as a fraction of the padded time."""
     rows = [_row(name, "padded", padded), {**_row(name, "packing", packed), "ran": packed.ran}]
     together = against(packed, padded)
     rows[1] |= {**together, "ok": rows[1]["ok"] and together["ok"]}
@@ -171,7 +171,10 @@ def _kind(accelerator: Accelerator) -> str:
 
 
 def _section(task: str, options: Options, folder: Path) -> Train:
-    """About 9,000 tokens a step, of documents of one length but for packing; the rate stays from the second step on."""
+    """Settings with about 9,000 tokens per step and a constant learning rate from the second step on.
+
+    All documents have the same length, except in the packing tasks.
+    """
     rows, pairs = (2, 4) if options.toy else (16, 90)
     source = {"task": "kv_retrieval", "rows": rows, "pairs": (pairs, pairs), "questions": 4}
     if task in UNEVEN:
@@ -183,7 +186,7 @@ def _section(task: str, options: Options, folder: Path) -> Train:
 
 
 def _uneven(folder: Path, count: int, longest: int) -> dict[str, Any]:
-    """Dictionaries of 2 pairs to so many, most of them short; every step takes all of them."""
+    """Write dictionaries of 2 pairs or more, most of them short. Every step uses all of them."""
     path = folder / "rows.jsonl"
     with path.open("w") as file:
         for i in range(count):
@@ -196,7 +199,7 @@ def _uneven(folder: Path, count: int, longest: int) -> dict[str, Any]:
 
 
 def _launched(name: str, task: str, options: Options) -> Row:
-    """One process under `accelerate launch`, against the plain run."""
+    """Train in one process under `accelerate launch`, to compare with the plain run."""
     plain = trained(name, "all", "hybrid", options)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run.json"
@@ -223,7 +226,7 @@ def _row(name: str, task: str, found: Run) -> Row:
 
 
 def against(found: Run, plain: Run) -> Row:
-    """How far two runs of the same steps are apart."""
+    """Largest relative difference between two runs of the same steps."""
     losses = zip(found.losses, plain.losses, strict=True)
     apart = max(abs(a - b) / b for a, b in losses)
     weights = abs(found.checksum - plain.checksum) / plain.checksum
@@ -239,7 +242,7 @@ def _gib(peak: int | None) -> float | None:
 
 
 def main(words: str) -> None:
-    """The other side of `_launched`."""
+    """Run in the process that `_launched` starts."""
     given = json.loads(words)
     name, out = given.pop("name"), Path(given.pop("out"))
     out.write_text(json.dumps(asdict(trained(name, "all", "hybrid", Options(**given)))))

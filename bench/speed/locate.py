@@ -1,4 +1,4 @@
-"""Speed of locating against the procedure of the paper's notebook, in one run on one machine (`make bench`).
+"""Compare the speed of locating with the procedure of the paper's notebook, on one machine (`make bench`).
 
     python -m bench.speed.locate [--out FILE] [--quick]
 
@@ -43,7 +43,7 @@ GOALS = {"exact": 40, "search": 100, "query": 1000}
 
 @torch.no_grad()
 def notebook(model: PreTrainedModel, batches: Sequence[EncodedBatch], spec: MixerSpec, head: int) -> np.ndarray:
-    """(N,) margins in log-likelihood of the gold choice, the head's columns of `out_proj` zeroed meanwhile."""
+    """(N,) margins in log-likelihood of the gold choice, with the head's columns of `out_proj` set to zero."""
     out_proj = structure_of(spec).out_proj(mixer_of(model, spec))
     columns = structure_of(spec).weight_slices(spec, head).out
     kept = out_proj.weight[:, columns].clone()
@@ -70,7 +70,7 @@ def _margins(model: PreTrainedModel, batch: EncodedBatch) -> np.ndarray:
 
 
 def ways(section: Locate) -> dict[str, tuple[Locate, Splice]]:
-    """The sections of the three fast ways."""
+    """Settings of the three fast procedures."""
 
     def only(*methods: str, **more: Any) -> Locate:
         return Locate.model_validate({**section.model_dump(), "methods": methods, **more})
@@ -90,7 +90,7 @@ def compare(
     few: int,
     whole: bool,
 ) -> dict[str, Any]:
-    """Both procedures, the notebook's on the first `few` prompts. `whole`: for every head, not for two."""
+    """Time both procedures, the notebook's on the first `few` prompts. `whole`: run it for all heads, not for two."""
     specs = family_of(model.config).mixers(model.config)
     heads = [head for spec in specs for head in spec.heads]
     asked = heads if whole else [specs[0].heads[0], specs[-1].heads[-1]]
@@ -126,14 +126,14 @@ def compare(
 
 
 def _same(slow: dict[HeadId, np.ndarray], losses: dict[HeadId, float]) -> bool:
-    """Whether both rank the heads alike. Heads less than 1e-4 logits apart, which is rounding, may change places."""
+    """True if both rankings are equal. Heads that differ by less than 1e-4 logits, by rounding, may change places."""
     order = sorted(slow, key=lambda head: slow[head].mean())
     values = [losses[head] for head in order]
     return all(a >= b - 1e-4 for a, b in pairwise(values))
 
 
 def random_model(tokenizer: PreTrainedTokenizerBase, layers: int = 24) -> PreTrainedModel:
-    """Layers of 24 heads, of small width, with the tokenizer's vocabulary."""
+    """Random model with layers of 24 heads, a small width, and the tokenizer's vocabulary."""
     torch.manual_seed(0)
     config = Mamba2Config(
         hidden_size=48, num_hidden_layers=layers, num_heads=24, head_dim=4, state_size=8, n_groups=1, expand=2,

@@ -1,11 +1,11 @@
-"""A checkpoint of real shape whose function is known, and the recipe for that shape run on it, end to end.
+"""Make a checkpoint of real shape whose function is known, and run the recipe for that shape on it.
 
     python -m bench.speed.real_shape runs/real-shape            (make real-shape)
 
-No weights can be downloaded in a test, and a random model retrieves nothing, so that locating rightly refuses it. Here
-the shipped pico model is planted in the shape of state-spaces/mamba2-130m: 24 layers, 129M parameters, files of
-mamba_ssm's own format. Its logits are the pico model's, so what the run has to find is known. Then
-recipes/mamba2-130m.yaml runs unchanged but for where the model is and for 3 training steps.
+Tests cannot download weights, and locating refuses a random model because it retrieves nothing. Here the shipped pico
+model is planted in the shape of state-spaces/mamba2-130m: 24 layers, 129M parameters, files of mamba_ssm's own format.
+The logits are those of the pico model, so the expected heads are known. Then recipes/mamba2-130m.yaml runs on it, with
+another path of the model and 3 training steps.
 
 The planting is exact. A residual stream that is padded with zeros keeps its RMS when it is scaled by
 sqrt(new / old width). Heads are copied until the inner width is filled, so that the gated norm's mean square stays; the
@@ -36,7 +36,7 @@ from surgery.recipe import Base
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the planted model; state-spaces/mamba2-130m by default. `vocab_size` is padded up to a multiple of 16."""
+    """Shape of the planted model; state-spaces/mamba2-130m by default. `vocab_size` is padded to a multiple of 16."""
 
     d_model: int = 768
     n_layer: int = 24
@@ -46,7 +46,7 @@ class Shape:
 
 
 def plant(folder: Path, shape: Shape | None = None, seed: int = 0) -> None:
-    """Writes `config.json` and `pytorch_model.bin` as mamba_ssm does, and the pico model's tokenizer beside them."""
+    """Write `config.json` and `pytorch_model.bin` in mamba_ssm's format, and the pico model's tokenizer."""
     shape = shape or Shape()
     base = load_model(Base(model=str(SHIPPED)))
     weights = planted(base.state_dict(), base.config, shape, torch.Generator().manual_seed(seed))
@@ -96,14 +96,14 @@ def planted(
 
 
 def _pad(x: Tensor, *sizes: int) -> Tensor:
-    """Zeros behind, in the first dimensions."""
+    """Pad the first dimensions with zeros at the end."""
     padded = torch.zeros(*sizes, *x.shape[len(sizes) :])
     padded[tuple(slice(0, n) for n in x.shape[: len(sizes)])] = x
     return padded
 
 
 def _planted_layer(own: Mapping[str, Tensor], pico: PreTrainedConfig, shape: Shape, grow: float) -> dict[str, Tensor]:
-    """One layer; head h of the pico model is head h here, and again at h + H, h + 2H, ..."""
+    """Tensors of one layer. Head h of the pico model is head h here, and copied to h + H, h + 2H, ..."""
     H, P, N = pico.num_heads, pico.head_dim, pico.state_size
     inner, heads = 2 * shape.d_model, 2 * shape.d_model // shape.headdim
     assert pico.n_groups == 1 and heads % H == 0 and shape.headdim % P == 0, "copies must fill the width"
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _evidence(run: Path) -> dict[str, Any]:
-    """What the run left: heads, seconds by stage, and the largest resident memory of any of its processes."""
+    """Read the results of the run: heads, seconds by stage, and the largest resident memory of its processes."""
     import resource
 
     results = json.loads((run / "results.json").read_text())

@@ -1,4 +1,4 @@
-"""Cost of a hybrid's training step against its base's, and the saving from shared frozen layers (`make bench`).
+"""Measure the cost of a hybrid's training step relative to its base, and the saving by shared layers (`make bench`).
 
     python -m bench.speed.train [--out FILE] [--quick]
 
@@ -49,7 +49,7 @@ def prepared(model: PreTrainedModel, base: PreTrainedModel, plan: Plan | None, g
 
 
 def step(stage: PreparedStage) -> Callable[[], None]:
-    """Forward and backward of one step's documents, always the same."""
+    """Forward and backward pass over the same documents in every call."""
     tokenizer, accelerator, sources = load_tokenizer(Base(model=str(SHIPPED))), make_accelerator(), stage.stage.sources
     documents = [stream.step(0) for stream in stage.streams]
     parts = split_step(sources, documents, stage.sizes, tokenizer, accelerator)
@@ -65,7 +65,7 @@ def step(stage: PreparedStage) -> Callable[[], None]:
 
 
 def seconds(runs: Sequence[Callable[[], None]], rounds: int) -> list[float]:
-    """Median CPU time of each, taking turns."""
+    """Median CPU seconds of each function, timed alternately."""
     found: list[list[float]] = [[] for _ in runs]
     for number in range(rounds + 1):
         for own, run in zip(found, runs, strict=True):
@@ -77,7 +77,7 @@ def seconds(runs: Sequence[Callable[[], None]], rounds: int) -> list[float]:
 
 
 def peak(run: Callable[[], None]) -> int:
-    """Bytes at the worst moment."""
+    """Peak memory in bytes."""
     with Meter() as meter:
         run()
     return int(meter.peak)
@@ -96,7 +96,7 @@ def compare(first: PreparedStage, second: PreparedStage, rounds: int) -> dict[st
 
 
 def in_last_layer(base: PreTrainedModel) -> tuple[PreTrainedModel, Plan]:
-    """One head beside the SSM of the last layer."""
+    """Hybrid with one attention head added in the last layer."""
     head = ScoredHead(HeadId(base.config.num_hidden_layers - 1, 0), "neither", "answer_token", {})
     heads = HeadSet("base", "", geometry_of(base.config), (head,), (head,), "list", 0)
     section = Splice(select="list", heads=(str(head.head),))

@@ -1,9 +1,9 @@
-"""transformers' own common model tests, from its source distribution, over every family: plain beside hybrid.
+"""Run transformers' own common model tests on the plain class and the hybrid of every family.
 
     python -m bench.upstream --families mamba2,bamba --out docs/upstream
 
-The distribution of the installed version is fetched with pip and unpacked, not built, into `.upstream/`. Exit code 1 if
-a test passes for a plain class and not for its hybrid.
+The tests come from the source distribution of the installed version, which pip downloads. It is unpacked, not built,
+into `.upstream/`. Exit code 1 if a test passes for a plain class and not for its hybrid.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / ".upstream"
 LISTS = ("lost", "fails for both", "fails where the plain class skips")
-NAMES = {"granite": "granitemoehybrid"}  # as transformers calls the family
-# What the tests import and the source distribution does not hold: empty mixins, and a few fields of every config.
+NAMES = {"granite": "granitemoehybrid"}  # names of families in transformers
+# Modules that the tests import and the source distribution lacks: empty mixins, and a few fields of every config.
 STAND_INS = {
     "__init__.py": "",
     "generation/test_utils.py": "class GenerationTesterMixin:\n    pass\n",
@@ -60,7 +60,7 @@ version, `make upstream UPSTREAM='--checkout FOLDER'` adds the two missing mixin
 
 
 def fetch(version: str, folder: Path) -> Path:
-    """The `tests` of transformers' source distribution, by pip; and `parameterized`, which they import."""
+    """Download the `tests` of transformers' source distribution with pip, and `parameterized`, which they import."""
     options = ["--quiet", "--no-deps", "--target", str(folder)]
     subprocess.run([sys.executable, "-m", "pip", "install", *options, "parameterized"], check=True)
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-binary", "transformers", "--dest", str(folder)]
@@ -71,7 +71,7 @@ def fetch(version: str, folder: Path) -> Path:
 
 
 def put_together(tests: Path, package: Path) -> None:
-    """Make a package of transformers' `tests`, with stand-ins for what is not among them.
+    """Make a package of transformers' `tests`, with placeholders for the missing modules.
 
     Raises:
         FileNotFoundError: `tests` holds no `test_modeling_common.py`.
@@ -87,7 +87,7 @@ def put_together(tests: Path, package: Path) -> None:
 
 
 class Recorder:
-    """A pytest plugin: each test's outcome, and the last line of what failed. A failed subtest fails its test."""
+    """pytest plugin that records the outcome of each test and why it failed. A failed subtest fails its test."""
 
     def __init__(self) -> None:
         self.outcomes: dict[str, str] = {}
@@ -107,7 +107,7 @@ class Recorder:
 
 
 def by_kind(outcomes: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """`Test_mamba2_hybrid::test_x: passed` as `{"hybrid": {"test_x": "passed"}}`."""
+    """Group outcomes by plain and hybrid: `Test_mamba2_hybrid::test_x` becomes `{"hybrid": {"test_x": ...}}`."""
     kinds: dict[str, dict[str, str]] = {"plain": {}, "hybrid": {}}
     for name, outcome in outcomes.items():
         case, test = name.split("::")
@@ -116,7 +116,7 @@ def by_kind(outcomes: Mapping[str, str]) -> dict[str, dict[str, str]]:
 
 
 def compared(outcomes: Mapping[str, str], reasons: Mapping[str, str]) -> dict[str, Any]:
-    """Counts of both kinds, what passes for the plain class and not for the hybrid, and what fails for both."""
+    """Compare both kinds: counts, tests that pass for the plain class but not for the hybrid, and common failures."""
     kinds = by_kind(outcomes)
     plain, hybrid = kinds["plain"], kinds["hybrid"]
     case = next((name.split("::")[0] for name in outcomes if "_hybrid::" in name), "")
@@ -132,7 +132,7 @@ def compared(outcomes: Mapping[str, str], reasons: Mapping[str, str]) -> dict[st
 
 
 def run_family(family: str, folder: Path, seconds: int) -> dict[str, Any]:
-    """Both test classes of a family, in a process of their own."""
+    """Run both test classes of a family in a separate process."""
     result = folder / "results" / f"{family}.json"
     result.parent.mkdir(exist_ok=True)
     result.unlink(missing_ok=True)
@@ -167,7 +167,7 @@ def record(result: Path) -> int:
 
 
 def table(families: Mapping[str, Mapping[str, Any]]) -> str:
-    """One row for each family, in Markdown, and a list of what was lost."""
+    """Format one row for each family as Markdown, followed by the lists of lost and failed tests."""
     states = ("passed", "failed", "skipped")
     lines = [
         "| family | plain: passed | failed | skipped | hybrid: passed | failed | skipped | lost |",
@@ -186,7 +186,7 @@ def table(families: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def page(folder: Path) -> str:
-    """The Markdown of all results in a folder, the newest release first."""
+    """Format all results in a folder as one Markdown page, the newest release first."""
     results = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")]
     results.sort(key=lambda result: [int(part) for part in result["transformers"].split(".")], reverse=True)
     parts = [PAGE]
@@ -197,7 +197,7 @@ def page(folder: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fetch, run, print the table, write it."""
+    """Download and run the tests, print the table, and write it with --out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", help="comma-separated names of surgery/testing/pico.py; all if not set")
     parser.add_argument("--checkout", type=Path, help="a checkout of transformers, whose tests/ holds more than PyPI's")

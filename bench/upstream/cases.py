@@ -1,7 +1,8 @@
-"""transformers' common model tests over every family, plain and hybrid; `python -m bench.upstream` runs them.
+"""Test cases with transformers' common model tests, for the plain class and the hybrid of every family.
 
-The mixins come from transformers' source distribution; the testers here name configs and inputs. Every hybrid has a
-site that adds, one that replaces, and in a third layer a Transformer's head or, in Llamba, its whole attention.
+`python -m bench.upstream` runs them. The mixins come from transformers' source distribution. The testers here provide
+configs and inputs. Every hybrid has three sites: one adds a head, one replaces a head, and one has a Transformer's head
+or, in Llamba, its whole attention layer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from surgery.testing.pico import HEADS, HIDDEN, PAD, SPLICED_FAMILIES, VOCAB, pi
 from surgery.types import Graft, Plan
 
 SECONDS = int(os.environ.get("UPSTREAM_TIMEOUT", "120"))  # of one test
-# Layers enough for three sites, where the pico models have fewer.
+# Layer settings of families whose pico model has fewer than three sites.
 LAYERS: dict[str, dict[str, Any]] = {
     "bamba": {"num_hidden_layers": 4},
     "granite": {
@@ -56,11 +57,11 @@ LAYERS: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 24,
     },
 }
-# Their plain classes return no attention weights, and skip what is about attention; the hybrids do not skip it.
+# Their plain classes return no attention weights, so they skip tests of attention. Their hybrids do not skip them.
 WITHOUT_ATTENTION = ("mamba", "mamba2", "falcon_mamba", "llamba")
 WHOLE_LAYERS = ("llamba",)
 
-# The common tests find out by a class's name whether it takes labels.
+# The common tests look up a class's name here to decide if it takes labels.
 for _config, _model, _causal in CLASSES:
     MODEL_MAPPING_NAMES[_config.model_type] = _model.__name__
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[_config.model_type] = _causal.__name__
@@ -74,7 +75,7 @@ def plain_config(name: str) -> PreTrainedConfig:
 
 @cache
 def hybrid_config(name: str) -> PreTrainedConfig:
-    """The same with sites, as `splice` writes it."""
+    """The config of the same model after a splice."""
     model, teacher = AutoModelForCausalLM.from_config(copy.deepcopy(plain_config(name))), pico_family("qwen2")
     first, second, *more = family_of(model.config).sites(model.config)
     grafts = [
@@ -94,7 +95,7 @@ def hybrid_config(name: str) -> PreTrainedConfig:
 
 @dataclass
 class Tester:
-    """What the common tests read of a family's tester."""
+    """Tester of a family, with the attributes that the common tests read."""
 
     config: PreTrainedConfig
     batch_size = 3
@@ -105,12 +106,12 @@ class Tester:
 
     @property
     def expected_num_hidden_layers(self) -> int:
-        """Hidden states that come back."""
+        """Number of hidden states that a model returns."""
         return self.config.num_hidden_layers + 1
 
     @property
     def num_hidden_layers(self) -> int:
-        """Layers that return attention weights, which is what the common tests read it for."""
+        """Number of layers that return attention weights: the common tests use it for these."""
         own = sum(kind in ("full_attention", "hybrid") for kind in getattr(self.config, "layers_block_type", ()))
         return own + len(getattr(self.config, "attn_layer_idx", None) or ()) + len(self.splice)
 
@@ -135,11 +136,11 @@ class Tester:
         return AutoModelForCausalLM._model_mapping[type(self.config)]
 
     def get_config(self) -> PreTrainedConfig:
-        """A copy: tests change it."""
+        """A copy of the config, since tests change it."""
         return copy.deepcopy(self.config)
 
     def prepare_config_and_inputs_for_common(self) -> tuple[PreTrainedConfig, dict[str, torch.Tensor]]:
-        """The first row begins with padding."""
+        """Config and inputs. The first row begins with padding."""
         ids = tokens(self.batch_size, self.seq_length)
         mask = torch.ones_like(ids)
         ids[0, 0], mask[0, 0] = PAD, 0
@@ -147,7 +148,7 @@ class Tester:
 
 
 class Case(ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin):
-    """The common tests with a limit of time for each."""
+    """The common tests, with a time limit for each."""
 
     config: PreTrainedConfig
     plain_class: type
@@ -168,17 +169,17 @@ class Case(ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin):
         self.addCleanup(signal.alarm, 0)
 
     def test_reverse_loading_mapping(self) -> None:
-        """Nemotron-H renames weights of the language model only."""
+        """Skip the base model of Nemotron-H, which renames weights of the language model only."""
         base_has_none = self.config.model_type.startswith("nemotron_h")
         super().test_reverse_loading_mapping(skip_base_model=base_has_none)
 
     def test_moe_models_record_router_logits(self) -> None:
-        """It looks for experts in the source of the model's class; a hybrid's are in the class that it extends."""
+        """Let the test find a hybrid's experts in the source of the class that it extends."""
         with mock.patch("inspect.getmodule", return_value=inspect.getmodule(self.plain_class)):
             super().test_moe_models_record_router_logits()
 
     def test_can_init_all_missing_weights(self) -> None:
-        """It skips models before 2023, by the copyright line above the config class; this library's files have none."""
+        """Show the test a source with a copyright year: it skips models before 2023, and this library's have none."""
         source, config_class = inspect.getfile, type(self.config)
         with mock.patch("inspect.getfile", lambda item: source(Mamba2Config if item is config_class else item)):
             super().test_can_init_all_missing_weights()

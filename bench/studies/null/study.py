@@ -48,7 +48,7 @@ def shuffled_labels(seed: int, examples: int) -> tuple[PreTrainedModel, EncodedB
 
 
 def redrawn(seed: int, examples: int) -> list[Role]:
-    """Roles of 16 simulated heads whose ablation redraws all answers, at any position: the hardest case."""
+    """Roles of 16 simulated heads whose ablation redraws all answers. This case needs the correction most."""
     right = np.random.default_rng(seed).random((2, 16, examples)) < 1 / 5
     clean = np.random.default_rng((seed, 1)).random(examples) < 1 / 5
     columns = {name: np.stack([right[i] * 2.0 - 1, right[i]], 1) for i, name in enumerate(("query", "context"))}
@@ -60,7 +60,7 @@ KINDS = ("random", "shuffled", "redrawn")
 
 
 def calls(kind: str, seed: int, examples: int = EXAMPLES) -> list[str]:
-    """Roles other than "neither" for one seed: all of them are false positives."""
+    """Count the roles other than "neither" for one seed, which are all false positives."""
     if kind == "redrawn":
         roles = redrawn(seed, examples)
     else:

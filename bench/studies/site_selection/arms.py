@@ -20,13 +20,13 @@ Choices = Mapping[str, Any]
 
 VERSION = 1  # raised when an arm's result changes for the same definition
 SHIPPED, SECOND, AGAIN, TRANSFORMER = "shipped", "second", "again", "transformer"
-STATE = {SHIPPED: 8, SECOND: 16, AGAIN: 16}  # of each SSM head: what copies have as the width of query and key
-PROMPTS_SEED = 900  # of the evaluation: no choosing and no training draws from it
+STATE = {SHIPPED: 8, SECOND: 16, AGAIN: 16}  # state size of SSM heads, and so the query and key width of their copies
+PROMPTS_SEED = 900  # of the evaluation. Neither site selection nor training uses it
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What every arm gets: the same steps on the same documents, and the same questions afterwards.
+    """Training and evaluation settings, the same for every arm.
 
     Attributes:
         rows, keep_rows: documents a step with dictionaries, and of each kind that is to be kept.
@@ -48,7 +48,7 @@ class Budget:
     locate_examples: int = 128
 
     def train(self, attention: bool, new_heads: bool) -> Train:
-        """The library's training section; `attention`: whether its own supervision of spliced heads is on."""
+        """Make the library's training section. `attention` enables its own supervision of spliced heads."""
         weights = Weights(answer=1.0, attention=1.0 if attention else 0.0)
         kept = Weights(base_kl=1.0)
         sources = (
@@ -101,7 +101,7 @@ class Arm:
 
 
 def site_arm(choices: Choices, base: str, seed: int, name: str, heads: Sequence[str], **more: Any) -> Arm:
-    """A splice at these heads; each reads what the sharpen test says it gains more from."""
+    """Arm with a splice at these heads. Each reads the position with the larger oracle-read gain."""
     reads = tuple(choices["reads"][head] for head in heads)
     return Arm(base, name, seed, tuple(heads), reads, **{"kind": "softmax", **more})
 
@@ -121,7 +121,7 @@ LAYER_METHODS = ("divergence", "uniform", "sharpen_layer")  # each chooses one l
 
 
 def main_arms(choices: Choices, base: str, seed: int) -> Iterator[Arm]:
-    """No splice, and every site that a method chose; methods that agree share an arm."""
+    """Arms without a splice, and at every site that a method chose. Methods with the same choice share an arm."""
     yield Arm(base, "no-splice", seed)
     for head in dict.fromkeys(choices["methods"][method][0] for method in METHODS):
         yield site_arm(choices, base, seed, head_name(head), [head])
@@ -130,7 +130,7 @@ def main_arms(choices: Choices, base: str, seed: int) -> Iterator[Arm]:
 
 
 def variant_arms(choices: Choices, base: str, seed: int) -> Iterator[Arm]:
-    """What is put at sharpen's site, how it starts, what supervises it, what trains."""
+    """Arms at the site that `sharpen` chose, with other branches, initialisations, supervision and trained weights."""
     ranked = choices["methods"]["sharpen"]
     best = ranked[:1]
 
@@ -154,7 +154,7 @@ def variant_arms(choices: Choices, base: str, seed: int) -> Iterator[Arm]:
 
 
 def every_site(choices: Choices, base: str, seed: int, each: int | None = None) -> Iterator[Arm]:
-    """Single heads: all of the layer that sharpen chose, and of every other layer the first `each` (None: all)."""
+    """Arms of single heads: all heads of the layer that `sharpen` chose, and the first `each` (None: all) of others."""
     winning = layer_of(choices["methods"]["sharpen"][0])
     for layer in sorted({layer_of(head) for head in choices["scores"]}, key=lambda k: (k != winning, k)):
         heads = _heads_of(choices, layer)
@@ -163,7 +163,7 @@ def every_site(choices: Choices, base: str, seed: int, each: int | None = None) 
 
 
 def layer_chosen(choices: Choices, method: str) -> int:
-    """What one of `LAYER_METHODS` points at; `sharpen_layer` is the whole layer of sharpen's head."""
+    """Layer that one of `LAYER_METHODS` chooses. `sharpen_layer` is the whole layer of sharpen's head."""
     return layer_of(choices["methods"]["sharpen"][0]) if method == "sharpen_layer" else choices["layers"][method]
 
 

@@ -34,7 +34,7 @@ _MARKS = ("o", "s", "^", "D")
 def bars_by_arm(
     arms: Mapping[str, tuple[Interval, Sequence[float]]], folder: Path, title: str, note: str, control: str
 ) -> list[Path]:
-    """One bar an arm, its interval, and a dot a seed: `arms.*`. Returns the paths.
+    """Draw one bar per arm with its interval, and one dot per seed: `arms.*`. Returns the paths.
 
     Args:
         arms: name -> accuracy over all seeds, and the accuracy of each seed; drawn from above in that order.
@@ -56,7 +56,7 @@ def bars_by_arm(
     axes.set_yticks(range(len(arms)), list(arms))
     axes.set_ylim(len(arms) - 0.4, -0.6)
     axes.set_xlim(0, 1.01)
-    axes.set_xlabel("accuracy (share of prompts answered right)")
+    axes.set_xlabel("accuracy")
     axes.grid(axis="x", color=FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(axis="y", length=0)
@@ -72,7 +72,7 @@ PREDICTORS = {"sharpen": "sharpen test: gain from a perfect read", "ablation": "
 def predicted_and_reached(
     found: Sequence[Site], correlations: Mapping[str, Correlation | None], folder: Path, title: str, note: str
 ) -> list[Path]:
-    """What was predicted of each site against what training gained there: `sites.*`. Returns the paths.
+    """Draw the measured gain of each site against its predictors: `sites.*`. Returns the paths.
 
     Args:
         correlations: by predictor; written above its panel.
@@ -101,7 +101,7 @@ def predicted_and_reached(
 
 
 def _name_best(axes: Axes, found: Sequence[Site], predictor: str) -> None:
-    """Names the site that the predictor would choose, and the one that gained most."""
+    """Label the site that the predictor would choose, and the site with the largest gain."""
     best = {max(found, key=lambda s: s.predicted[predictor]).head, max(found, key=lambda s: s.gain).head}
     middle = sum(axes.get_xlim()) / 2
     for site in (s for s in found if s.head in best):

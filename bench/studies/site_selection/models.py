@@ -23,7 +23,7 @@ Rows = Callable[[EncodedBatch], list[Tensor]]  # (B,H,Q,T) for each supervised l
 
 
 class LinearAttention(SplicedAttention):
-    """The branch without its softmax: weights `q.k`, causal. No cache.
+    """Attention branch without softmax: causal weights `q.k`. It supports no cache.
 
     They are divided by the sum of their absolute values, which is also what supervision sees; the branch's output does
     not depend on that scale, since every head goes through an RMSNorm.
@@ -44,7 +44,7 @@ class LinearAttention(SplicedAttention):
     ) -> tuple[Tensor, Tensor]:
         """(B,T,D) -> (B,T,D), and the weights. Raises ValueError with a cache, packed documents or rows to collect."""
         if cache is not None or rows is not None or documents is not None:
-            raise ValueError("LinearAttention: whole sequences without splice_queries only; pass use_cache=False.")
+            raise ValueError("LinearAttention supports no cache, packing or splice_queries. Pass use_cache=False.")
         if padding_mask is not None:
             u_BTD = u_BTD * padding_mask[:, :, None].to(u_BTD.dtype)
         query, key, value = self.project(u_BTD, None, streams, positions)
@@ -58,7 +58,7 @@ class LinearAttention(SplicedAttention):
 
 
 def make_linear(hybrid: PreTrainedModel) -> list[LinearAttention]:
-    """Puts linear attention in the place of every spliced branch, with its weights; returns the new branches."""
+    """Replace every spliced branch by linear attention with the same weights, and return the new branches."""
     found = []
     for mixer in [m for m in hybrid.modules() if isinstance(getattr(m, "attention", None), SplicedAttention)]:
         old = mixer.attention
@@ -71,7 +71,7 @@ def make_linear(hybrid: PreTrainedModel) -> list[LinearAttention]:
 
 
 def linear_rows(branches: list[LinearAttention]) -> Rows:
-    """The rows at the queries, of the last forward pass."""
+    """Attention rows at the queries, of the last forward pass."""
     return lambda batch: [_at_queries(branch.weights_BHTT, batch) for branch in branches]
 
 
@@ -79,7 +79,7 @@ def linear_rows(branches: list[LinearAttention]) -> Rows:
 def hidden_rows(model: PreTrainedModel, head: HeadId) -> Iterator[Rows]:
     """The SSM head's own hidden attention, |a[t,s]| |x_s|, each row divided by its sum. With gradients.
 
-    Right-padded batches: a row at a query sees real tokens alone.
+    Batches must be right-padded, so that rows at queries contain no padding.
     """
     spec = next(s for s in family_of(model.config).mixers(model.config) if s.name == head.mixer)
     structure, mixer = structure_of(spec), mixer_of(model, spec)
@@ -105,7 +105,7 @@ def hidden_rows(model: PreTrainedModel, head: HeadId) -> Iterator[Rows]:
 
 
 def _at_queries(weights_BHTT: Tensor, batch: EncodedBatch) -> Tensor:
-    """(B,H,Q,T); padded questions take row 0, and are left out by the loss."""
+    """(B,H,Q,T) rows at the queries. Padded questions take row 0, which the loss ignores."""
     index = batch.query.clamp(min=0)[:, None, :, None].expand(-1, weights_BHTT.shape[1], -1, weights_BHTT.shape[3])
     return weights_BHTT.gather(2, index)
 

@@ -25,7 +25,7 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Results:
-    """Everything that is finished.
+    """All finished arms and choices.
 
     Attributes:
         arms: (base, arm) -> seed -> result.
@@ -39,7 +39,7 @@ class Results:
         return self.arms.get((base, name), {})
 
     def seeds(self, base: str) -> list[int]:
-        """Those that sites were chosen for."""
+        """Seeds for which sites were chosen."""
         return sorted(seed for name, seed in self.choices if name == base)
 
     def method(self, base: str, method: str) -> BySeed:
@@ -60,7 +60,7 @@ class Results:
 
 
 def accuracy(arm: BySeed, pairs: int) -> Interval | None:
-    """Over all seeds; None where there is none. Raises KeyError where that number of pairs was not asked."""
+    """Accuracy over all seeds; None without results. Raises KeyError if that number of pairs was not evaluated."""
     right = "".join(result["correct"][f"kv_retrieval/{pairs}"] for result in arm.values())
     return wilson(right.count("1"), len(right)) if right else None
 
@@ -70,18 +70,18 @@ def of_seed(result: Mapping[str, Any], pairs: int) -> float:
 
 
 def mean_of(arm: BySeed, read: Callable[[Mapping[str, Any]], float]) -> float:
-    """The mean over seeds; NaN where there is none."""
+    """Mean over seeds; NaN without results."""
     return float(np.mean([read(result) for result in arm.values()])) if arm else math.nan
 
 
 def mean_at(arm: BySeed, pairs: int) -> float:
-    """The mean accuracy over seeds."""
+    """Mean accuracy over seeds."""
     return mean_of(arm, lambda result: of_seed(result, pairs))
 
 
 @dataclass(frozen=True)
 class Paired:
-    """One arm against another on the same prompts.
+    """Paired comparison of two arms on the same prompts.
 
     Attributes:
         difference: of the accuracies, over the seeds that both have.
@@ -96,7 +96,7 @@ class Paired:
 
 
 def paired(first: BySeed, second: BySeed, pairs: int) -> Paired | None:
-    """None where they share no seed."""
+    """Compare two arms on their common seeds; None if they have none."""
     seeds = sorted(first.keys() & second.keys())
     if not seeds:
         return None
@@ -110,14 +110,14 @@ def paired(first: BySeed, second: BySeed, pairs: int) -> Paired | None:
 
 
 def family(tests: Mapping[str, Paired | None]) -> dict[str, bool]:
-    """Which differences stand, with the family-wise error at 0.05 (Holm)."""
+    """True for each significant difference, at a family-wise error of 0.05 (Holm)."""
     there = {name: test.p for name, test in tests.items() if test is not None}
     return dict(zip(there, holm(list(there.values())), strict=True))
 
 
 @dataclass(frozen=True)
 class Site:
-    """A single head that was trained: what was predicted of it, and what came of it; means over seeds."""
+    """A head that was trained as the only site: its predictors and its measured gain, as means over seeds."""
 
     head: str
     predicted: Mapping[str, float]
@@ -126,7 +126,7 @@ class Site:
 
 
 def sites(results: Results, base: str, pairs: int) -> list[Site]:
-    """Every head whose arm and whose control are there, in order; the gain is over no splice in the same seed."""
+    """All heads whose arm and control are finished, in order. The gain is relative to no splice with the same seed."""
     control = results.arm(base, "no-splice")
     found = []
     for head in results.choices[base, results.seeds(base)[0]]["scores"] if results.seeds(base) else ():
@@ -143,14 +143,14 @@ def sites(results: Results, base: str, pairs: int) -> list[Site]:
 
 @dataclass(frozen=True)
 class Correlation:
-    """With 95% percentile intervals, sites resampled."""
+    """Correlations with 95% percentile intervals, from resampled sites."""
 
     spearman: Interval
     pearson: Interval
 
 
 def correlation(predicted: Sequence[float], reached: Sequence[float], seed: int = 0) -> Correlation | None:
-    """None for fewer than 4 sites, or where one side does not vary."""
+    """Correlate predictions and gains; None for fewer than 4 sites, or if either does not vary."""
     x, y = np.asarray(predicted, float), np.asarray(reached, float)
     if len(x) < 4 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return None
@@ -168,7 +168,7 @@ def correlation(predicted: Sequence[float], reached: Sequence[float], seed: int 
 
 @dataclass(frozen=True)
 class Spread:
-    """Standard deviations of the gain, in accuracy: of heads inside the winning layer, of layers' means, of seeds."""
+    """Standard deviations of the gain in accuracy: between heads of the winning layer, layers, and seeds."""
 
     winning: int
     within: float
@@ -178,7 +178,7 @@ class Spread:
 
 
 def spread(found: Sequence[Site], winning: int) -> Spread | None:
-    """Is it the layer or the head? None with fewer than two layers, or fewer than two heads of the winning one."""
+    """Split the variance of the gain by layer and head; None with fewer than two layers, or heads of the best layer."""
     by_layer: dict[int, list[float]] = {}
     for site in found:
         by_layer.setdefault(layer_of(site.head), []).append(site.gain)
@@ -192,5 +192,5 @@ def spread(found: Sequence[Site], winning: int) -> Spread | None:
 
 
 def gap_closed(arm: float, control: float, transformer: float) -> float:
-    """(arm - control) / (transformer - control); NaN where there is no gap."""
+    """Gap closed: (arm - control) / (transformer - control); NaN without a gap."""
     return (arm - control) / (transformer - control) if transformer > control else math.nan

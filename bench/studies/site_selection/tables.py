@@ -41,7 +41,7 @@ _BLOCK = re.compile(r"(<!-- begin ([\w/-]+) -->\n)(.*?)(<!-- end \2 -->)", re.DO
 
 
 def tables(results: Results, settings: Mapping[str, str]) -> dict[str, str]:
-    """Every table by its name, `BASE/TABLE` for those of one base.
+    """Make every table: name -> Markdown. Tables of one base are named `BASE/TABLE`.
 
     Args:
         settings: budget and versions of the finished arms, by name.
@@ -73,7 +73,7 @@ def fill(page: Path, found: Mapping[str, str]) -> None:
     """Replace the tables on a page; write a page of all tables if there is none.
 
     Raises:
-        RunError: the page has a place for a table that there is no result for.
+        RunError: the page has a place for a table without results.
     """
     if not page.exists():
         blocks = (f"<!-- begin {name} -->\n{table}<!-- end {name} -->\n" for name, table in found.items())
@@ -137,7 +137,7 @@ def _site(results: Results, base: str, method: str, seed: int) -> str:
 
 
 def _arms(arms: Mapping[str, BySeed], against: BySeed) -> str:
-    """Accuracy by pairs, the measures that must not fall, and the paired test against the oracle-read head."""
+    """Accuracy by pairs, facts and perplexity, and the paired test against the oracle-read head."""
     tests, significant = tests_against(arms, against, PAIRS)
     pairs = sorted({int(p) for arm in arms.values() for r in arm.values() for p in r["summary"]["kv_retrieval"]})
     rows = []
@@ -200,7 +200,7 @@ def _best_site(trained: list[Site]) -> str:
 
 
 def _layers(trained: list[Site], winning: int) -> dict[str, str]:
-    """How the gain varies between heads of one layer, between layers, and between seeds."""
+    """Tables of the variation of the gain between heads of one layer, between layers, and between seeds."""
     found = spread(trained, winning)
     if found is None:
         return {}

@@ -53,7 +53,7 @@ class RowTargets(Targets):
 
 
 def plan_of(arm: Arm, base: PreTrainedModel) -> Plan:
-    """The arm's sites, as the library's planning takes them."""
+    """The arm's sites in the form of the library's HeadSet."""
     scored = tuple(
         ScoredHead(HeadId.parse(head), "neither", reads, {}) for head, reads in zip(arm.heads, arm.reads, strict=True)
     )
@@ -92,7 +92,7 @@ def prepared(arm: Arm, base: PreTrainedModel, budget: Budget) -> Iterator[tuple[
 def run_arm(
     arm: Arm, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, budget: Budget, prompts: PromptSet
 ) -> dict[str, Any]:
-    """Trains the arm and asks it every prompt.
+    """Train the arm and evaluate it on every prompt.
 
     Returns:
         Plain data: the definition, accuracies, right and wrong by prompt (one character each), losses, seconds.

@@ -40,7 +40,7 @@ Effects = NDArray[np.float64]  # (R,H,N): logits by column, head, prompt; a head
 def measure(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int, examples: int, pairs: int, size: int = 32
 ) -> dict[str, Effects]:
-    """What each head's ablation takes from the margin, (1,H,N), and what its perfect reads give, (2,H,N)."""
+    """Margins lost by each head's ablation, (1,H,N), and gained by its oracle reads, (2,H,N)."""
     documents = [kv_document(rng_of("locate", seed, i), pairs, split="eval") for i in range(examples)]
     heads = [head for spec in family_of(model.config).mixers(model.config) for head in spec.heads]
     found: dict[str, list[Effects]] = {"ablation": [], "sharpen": []}
@@ -54,7 +54,7 @@ def measure(
 
 
 def _change(clean: ChoiceScores, changed: Sequence[ChoiceScores]) -> Effects:
-    """(heads,N) margins gained."""
+    """(heads,N) margins gained by each head's change."""
     return torch.stack([scores.margin - clean.margin for scores in changed]).double().numpy()
 
 
@@ -70,7 +70,7 @@ def agreement(one: Effects, other: Effects) -> dict[str, float]:
 
 
 def _excludes_zero(effects: Effects) -> NDArray[np.bool_]:
-    """(H,) of each head's best column."""
+    """(H,) mean effect of each head, in its best column."""
     best = effects[effects.mean(-1).argmax(0), np.arange(effects.shape[1])]
     return np.array([i.low > 0 or i.high < 0 for i in bootstrap_mean(best, seed=0, resamples=500)])
 
@@ -85,7 +85,7 @@ def halves(effects: Sequence[Effects], n: int) -> Iterator[tuple[Effects, Effect
 
 
 def probe_seeds(effects: Sequence[Effects], n: int) -> Iterator[tuple[Effects, Effects]]:
-    """The same n prompts, by number, of each two seeds; as often as n fits."""
+    """Pairs of seeds with n prompts each, in blocks with the same prompt numbers."""
     for one, other in combinations(effects, 2):
         for start in range(0, one.shape[-1] - n + 1, n):
             yield one[..., start : start + n], other[..., start : start + n]
@@ -98,7 +98,7 @@ KINDS: Mapping[str, Callable[[Sequence[Effects], int], Iterator[tuple[Effects, E
 
 
 def table(measured: Sequence[Mapping[str, Effects]]) -> list[dict[str, float | int | str]]:
-    """One row for each method, kind of comparison and number of prompts a side."""
+    """Compute one row for each method, kind of comparison and number of prompts per side."""
     examples = measured[0]["ablation"].shape[-1]
     rows: list[dict[str, float | int | str]] = []
     for method in measured[0]:

@@ -49,10 +49,10 @@ from surgery.stats import mcnemar
 from surgery.train.training import train_model
 from surgery.types import HeadId, HeadSet, ScoredHead
 
-# The site reads the value itself, the teacher's reading head the end of its line, one token behind.
+# The site reads the value itself. The teacher's retrieval head reads the end of its line, one token later.
 SITE, READS, OFFSET = "L0H1", "answer_token", -1
 PAIRS, EXAMPLES, PROMPTS_SEED = (16, 32, 64), 200, 950
-# Objectives on the documents with answers. `gold`: the position of the value is given.
+# Objectives on the documents with answers. With `gold`, training uses the position of the value.
 ARMS: dict[str, dict[str, float]] = {
     "answers": {"answer": 1.0},
     "answers, teacher's logits": {"answer": 1.0, "distil": 1.0},
@@ -68,7 +68,7 @@ STEPS, SEEDS = (100, 50), (0, 1, 2)
 
 
 def section(weights: dict[str, float], steps: int, teacher: Path, head: str) -> Train:
-    """The evidence's budget, with these objectives on the dictionaries."""
+    """Training settings of the site selection study, with these objectives on the dictionaries."""
     given = Budget(steps=steps).train(attention=True, new_heads=False).model_dump()
     given["sources"][0]["weights"] = Weights.model_validate(weights).model_dump()
     if any(OBJECTIVES[name].needs_teacher for name in weights):
@@ -81,7 +81,7 @@ def section(weights: dict[str, float], steps: int, teacher: Path, head: str) -> 
 
 @torch.no_grad()
 def reading_head(teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[str, float]:
-    """The teacher's head whose query attends most to the gold segment (`key:value` and its end), and how much."""
+    """Find the teacher's head whose query attends most to the gold segment (`key:value` and its end), and its share."""
     prompts = [kv_document(rng_of("distil", "teacher", i), 24, split="eval") for i in range(64)]
     batch = encode(prompts, tokenizer, until_answer=True, padding_side="left")
     teacher.set_attn_implementation("eager")
@@ -94,7 +94,7 @@ def reading_head(teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 
 def hybrid_of(base: PreTrainedModel, seed: int) -> tuple[PreTrainedModel, Any]:
-    """The base with a branch beside `SITE`, and its plan."""
+    """Splice a branch at `SITE` into the base. Returns the hybrid and its plan."""
     scored = (ScoredHead(HeadId.parse(SITE), "neither", READS, {}),)  # type: ignore[arg-type]
     heads = HeadSet("pico-mamba2", "", geometry_of(base.config), scored, scored, "list", seed)
     wanted = Splice(select="list", heads=(SITE,))
@@ -113,7 +113,7 @@ def scored(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[s
 
 
 def run(folder: Path, base_folder: Path, teacher_folder: Path) -> None:
-    """Every arm that has no result."""
+    """Run every arm that has no result."""
     base, tokenizer = load(base_folder)
     base = in_short_chunks(base)
     teacher, _ = load(teacher_folder)
@@ -159,7 +159,7 @@ def table(folder: Path) -> str:
 
 
 def _without(name: str) -> str:
-    """The control of an arm with a teacher."""
+    """Name of the arm without a teacher to compare with."""
     return "answers, gold attention" if "gold" in name else "answers"
 
 

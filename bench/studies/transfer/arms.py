@@ -64,7 +64,7 @@ _SHOWN = 4  # best heads of a task that are kept on disk
 
 @dataclass(frozen=True)
 class Experiment:
-    """One base, its arms' budget, and the folder of their results."""
+    """A base, the budget of its arms, and the folder of their results."""
 
     base: Path
     folder: Path
@@ -73,7 +73,7 @@ class Experiment:
     budget: Budget = field(default_factory=lambda: Budget(pairs=(8, 16), locate_pairs=16))
 
     def section(self, trained: Trained, spliced: bool) -> Train:
-        """The evidence's training; the other formats' documents beside KV-retrieval's, or phonebooks in their place."""
+        """Training of the site selection study. Other formats are added to KV-retrieval, or phonebooks replace it."""
         alone = self.budget.train(attention=spliced, new_heads=False)
         if trained == "kv":
             return alone
@@ -107,7 +107,7 @@ def other_formats(weights: Weights, low: int, high: int, rows: int) -> tuple[Sou
 
 
 def asked(tokenizer: PreTrainedTokenizerBase, examples: int) -> list[Task]:
-    """The tasks of the transfer study that the base was trained on, at the sizes that are compared."""
+    """Tasks of the transfer study on which the base was trained, at the sizes to compare."""
     found = tasks(tokenizer, examples, PROMPTS_SEED)
     return [t for t in found if (t.choices in SIZES or t.name == "letter_choice") and t.name not in UNTRAINED]
 
@@ -116,7 +116,7 @@ UNTRAINED = ("phonebook, no examples", "json_kv, uuid")
 
 
 def located(experiment: Experiment, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> HeadSet:
-    """Every head's gain from a perfect read on KV-retrieval, and the one that is chosen; measured once a seed."""
+    """Oracle-read gain of every head on KV-retrieval, and the chosen head. Measured once per seed."""
     path, budget = experiment.folder / f"heads_seed{seed}.json", experiment.budget
     if not path.is_file():
         section = Locate(methods=("query", "sharpen"), pairs=budget.locate_pairs, examples=budget.locate_examples)
@@ -134,7 +134,7 @@ def gains(
     asking: Sequence[Task],
     seed: int,
 ) -> list[dict[str, Any]]:
-    """By task: how the chosen head ranks by what a perfect read gains there, beside the best of all; measured once."""
+    """Rank of the chosen head by its oracle-read gain on each task, with the best heads. Measured once."""
     path, chosen = experiment.folder / f"gains_seed{seed}.json", located(experiment, model, tokenizer, seed)
     if not path.is_file():
         rows = []
@@ -170,7 +170,7 @@ def another(heads: HeadSet, chosen: ScoredHead, seed: int) -> ScoredHead:
 
 @torch.no_grad()
 def on_gold(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, arm: Arm) -> float:
-    """How much of its attention the spliced head puts on what it was to read, mean over the task's prompts."""
+    """Attention of the spliced head on the position that it should read, mean over the task's prompts."""
     found = []
     for start in range(0, len(task.documents), BATCH):
         batch = encode(task.documents[start : start + BATCH], tokenizer, padding_side="left", until_answer=True)
@@ -205,7 +205,7 @@ def run_arm(
     tokenizer: PreTrainedTokenizerBase,
     asking: Sequence[Task],
 ) -> dict[str, Any]:
-    """Trains the arm and asks it every prompt."""
+    """Train the arm and evaluate it on every prompt."""
     began = time.perf_counter()
     with prepared(arm, base, experiment.budget) as (model, supervision):
         targets = Targets(base=base, **supervision)
@@ -223,7 +223,7 @@ def run_arm(
 
 
 def run(experiment: Experiment, most: int | None = None, only: Trained | None = None) -> int:
-    """Runs the arms that have no result, `most` of them at most, of the training `only`; returns how many it ran."""
+    """Run at most `most` arms that have no result, of the training `only`. Returns the number of arms that ran."""
     given = _given(experiment)
     (base, tokenizer), revision = load(experiment.base), revision_of(given)
     base = in_short_chunks(base)
@@ -256,7 +256,7 @@ Right = Mapping[int, Mapping[str, str]]  # seed -> task -> right and wrong
 
 
 def collected(experiment: Experiment) -> dict[tuple[Trained, Site], Right]:
-    """What is on disk, by arm."""
+    """Finished results by arm."""
     found: dict[tuple[Trained, Site], Right] = {}
     for trained in TRAINED:
         for site in SITES:
@@ -266,7 +266,7 @@ def collected(experiment: Experiment) -> dict[tuple[Trained, Site], Right]:
 
 
 def pooled(one: Right, task: str, seeds: Sequence[int]) -> str:
-    """Answers of all seeds, in their order, as `1` and `0`."""
+    """Answers of all seeds, in order of the seeds, as `1` and `0`."""
     return "".join(one[seed][task] for seed in seeds)
 
 

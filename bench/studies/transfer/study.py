@@ -52,7 +52,7 @@ class Task:
 
 
 def tasks(tokenizer: PreTrainedTokenizerBase, examples: int, seed: int) -> list[Task]:
-    """KV-retrieval for comparison, then the tasks that took no part in choosing."""
+    """KV-retrieval for comparison, then the tasks that were not used to choose heads."""
     words, space = mqar_words(tokenizer, "eval"), space_of(tokenizer)
     makers: list[tuple[str, Make, Sequence[int]]] = [
         ("kv_retrieval", lambda rng, n: kv_document(rng, n, split="eval"), (4, 8, 16)),
@@ -74,7 +74,7 @@ def tasks(tokenizer: PreTrainedTokenizerBase, examples: int, seed: int) -> list[
 def sharpened(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], batch_size: int
 ) -> tuple[ChoiceScores, dict[Reads, list[ChoiceScores]]]:
-    """The clean scores, and by column those of every head with a perfect read, heads in the order of the mixers."""
+    """Clean scores, and scores of every head's oracle read by column. Heads are in the order of the mixers."""
     heads = [head for spec in family_of(model.config).mixers(model.config) for head in spec.heads]
     clean: list[ChoiceScores] = []
     columns: dict[Reads, list[list[ChoiceScores]]] = {reads: [] for reads in READS}
@@ -98,7 +98,7 @@ def _accuracy(correct: torch.Tensor) -> Interval:
 def measured(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, chosen: HeadSet, batch_size: int
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """One task's row of the base, and its right answers by prompt."""
+    """Measure the base on one task. Returns its row, and its right answers by prompt."""
     heads = [str(head) for spec in family_of(model.config).mixers(model.config) for head in spec.heads]
     clean, columns = sharpened(model, tokenizer, task.documents, batch_size)
     gains = {
@@ -125,9 +125,9 @@ def measured(
 def standing(
     head: str, reads: Reads | None, of_head: Mapping[str, Mapping[Reads, Mapping[str, float]]]
 ) -> dict[str, Any]:
-    """A chosen head among all others, which count with their better column of this task.
+    """Rank a chosen head among all other heads, by their better column on this task.
 
-    `rank` is by the column that it was chosen for, if any, `rank_better` by its own better one here.
+    `rank` uses the column for which the head was chosen, if any. `rank_better` uses the head's better column here.
     """
     better = {name: max(column["value"] for column in columns.values()) for name, columns in of_head.items()}
     others = [value for name, value in better.items() if name != head]
@@ -143,7 +143,7 @@ def compared(
     base: torch.Tensor,
     batch_size: int,
 ) -> dict[str, Any]:
-    """Other checkpoints on the same prompts; p that one is right more often than the other by luck."""
+    """Evaluate other checkpoints on the same prompts, with one-sided McNemar tests against the base."""
     found = {}
     for name, model in arms.items():
         correct = answer_choices(model, tokenizer, task.documents, batch_size).correct
@@ -154,7 +154,7 @@ def compared(
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """One row of the table."""
+    """Format one row of the table."""
     found = [f"{row['task']:<22} {row['choices']:>3}  {row['base']['value']:.3f}{'*' if row['at_chance'] else ' '}"]
     for chosen in row["chosen"]:
         found.append(f"{chosen['head']} ranks {chosen['rank']}, {chosen['rank_better']} of {chosen['of']}")
@@ -180,7 +180,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model, tokenizer = load(args.model)
     chosen = head_set_from_json(json.loads(args.heads.read_text()))
     if chosen.geometry != geometry_of(model.config):
-        raise PlanError("--heads", str(args.heads), "They were located in a model of another shape.")
+        raise PlanError(
+            "--heads", str(args.heads), "They were located in another model. Pass the heads.json of this model."
+        )
     named = dict(arm.split("=", 1) for arm in args.arm or [f"hybrid={CHECKPOINTS / 'quickstart' / 'export'}"])
     arms = {name: load(path)[0] for name, path in named.items()}
     rows = []

@@ -67,6 +67,9 @@ def test_a_probe_from_outside(tmp_path: Path) -> None:
     code = block("A probe")
     assert len(code.splitlines()) <= 40
     (tmp_path / "reversal.py").write_text(code)
+    table = block("A probe", 'python title="stock.py"')
+    assert len(table.splitlines()) <= 40
+    (tmp_path / "stock.py").write_text(table)
     recipe = {
         "name": "outside",
         "base": {"model": str(BASE)},
@@ -85,6 +88,9 @@ def test_a_probe_from_outside(tmp_path: Path) -> None:
     assert "reversal/5" in results["comparisons"]["hybrid"]["base"]
     report = (tmp_path / "runs" / "outside" / "report.html").read_text()
     assert "reversed copying, 5" in report and "KV-retrieval, 4 pairs" in report
+    assert results["arms"]["hybrid"]["stock"]["4"]["n"] == 4 and "table look-up, 4 rows" in report
+    history = json.loads((tmp_path / "runs" / "outside" / "training.json").read_text())
+    assert all(entry["attention"] > 0 for entry in history), "its gold positions are trained on"
 
     shell = ("bash", "-c", block("A probe", "bash").replace("python", sys.executable, 1))
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
@@ -94,6 +100,10 @@ def test_a_probe_from_outside(tmp_path: Path) -> None:
     assert {"surgery_reversal_4_generated", "surgery_reversal_16_generated", "surgery_copying_8_generated"} <= set(
         group["task"]
     )
+    assert {"surgery_stock_4", "surgery_stock_4_generated", "surgery_stock_12"} <= set(group["task"])
+    row = json.loads((tmp_path / "tasks" / "stock_12.jsonl").read_text().splitlines()[0])
+    wanted = row["prompt"].split()[-2]
+    assert f"{wanted}:{row['choices'][row['gold']]}," in row["prompt"] and row["bounded"]
     row = json.loads((tmp_path / "tasks" / "reversal_4.jsonl").read_text().splitlines()[0])
     words = row["prompt"].split("\n")[1].split(" ")
     assert len(words) == 4 and row["answers"] == [" ".join(reversed(words))]
@@ -213,6 +223,7 @@ def test_a_locating_method_from_outside(tmp_path: Path) -> None:
     code = block("A locating method")
     assert len(code.splitlines()) <= 40
     (tmp_path / "direct_logits.py").write_text(code)
+    (tmp_path / "value_ablation.py").write_text(block("A locating method", 'python title="value_ablation.py"'))
     recipe = {
         "name": "outside",
         "base": {"model": str(BASE)},
@@ -233,11 +244,15 @@ def test_a_locating_method_from_outside(tmp_path: Path) -> None:
     assert heads["method"] == "direct_logits" and heads["chosen"] == heads["heads"][:1]
     with (folder / "heads.csv").open(newline="") as file:
         assert [float(row["direct_logits"]) for row in csv.DictReader(file)] == values
+    for head in heads["heads"]:
+        assert head["scores"]["at_value"]["n"] == head["scores"]["at_value_accuracy"]["n"] == 16
     maps = folder / "figures" / "locate" / "head_maps"
     assert "direct_logits_low" in maps.with_suffix(".csv").read_text().splitlines()[0]
     assert "Dot product; colours from" in maps.with_suffix(".svg").read_text()
     page = (folder / "locate.html").read_text()
     data = json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.S)[1])
+    captions = {column["key"]: column["caption"] for column in data["columns"]}
+    assert captions["at_value"] == "Answer margin (logits) lost with the head ablated at the value."
     (column,) = [column for column in data["columns"] if column["key"] == "direct_logits"]
     assert (column["label"], column["unit"]) == ("direct logits", "dot product")
     assert column["caption"].startswith("Dot product: what it adds at the query")

@@ -1,6 +1,6 @@
-"""Ablate heads at chosen tokens: with zeros, their mean over the prompts, or their output in another prompt.
+"""Ablate heads at chosen tokens: replace their outputs by zeros, by their mean, or by those on another prompt.
 
-A head's contribution is its block of columns of `out_proj`. Ablating the head replaces the input of that block.
+A head contributes through its block of columns of `out_proj`. Ablation replaces the input of this block.
 
 Shape legend: B prompts, T tokens, I inner width (H heads of P), W variants folded into the batch, variant-major.
 """
@@ -24,11 +24,11 @@ from surgery.types import Fill, MixerSpec, Where
 
 @dataclass(frozen=True)
 class Ablation:
-    """Where a head is ablated, and what replaces its output.
+    """Tokens at which a head is ablated, and the replacement of its output.
 
     Attributes:
-        where: the tokens, relative to the prompt's last question; see `token_mask`.
-        fill: the replacement; see `fill_values`.
+        where: tokens relative to the prompt's last question; see `token_mask`.
+        fill: replacement; see `fill_values`.
     """
 
     where: Where = "everywhere"
@@ -36,11 +36,12 @@ class Ablation:
 
 
 def token_mask(batch: EncodedBatch, where: Where) -> Tensor:
-    """Select tokens of left-padded prompts that end at the query, by their place in the last question.
+    """Select tokens by their role in the last question of each prompt.
 
     Args:
-        where: `segment` is the gold segment from its first token to its end. A position that a prompt lacks (-1)
-            selects nothing.
+        batch: left-padded prompts that end at the query.
+        where: `everywhere`, `query` (the last token), `context` (all others), `segment` (the whole gold segment), or a
+            position of the batch such as `segment_end`. A prompt without this position (-1) selects nothing.
 
     Returns:
         (B,T) bool
@@ -60,14 +61,14 @@ def token_mask(batch: EncodedBatch, where: Where) -> Tensor:
 
 
 def fill_values(u_BTI: Tensor, batch: EncodedBatch, fill: Fill) -> Tensor | None:
-    """Compute what replaces the outputs of ablated heads.
+    """Compute the replacement for the outputs of ablated heads.
 
     Prompts end at the query, so the same column has the same distance from it in all prompts.
 
     Args:
         u_BTI: clean outputs of the heads.
-        fill: `mean` is over the batch's prompts that have a token there. `resample` takes the next prompt that has one,
-            or the prompt itself where no other has.
+        fill: `mean` is over the prompts of the batch that have a token at this place. `resample` takes the next prompt
+            that has one, or the prompt itself if no other has.
 
     Returns:
         (B,T,I); None for zeros.
@@ -96,9 +97,9 @@ def ablated(
     """Ablate heads in the forward pass inside the context.
 
     Args:
-        heads: by `MixerSpec.name`, (W,H) bool: heads to ablate, in each variant.
-        tokens_BT: bool, tokens at which they are ablated.
-        fills: by name, (B,T,I) from `fill_values`.
+        heads: by `MixerSpec.name`, (W,H) bool: heads to ablate in each variant.
+        tokens_BT: bool, tokens at which to ablate them.
+        fills: by `MixerSpec.name`, (B,T,I) from `fill_values`; None for zeros.
 
     Raises:
         ModelError: a mixer's `out_proj` was not called as a module.

@@ -32,15 +32,15 @@ def altered(
     """Change the model for every forward pass inside the context.
 
     Args:
-        specs: every mixer of the model.
-        off: by `MixerSpec.name`, heads to ablate at every token.
+        specs: all mixers of the model.
+        off: by `MixerSpec.name`, indices of heads to ablate at every token.
         layers: number of blocks to run, from the lowest up; all by default.
-        mask_last_row: mask the last row of every attention matrix, in attention layers and in spliced branches, so
-            that attention adds nothing at the last token.
-        drop: layers whose blocks are skipped: the residual stream passes unchanged.
+        mask_last_row: mask the last row of every attention matrix, in attention layers and in spliced heads, so that
+            attention adds nothing at the last token.
+        drop: layers to skip: the residual stream passes unchanged.
 
     Raises:
-        ModelError: a hook never fired, so that a change was not made.
+        ModelError: a hook never fired, so a change was not applied.
     """
     with hooked(model, specs) as hooks, _cut(model, specs[0], layers):
         for spec in specs:
@@ -61,14 +61,14 @@ def altered(
 
 
 def attends(config: Any, spec: MixerSpec) -> bool:
-    """Return whether this mixer is attention, or has heads of attention spliced into it."""
+    """Whether a mixer is attention, or has attention spliced into it."""
     sites = getattr(config, "splice", None) or []
     return not spec.is_ssm or any(site["layer"] == spec.layer and not is_whole(site) for site in sites)
 
 
 @contextmanager
 def _cut(model: PreTrainedModel, spec: MixerSpec, layers: int | None) -> Iterator[None]:
-    """Run the first `layers` blocks alone."""
+    """Run only the first `layers` blocks."""
     backbone = model.get_submodule(spec.path.split(".layers.")[0])
     blocks = backbone.layers
     try:
@@ -80,7 +80,7 @@ def _cut(model: PreTrainedModel, spec: MixerSpec, layers: int | None) -> Iterato
 
 
 def _skip(hooks: Hooks, layer: int, block: nn.Module) -> None:
-    """Return the block's input as its output. The block still runs: its output shows which form is expected."""
+    """Replace the block's output by its input. The block still runs, since its output shows the expected form."""
     inputs: list[Tensor] = []
 
     def pass_input(output: Any) -> Any:

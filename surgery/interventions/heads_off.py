@@ -1,4 +1,4 @@
-"""Switch spliced attention off."""
+"""Disable spliced attention."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ HEADS_OFF = "hybrid_heads_off"
 
 @contextmanager
 def heads_off(model: PreTrainedModel) -> Iterator[None]:
-    """Zero the output of everything spliced in, in every forward pass inside the context.
+    """Zero the output of all spliced attention in every forward pass inside the context.
 
-    All other weights stay as trained. With `mode: add` the SSM head still runs; with `mode: replace` the silenced head
-    stays silent; where a whole layer was swapped, the layer's mixer adds nothing.
+    All other weights stay as trained. With `mode: add` SSM heads still run. With `mode: replace` they stay silenced.
+    With `unit: layer` the mixer of the layer adds nothing.
 
     Raises:
         ModelError: nothing is spliced into the model, or a hook never fired.
@@ -34,7 +34,7 @@ def heads_off(model: PreTrainedModel) -> Iterator[None]:
         for spec in [spec for spec in specs if spec.layer in sites]:
             mixer, whole = mixer_of(model, spec), is_whole(sites[spec.layer])
             if whole == spec.is_ssm:
-                continue  # the layer's other mixer
+                continue  # the other mixer of this layer
             last = structure_of(spec).out_proj(mixer) if whole else mixer.attention.o_proj
             hooks.after(spec.layer, f"{spec.name} spliced", last, torch.zeros_like)
         yield

@@ -1,6 +1,6 @@
-"""Record a running model's activations, start its forward pass above a layer, and set hooks that must fire.
+"""Record activations, start a forward pass above a layer, and set hooks that must fire.
 
-A hook that was set and never fired raises an error: fused kernels take raw weights, and a measurement without its
+A hook that never fires raises an error. Fused kernels use raw weights and bypass hooks, and a measurement without its
 intervention would be silently wrong.
 
 Shape legend: B prompts, T tokens, D model width, I inner width (H heads of P), W variants folded into the batch: row
@@ -30,12 +30,12 @@ class ActivationCache:
     """Activations of one forward pass, by `MixerSpec.name`.
 
     Attributes:
-        heads: (B,T,I) the input of `out_proj`: every head's output, after the gated norm where there is one.
-        scan: (B,T,I) the scan's output, skip included, before the gated norm; times the gate where there is none.
+        heads: (B,T,I) input of `out_proj`: every head's output, after the gated norm if there is one.
+        scan: (B,T,I) output of the scan, including the skip, before the gated norm; times the gate if there is no norm.
         projected: the output of `in_proj`.
         output: (B,T,D) the mixer's output.
-        residual: by layer, (B,T,D) the residual stream that the block takes.
-        tuples: names of the mixers, and layers of the blocks, whose output is a tuple.
+        residual: by layer, (B,T,D) the input of the block (residual stream).
+        tuples: mixers (by name) and blocks (by layer) whose output is a tuple.
     """
 
     heads: dict[str, Tensor] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class ActivationCache:
     tuples: set[str | int] = field(default_factory=set)
 
     def followed_by(self, later: ActivationCache) -> ActivationCache:
-        """Join this pass and the one that continued from its states, along the tokens."""
+        """Concatenate this pass and one that continued from its states, along the tokens."""
         streams = ("heads", "scan", "projected", "output", "residual")
         joined = {
             name: {k: torch.cat([x, getattr(later, name)[k]], 1) for k, x in getattr(self, name).items()}
@@ -56,9 +56,9 @@ class ActivationCache:
 
 
 class Hooks:
-    """Forward hooks that are removed together, and that must all fire.
+    """Forward hooks that are removed together and must all fire.
 
-    Some models use one module in several layers: a hook acts only while its own layer runs.
+    Some models use one module in several layers, so a hook acts only while its own layer runs.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Hooks:
         self._layer = -1
 
     def enter(self, layer: int, block: nn.Module) -> None:
-        """Set the hook that notes when the block of `layer` begins."""
+        """Set a hook that records when the block of `layer` starts."""
 
         def hook(_: nn.Module, __: tuple) -> None:
             self._layer = layer
@@ -75,7 +75,13 @@ class Hooks:
         self._handles.append(block.register_forward_pre_hook(hook))
 
     def before(self, layer: int, name: str, module: nn.Module, change: Callable[[tuple], tuple | None]) -> None:
-        """Call `change` with the module's positional arguments. What it returns replaces them, unless it is None."""
+        """Set a hook before a module runs.
+
+        Args:
+            layer: layer in which the hook acts.
+            name: name in the error if it never fires.
+            change: function of the positional arguments. Its result replaces them, unless it is None.
+        """
 
         def hook(_: nn.Module, args: tuple) -> tuple | None:
             if self._layer != layer:
@@ -87,7 +93,13 @@ class Hooks:
         self._handles.append(module.register_forward_pre_hook(hook))
 
     def after(self, layer: int, name: str, module: nn.Module, change: Callable[[Any], Any]) -> None:
-        """Call `change` with the module's output. What it returns replaces the output, unless it is None."""
+        """Set a hook after a module has run.
+
+        Args:
+            layer: layer in which the hook acts.
+            name: name in the error if it never fires.
+            change: function of the output. Its result replaces the output, unless it is None.
+        """
 
         def hook(_: nn.Module, __: tuple, output: Any) -> Any:
             if self._layer != layer:
@@ -159,17 +171,17 @@ def record(model: PreTrainedModel, specs: Sequence[MixerSpec]) -> Iterator[Activ
 
 
 def store_input(store: dict[Any, Tensor], name: str | int, args: tuple) -> None:
-    """Hook: keep a module's first argument under `name`."""
+    """Hook that stores a module's first argument under `name`."""
     store[name] = args[0].detach()
 
 
 def store_output(store: dict[Any, Tensor], name: str | int, output: Tensor) -> None:
-    """Hook: keep a module's output under `name`."""
+    """Hook that stores a module's output under `name`."""
     store[name] = output.detach()
 
 
 def _store_first(store: dict[Any, Tensor], tuples: set[str | int], name: str | int, output: Any) -> None:
-    """As `store_output`, where the output may be a tuple: keep its first entry, and note the name in `tuples`."""
+    """Hook that stores an output, or the first entry of a tuple. Adds the name to `tuples` for a tuple."""
     if isinstance(output, tuple):
         tuples.add(name)
     store[name] = (output[0] if isinstance(output, tuple) else output).detach()
@@ -181,11 +193,12 @@ def from_block(
 ) -> Iterator[None]:
     """Start the forward pass inside the context at the block of `spec`, without running the blocks below.
 
-    Masks, positions and everything else are the model's own forward.
+    Masks, positions and everything else are computed by the model's own forward.
 
     Args:
-        activations: of a clean pass, for the form of the blocks' outputs.
-        residual: (rows,T,D) the residual stream that the block takes.
+        spec: mixer of the block to start at.
+        activations: activations of a clean pass, for the form of the blocks' outputs.
+        residual: (rows,T,D) input of the block (residual stream).
     """
     with ExitStack() as patches:
         for layer in range(spec.layer):
@@ -199,13 +212,14 @@ def from_block(
 
 @contextmanager
 def from_mixer(model: PreTrainedModel, spec: MixerSpec, activations: ActivationCache, output: Tensor) -> Iterator[None]:
-    """Start the forward pass inside the context behind one mixer, with this output.
+    """Start the forward pass inside the context after one mixer, with the given output of it.
 
-    The rest of its block, such as an MLP behind the mixer or a residual multiplier, is the model's own forward.
+    The rest of its block, such as an MLP or a residual multiplier, is computed by the model's own forward.
 
     Args:
-        activations: of the clean pass on the B prompts that the W*B rows of this one repeat.
-        output: (W*B,T,D) the mixer's output.
+        spec: the mixer.
+        activations: activations of the clean pass on the B prompts, which the W*B rows of this pass repeat.
+        output: (W*B,T,D) output of the mixer.
     """
     residual = activations.residual[spec.layer]
     residual = residual.repeat(len(output) // len(residual), 1, 1)
@@ -219,10 +233,11 @@ def from_mixer(model: PreTrainedModel, spec: MixerSpec, activations: ActivationC
 
 @contextmanager
 def _replaced_once(module: nn.Module, result_of: Callable[[tuple], Tensor], as_tuple: bool) -> Iterator[None]:
-    """Replace the forward of one module object for its first call; layers above may use the same module.
+    """Replace the forward of a module for its first call only, since layers above may use the same module.
 
     Args:
-        result_of: called with the positional arguments.
+        result_of: function from the positional arguments to the output.
+        as_tuple: return the output as the first entry of a tuple.
     """
     original, calls = module.forward, 0
 
@@ -238,16 +253,23 @@ def _replaced_once(module: nn.Module, result_of: Callable[[tuple], Tensor], as_t
     try:
         yield
     finally:
-        del module.forward  # the class's forward is visible again
+        del module.forward  # restores the forward of the class
     if not calls:
-        raise ModelError("hook", type(module).__name__, "Its forward was never called, so nothing was measured.")
+        raise ModelError(
+            "hook",
+            type(module).__name__,
+            "Its forward was never called, so nothing was measured. Run without fused kernels.",
+        )
 
 
 @contextmanager
 def only_logits(model: PreTrainedModel, token_ids: Tensor) -> Iterator[None]:
-    """Let the language model's head compute the logits of these tokens alone, in their order: (...,U).
+    """Compute only the logits of some tokens inside the context: (...,U).
 
-    What a model does with its logits afterwards, such as a scale, is unchanged.
+    Later steps of the model, such as a scale of the logits, are unchanged.
+
+    Args:
+        token_ids: (U,) tokens, in the order of the logits.
     """
     head = model.get_output_embeddings()
     weight = head.weight[token_ids]

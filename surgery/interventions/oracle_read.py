@@ -1,4 +1,7 @@
-"""Change what heads contribute at the query: nothing, or the value of exactly one token (an oracle read)."""
+"""Change the contribution of heads at the query: ablate it, or replace it by an oracle read.
+
+In an oracle read a head attends to exactly one token.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ from surgery.types import MixerSpec
 
 @dataclass(frozen=True)
 class OracleRead:
-    """The output of heads at the query that attend to one token alone.
+    """Oracle read of some heads of one mixer at the query.
 
     Attributes:
-        heads: (W,H) bool: heads of the mixer with an oracle read, in each variant.
-        value: (W,B,H,P) the token's value, scaled to the head's usual output.
+        heads: (W,H) bool: heads with an oracle read, in each variant.
+        value: (W,B,H,P) value of the token, scaled to the norm of the head's usual output.
     """
 
     heads: Tensor
@@ -41,9 +44,10 @@ def intervene(
     """Change heads at the last token of the forward pass inside the context, variants folded into the batch.
 
     Args:
-        ablate: by `MixerSpec.name`, (W,H) bool: heads whose contribution is removed at the input of `out_proj`.
-        reads: by name, the heads whose mixing row becomes one-hot; the skip stays.
-        conv_states: by name, (W*B,channels,kernel), the convolution's state before this token. Needed when decoding.
+        ablate: by `MixerSpec.name`, (W,H) bool: heads to ablate at the input of `out_proj`.
+        reads: by `MixerSpec.name`, oracle reads. The skip stays.
+        conv_states: by `MixerSpec.name`, (W*B,channels,kernel) state of the convolution before this token. Required
+            when decoding.
 
     Raises:
         ModelError: a hook never fired.
@@ -82,7 +86,7 @@ def _read_last(
     before: Tensor | None,
     args: tuple,
 ) -> tuple:
-    """Replace what is mixed in at the last token of (W*B,T,I). The skip and the gate stay."""
+    """Replace the mixing of tokens at the last token of (W*B,T,I). The skip and the gate stay."""
     W, H = read.heads.shape
     y = args[0].clone()
     last_WBHP = y[:, -1].view(W, -1, H, y.shape[-1] // H)
@@ -97,7 +101,7 @@ def _read_last(
 
 
 def mixed_at_query(model: PreTrainedModel, spec: MixerSpec, activations: ActivationCache) -> Tensor:
-    """Compute what each head mixes in at the last token of a recorded pass: its scan without the skip and the gate.
+    """Compute the scan of each head at the last token of a recorded pass, without the skip and the gate.
 
     Returns:
         (B,H,P)
@@ -119,7 +123,8 @@ def values_at(
     """Look up the value of every head at one token of each prompt.
 
     Args:
-        cache: of the recorded prompts; attention keeps its values there.
+        activations: activations of the recorded prompts.
+        cache: cache of the recorded prompts, which has the values of attention.
         places: (B,) token indices.
 
     Returns:

@@ -1,7 +1,7 @@
 """Scale each head's contribution by a differentiable factor (for attribution).
 
-`out_proj` is linear, so a factor on a head's block of its input is a factor on the head's contribution. The derivative
-by the factor is the sum over the block's channels and the tokens of `u * d/du`.
+`out_proj` is linear, so a factor on a head's block of its input scales the head's contribution. The derivative with
+respect to the factor is the sum of `u * d/du` over the block's channels and the tokens.
 Shape legend: B prompts, T tokens, I inner width (H heads of P), D model width.
 """
 
@@ -24,7 +24,7 @@ def scaled(model: PreTrainedModel, specs: Sequence[MixerSpec], factors: Mapping[
     """Multiply heads, at every token, in the forward pass inside the context.
 
     Args:
-        factors: by `MixerSpec.name`, (B,H), in float32 at least; 1 changes nothing.
+        factors: by `MixerSpec.name`, (B,H) in float32 or wider. A factor of 1 changes nothing.
 
     Raises:
         ModelError: a mixer's `out_proj` was not called as a module, so nothing was scaled.
@@ -42,13 +42,13 @@ def _scale_input(factor_BH: Tensor, args: tuple) -> tuple:
 
 
 def scale_heads(u_BTI: Tensor, factor_BH: Tensor) -> Tensor:
-    """Multiply the heads of (B,T,I) by (B,H), in the wider of the two types. The result has the type of the heads."""
+    """Multiply the heads of (B,T,I) by factors (B,H), in the wider of both dtypes. Returns the dtype of the heads."""
     u_BTHP = u_BTI.unflatten(-1, (factor_BH.shape[1], -1))
     return (u_BTHP * factor_BH[:, None, :, None]).flatten(2).to(u_BTI.dtype)
 
 
 def scaled_output(model: PreTrainedModel, spec: MixerSpec, activations: ActivationCache, factor_BH: Tensor) -> Tensor:
-    """Compute the recorded mixer's output with its heads scaled: by linearity, without running it.
+    """Compute the output of a recorded mixer with scaled heads, by linearity and without running it.
 
     Returns:
         (B,T,D)

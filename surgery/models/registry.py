@@ -22,7 +22,7 @@ FAMILIES: Registry[Family] = Registry("model family")
 
 
 def families() -> tuple[Family, ...]:
-    """Return every family, in the order of registration."""
+    """Return all families, in the order of registration."""
     return tuple(family for _, family in FAMILIES.items())
 
 
@@ -34,14 +34,15 @@ def register_family(
     refuses: str = "",
     **fields: Any,
 ) -> Callable[[Layout], Layout]:
-    """Decorate a layout, which returns the mixers of a config: its model types are then supported.
+    """Register a layout function, which returns the mixers of a config, and so support its model types.
 
     Args:
-        model_types: of the plain models; the hybrid's own is added.
-        cache_argument: the name of the cache in the model's forward.
-        hybrid: config, model and causal language model of its hybrids. They are registered with transformers.
-        refuses: without `hybrid`, the reason why nothing can be spliced into it.
-        fields: as of `Family`: `branch_fields`, `tiny`, ...
+        name: name of the family.
+        model_types: model types of the plain models. That of the hybrid is added.
+        cache_argument: name of the cache in the model's forward.
+        hybrid: classes of its hybrids (config, model, causal language model). They are registered with transformers.
+        refuses: without `hybrid`, the reason why nothing can be spliced.
+        fields: other fields of `Family`: `branch_fields`, `tiny`, ...
 
     Raises:
         ModelError: another family has this name or one of the model types. Registering a layout again replaces it.
@@ -54,9 +55,11 @@ def register_family(
         place = (layout.__module__, layout.__qualname__)
         for family in families():
             if family.name == name and place == (family.layout.__module__, family.layout.__qualname__):
-                continue  # its module is imported again
+                continue  # a reload of its module
             for taken in sorted({name} & {family.name} | set(types) & set(family.model_types)):
-                raise ModelError("model_type", taken, f"The family {family.name} has it already. Choose another name.")
+                raise ModelError(
+                    "model_type", taken, f"The family {family.name} has this name already. Use another one."
+                )
         if hybrid is not None:
             h.register_classes(*hybrid)
         FAMILIES.register(name, Family(name, types, layout, cache_argument, hybrid, refuses, **fields))
@@ -65,10 +68,10 @@ def register_family(
     return register
 
 
-CHANNELS_PER_HEAD = 64  # Mamba-1 has channels only; `base.channels_per_head` is how many make a head
+CHANNELS_PER_HEAD = 64  # default of `base.channels_per_head`: Mamba-1 has channels and no heads
 _NO_SSM = "it has no SSM heads. It can be a teacher (splice.init: teacher)."
-_OWN_SLOT = "all its layers have keys and values in the slot of the cache that a branch would need."
-_PER_GROUP = "5.23"  # before, transformers took one mean square over all groups in the gated norm of these types
+_OWN_SLOT = "all its layers have attention, which uses the cache slot that a spliced branch needs."
+_PER_GROUP = "5.23"  # before, the gated norm of these types took one mean square over all groups
 
 Fields = Callable[[PreTrainedConfig], dict[str, Any]]
 
@@ -78,7 +81,7 @@ def _classes(name: str) -> HybridClasses:
 
 
 def _copied(bias: str, conv_bias: str, norm_eps: str) -> Fields:
-    """Return the `branch_fields` of a family by the names of its config; without `conv_bias`, there always is one."""
+    """Return the `branch_fields` of a family from the key names of its config. An empty `conv_bias` means True."""
     return lambda config: {
         "bias": getattr(config, bias),
         "conv_bias": getattr(config, conv_bias) if conv_bias else True,
@@ -92,7 +95,7 @@ _BAMBA_FIELDS = _copied("mamba_proj_bias", "mamba_conv_bias", "rms_norm_eps")
 
 
 def _stream_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """Fields of Mamba-1 for all branches, and for the one that reads its streams; Falcon-Mamba normalises them."""
+    """Branch fields of Mamba-1, with those of the branch that reads its streams. Falcon-Mamba normalises these."""
     streams = {"rank": int(config.time_step_rank), "stream_eps": getattr(config, "mixer_rms_eps", None)}
     return {**_MAMBA_FIELDS(config), **streams}
 
@@ -123,7 +126,7 @@ def _mamba_ssm_attention(config: PreTrainedConfig, layer: int, path: str) -> Mix
     norm_by_group_since=_PER_GROUP,
 )
 def _mamba2(config: PreTrainedConfig) -> list[MixerSpec]:
-    """`mamba2`: every layer has one mixer, an SSM or mamba_ssm's attention."""
+    """Every layer has one mixer: an SSM, or mamba_ssm's attention."""
     attention = set(getattr(config, "attn_layer_idx", None) or [])
     mixers = []
     for layer in range(config.num_hidden_layers):
@@ -153,7 +156,7 @@ def _mamba2(config: PreTrainedConfig) -> list[MixerSpec]:
     groups_channels=True,
 )
 def _mamba1(config: PreTrainedConfig) -> list[MixerSpec]:
-    """Groups of channels; both families have one mixer a layer."""
+    """Every layer has one mixer, whose heads are groups of channels."""
     kind = "falcon_mamba" if config.model_type.startswith("falcon") else "mamba1"
     width = getattr(config, "channels_per_head", None) or CHANNELS_PER_HEAD
     width = min(width, config.intermediate_size)
@@ -176,7 +179,7 @@ def _mamba1(config: PreTrainedConfig) -> list[MixerSpec]:
 
 @register_family("llamba", "llamba", hybrid=_classes("Llamba"), branch_fields=_llamba_fields)
 def _llamba(config: PreTrainedConfig) -> list[MixerSpec]:
-    """Layers whose mixer was replaced by a teacher's attention are attention layers."""
+    """Every layer has one mixer. One that was replaced by a teacher's attention counts as attention."""
     whole = {site["layer"]: site for site in config.splice or [] if is_whole(site)}
     shape = (config.num_heads, config.head_dim, config.n_groups, config.state_size)
     mixers = []
@@ -210,7 +213,7 @@ def _attention(
     "zamba2", "zamba2", hybrid=_classes("Zamba2Hybrid"), branch_fields=_copied("add_bias_linear", "", "rms_norm_eps")
 )
 def _zamba2(config: PreTrainedConfig) -> list[MixerSpec]:
-    """Every layer has an SSM; some also have a transformer block, whose weights they share."""
+    """Every layer has an SSM. Some also have a transformer block, with shared weights."""
     mixers = []
     shape = (config.n_mamba_heads, config.mamba_headdim, config.mamba_ngroups, config.mamba_d_state)
     for layer, kind in enumerate(config.layers_block_type):
@@ -238,7 +241,7 @@ def _zamba2(config: PreTrainedConfig) -> list[MixerSpec]:
     norm_by_group_since=_PER_GROUP,
 )
 def _bamba(config: PreTrainedConfig) -> list[MixerSpec]:
-    """`bamba` and `granitemoehybrid`."""
+    """Every layer has one mixer: an SSM, or attention."""
     return [
         _ssm(config, layer, f"model.layers.{layer}.mamba")
         if kind == "linear_attention"
@@ -249,7 +252,7 @@ def _bamba(config: PreTrainedConfig) -> list[MixerSpec]:
 
 @register_family("nemotron_h", "nemotron_h", hybrid=_classes("NemotronHHybrid"), branch_fields=_MAMBA_FIELDS)
 def _nemotron_h(config: PreTrainedConfig) -> list[MixerSpec]:
-    """Blocks of one mixer each; those of MLPs and experts have no mixer."""
+    """Every block has one mixer, except for blocks with an MLP or experts."""
     mixers = []
     for layer, kind in enumerate(config.layers_block_type):
         path = f"model.layers.{layer}.mixer"

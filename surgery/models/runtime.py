@@ -1,7 +1,8 @@
-"""Settings of a loaded model that are not in its checkpoint: chunk lengths, gradients, and checks of the release.
+"""Settings of a loaded model that its checkpoint does not store: chunk lengths, `requires_grad`, release checks.
 
-transformers' own scan builds a tensor of tokens x chunk x heads x state. With the published 256 tokens a chunk it has
-800 MB a layer and prompt at mamba2-130m's shape. Chunks of 32 give the same numbers up to rounding, as fast or faster.
+The scan in transformers builds a tensor of tokens x chunk x heads x state. With chunks of 256 tokens, as published, it
+takes 800 MB per layer and prompt at the shape of mamba2-130m. Chunks of 32 tokens give the same result up to rounding
+and are as fast or faster.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CHUNK_WITHOUT_KERNELS = 32
 
 
 def check_release(config: PreTrainedConfig) -> None:
-    """Refuse a plain model that this release of transformers computes wrongly, without an error of its own.
+    """Refuse a plain model that the installed transformers would compute wrongly without an error.
 
     Raises:
         ModelError: the gated norm has several groups, and the release takes one mean square over all of them.
@@ -36,19 +37,19 @@ def check_release(config: PreTrainedConfig) -> None:
     try:
         require_version(needed)
     except ImportError:
-        hint = f"Older releases of transformers normalise its groups as one: pip install '{needed}'."
+        hint = f"Older transformers normalise all groups as one. Install {needed}: pip install '{needed}'."
         raise ModelError("base.model", f"{config.model_type} with {groups} groups", hint) from None
 
 
 def shorten_chunks(model: PreTrainedModel) -> None:
-    """Set chunks of at most 32 tokens where there is no kernel for the scan."""
+    """Set chunks of at most 32 tokens if there is no kernel for the scan."""
     if find_spec("mamba_ssm") is None:
         for mixer, published in _chunked(model):
             mixer.chunk_size = min(published, CHUNK_WITHOUT_KERNELS)
 
 
 def restore_chunks(model: PreTrainedModel) -> None:
-    """Set the chunks of the config, which every other loader of the checkpoint uses."""
+    """Set the chunk size of the config, which other loaders of the checkpoint use."""
     for mixer, published in _chunked(model):
         mixer.chunk_size = published
 
@@ -57,8 +58,8 @@ def restore_chunks(model: PreTrainedModel) -> None:
 def requires_grad(value: bool, *models: nn.Module) -> Iterator[None]:
     """Set `requires_grad` of all parameters inside the context, and restore it afterwards.
 
-    Compare bits with the same setting on both sides: it decides how torch multiplies a weight with a transposed stream
-    (at::matmul folds the batch, or not), as Mamba-1 has, and some CPUs round the two differently.
+    To compare two models bit by bit, use the same setting for both. It decides how torch multiplies a weight with a
+    transposed stream, as in Mamba-1 (at::matmul folds the batch or not), and some CPUs round the two differently.
     """
     changed = [p for model in models for p in model.parameters() if p.requires_grad != value]
     for parameter in changed:

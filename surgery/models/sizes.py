@@ -1,4 +1,4 @@
-"""Count a model's parameters, and the bytes of state and KV cache that decoding needs; from configs, without weights.
+"""Count a model's parameters and the bytes of its state and KV cache, from the config alone.
 
 Shape legend: I inner width, G groups, N state width, H heads, P head width.
 """
@@ -24,8 +24,10 @@ class Sizes:
     """Counts of parameters, and bytes of the cache of one sequence.
 
     Attributes:
-        parameters: all of them, tied ones once; `new_parameters` of them belong to spliced heads.
-        state_bytes: convolution and recurrent states, with the branches' convolution states; independent of length.
+        parameters: number of parameters. Tied ones count once.
+        new_parameters: number of parameters in spliced heads.
+        state_bytes: convolution and recurrent states, including the convolution states of spliced heads. Independent of
+            length.
         kv_bytes_per_token: keys and values of one token, in the spliced layers and in the model's own attention.
     """
 
@@ -35,15 +37,15 @@ class Sizes:
     kv_bytes_per_token: int
 
     def kv_bytes(self, tokens: int) -> int:
-        """Return the bytes of keys and values after that many tokens."""
+        """Return the bytes of keys and values after `tokens` tokens."""
         return self.kv_bytes_per_token * tokens
 
 
 def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Build the model of this config at its true size, without memory for its weights.
+    """Build a model at its true size on the meta device, without memory for its weights.
 
     Raises:
-        ModelError: its class cannot be built on this config.
+        ModelError: no model can be built from this config.
     """
     hint = "No model can be built on its config.json. Correct it, or download it again."
     with reading("base.model", config.name_or_path or config.model_type, hint), torch.device("meta"):
@@ -52,10 +54,11 @@ def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
 
 
 def sizes_of(model: PreTrainedModel, itemsize: int = 4) -> Sizes:
-    """Count on a model, which may be on the meta device.
+    """Count parameters and cache bytes of a model.
 
     Args:
-        itemsize: bytes of a cached number.
+        model: any model, possibly on the meta device.
+        itemsize: bytes per cached value.
     """
     branches = [m for m in model.modules() if isinstance(m, SplicedAttention)]
     new = sum(p.numel() for branch in branches for p in branch.parameters())
@@ -69,17 +72,17 @@ def sizes_of(model: PreTrainedModel, itemsize: int = 4) -> Sizes:
 
 
 def kv_bytes_per_token(splice: Sequence[dict[str, Any]], itemsize: int = 4) -> int:
-    """Return the bytes that the branches keep for a token. Whole layers count as the model's own attention."""
+    """Return the bytes that spliced heads cache per token. Replaced layers count as the model's own attention."""
     return itemsize * sum(BRANCHES[site["init"]].kv_numel(site) for site in splice if not is_whole(site))
 
 
 def own_kv_bytes_per_token(config: PreTrainedConfig, itemsize: int = 4) -> int:
-    """Return the bytes that the model's own attention layers keep for a token."""
+    """Return the bytes that the model's own attention layers cache per token."""
     return itemsize * sum(structure_of(spec).kv_numel(spec) for spec in family_of(config).mixers(config))
 
 
 def state_bytes(config: PreTrainedConfig, itemsize: int = 4) -> int:
-    """Return the bytes of the mixers' convolution and recurrent states, and of the branches' convolution states."""
+    """Return the bytes of convolution and recurrent states, including the convolution states of spliced heads."""
     total = sum(structure_of(spec).state_numel(spec) for spec in family_of(config).mixers(config))
     for site in getattr(config, "splice", None) or []:
         total += BRANCHES[site["init"]].state_numel(site)

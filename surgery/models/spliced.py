@@ -12,18 +12,26 @@ from surgery.types import Graft, Plan
 
 
 def plan_of_hybrid(config: PreTrainedConfig, name: str) -> Plan:
-    """Return the plan of a hybrid from its config. The geometry is the base's.
+    """Return the plan of a hybrid from its config, with the geometry of the base.
 
-    A config has no name of the base, seed and name of a teacher: these become `name`, 0 and empty.
+    A config does not store the seed and the teacher's name of a plan. These become 0 and empty.
+
+    Args:
+        config: config of the hybrid.
+        name: name of the base in the plan.
 
     Raises:
-        PlanError: nothing is spliced into the model, or an entry is for no site of it.
+        PlanError: nothing is spliced into the model, or an entry is for a layer that cannot be spliced.
     """
     entries = getattr(config, "splice", None)
     if not entries:
-        raise PlanError("base.model", name, "Nothing is spliced into it. Splice it first with `surgery run`.")
+        raise PlanError(
+            "base.model",
+            name,
+            "Nothing is spliced into this model. Use a hybrid, or splice it first with `surgery run`.",
+        )
     plain = copy.deepcopy(config)
-    plain.splice = []  # a layer that was replaced whole is no site in the hybrid
+    plain.splice = []  # in the hybrid, a replaced layer is no longer a site
     sites = {site.layer: site for site in family_of(plain).sites(plain)}
     grafts = []
     for entry in entries:

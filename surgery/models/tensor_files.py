@@ -1,4 +1,4 @@
-"""Read and write files of tensors: find a checkpoint's weights, map them into memory, write shards.
+"""Find, memory-map and write the weight files of checkpoints.
 
 Pickles are loaded with `weights_only=True` and may hold tensors only.
 """
@@ -39,17 +39,17 @@ _SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _SAFETENSORS_DTYPES.items()}
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers of the same size
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by size in bytes
 _LFS_POINTER = b"version https://git-lfs"
-_CHUNK = 1 << 22  # elements that are cast and written at once
-_MAPPED_BYTES = 1 << 28  # of a source, while shards are written
+_CHUNK = 1 << 22  # elements to cast and write at once
+_MAPPED_BYTES = 1 << 28  # mapped at once from a source, while shards are written
 SHARD_BYTES = 10**9
 _HEADER_BYTES = 10**8  # as in safetensors itself
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file, not read yet."""
+    """A tensor in a file that has not been read."""
 
     file: Path
     name: str
@@ -58,18 +58,18 @@ class Stored:
 
     @property
     def bytes(self) -> int:
-        """Size of its numbers."""
+        """Size of its values in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 def weight_files(find: Callable[[str], Path | None]) -> tuple[Path, ...]:
-    """Return the files of a checkpoint's weights, with all shards; empty where there are none.
+    """Return the weight files of a checkpoint, including all shards; empty if there are none.
 
     Args:
-        find: returns the local path of a file of the checkpoint, or None where it has no such file.
+        find: function from a file name to its local path, or None if the checkpoint has no such file.
 
     Raises:
-        ModelError: the index of the shards is broken, or names a missing shard.
+        ModelError: the index of the shards is damaged, or lists a missing shard.
     """
     for name in _NAMES:
         path = find(name)
@@ -81,18 +81,18 @@ def weight_files(find: Callable[[str], Path | None]) -> tuple[Path, ...]:
         files = {shard: find(shard) for shard in shards}
         missing = [shard for shard, file in files.items() if file is None]
         if missing:
-            raise ModelError("base.model", str(path), f"It names {missing[0]}, which is missing. Download it again.")
+            raise ModelError("base.model", str(path), f"It lists {missing[0]}, which is missing. Download it again.")
         return tuple(file for file in files.values() if file is not None)
     return ()
 
 
 def _shards_of(index: Path) -> list[str]:
-    """The files that an index names. Raises ModelError where one does not lie in the folder, before it is opened."""
+    """List the files in an index. Raises ModelError if one is outside the folder, before any is opened."""
     folder = index.parent
     inside = [folder.resolve()]
-    if folder.parent.name == "snapshots":  # of the Hub's cache: links into the repository's own files
+    if folder.parent.name == "snapshots":  # in the Hub's cache, files are links into `blobs`
         inside.append((folder.parent.parent / "blobs").resolve())
-    with reading("base.model", str(index), "This index is broken. Download it again."):
+    with reading("base.model", str(index), "The index is damaged. Download it again."):
         data = json.loads(index.read_text(encoding="utf-8"))
         if not isinstance(data["metadata"], dict):
             raise TypeError("metadata is no object")
@@ -101,13 +101,13 @@ def _shards_of(index: Path) -> list[str]:
             leaves = shard.startswith("/") or ".." in shard.split("/") or "\\" in shard
             if leaves or not any((folder / shard).resolve().is_relative_to(place) for place in inside):
                 raise ModelError(
-                    "base.model", str(index), f"It names {shard!r}, which is outside its folder. Download it again."
+                    "base.model", str(index), f"It lists {shard!r}, which is outside its folder. Download it again."
                 )
     return shards
 
 
 def check_file(file: Path) -> None:
-    """Refuse a damaged file, and a pickle with more than tensors.
+    """Check a weight file: it must not be damaged, and a pickle may hold tensors only.
 
     Raises:
         ModelError: names the file and the fault.
@@ -135,10 +135,11 @@ def inventory(files: Iterable[Path]) -> dict[str, Stored]:
 
 
 def read_tensors(wanted: Iterable[Stored], mapped_bytes: float = math.inf) -> Iterator[Tensor]:
-    """Yield the tensors in that order, mapped from their files.
+    """Yield tensors in the given order, memory-mapped from their files.
 
     Args:
-        mapped_bytes: map a file again after so many bytes, so that earlier tensors can leave memory.
+        wanted: tensors to read.
+        mapped_bytes: map a file again after this many bytes, so that earlier tensors can leave memory.
     """
     opened: Path | None = None
     get: Callable[[str], Tensor] | None = None
@@ -153,12 +154,12 @@ def read_tensors(wanted: Iterable[Stored], mapped_bytes: float = math.inf) -> It
 
 
 def _can_map(file: Path) -> bool:
-    """Return whether a file can be mapped. Of pickles, only zip files can; older ones are read."""
+    """Whether a file can be memory-mapped. Pickles in the old format (no zip file) cannot."""
     return file.suffix == ".safetensors" or zipfile.is_zipfile(file)
 
 
 def why_refused(error: UnpicklingError) -> str:
-    """Return one sentence for the long message of torch's safe unpickler."""
+    """Shorten the message of torch's safe unpickler to one sentence."""
     imported = re.search(r"GLOBAL (\S+)", str(error))
     if imported is None:
         return "It is broken, or not a file of tensors that torch wrote. Download it again."
@@ -186,10 +187,10 @@ def _header_of(file: Path) -> dict[str, Any]:
     """Return the entries of a safetensors header, after the library has checked their offsets.
 
     Raises:
-        ModelError: the header is broken, does not fit the file, or has an unsupported type.
+        ModelError: the header is damaged, does not fit the file, or has an unsupported type.
     """
     size = file.stat().st_size
-    with reading("base.model", str(file), "Its header is broken. Download it again."):
+    with reading("base.model", str(file), "Its header is damaged. Download it again."):
         with open(file, "rb") as handle:
             (length,) = struct.unpack("<Q", handle.read(8))
             if length > min(size, _HEADER_BYTES):
@@ -199,11 +200,11 @@ def _header_of(file: Path) -> dict[str, Any]:
         expected = 8 + length + max((t["data_offsets"][1] for t in tensors.values()), default=0)
         unknown = [t["dtype"] for t in tensors.values() if t["dtype"] not in _SAFETENSORS_DTYPES]
         if expected != size:
-            hint = f"It has {size} bytes, and its header describes {expected}. Download it again."
+            hint = f"The file has {size} bytes, but its header describes {expected}. Download it again."
             raise ModelError("base.model", str(file), hint)
         if unknown:
             raise ModelError(
-                "base.model", str(file), f"Its type {unknown[0]} is not supported. Convert it to another dtype."
+                "base.model", str(file), f"The type {unknown[0]} is not supported. Convert the file to another dtype."
             )
         with safe_open(file, "pt"):
             return tensors
@@ -222,13 +223,18 @@ def write_shards(
     dtype_of: Callable[[str, torch.dtype], torch.dtype],
     shard_bytes: int = SHARD_BYTES,
 ) -> int:
-    """Write `model*.safetensors`, with an index where there are several, and return their number.
+    """Write `model*.safetensors`, with an index if there are several.
 
-    Memory stays near the largest tensor plus `_MAPPED_BYTES`, for a checkpoint of any size.
+    Memory use is about the largest tensor plus 256 MiB, for a checkpoint of any size.
 
     Args:
-        tensors: by their new names.
-        dtype_of: (new name, stored dtype) -> dtype to write.
+        folder: folder to write into.
+        tensors: tensors by their new names.
+        dtype_of: function from (new name, stored dtype) to the dtype to write.
+        shard_bytes: maximum bytes of a shard with several tensors.
+
+    Returns:
+        The number of weight files.
     """
     shards: list[dict[str, Stored]] = [{}]
     room = shard_bytes
@@ -252,7 +258,7 @@ def write_shards(
 
 
 def _write_safetensors(path: Path, tensors: Mapping[str, Stored], dtypes: Mapping[str, torch.dtype]) -> int:
-    """Write one file, wide numbers first so that all are aligned, and return the bytes of its tensors."""
+    """Write one file, wide dtypes first so that all tensors are aligned. Returns the bytes of its tensors."""
     order = sorted(tensors, key=lambda name: (-dtypes[name].itemsize, tensors[name].file, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

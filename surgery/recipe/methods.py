@@ -51,8 +51,8 @@ class Column:
         name: its key in `scores` of heads.json.
         note: one line on what it measures. With an effect it completes "margin lost with the head ...".
         unit: `logits`, `share`, `tokens`, `nats`, or any other name.
-        effect: set where the method returns scores of the changed model. The column is then the margin lost or gained
-            against the clean model, and `NAME_accuracy` the accuracy. None where it returns the numbers themselves.
+        effect: set if the method returns scores of the changed model. The column is then the margin lost or gained
+            against the clean model, and `NAME_accuracy` the accuracy. None if it returns the numbers themselves.
     """
 
     name: str
@@ -173,7 +173,7 @@ def register_method(
 
 
 def _check_columns(name: str, columns: Sequence[Column]) -> None:
-    """Raise RecipeError where another method has one of these columns: scores of heads are looked up by column."""
+    """Raise RecipeError if another method has one of these columns: scores of heads are looked up by column."""
     taken = {key: other for other, method in METHODS.items() if other != name for key in _keys(method.columns)}
     for key in _keys(columns):
         if key in taken:

@@ -33,7 +33,7 @@ class Section(BaseModel):
     """A part of a recipe. Frozen; unknown keys are refused.
 
     Attributes:
-        path_in_recipe: dotted path of the section in a recipe, for warnings. Set it where `renamed` is set.
+        path_in_recipe: dotted path of the section in a recipe, for warnings. Required with `renamed`.
         renamed: current name by old name.
     """
 

@@ -1,4 +1,4 @@
-"""Plan which heads become attention, and splice them."""
+"""Plan which heads become attention, and build the hybrid."""
 
 from surgery.deprecated import callable_package
 

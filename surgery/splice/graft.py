@@ -1,7 +1,7 @@
-"""Build a hybrid from a plan and the base's weights, and compare the two before training.
+"""Build a hybrid from a plan and the base's weights, and compare both before training.
 
 An SSM head is linear attention with C as query, B as key and x as value (arXiv 2405.21060). A copied branch starts from
-those rows and their short convolutions; in Mamba-1 it reads the mixer's own B, C and x.
+these rows and their short convolutions. In Mamba-1 it reads the mixer's B, C and x instead.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ from surgery.types import Graft, Plan
 def splice_model(
     model: PreTrainedModel, plan: Plan, section: Splice | None = None, teacher: PreTrainedModel | None = None
 ) -> PreTrainedModel:
-    """Build the hybrid. The base does not change, and shares no memory with it.
+    """Build the hybrid. The base is not changed and shares no memory with it.
 
     Args:
-        model: the base that the plan was made for, or one of the same geometry.
-        section: the width of random heads, and whether a teacher's norms and MLP are copied.
-        teacher: the Transformer whose attention is transplanted, with `init: teacher`.
+        model: the base that the plan was made for, or a model of the same geometry.
+        plan: heads and branches, from `make_plan`.
+        section: the recipe's section `splice`. It sets the width of random heads, and whether a teacher's norms and MLP
+            are copied.
+        teacher: with `init: teacher`, the Transformer whose attention is transplanted.
 
     Returns:
         The hybrid in eval mode, in the base's dtype. With `mode: add` its logits equal the base's bit for bit.
 
     Raises:
-        PlanError: the plan was made for another geometry; as `splice_field` and the branch's `fill`.
+        PlanError: the plan was made for another geometry, or `splice_field` or the branch's `fill` fails.
     """
     family = family_of(model.config)
     if plan.geometry != geometry_of(model.config):
@@ -75,7 +77,7 @@ def splice_model(
 
 
 def _take_over(model: PreTrainedModel, hybrid: PreTrainedModel) -> None:
-    """Load copies of the base's weights and buffers. Weights that share memory in the base share it in the copy."""
+    """Load copies of the base's weights and buffers. Weights that are tied in the base stay tied."""
     copies: dict[int, Tensor] = {}
     state = {name: copies.setdefault(t.data_ptr(), t.clone()) for name, t in model.state_dict().items()}
     missing, unexpected = hybrid.load_state_dict(state, strict=False, assign=True)
@@ -90,7 +92,7 @@ def _take_over(model: PreTrainedModel, hybrid: PreTrainedModel) -> None:
 
 
 def _transplant_block(block: nn.Module, graft: Graft, teacher: PreTrainedModel | None) -> None:
-    """Copy the norms and the MLP around a transplanted layer. Raises PlanError where shapes differ."""
+    """Copy the norms and the MLP around a transplanted layer. Raises PlanError if shapes differ."""
     assert teacher is not None
     spec, _ = donor_of(graft, teacher.config)
     donor = block_of(teacher, spec.layer, spec).state_dict()
@@ -99,18 +101,19 @@ def _transplant_block(block: nn.Module, graft: Graft, teacher: PreTrainedModel |
             continue
         shape = None if name not in donor else tuple(donor[name].shape)
         if shape != tuple(tensor.shape):
-            hint = f"The teacher's block has {shape or 'no such tensor'}, and the base's has {tuple(tensor.shape)}."
+            hint = f"The base's block has shape {tuple(tensor.shape)}, the teacher's {shape or 'no such tensor'}. "
+            hint += "Set with_block: false."
             raise PlanError("splice.with_block", name, hint)
         tensor.copy_(donor[name])
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Distance of a hybrid from its base before training, over all tokens of some prompts.
+    """Difference between a hybrid and its base before training, over all tokens of some prompts.
 
     Attributes:
-        max_logit: largest difference of a logit.
-        kl: mean KL(base || hybrid) in nats a token.
+        max_logit: largest absolute difference of a logit.
+        kl: mean KL(base || hybrid) in nats per token.
         same_top: share of tokens with the same most likely next token.
     """
 
@@ -121,10 +124,13 @@ class Gap:
 
 @torch.no_grad()
 def step_zero_gap(base: PreTrainedModel, hybrid: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Gap:
-    """Compare both on the same prompts, (B,T) each. With `mode: add` the gap is exactly zero.
+    """Compare base and hybrid on the same prompts. With `mode: add` the gap is exactly zero.
 
-    With `mode: replace` it is not: softmax attention is not the recurrence, and the silenced head still counts in the
-    mean square of the gated norm, which divides the other heads.
+    With `mode: replace` it is not zero, since softmax attention differs from the recurrence. The silenced head also
+    contributes to the mean square of the gated norm, which scales the other heads.
+
+    Args:
+        input_ids, attention_mask: (B,T) the prompts.
     """
     real = attention_mask.bool()
     with requires_grad(False, base, hybrid):

@@ -28,13 +28,15 @@ def make_plan(
     """Group the chosen heads by layer.
 
     Args:
-        head_set: `chosen` has the heads and the position that each one reads.
-        config: of the model to splice.
-        teacher: config of the teacher, with `init: teacher`.
+        head_set: located heads. `chosen` has the heads to splice, with the position that each one reads.
+        config: config of the model to splice.
+        splice: the recipe's section `splice`.
+        seed: seed for random branches.
+        teacher: with `init: teacher`, config of the teacher.
 
     Raises:
-        PlanError: no head is chosen; the heads were located in a model of another geometry, or are out of range; the
-            model is a hybrid; the teacher has no such head or another width; the branch cannot travel with exports.
+        PlanError: no head is chosen; the heads were located in a model of another geometry or are out of range; the
+            model is a hybrid; the teacher has no such head or another width; or the branch cannot be exported.
     """
     splice = splice or Splice()
     try:
@@ -43,13 +45,13 @@ def make_plan(
         raise PlanError("splice.init", splice.init, str(error)) from None
     geometry = geometry_of(config)
     if head_set.geometry != geometry:
-        value = f"{head_set.geometry}, and the model's is {geometry}"
+        value = f"{head_set.geometry}, but the model's is {geometry}"
         raise PlanError("heads.json geometry", value, "The heads were located in another model. Locate again.")
     check_not_spliced(config)
     check_splices(config)
     if splice.unit == "layer" and not _takes_layers(family_of(config)):
         names = ", ".join(family.name for family in families() if _takes_layers(family))
-        raise PlanError("splice.unit", "layer", f"Only {names} models take whole layers. Set it to head.")
+        raise PlanError("splice.unit", "layer", f"Only {names} models support whole layers. Set it to head.")
     if not head_set.chosen:
         hint = "No head is chosen, so nothing would be spliced. Set splice.heads, or locate again."
         raise PlanError("heads.json chosen", [], hint)
@@ -60,8 +62,8 @@ def make_plan(
         by_layer.setdefault(scored.head.layer, []).append(scored)
     grafts = tuple(_graft(specs[layer], heads, splice, teacher) for layer, heads in sorted(by_layer.items()))
     if teacher is not None and teacher.hidden_size != config.hidden_size:
-        value = f"hidden size {teacher.hidden_size}, and the base's is {config.hidden_size}"
-        raise PlanError("splice.teacher.model", value, "Attention can be transplanted between equal widths only.")
+        value = f"hidden size {teacher.hidden_size}, but the base's is {config.hidden_size}"
+        raise PlanError("splice.teacher.model", value, "Use a teacher of the same hidden size.")
     return Plan(head_set.model, geometry, grafts, seed, splice.teacher.model if splice.teacher else "")
 
 
@@ -70,7 +72,9 @@ def _graft(site: MixerSpec, heads: list[ScoredHead], splice: Splice, teacher: Pr
     reads = []
     for scored in heads:
         if scored.reads is None:
-            hint = "The position that it reads was not measured. Add sharpen to locate.methods, and locate again."
+            hint = (
+                "The position that this head reads was not measured. Add sharpen to locate.methods, and locate again."
+            )
             raise PlanError("heads.json", str(scored.head), hint)
         reads.append(scored.reads)
     numbers = tuple(scored.head.head for scored in heads)
@@ -81,7 +85,11 @@ def _graft(site: MixerSpec, heads: list[ScoredHead], splice: Splice, teacher: Pr
     donors = tuple(HeadId.parse(names.get(str(s.head), f"L{s.head.layer}H{s.head.head}")) for s in heads)
     for donor in donors:
         if donor not in {head for spec in donor_mixers(teacher) for head in spec.heads}:
-            raise PlanError("splice.teacher.donors", str(donor), "The teacher has no such head.")
+            raise PlanError(
+                "splice.teacher.donors",
+                str(donor),
+                "The teacher has no such head. Set its heads in splice.teacher.donors.",
+            )
     if splice.unit == "head":
         return Graft(site, numbers, splice.mode, splice.init, tuple(reads), "head", tuple(map(str, donors)))
     count = donor_mixers(teacher)[donors[0].layer].num_heads
@@ -94,39 +102,39 @@ def _takes_layers(family: Family) -> bool:
 
 
 def branch_of(init: str) -> type[Any]:
-    """Return the class of a branch. Raises PlanError where none is registered under this name."""
+    """Return the class of a branch. Raises PlanError if none is registered under this name."""
     if init not in BRANCHES:
-        hint = f"Choose one of {', '.join(BRANCHES)}, or import the module that registers it (recipe key: plugins)."
+        hint = f"Use one of {', '.join(BRANCHES)}, or import the module that registers it (recipe key `plugins`)."
         raise PlanError("graft.init", repr(init), hint)
     return BRANCHES[init]
 
 
 def check_not_spliced(config: PreTrainedConfig) -> None:
-    """Raise PlanError where the model is a hybrid already."""
+    """Raise PlanError if the model is a hybrid already."""
     if getattr(config, "splice", None):
-        hint = "It is a hybrid already. Splice all heads into the base at once (splice.num_heads)."
+        hint = "The model is a hybrid already. Splice all heads into its base at once (splice.num_heads)."
         raise PlanError("base.model", config.model_type, hint)
 
 
 def check_splices(config: PreTrainedConfig) -> None:
-    """Raise PlanError where nothing can be spliced into models of this type."""
+    """Raise PlanError if nothing can be spliced into models of this type."""
     family = family_of(config)
     if family.hybrid is None:
-        hint = f"It can be inspected and located, but not spliced: {family.refuses}"
+        hint = f"This model type can be inspected and located but not spliced: {family.refuses}"
         raise PlanError("base.model", config.model_type, hint)
 
 
 def check_in_range(head: HeadId, config: PreTrainedConfig) -> None:
-    """Raise PlanError where the model has no such head, or nothing can be spliced there."""
+    """Raise PlanError if the model has no such head, or nothing can be spliced there."""
     family = family_of(config)
     mixers = {spec.name: spec for spec in family.mixers(config)}
     spec = mixers.get(head.mixer)
     if spec is None or head.head >= spec.num_heads:
         names = [str(h) for s in mixers.values() for h in s.heads]
-        raise PlanError("head", str(head), f"Heads go from {names[0]} to {names[-1]}.")
+        raise PlanError("head", str(head), f"The model has heads {names[0]} to {names[-1]}. Use one of them.")
     if spec not in family.sites(config):
         layers = sorted({s.layer for s in family.sites(config)})
-        hint = f"That layer has keys and values already. Layers that can be spliced: {layers}."
+        hint = f"This layer has attention already. Layers that can be spliced: {layers}."
         raise PlanError("head", str(head), hint)
 
 
@@ -134,19 +142,18 @@ def check_sites(plan: Plan, config: PreTrainedConfig) -> None:
     """Check the grafts of a plan, which may come from an edited file.
 
     Raises:
-        PlanError: there is no graft, one has no heads, an unknown branch or no site in the model, or two share a site.
+        PlanError: there is no graft; a graft has no heads, an unknown branch or no site in the model; or two grafts
+            share a site.
     """
     check_splices(config)
     if not plan.grafts or not all(graft.heads for graft in plan.grafts):
         value = [list(graft.heads) for graft in plan.grafts]
-        raise PlanError("plan.json grafts", value, "It needs a graft of at least one head. Plan again.")
+        raise PlanError("plan.json grafts", value, "Every graft needs at least one head. Plan again.")
     sites = family_of(config).sites(config)
     layers = [site.layer for site in sites]
     for graft in plan.grafts:
         if graft.site not in sites:
-            hint = (
-                f"The model has no such site, or it has keys and values already. Layers that can be spliced: {layers}."
-            )
+            hint = f"No such mixer, or its layer has attention already. Layers that can be spliced: {layers}."
             raise PlanError("plan.json site", graft.site.name, hint)
         branch_of(graft.init)
     spliced = [graft.site.layer for graft in plan.grafts]
@@ -157,14 +164,16 @@ def check_sites(plan: Plan, config: PreTrainedConfig) -> None:
 def splice_field(
     plan: Plan, config: PreTrainedConfig, splice: Splice | None = None, teacher: PreTrainedConfig | None = None
 ) -> list[dict[str, Any]]:
-    """Return the config field `splice`: one plain entry for each graft, the one source of what is spliced where.
+    """Build the config field `splice`, which describes all spliced heads: one plain entry per graft.
 
-    With `init: ssm` query and key are as wide as the state N, with `random` as `splice.random_width`, and values as
-    wide as the head. With `teacher` all are as wide as the teacher's.
+    Query and key have the width of the state (N) with `init: ssm`, `splice.random_width` with `random`, and the
+    teacher's width with `teacher`. Values have the width of the head, or the teacher's.
 
     Args:
-        config: of the base; a branch copies fields such as biases from it.
-        teacher: config of the teacher, with `init: teacher`.
+        plan: the plan.
+        config: config of the base. A branch copies fields such as biases from it.
+        splice: the recipe's section `splice`.
+        teacher: with `init: teacher`, config of the teacher.
 
     Raises:
         PlanError: as `check_sites`.

@@ -1,6 +1,6 @@
-"""What a branch is built from: the base's heads, a seed, or a teacher's attention.
+"""Sources for building a branch: the base's heads, a seed, or a teacher's attention.
 
-`SplicedAttention.plan_fields` and `fill` receive these objects, so that branches need no import of this library.
+`SplicedAttention.plan_fields` and `fill` receive these objects, so that branches need no import from this library.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from surgery.types import Graft, HeadId, MixerSpec
 
 
 def donor_of(graft: Graft, teacher: PreTrainedConfig) -> tuple[MixerSpec, list[int] | None]:
-    """Return the teacher's attention that a graft comes from, and its heads there; None for all heads of a layer.
+    """Find the teacher's attention for a graft.
+
+    Returns:
+        The teacher's mixer and its heads to copy; None for the whole layer.
 
     Raises:
-        PlanError: heads of different layers in one graft.
+        PlanError: the donors of one graft are in different layers.
     """
     mixers = {spec.layer: spec for spec in donor_mixers(teacher)}
     if graft.unit == "layer":
@@ -39,11 +42,11 @@ def donor_of(graft: Graft, teacher: PreTrainedConfig) -> tuple[MixerSpec, list[i
 
 @dataclass(frozen=True)
 class PlanSource:
-    """What the config fields of a branch follow from: no weights.
+    """Source of the config fields of a branch. Has no weights.
 
     Attributes:
         graft: the site with its heads, mode and donors.
-        config: of the base.
+        config: config of the base.
         splice: the recipe's section.
         teacher: the teacher's config, for a branch with `needs_teacher`.
     """
@@ -64,24 +67,26 @@ class PlanSource:
         return self.splice.random_width
 
     def donor_fields(self) -> dict[str, Any]:
-        """Return the fields of a branch that is the teacher's attention.
+        """Return the fields of a branch that copies the teacher's attention.
 
         Raises:
-            PlanError: as `donor_of`; there is no teacher.
+            PlanError: as `donor_of`; or there is no teacher.
         """
         if self.teacher is None:
-            raise PlanError("splice.teacher", None, f"splice.init: {self.graft.init} needs a teacher. Set its model.")
+            raise PlanError(
+                "splice.teacher", None, f"splice.init: {self.graft.init} needs a teacher. Set splice.teacher.model."
+            )
         return {"donors": list(self.graft.donors), **donor_fields(self.teacher, *donor_of(self.graft, self.teacher))}
 
 
 @dataclass(frozen=True)
 class HeadSource:
-    """What the weights of a branch are copied from.
+    """Source of the weights of a branch.
 
     Attributes:
         graft: the site with its heads, mode and donors.
         mixer: the base's mixer, whose heads are copied.
-        seed: of the plan.
+        seed: seed of the plan.
         teacher: the teacher's model, for a branch with `needs_teacher`.
     """
 
@@ -91,11 +96,12 @@ class HeadSource:
     teacher: PreTrainedModel | None = None
 
     def copy(self, target: nn.Module | None, *parts: str) -> None:
-        """Copy the heads' rows, weights and biases, into a linear map or a convolution.
+        """Copy rows of the heads, weights and biases, into a linear layer or a convolution.
 
         Args:
-            parts: fields of `HeadSlices` in the order of the target's rows; those with `conv_` are rows of the
-                mixer's convolution, the others of `in_proj`.
+            target: layer to fill.
+            parts: fields of `HeadSlices` in the order of the target's rows. Those with `conv_` are rows of the mixer's
+                convolution, the others of `in_proj`.
 
         Raises:
             PlanError: the mixer has no such rows, or the target has another shape.
@@ -105,7 +111,7 @@ class HeadSource:
         rows = [getattr(head, part) for part in parts for head in slices]
         source = self.mixer.conv1d if parts[0].startswith("conv_") else structure.in_proj(self.mixer)
         if target is None or source is None or None in rows:
-            hint = f"Heads of {self.graft.site.kind} have no rows to copy as {', '.join(parts)}. Choose another branch."
+            hint = f"Heads of {self.graft.site.kind} have no rows for {', '.join(parts)}. Use another branch."
             raise PlanError("splice.init", self.graft.init, hint)
         target.weight.copy_(self._fitting(torch.cat([source.weight[r] for r in rows]), target.weight, *parts))
         if target.bias is not None:
@@ -117,7 +123,7 @@ class HeadSource:
             target.bias.add_(torch.cat([gate_bias[head.out] for head in slices]))
 
     def copy_output(self, o_proj: nn.Linear) -> None:
-        """In `replace` mode, copy the heads' columns of the output projection times the weight of the norm before it.
+        """With `mode: replace`, copy the heads' columns of the output projection times the weight of the norm before.
 
         Raises:
             PlanError: the branch's values have another width than the heads.
@@ -152,6 +158,10 @@ class HeadSource:
 
     def _fitting(self, rows: torch.Tensor, weight: torch.Tensor, *parts: str) -> torch.Tensor:
         if rows.shape != weight.shape:
-            value = f"{self.graft.init}, weights of {tuple(weight.shape)}"
-            raise PlanError("splice.init", value, f"The heads' {', '.join(parts)} are {tuple(rows.shape)}.")
+            value = f"{self.graft.init}, whose weights have shape {tuple(weight.shape)}"
+            raise PlanError(
+                "splice.init",
+                value,
+                f"The heads' {', '.join(parts)} have shape {tuple(rows.shape)}. Use another branch.",
+            )
         return rows

@@ -1,12 +1,12 @@
 """Tiny models of every family with random weights, a small tokenizer, and padded prompts.
 
-    pico_base()                            a Mamba-2: 3 layers of 4 heads, hidden 32
-    pico_hybrid([pico_site(1, [2])])       the same weights, and attention beside L1H2
+    pico_base()                            a Mamba-2 with 3 layers of 4 heads, hidden size 32
+    pico_hybrid([pico_site(1, [2])])       the same weights, with attention added to L1H2
     prompts([9, 14])                       two left-padded prompts that end at a question
     pico_family("zamba2")                  a model of another family, 3 or 4 layers
 
-Each tensor has its own seed, made of the model's seed and the tensor's name: a base and a hybrid of one seed share
-the tensors that both have. No tensor stays at 0 or 1, so that a wrong sign or swapped heads change the output.
+The seed of each tensor follows from the model's seed and the tensor's name, so a base and a hybrid of one seed have the
+same values in shared tensors. No tensor stays at 0 or 1, so that a wrong sign or swapped heads change the output.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _fields(n_groups: int, layers: int, vocab_size: int, **more: Any) -> dict[st
 
 
 def pico_config(n_groups: int = 1, layers: int = 3, vocab_size: int = VOCAB, **more: Any) -> Mamba2Config:
-    """A chunk of 8 tokens, so that short prompts cross its borders; no end token, so that generation never stops."""
+    """Config of a tiny Mamba-2. Short prompts cross its chunks of 8 tokens; it has no end token to stop generation."""
     return Mamba2Config(**_fields(n_groups, layers, vocab_size, **more))
 
 
@@ -82,7 +82,7 @@ def pico_site(
 
 
 def random_site(layer: int, heads: Sequence[int] = (2,), mode: Literal["add", "replace"] = "add") -> dict[str, Any]:
-    """The control: no activation, no gate, and keys wider than values."""
+    """One entry of `config.splice` for a random branch: no activation, no gate, and keys wider than values."""
     return {**pico_site(layer, heads, mode, 24, HEAD_DIM, activation=None, gate=False), "init": "random"}
 
 
@@ -95,7 +95,12 @@ def pico_hybrid(
     vocab_size: int = VOCAB,
     **more: Any,
 ) -> Mamba2HybridForCausalLM:
-    """`pico_base` of the same seed with these sites. `fresh` branches are as the class initialises them."""
+    """`pico_base` of the same seed with spliced sites.
+
+    Args:
+        splice: entries of `config.splice`, from `pico_site` or `random_site`.
+        fresh: keep the branches as their class initialises them.
+    """
     config = Mamba2HybridConfig(**_fields(n_groups, layers, vocab_size, **more), splice=splice)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -105,7 +110,7 @@ def pico_hybrid(
 
 @torch.no_grad()
 def randomise(model: PreTrainedModel, seed: int, keep: str | None = None) -> Any:
-    """Every parameter from its own seed; those whose name contains `keep` stay as they are."""
+    """Randomise every parameter from its own seed, except those whose name contains `keep`."""
     for name, p in model.named_parameters():
         if keep is not None and keep in name:
             continue
@@ -134,7 +139,7 @@ _MAMBA1 = {"state_size": 4, "num_hidden_layers": 3, "channels_per_head": 16, "ti
 _ZAMBA2_LAYERS = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
 _BAMBA_LAYERS = ["linear_attention", "full_attention", "linear_attention"]
 
-# By family: config class, and the fields of a tiny model. The traps of a family are in its model: groups, shared
+# Config class and fields of a tiny model, by family. The fields include what is special in a family: groups, shared
 # blocks, multipliers, adapters, layers without a mixer.
 _FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "mamba2": (Mamba2Config, {"num_heads": 4, "head_dim": 16, "state_size": 8, "chunk_size": 8, "n_groups": 2,
@@ -177,7 +182,7 @@ FAMILY_NAMES = (*_FAMILIES, *_PLUGGED)
 
 
 def pico_family_config(name: str, **more: Any) -> PreTrainedConfig:
-    """The config of a tiny model of a family; `more` changes single fields."""
+    """Config of a tiny model of a family, with fields replaced by `more`."""
     if name in _PLUGGED:
         return _PLUGGED[name](**dict(_TOKENS, **more))
     config_class, fields = _FAMILIES[name]
@@ -198,7 +203,7 @@ def pico_family(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:
 
 
 def _normed_by_group(model: PreTrainedModel) -> Any:
-    """As hybrids and later releases are: before 5.23 some classes took one mean square over all groups."""
+    """Normalise by group, as hybrids and later releases do. Before 5.23 some classes normalised all groups as one."""
     for mixer in [m for m in model.modules() if "RMSNormGated" in type(getattr(m, "norm", None)).__name__]:
         if not {"group_size", "n_groups"} & set(vars(mixer.norm)):
             width = mixer.intermediate_size
@@ -208,17 +213,17 @@ def _normed_by_group(model: PreTrainedModel) -> Any:
 
 @cache
 def pico_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer of the shipped checkpoints; models for it need `vocab_size=1024`."""
+    """Tokenizer of the shipped checkpoints. Models for it need `vocab_size=1024`."""
     return build_tokenizer()
 
 
 def tokens(batch: int = 2, length: int = 21, seed: int = 0) -> Tensor:
-    """(B,T) random tokens, none of them padding."""
+    """Random tokens (B,T) without padding."""
     return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 def pad(rows: Sequence[Tensor], side: Literal["left", "right"]) -> tuple[Tensor, Tensor]:
-    """Rows (T_i,) of different lengths as (B,T) tokens and their mask."""
+    """Pad rows (T_i,) of different lengths. Returns tokens (B,T) and their mask."""
     length = max(map(len, rows))
     ids, mask = torch.full((len(rows), length), PAD), torch.zeros(len(rows), length, dtype=torch.long)
     for i, row in enumerate(rows):
@@ -228,9 +233,9 @@ def pad(rows: Sequence[Tensor], side: Literal["left", "right"]) -> tuple[Tensor,
 
 
 def prompts(lengths: Sequence[int] = (9, 14, 12), choices: int = 5, seed: int = 0) -> EncodedBatch:
-    """Left-padded random prompts whose last token is a query, as `encode(..., until_answer=True)` makes them.
+    """Left-padded random prompts whose last token is a query, as from `encode(..., until_answer=True)`.
 
-    The gold value and the end of its segment stand at random places of the prompt; the choices are random tokens.
+    The gold value and the end of its segment are at random places of the prompt. The choices are random tokens.
     """
     rng = torch.Generator().manual_seed(seed)
     ids, mask = pad([tokens(1, n, seed + i)[0] for i, n in enumerate(lengths)], "left")

@@ -1,20 +1,20 @@
-"""Models built by hand whose Gather and Aggregate heads are known, and their tokenizer.
+"""Models with planted Gather and Aggregate heads, and their tokenizer.
 
     planted = plant(seed=3)                 a Mamba-2 of 4 layers x 4 heads; `planted.gather`, `planted.aggregate`
     plant(3, n_groups=4)                    heads with B and C of their own
     plant(3, backup=True)                   the Aggregate head twice, in different layers
     plant(3, "mamba")                       Mamba-1: a "head" is a group of 48 channels
 
-They answer the paper's KV-retrieval prompt (`probes/kv_retrieval.py`) through a tokenizer with one token for each key,
+They answer the KV-retrieval prompt of the paper (`probes/kv_retrieval.py`). The tokenizer has one token for each key,
 number and word of the template, so a line is `key : value \\n` and the prompt ends in `' key ' is`.
 
-- The Gather head carries key and value of a line to its last token by its state: a key resets the state, a value joins
-  it, other tokens leave it alone. Its gate is open at a line's end only; there it writes both codes into places of the
-  residual stream that no other head reads.
+- The Gather head moves key and value of a line to its last token by its state: a key resets the state, a value is
+  added, other tokens do not change it. Its gate is open at the end of a line only. There it writes both codes into
+  dimensions of the residual stream that no other head reads.
 - The Aggregate head's C is the key two tokens before (by its short convolution, which reaches `key ' is`), its B the
   gathered key, its x the gathered value; it does not decay. It writes the value's code where the unembedding reads it.
-- A decoy in the Aggregate head's layer attends and holds values as that head does, but its `out_proj` is zero.
-- All other heads are random. So are the layer and the number of each planted head.
+- A decoy in the Aggregate head's layer has that head's attention and values, but its `out_proj` is zero.
+- All other heads are random. The layer and the number of each planted head are random too.
 
 Keys and values are sparse codes, so linear attention confuses some keys: accuracy is below 1, as in a real SSM.
 Layout of the residual stream: [key | value | flags | gathered key | gathered value | answer | noise].
@@ -74,7 +74,7 @@ Family = Literal["mamba2", "mamba"]
 
 @dataclass(frozen=True)
 class Planted:
-    """A model and what was planted in it; `aggregates` holds two heads where one is the other's backup."""
+    """A model with its planted heads. `aggregates` has two heads if one is the backup of the other."""
 
     model: PreTrainedModel
     gather: HeadId
@@ -87,13 +87,13 @@ class Planted:
 
     @property
     def heads(self) -> tuple[HeadId, ...]:
-        """All that retrieval hangs on."""
+        """All heads that retrieval depends on."""
         return (self.gather, *self.aggregates)
 
 
 @cache
 def planted_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each word, number and punctuation mark of the KV-retrieval prompts."""
+    """Tokenizer with one token for each word, number and punctuation mark of the KV-retrieval prompts."""
     pieces = r" ?\p{L}+|\p{N}+| ?[^\s\p{L}\p{N}]|\s"
     template = HEADER + "The value of the key 'x' is"
     splitter = pre_tokenizers.Split(Regex(pieces), behavior="isolated")
@@ -105,7 +105,7 @@ def planted_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def planted_prompts(seed: int, examples: int = 24, pairs: int = 5) -> EncodedBatch:
-    """KV-retrieval prompts in the form that the measurements take."""
+    """KV-retrieval prompts, left-padded and ending at the query."""
     documents = [kv_document(rng_of("planted", seed, i), pairs, split="eval") for i in range(examples)]
     return encode(documents, planted_tokenizer(), padding_side="left", until_answer=True)
 
@@ -114,10 +114,14 @@ def planted_prompts(seed: int, examples: int = 24, pairs: int = 5) -> EncodedBat
 def plant(
     seed: int, family: Family = "mamba2", n_groups: int = 1, backup: bool = False, noise: float = 0.01
 ) -> Planted:
-    """A model with random heads, and the planted ones among them.
+    """Build a model with planted heads among random ones.
 
     Args:
-        noise: standard deviation of the other heads' `out_proj`.
+        seed: seed of the places and of the random heads.
+        family: Mamba-2 or Mamba-1.
+        n_groups: groups of B and C (Mamba-2 only).
+        backup: plant the Aggregate head twice, in different layers.
+        noise: standard deviation of the random heads' `out_proj`.
     """
     rng = rng_of("plant", seed)
     layers = sorted(rng.sample(range(LAYERS), 3 if backup else 2))
@@ -164,7 +168,7 @@ def _mamba1() -> MambaForCausalLM:
 
 
 def _randomise(model: PreTrainedModel, noise: float) -> None:
-    """Heads that read everything and write a little everywhere, but for the flags."""
+    """Randomise all heads: they read all dimensions and write a little to all, except for the flags."""
     for name, p in model.named_parameters():
         if "norm" in name or name.endswith(".D"):
             p.fill_(1)
@@ -184,7 +188,7 @@ def _randomise(model: PreTrainedModel, noise: float) -> None:
 
 
 def _write_tokens(model: PreTrainedModel, rng: Random) -> None:
-    """Embeddings: codes, flags, noise. The unembedding compares the answer with the values' codes."""
+    """Write codes, flags and noise into the embeddings. The unembedding compares the answer with the values' codes."""
     tokenizer, table, out = planted_tokenizer(), model.get_input_embeddings().weight, model.lm_head.weight
     table.zero_()
     out.zero_()
@@ -202,7 +206,7 @@ def _write_tokens(model: PreTrainedModel, rng: Random) -> None:
 
 
 def _codes(number: int, width: int, rng: Random) -> Tensor:
-    """(number,width) different rows of four ones."""
+    """Draw different rows with four ones each: (number,width)."""
     drawn: dict[tuple[int, ...], None] = {}
     while len(drawn) < number:
         drawn[tuple(sorted(rng.sample(range(width), 4)))] = None
@@ -211,25 +215,25 @@ def _codes(number: int, width: int, rng: Random) -> Tensor:
 
 
 def _copy(weight: Tensor, rows: slice, columns: slice, scale: float = 1.0) -> None:
-    """`weight[rows, columns]` becomes a multiple of the identity."""
+    """Set `weight[rows, columns]` to a multiple of the identity."""
     weight[rows, columns] = scale * torch.eye(rows.stop - rows.start)
 
 
 def _tap(conv: nn.Conv1d, channels: slice, ago: int = 0) -> None:
-    """The short convolution of these channels takes the token `ago` steps back, and no other."""
+    """Let the short convolution of these channels read only the token `ago` steps back."""
     conv.weight[channels] = 0
     conv.weight[channels, 0, -1 - ago] = 1
 
 
 def _write_gate(rows: Tensor, gathers: bool) -> None:
-    """Open at a line's end only, or always."""
+    """Write a gate that is always open, or (`gathers`) at the end of a line only."""
     rows.zero_()
     rows[:, ALWAYS] = -1.5 if gathers else 1.0
     rows[:, IS_END] = 3.0 if gathers else 0.0
 
 
 def _write_mamba2(mixer: nn.Module, head: int, gathers: bool) -> None:
-    """Rows of in_proj: [z | x | B | C | dt]; channels of the convolution: [x | B | C]."""
+    """Write a head. Rows of in_proj: [z | x | B | C | dt]; channels of the convolution: [x | B | C]."""
     rows, own = mixer.in_proj.weight, _after(head * WIDTH, WIDTH)
     x = _after(INNER + own.start, WIDTH)
     group = STATE * (head * mixer.n_groups // HEADS)
@@ -256,10 +260,10 @@ def _write_mamba2(mixer: nn.Module, head: int, gathers: bool) -> None:
 
 
 def _write_mamba1(mixer: nn.Module, head: int, carrier: int, gathers: bool) -> None:
-    """Rows of in_proj: [x | z]; x_proj makes [dt | B | C].
+    """Write a head. Rows of in_proj: [x | z]; rows of x_proj: [dt | B | C].
 
-    It makes them from all channels, after the convolution, so an Aggregate head's keys and queries
-    pass through the channels of another head, the carrier, whose own output is noise as before.
+    x_proj reads all channels after the convolution. So the keys and queries of an Aggregate head pass through the
+    channels of another head, the carrier, whose own output stays noise.
     """
     rows, own = mixer.in_proj.weight, _after(head * WIDTH, WIDTH)
     _write_gate(rows[INNER + own.start : INNER + own.stop], gathers)
@@ -290,9 +294,9 @@ def _write_mamba1(mixer: nn.Module, head: int, carrier: int, gathers: bool) -> N
 
 
 def _scales(family: Family, n_groups: int) -> tuple[float, float]:
-    """Of a Gather and of an Aggregate head's output, so that its codes stand at about 3 in the stream.
+    """Return the output scales of Gather and Aggregate heads that give codes a size of about 3 in the residual stream.
 
-    The gated norm of Mamba-2 shares a mean square of 1 among a group's channels, of which 8 and about 4 are not zero.
+    The gated norm of Mamba-2 sets the mean square over a group's channels to 1, of which 8 and about 4 are not zero.
     """
     if family == "mamba":
         return 0.02, 0.002
@@ -300,13 +304,13 @@ def _scales(family: Family, n_groups: int) -> tuple[float, float]:
 
 
 def head_ids(model: PreTrainedModel) -> list[HeadId]:
-    """Every head, in the order in which layers run."""
+    """List all heads, from the lowest layer up."""
     return [head for spec in family_of(model.config).mixers(model.config) for head in spec.heads]
 
 
 @torch.no_grad()
 def answers(model: PreTrainedModel, batch: EncodedBatch, off: Sequence[HeadId] = ()) -> ChoiceScores:
-    """The model's answers without these heads: their columns of `out_proj` are zero meanwhile, and no hook is used."""
+    """Score the choices without some heads. Sets their columns of `out_proj` to zero instead of using hooks."""
     weights = {head.layer: model.backbone.layers[head.layer].mixer.out_proj.weight for head in off}
     kept = {layer: weight.clone() for layer, weight in weights.items()}
     for head in off:
@@ -323,6 +327,6 @@ def scored_heads(
     seed: int = 0,
     methods: Sequence[str] = ("ablation", "query", "context", "sharpen"),
 ) -> tuple[ScoredHead, ...]:
-    """What `locate` says of every head, at any accuracy of the model."""
+    """Measure every head with `locate_heads`, at any accuracy of the model."""
     section, splice = Locate(methods=tuple(methods)), Splice(select="aggregate")
     return locate_heads(model, planted_tokenizer(), section, splice, seed, batches=batches, any_accuracy=True).heads

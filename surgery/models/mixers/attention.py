@@ -1,4 +1,4 @@
-"""Softmax attention, in Transformers and in the attention layers of hybrids. Its heads can be located, not spliced."""
+"""Softmax attention of Transformers and of hybrids' attention layers. Its heads can be located but not spliced."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class AttentionStructure:
         return None
 
     def streams(self, mixer: nn.Module, spec: MixerSpec, projected: Tensor, before: Tensor | None = None) -> Streams:
-        raise ModelError("layer", spec.name, "Softmax attention has no recurrence.")
+        raise ModelError("layer", spec.name, "Softmax attention has no recurrence. Use an SSM layer.")
 
     def skip(self, mixer: nn.Module, x_BHP: Tensor) -> Tensor:
         return torch.zeros_like(x_BHP)
 
     def hidden_attention(self, mixer: nn.Module, spec: MixerSpec, streams: Streams) -> Tensor:
         raise ModelError(
-            "layer", spec.name, "It is attention. Run the model with output_attentions=True to see its weights."
+            "layer", spec.name, "This layer is attention. Run the model with output_attentions=True for its weights."
         )
 
     def state_numel(self, spec: MixerSpec) -> int:

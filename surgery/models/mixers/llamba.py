@@ -1,4 +1,4 @@
-"""Llamba's mixer, a discrete Mamba-2: the decay of each head comes straight from the input.
+"""Llamba's mixer, a discrete Mamba-2 whose decay per head is a projection of the input.
 
 Layout of `in_proj`'s rows and of the convolution's channels: [x | B | C | z | a] and [x | B | C] (arXiv 2408.10189; our
 `LlambaMixer`).

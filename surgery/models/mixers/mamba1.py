@@ -1,4 +1,4 @@
-"""Mamba-1's mixer: `mamba` and `falcon_mamba`. It has no heads: channels are taken in groups.
+"""Mamba-1's mixer, in `mamba` and `falcon_mamba`. It has no heads, so groups of channels take their place.
 
 Layout of `in_proj`'s rows: [x | z]; `x_proj` makes [dt | B | C] from all channels after the convolution (Gu and Dao,
 arXiv 2312.00752; transformers' `MambaMixer`). Falcon-Mamba normalises the three (arXiv 2410.05355).

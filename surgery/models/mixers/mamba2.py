@@ -45,7 +45,7 @@ class Mamba2Structure:
         return mixer.out_proj
 
     def scan_reader(self, mixer: nn.Module) -> nn.Module:
-        """The gated norm: the last place where heads are apart before they are mixed."""
+        """Return the gated norm, the last place where heads are separate."""
         return mixer.norm
 
     def norm_weight(self, mixer: nn.Module) -> Tensor | None:
@@ -105,7 +105,15 @@ class FalconH1Structure(Mamba2Structure):
 
 
 def short_conv(conv1d: nn.Module, mixed_BTC: Tensor, conv_state: Tensor | None) -> Tensor:
-    """Run the causal depthwise convolution over (B,T,channels), after `conv_state` (B,channels,kernel)."""
+    """Run the causal depthwise convolution.
+
+    Args:
+        mixed_BTC: (B,T,channels) input.
+        conv_state: (B,channels,kernel) inputs before the first token; zeros if None.
+
+    Returns:
+        (B,T,channels)
+    """
     T, width = mixed_BTC.shape[1], conv1d.weight.shape[-1] - 1
     mixed_BCT = mixed_BTC.transpose(1, 2)
     before = torch.zeros_like(mixed_BCT[..., :1]).expand(-1, -1, width) if conv_state is None else conv_state
@@ -115,7 +123,14 @@ def short_conv(conv1d: nn.Module, mixed_BTC: Tensor, conv_state: Tensor | None) 
 
 
 def decayed_scores(streams: Streams, log_decay_BTH: Tensor, spec: MixerSpec) -> Tensor:
-    """Return (B,H,T,T): `(C_t . B_s) exp(sum of the log decay after s, up to t)`, zero above the diagonal."""
+    """Compute `(C_t . B_s) exp(sum of the log decay after s, up to t)`, with zeros above the diagonal.
+
+    Args:
+        log_decay_BTH: (B,T,H) logarithm of the decay.
+
+    Returns:
+        (B,H,T,T)
+    """
     T = streams.x.shape[1]
     per_group = spec.num_heads // spec.num_groups
     scores_BHTS = torch.einsum("btgn,bsgn->bgts", streams.query, streams.key).repeat_interleave(per_group, 1)
@@ -131,5 +146,5 @@ def span(index: int, width: int) -> slice:
 
 
 def shift(block: slice, by: int) -> slice:
-    """Return the slice moved by `by`."""
+    """Return the slice shifted by `by`."""
     return slice(block.start + by, block.stop + by)

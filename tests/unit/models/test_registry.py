@@ -146,7 +146,7 @@ def test_a_model_type_belongs_to_one_family() -> None:
     """A name or a type that is taken is refused, and the table stays as it was."""
     before = families()
     for name, types in (("another", ("mamba2",)), ("mamba2", ("another_type",))):
-        with pytest.raises(ModelError, match=r"^model_type: mamba2\. The family mamba2 has it already"):
+        with pytest.raises(ModelError, match=r"^model_type: mamba2\. The family mamba2 has this name already"):
             register_family(name, *types)(lambda config: [])
     assert families() == before
 

@@ -122,7 +122,7 @@ def test_reading_several_files_keeps_the_order(tmp_path: Path) -> None:
 
 def test_a_broken_index(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": []}')
-    with pytest.raises(ModelError, match="index is broken"):
+    with pytest.raises(ModelError, match="index is damaged"):
         weight_files(lambda name: tmp_path / name if (tmp_path / name).is_file() else None)
 
 

@@ -70,7 +70,7 @@ class TestMakePlan:
 
     @pytest.mark.parametrize("name", ["L3H0", "L1H4", "L1A0"])
     def test_unknown_head_is_named_with_the_range(self, name: str) -> None:
-        with pytest.raises(PlanError, match=rf"head: {name}\. Heads go from L0H0 to L2H3"):
+        with pytest.raises(PlanError, match=rf"head: {name}\. The model has heads L0H0 to L2H3"):
             make_plan(chosen(name), pico_config())
 
     def test_a_hybrid_is_refused(self) -> None:
@@ -117,7 +117,7 @@ class TestCheckSites:
     def test_a_branch_that_nobody_registered(self) -> None:
         plan = make_plan(chosen("L1H2"), pico_config())
         edited = dataclasses.replace(plan, grafts=(dataclasses.replace(plan.grafts[0], init="magic"),))
-        with pytest.raises(PlanError, match=r"^graft\.init: 'magic'\. Choose one of ssm, random, teacher, .*plugins"):
+        with pytest.raises(PlanError, match=r"^graft\.init: 'magic'\. Use one of ssm, random, teacher, .*plugins"):
             splice_field(edited, pico_config())
 
     def test_two_grafts_for_one_layer(self) -> None:
@@ -213,7 +213,7 @@ class TestPlanOfHybrid:
         assert len(family_of(hybrid).sites(hybrid)) == 2, "the config itself is not changed"
 
     def test_a_plain_model_is_refused(self) -> None:
-        with pytest.raises(PlanError, match=r"base\.model: m\. .*Splice it first"):
+        with pytest.raises(PlanError, match=r"base\.model: m\. .*splice it first"):
             plan_of_hybrid(pico_config(), "m")
 
     def test_an_entry_for_no_layer_is_refused(self) -> None:

@@ -121,7 +121,7 @@ function paintMatrix(prompt, marks) {
   const cursor = [T - 1, marks[0] ? marks[0].at : 0];
   const describe = () => {
     const [t, s] = cursor;
-    const share = s <= t ? number((packed.rows[t][s] * packed.top) / 999, 3) : "nothing: it comes later";
+    const share = s <= t ? number((packed.rows[t][s] * packed.top) / 999, 3) : "not read, since it comes later";
     byId("matrix-at").textContent = `Token ${t} “${shown(prompt.tokens[t])}” reads token ${s} “${shown(prompt.tokens[s])}”: ${share}`;
   };
   const within = (v) => Math.min(Math.max(v, 0), T - 1);

@@ -1,12 +1,12 @@
 """Score a model with heads ablated, or with oracle reads, reusing one clean run of each batch of prompts.
 
-`out_proj` is linear, so ablating a head subtracts `u_h W_h` from the mixer's output: the mixer itself and everything
-below it are not run again. At the query alone, a change needs one decode step from cached states, all heads in one
+`out_proj` is linear, so ablating a head subtracts `u_h W_h` from the mixer's output. The mixer itself and the layers
+below it do not run again. A change at the query alone needs one decode step from cached states, with all heads in one
 batch (docs/LOCATE.md).
 
-Where a prompt's choices need several tokens, the changed model decodes them from its own states (`scoring/choices.py`).
-A head that is ablated everywhere is ablated there too. Changes at other tokens and oracle reads end with the prompt: at
-the choices' tokens all heads are unchanged and read the states that the change has left.
+If a prompt's choices have several tokens, the changed model decodes them from its own states (`scoring/choices.py`). A
+head that is ablated everywhere is also ablated at these tokens. Other changes apply to the prompt only: at the tokens
+of the choices all heads run unchanged, on the states that the change produced.
 
 Shape legend: B prompts, T tokens, W variants, L layers, H heads, P head width, R paths of all prompts.
 """
@@ -45,7 +45,7 @@ class Variant:
 
     Attributes:
         ablate: heads that are ablated.
-        oracle: heads with an oracle read, each with the position that it reads.
+        oracle: heads with an oracle read, and the position that each one reads.
     """
 
     ablate: tuple[HeadId, ...] = ()
@@ -54,14 +54,14 @@ class Variant:
 
 @dataclass(frozen=True)
 class CleanPass:
-    """The clean model on some of the tokens: the whole prompts, their query alone, or the next token of every path.
+    """Pass of the clean model over some tokens: the whole prompts, their query alone, or the next token of every path.
 
     Attributes:
         batch: `input_ids` and `attention_mask` of these tokens.
         mask: (rows, past + tokens); None without padding.
-        past: tokens before these.
+        past: number of tokens before these.
         activations: may include tokens before these.
-        cache: keys and values behind these tokens, where there are paths.
+        cache: keys and values after these tokens, if there are paths.
     """
 
     batch: EncodedBatch
@@ -71,25 +71,25 @@ class CleanPass:
     cache: Cache | None
 
     def residual(self, layer: int, variants: int) -> Tensor:
-        """(W*rows,tokens,D) the clean residual stream that the block of `layer` takes."""
+        """(W*rows,tokens,D) input of the block of `layer` in the clean model."""
         return self.activations.residual[layer][:, -self.batch.input_ids.shape[1] :].repeat(variants, 1, 1)
 
 
 @dataclass
 class CleanRun:
-    """The clean model on one batch of prompts, which all changed runs reuse.
+    """Run of the clean model on one batch of prompts. All changed runs reuse it.
 
     Attributes:
         specs: mixers of the model.
         prompt: all tokens of the prompts.
         query: their last token alone.
         steps: the tokens of the paths, one pass each.
-        paths: what is decoded to score choices of several tokens; None where one token is enough.
-        before_query: states and keys where the query comes next.
-        narrowed: the tokens that are choices of some prompt, and the batch with choices that index them; None where the
+        paths: tokens to decode to score choices of several tokens; None if every choice has one token.
+        before_query: states and keys before the query.
+        narrowed: the tokens that are choices of some prompt, and the batch with choices that index them; None if the
             logits of the whole vocabulary are needed.
         scores: of the clean model.
-        passes: what was run so far, in full forward passes of one prompt.
+        passes: work so far, in full forward passes of one prompt.
     """
 
     model: PreTrainedModel
@@ -110,18 +110,18 @@ class CleanRun:
 
     @property
     def path_passes(self) -> float:
-        """What decoding the paths of all prompts takes, in full forward passes."""
+        """Work to decode the paths of all prompts, in full forward passes of one prompt."""
         return 0.0 if self.paths is None else self.paths.ids.numel() / self.batch.input_ids.shape[1]
 
     @property
     def cache_bytes(self) -> int:
-        """States and keys of one prompt."""
+        """Bytes of the states and keys of one prompt."""
         config, tokens = self.model.config, self.batch.input_ids.shape[1]
         return state_bytes(config) + tokens * own_kv_bytes_per_token(config)
 
     @property
     def path_bytes(self) -> int:
-        """What decoding the paths of one prompt takes: the states at its end, and those of the paths."""
+        """Bytes to decode the paths of one prompt: the states at its end, and those of the paths."""
         if self.paths is None:
             return 0
         tokens = self.batch.input_ids.shape[1] + self.paths.ids.shape[1]
@@ -130,14 +130,14 @@ class CleanRun:
 
 @torch.no_grad()
 def run_clean(model: PreTrainedModel, batch: EncodedBatch, stepwise: bool = False) -> CleanRun:
-    """Run the clean model on a batch, and keep what the changed runs need.
+    """Run the clean model on a batch, and record the activations and caches that changed runs need.
 
-    It holds all layers' streams, about 4 * (D + 5 I) bytes a token and layer.
+    They take about 4 * (D + 5 I) bytes per token and layer, with I the inner width of a mixer.
 
     Args:
         batch: left-padded prompts that end at the query (`encode(..., padding_side="left", until_answer=True)`).
-        stepwise: run the query as a decode step behind the other tokens. That is half the work where only
-            `change_at_query` follows. `ablate` gives the same as without it, up to rounding.
+        stepwise: run the query as a decode step after the other tokens. This halves the work if only `change_at_query`
+            follows. Results of `ablate` differ by rounding only.
 
     Raises:
         ModelError: a logit is NaN or infinite, or a hook never fired.
@@ -189,7 +189,7 @@ def run_clean(model: PreTrainedModel, batch: EncodedBatch, stepwise: bool = Fals
 
 
 def _narrowed(batch: EncodedBatch) -> tuple[Tensor, EncodedBatch]:
-    """The tokens that are choices of some prompt, (U,), and the batch with choices that index them."""
+    """Collect the tokens that are choices of some prompt, (U,), and the batch with choices that index them."""
     tokens, places = batch.choice_ids.clamp(min=0).unique(return_inverse=True)
     return tokens, replace(batch, choice_ids=places.where(batch.choice_ids >= 0, -1))
 
@@ -205,10 +205,10 @@ def run_pass(
     """Run the tokens of a pass, repeated for each variant.
 
     Args:
-        tokens: (U,) compute the logits of these alone; None: of the whole vocabulary.
+        tokens: (U,) compute the logits of these tokens only; of the whole vocabulary if None.
 
     Returns:
-        (W*rows,U) or (W*rows,V) logits at the last token, and the cache, or None without `use_cache`.
+        (W*rows,U) or (W*rows,V) logits at the last token, and the cache; None without `use_cache`.
     """
     name = family_of(model.config).cache_argument
     mask = None if part.mask is None else part.mask.repeat(variants, 1)
@@ -228,15 +228,17 @@ def run_changed(
     cache: Cache | None = None,
     lowest: int = 0,
 ) -> list[ChoiceScores]:
-    """Score changed models: run a pass that ends at the query and then the paths, each inside its change.
+    """Score changed models: run a pass up to the query and then the paths, each inside the context `change`.
 
     Args:
         first: `run.prompt`, or `run.query` with the cache before it.
-        change: context in which a pass is run; it changes variant w in rows w*B to (w+1)*B.
+        variants: number of changed models.
+        change: context manager for a pass. It changes variant w in rows w*B to (w+1)*B - 1.
+        cache: states before the query; None if the whole prompts run.
         lowest: layer of the first block that runs.
 
     Returns:
-        Scores by variant.
+        Scores of each variant.
     """
     model, paths = run.model, run.paths
     tokens, batch = (None, run.batch) if run.narrowed is None else run.narrowed
@@ -257,10 +259,10 @@ def run_changed(
 
 
 def scores_by_variant(logits: list[Tensor], batch: EncodedBatch, paths: Paths | None) -> list[ChoiceScores]:
-    """Compare each prompt's choices.
+    """Compare each prompt's choices in every variant.
 
     Args:
-        logits: at the query, then at each token of the paths.
+        logits: logits at the query, then at each token of the paths.
     """
     if paths is None:
         return [choice_scores(x, batch) for x in logits[0].split(len(batch))]
@@ -269,12 +271,12 @@ def scores_by_variant(logits: list[Tensor], batch: EncodedBatch, paths: Paths | 
 
 
 def _memory(model: PreTrainedModel) -> int:
-    """Bytes for one folded pass. On a CPU, 32 MiB, within its caches, took half the time of 512."""
+    """Bytes for one pass with folded variants. On a CPU, 32 MiB fit its caches and took half the time of 512 MiB."""
     return 2**29 if model.device.type == "cuda" else 2**25
 
 
 def _chunks(items: Sequence[T], bytes_each: int, memory: int) -> Iterator[Sequence[T]]:
-    """As many items at a time as fit into memory, at least one."""
+    """Split items into chunks that fit into memory, of at least one item."""
     size = max(1, memory // bytes_each)
     return (items[i : i + size] for i in range(0, len(items), size))
 
@@ -285,12 +287,17 @@ def ablate(
 ) -> list[ChoiceScores]:
     """Score the model without each set of heads: single heads, whole layers, or heads of several layers together.
 
-    Only the blocks above a set's lowest mixer are run. There the heads' contributions are subtracted from what the
-    clean mixer put out; other mixers of the set are changed while they run.
+    Only the blocks above a set's lowest mixer run. The contributions of that mixer's heads are subtracted from its
+    clean output. Other mixers of the set are changed while they run.
 
     Args:
-        ablation: where, and by what the heads' outputs are replaced; zeros everywhere by default.
-        memory: bytes that the streams of one folded pass may take.
+        run: the clean model on the prompts.
+        sets: heads to ablate together.
+        ablation: tokens at which heads are ablated, and the replacement of their outputs; zeros everywhere by default.
+        memory: bytes that the residual streams of one pass may take.
+
+    Returns:
+        Scores for each set.
     """
     ablation, memory = ablation or Ablation(), memory or _memory(run.model)
     place = {spec.name: i for i, spec in enumerate(run.specs)}
@@ -314,7 +321,7 @@ def ablate(
 def _ablated_above(
     run: CleanRun, spec: MixerSpec, sets: Sequence[Sequence[HeadId]], ablation: Ablation, part: CleanPass
 ) -> Iterator[None]:
-    """Start a pass behind `spec`, the lowest mixer of these sets, without its heads; ablate heads above as they run."""
+    """Start a pass after `spec`, the lowest mixer of these sets, without its heads. Ablate higher heads as they run."""
     tokens = ablated_tokens(run, part, ablation)[..., None]
     output = part.activations.output[spec.name]
     changed = []
@@ -330,14 +337,14 @@ def _ablated_above(
 
 
 def ablated_tokens(run: CleanRun, part: CleanPass, ablation: Ablation) -> Tensor:
-    """(rows,tokens) bool: where a pass has its heads ablated."""
+    """(rows,tokens) bool: True at the tokens of a pass at which heads are ablated."""
     if part is run.prompt:
         return token_mask(run.batch, ablation.where)
     return torch.full_like(part.batch.input_ids, ablation.where == "everywhere", dtype=torch.bool)
 
 
 def contribution(model: PreTrainedModel, part: CleanPass, spec: MixerSpec, heads: Sequence[int], fill: Fill) -> Tensor:
-    """Sum what heads of one mixer add to its output, less what replaces them.
+    """Sum the contributions of heads to their mixer's output, minus those of the values that replace them.
 
     Returns:
         (rows,tokens,D) in fp32 at least.
@@ -377,7 +384,12 @@ def change_at_query(run: CleanRun, variants: Sequence[Variant], memory: int | No
     Variants are folded into the batch and run from the lowest changed block up.
 
     Args:
-        memory: bytes that the copied states of one folded step may take.
+        run: the clean model on the prompts.
+        variants: changes to score.
+        memory: bytes that the copied states of one step may take.
+
+    Returns:
+        Scores for each variant.
     """
     specs, (B, T) = {spec.name: spec for spec in run.specs}, run.batch.input_ids.shape
     row = 4 * run.cache_bytes + run.path_bytes  # a copy of the states, and what one step makes of them
@@ -408,7 +420,7 @@ def _from_block_changed(
     at_query: Callable[[], AbstractContextManager[None]],
     part: CleanPass,
 ) -> Iterator[None]:
-    """Start a pass at the block of `lowest`, changed if it is the query's."""
+    """Start a pass at the block of `lowest`. The change applies to the pass of the query only."""
     with ExitStack() as stack:
         residual = part.residual(lowest.layer, variants)
         stack.enter_context(from_block(run.model, lowest, part.activations, residual))
@@ -420,10 +432,10 @@ def _from_block_changed(
 def changes_by_mixer(
     run: CleanRun, variants: Sequence[Variant], values: dict[tuple[str, Reads], Tensor] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, OracleRead]]:
-    """Arrange variants by mixer, as `intervene` takes them.
+    """Arrange variants by mixer, for `intervene`.
 
     Args:
-        values: `oracle_values` by mixer and position that are known already; new ones are added.
+        values: cache of `oracle_values` by mixer and position. New values are added.
     """
     specs, values = {spec.name: spec for spec in run.specs}, {} if values is None else values
     W, B, device = len(variants), len(run.batch), run.batch.input_ids.device

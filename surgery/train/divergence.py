@@ -1,19 +1,20 @@
-"""Divergence of the student's next-token distribution from a teacher's.
+"""Divergence between the next-token distributions of a student and a teacher.
 
-With p the teacher's and q the student's distribution at temperature `tau` (softmax of the logits over tau) and
+Let p be the teacher's and q the student's distribution at temperature `tau` (softmax of logits / tau), and
 m = (p + q) / 2:
 
     forward         tau^2 * sum p (log p - log q)           Hinton et al., arXiv 1503.02531
     reverse         tau^2 * sum q (log q - log p)           MiniLLM, arXiv 2306.08543
     jensen_shannon  tau^2 * (KL(p || m) + KL(q || m)) / 2   as in GKD, arXiv 2306.13649, with beta = 1/2
 
-The square makes the size of gradients independent of the temperature (arXiv 1503.02531, section 2.1). With only
-the teacher's k most likely tokens, both distributions become distributions over k + 1 events: these tokens, and "any
-other". The student's logit of "any other" is the logsumexp of all its other logits. The teacher's log-probability of
-it is log(1 - sum of the k). The formulas are then applied to the k + 1 events, with the temperature after the grouping,
-since the probability of the teacher's rest at another temperature cannot be computed from k values.
+The factor tau^2 makes the size of gradients independent of the temperature (arXiv 1503.02531, section 2.1).
 
-Rows are processed in blocks, in fp32 or more, forward and backward. Besides the logits, the only tensor of their size
+If only the teacher's k most likely tokens are known, both distributions are grouped into k + 1 events: these tokens,
+and "any other token". The student's logit of the last event is the logsumexp of all its other logits. The teacher's
+log-probability of it is log(1 - sum of the k probabilities). The temperature is applied after the grouping, since the
+teacher's probability of other tokens at another temperature cannot be computed from k values.
+
+Rows are processed in blocks, in fp32 or more, forward and backward. The only further tensor with the size of the logits
 is the gradient, in their dtype.
 
 Shape legend: N rows of the logits, M selected rows, V vocabulary, K most likely tokens of the teacher, C either V or
@@ -34,9 +35,9 @@ from surgery.errors import RecipeError
 
 Kind = Literal["forward", "reverse", "jensen_shannon"]
 
-_LEAST = 1e-6  # probability of "any other" where rounding leaves nothing, or less
+_LEAST = 1e-6  # smallest probability of "any other token", which rounding could make 0 or negative
 _LOG_2 = 0.6931471805599453
-_BLOCK_ON_CPU, _BLOCK = 2**19, 2**24  # numbers in a block of rows: within a CPU's caches; enough for a GPU's cores
+_BLOCK_ON_CPU, _BLOCK = 2**19, 2**24  # numbers in a block of rows: fits a CPU's caches; occupies a GPU's cores
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class TopK:
     """The k most likely tokens of each row.
 
     Attributes:
-        values: (M,K) log-probabilities at temperature 1 in the distribution over the whole vocabulary.
+        values: (M,K) log-probabilities in the distribution over the whole vocabulary, at temperature 1.
         indices: (M,K) token ids.
     """
 
@@ -66,12 +67,12 @@ class TopK:
         """Select the k most likely tokens.
 
         Args:
-            logits_NV: of N rows.
+            logits_NV: logits of N rows.
             k: number of tokens.
             rows_M: indices of the rows; all by default.
 
         Raises:
-            RecipeError: the vocabulary has no more than k tokens.
+            RecipeError: the vocabulary has k tokens or fewer.
         """
         if k >= logits_NV.shape[-1]:
             hint = f"The vocabulary has {logits_NV.shape[-1]} tokens. Remove top_k to compare all of them."
@@ -85,7 +86,7 @@ class TopK:
         return cls(torch.cat(all_values), torch.cat(all_indices))
 
     def events(self) -> Tensor:
-        """(M,K+1) log-probabilities of the k tokens and of any other, in fp32 or more."""
+        """(M,K+1) log-probabilities of the k tokens and of any other token, in fp32 or more."""
         values = _fp32(self.values)
         rest = (1 - values.exp().sum(-1, keepdim=True)).clamp(min=_LEAST).log()
         return torch.cat([values, rest], dim=-1)
@@ -94,12 +95,12 @@ class TopK:
 def divergence(
     student_NV: Tensor, teacher: Tensor | TopK, kind: Kind, temperature: float = 1.0, rows_M: Tensor | None = None
 ) -> Tensor:
-    """Divergence of each row. Only the student gets a gradient.
+    """Compute the divergence of each row. Only the student gets a gradient.
 
     Args:
-        student_NV: logits.
+        student_NV: logits of the student.
         teacher: (N,V) logits, or the most likely tokens of the M rows.
-        kind: one of the formulas of this module.
+        kind: name of a formula of this module.
         temperature: both logits are divided by it.
         rows_M: indices of the rows to compare; all by default.
 
@@ -113,7 +114,7 @@ def divergence(
 
 
 def grouped(logits_NV: Tensor, indices_MK: Tensor, rows_M: Tensor | None = None) -> Tensor:
-    """(M,K+1) logits of K tokens of each row and, last, of any other: the logsumexp of the rest. In fp32 or more."""
+    """(M,K+1) logits of K tokens of each row and, last, of any other token (logsumexp of the rest). fp32 or more."""
     return _Grouped.apply(logits_NV, indices_MK.long(), rows_M)  # type: ignore[no-any-return]
 
 
@@ -126,7 +127,7 @@ def _soft(x: Tensor, temperature: float) -> Tensor:
 
 
 def _blocks(logits_NV: Tensor, rows_M: Tensor | None) -> Iterator[Any]:
-    """Indices of rows, one block at a time."""
+    """Yield the indices of rows, one block at a time."""
     size = max(1, (_BLOCK_ON_CPU if logits_NV.device.type == "cpu" else _BLOCK) // logits_NV.shape[-1])
     if rows_M is not None:
         yield from rows_M.split(size)  # one empty block if there are no rows
@@ -148,7 +149,7 @@ def _put(x_NV: Tensor, rows: Any, values: Tensor) -> None:
 class _Divergence(torch.autograd.Function):
     """d/ds_j = q_j (g_j - sum_i q_i g_i) / tau with g = d/dq: -p/q, log(q/p), or log(q/m) / 2.
 
-    Saved for the backward pass: both logits, which exist anyway, and three numbers a row.
+    The backward pass needs both logits, which are in memory anyway, and three numbers per row.
     """
 
     @staticmethod
@@ -209,7 +210,7 @@ _SLOPES = {
 
 
 class _Grouped(torch.autograd.Function):
-    """See `grouped`. The gradient of "any other" is distributed over its tokens by their probabilities."""
+    """See `grouped`. The gradient of "any other token" is distributed over these tokens by their probabilities."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, indices_MK: Tensor, rows_M: Tensor | None) -> Tensor:

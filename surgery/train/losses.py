@@ -1,12 +1,12 @@
 """Formulas of the objectives.
 
-Every loss is a sum over its terms (tokens, or questions) divided by `count`. By default that is the number of terms in
-the batch, and the loss is their mean. For a part of a step, such as one of several micro-batches or processes, `count`
-is the number of terms of the whole step. The parts then add up to the mean over the whole:
+Every loss is a sum over its terms (tokens or questions) divided by `count`. By default `count` is the number of terms
+in the batch, so the loss is their mean. For a part of a step, such as a micro-batch or the share of a process, `count`
+is the number of terms in the whole step. The parts then add up to the mean over the step:
 
     sum over processes of loss(count=whole / processes) / processes == loss of the whole
 
-With a `count`, a part without any term gives a zero that still depends on the model's outputs.
+With a `count`, a part without terms has a loss of zero that still depends on the model's outputs.
 
 Shape legend: B documents, T tokens, V vocabulary, Q questions, H spliced heads of a layer, D model width.
 """
@@ -35,7 +35,7 @@ def has_gold_positions(batch: EncodedBatch) -> Tensor:
 
 
 def _next_token_loss(logits_BTV: Tensor, batch: EncodedBatch, included_BT: Tensor, count: float | None) -> Tensor:
-    """-log p(token t + 1 | tokens up to t) where `included_BT` (B,T-1) is True."""
+    """Sum of -log p(token t + 1 | tokens up to t) over the tokens where `included_BT` (B,T-1) is True, over `count`."""
     document, place = included_BT.nonzero(as_tuple=True)
     targets_M1 = batch.input_ids[document, place + 1][:, None]
     logits_NV, rows_M = logits_BTV.flatten(0, 1), document * logits_BTV.shape[1] + place
@@ -43,7 +43,7 @@ def _next_token_loss(logits_BTV: Tensor, batch: EncodedBatch, included_BT: Tenso
         events_M2 = grouped(logits_NV.index_select(0, rows_M), targets_M1)
     else:
         events_M2 = grouped(logits_NV, targets_M1, rows_M)
-    losses_M = events_M2.logsumexp(-1) - events_M2[:, 0]  # two events: the token, and any other
+    losses_M = events_M2.logsumexp(-1) - events_M2[:, 0]  # two events: the token, and any other token
     return losses_M.sum() / (len(rows_M) if count is None else count)
 
 
@@ -51,7 +51,7 @@ def answer_loss(logits_BTV: Tensor, batch: EncodedBatch, count: float | None = N
     """Retrieval cross-entropy: -log p of every answer token.
 
     Raises:
-        ValueError: no document of the batch has an answer, and there is no `count`.
+        ValueError: no document of the batch has an answer, and `count` is None.
     """
     included = answer_tokens(batch)
     if count is None and not bool(included.any()):
@@ -67,7 +67,7 @@ def lm_loss(logits_BTV: Tensor, batch: EncodedBatch, count: float | None = None)
 def divergence_loss(
     logits_BTV: Tensor, target: Tensor | TopK, batch: EncodedBatch, settings: Distil, count: float | None = None
 ) -> Tensor:
-    """Divergence from the base (`base_kl`) or the teacher (`distil`) at every token. Formulas are in `divergence`.
+    """Divergence from the base (`base_kl`) or the teacher (`distil`) at every token. See `divergence` for formulas.
 
     Args:
         target: (B,T,V) logits, or the most likely tokens for all tokens without padding, document after document.
@@ -92,7 +92,7 @@ def attention_loss(
         reads: for each spliced layer and head, the gold position that it should attend to.
 
     Raises:
-        ValueError: no question of the batch has gold positions, and there is no `count`.
+        ValueError: no question of the batch has gold positions, and `count` is None.
     """
     included_BQ = has_gold_positions(batch)
     if count is None and not bool(included_BQ.any()):
@@ -112,12 +112,12 @@ def attention_kl_loss(
 ) -> Tensor:
     """KL(a' || a) from the teacher's attention a' to the new heads' attention a at each query, mean over heads.
 
-    MiniLM compares attention in this way (arXiv 2002.10957) at all tokens. Here only the tokens before an answer count:
-    elsewhere a retrieval head of the teacher is diffuse, and there are many such tokens. Needs no gold position.
+    MiniLM (arXiv 2002.10957) compares attention in this way at all tokens. Here only the tokens before an answer count:
+    at the many other tokens, the attention of a teacher's retrieval head is diffuse. No gold position is needed.
 
     Args:
         rows: for each spliced layer, (B,H,Q,T) at `batch.query`. Padded questions do not count.
-        teacher_rows: the same of the corresponding heads of the teacher.
+        teacher_rows: the same for the corresponding heads of the teacher.
     """
     included_BQ = batch.query >= 0
     losses = []
@@ -133,13 +133,13 @@ def attention_mse_loss(
 ) -> Tensor:
     """Squared distance of the new heads' attention matrices from the teacher's, for each query token, mean over heads.
 
-    MOHAWK's first stage (arXiv 2408.10189) takes the Frobenius norm of the difference, and feeds the teacher's residual
-    stream to both layers. Here the norm is squared, so that it is a sum over tokens, and each model runs on its own
-    stream: the branch is trained on the inputs that it will have.
+    MOHAWK's first stage (arXiv 2408.10189) uses the Frobenius norm of the difference, and feeds the teacher's residual
+    stream to both layers. Here the norm is squared, which makes it a sum over tokens. Each model runs on its own
+    residual stream, so the branch is trained on the inputs that it gets at inference.
 
     Args:
         rows: for each spliced layer, (B,H,T,T). Padding does not count.
-        teacher_rows: the same of the corresponding heads of the teacher.
+        teacher_rows: the same for the corresponding heads of the teacher.
     """
     real = batch.attention_mask.bool()
     causal_BTT = (real[:, :, None] & real[:, None, :]).tril()
@@ -156,10 +156,10 @@ def hidden_loss(
     """L2 norm of the difference between the layers' outputs and the teacher's, at every token, mean over layers.
 
     MOHAWK's second stage (arXiv 2408.10189) feeds the teacher's residual stream to every student block. Here the
-    student runs as a whole, so that a layer also corrects the layers below it.
+    student runs as a whole, so a layer can correct errors of the layers below it.
 
     Args:
-        states: (B,T,D) of each layer that is compared.
+        states: (B,T,D) of each compared layer.
         teacher_states: (B,T,D) of the corresponding layers of the teacher.
     """
     real = batch.attention_mask.bool()

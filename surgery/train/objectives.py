@@ -1,6 +1,6 @@
-"""Training objectives: one class each. Schema, counts, labels and cost estimates are derived from these classes.
+"""Training objectives, one class each. Schema, counts, labels and cost estimates are derived from these classes.
 
-Importing this module loads no torch, since a recipe is validated against it. The formulas are in `losses`.
+A recipe is validated against this module, so importing it does not load torch. The formulas are in `losses`.
 Shape legend: B documents, T tokens, Q questions, H spliced heads of a layer, V vocabulary, D model width.
 """
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Outputs of one model on a batch. What no objective needs is left empty.
+    """Outputs of one model on a batch. Outputs that no objective needs are empty.
 
     Attributes:
-        logits: (B,T,V). With `distil.cache` the teacher's are a `TopK`.
-        attention: for each spliced layer, (B,H,Q,T) rows at the questions. A teacher's are of the corresponding heads.
+        logits: (B,T,V). With `distil.cache`, the teacher's logits are a `TopK`.
+        attention: for each spliced layer, (B,H,Q,T) rows at the questions. For a teacher, those of the aligned heads.
         full_attention: for each spliced layer, (B,H,T,T).
-        hidden_states: (B,T,D) of each layer that is compared.
+        hidden_states: (B,T,D) of each compared layer.
     """
 
     logits: Any = None
@@ -41,13 +41,13 @@ class Outputs:
 
 @dataclass(frozen=True)
 class ObjectiveInputs:
-    """What an objective computes its loss from.
+    """Inputs of an objective.
 
     Attributes:
         batch: documents as tensors.
         model: outputs of the model that is trained.
-        base: outputs of the frozen base, with `base.logits` among the objective's needs.
-        teacher: outputs of the teacher, for the needs that begin with `teacher.`.
+        base: outputs of the frozen base, if the objective needs `base.logits`.
+        teacher: outputs of the teacher, if the objective needs `teacher.*`.
         distil: settings of divergences.
         reads: for each spliced layer and head, the gold position that it should attend to.
     """
@@ -61,7 +61,7 @@ class ObjectiveInputs:
 
 
 class Objective(ObjectiveInfo, ABC):
-    """Something to train towards. Subclass it, implement `count` and `loss`, and register the class."""
+    """Base class of training objectives. Subclass it, implement `count` and `loss`, and register the class."""
 
     @abstractmethod
     def count(self, batch: EncodedBatch) -> int:
@@ -80,10 +80,10 @@ O = TypeVar("O", bound=type[Objective])  # noqa: E741
 
 
 def register_objective(name: str) -> Callable[[O], O]:
-    """Class decorator: register a subclass of `Objective` under the name that `weights` in a recipe uses.
+    """Class decorator: register a subclass of `Objective` under its name in a recipe's `weights`.
 
     Raises:
-        RecipeError: another objective has this name, or the class needs something unknown.
+        RecipeError: another objective has this name, or `needs` has an unknown name.
     """
 
     def register(objective: O) -> O:

@@ -1,4 +1,4 @@
-"""Weighted losses of a batch: run the model, and the base and the teacher if objectives need them."""
+"""Compute the weighted losses of a batch: run the model, and the base and the teacher if objectives need them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from surgery.types import Graft
 
 @dataclass(frozen=True)
 class Targets:
-    """What the objectives of a stage compare the model with.
+    """Base, teacher and settings that the objectives of a stage compare the model with.
 
     Attributes:
         distil: settings of divergences.
-        grafts: the spliced heads, by layer. Empty for a control or a pretraining.
+        grafts: the spliced heads, by layer. Empty for a control and in pretraining.
         base: the frozen base, for objectives that need `base.logits`.
         prefix: the layers that the model shares with the base.
         teacher: for objectives that need `teacher.*`.
@@ -54,13 +54,13 @@ class Targets:
         counts: Mapping[str, float] | None = None,
         progress: float = 0.5,
     ) -> dict[str, Tensor]:
-        """Losses of the objectives that have a weight on this source, each multiplied by its weight.
+        """Compute the losses of the objectives that have a weight on this source, multiplied by their weights.
 
         Args:
             model: the model that is trained. May be wrapped by Accelerate.
-            source: where the batch is from.
+            source: source of the batch.
             batch: documents on the model's device.
-            counts: number of terms that each loss is divided by; those of the batch by default.
+            counts: number of terms by which each loss is divided; the number in the batch by default.
             progress: position in the stage, from 0 to 1.
         """
         weights = source.weights.at(progress)
@@ -96,11 +96,11 @@ class Targets:
                 raise RunError(f"objective {objective.name}", f"its loss returned {kind}", hint)
             losses[objective.name] = weights[objective.name] * (loss / count)
         if all(objective.needs_splice for objective in objectives):
-            losses["none"] = output.logits.sum() * 0  # every parameter takes part, which DDP requires
+            losses["none"] = output.logits.sum() * 0  # DDP requires that every parameter takes part
         return losses
 
     def _model_outputs(self, output: Any, needs: Collection[str], batch: EncodedBatch, full: bool) -> Outputs:
-        """What one objective needs of the model's output. `full`: its attention has the rows of all tokens."""
+        """Select the outputs that one objective needs. `full`: the model's attention has the rows of all tokens."""
         outputs = Outputs(logits=output.logits)
         if "model.attention" in needs:
             rows = output.splice_attentions
@@ -115,7 +115,7 @@ class Targets:
         return outputs
 
     def _with_cached_logits(self, teacher: Outputs, cached: TopK | None, batch: EncodedBatch) -> Outputs:
-        """Logits as the cache returns them. New ones are stored, and read back with the cache's rounding."""
+        """Replace the teacher's logits by those of the cache. New ones are stored first, so that all are rounded."""
         if self.cache is None or (cached is None and teacher.logits is None):
             return teacher
         if cached is None:
@@ -126,11 +126,11 @@ class Targets:
 
 
 def model_options(needs: Collection[str], batch: EncodedBatch) -> dict[str, Any]:
-    """Keyword arguments with which a hybrid returns what is needed.
+    """Keyword arguments with which a hybrid returns the needed outputs.
 
     Args:
-        needs: of the objectives, such as `model.attention`.
-        batch: that the model runs on.
+        needs: needs of the objectives, such as `model.attention`.
+        batch: input of the model.
     """
     options: dict[str, Any] = {}
     if "model.full_attention" in needs:

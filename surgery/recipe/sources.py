@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, GetJsonSchemaHandler, TypeAdapter, field
 from pydantic_core import CoreSchema
 
 from surgery.probes.registry import PROBES, Probe
-from surgery.recipe.objectives import OBJECTIVES, needs_of
+from surgery.recipe.objectives import OBJECTIVES, RENAMED, needs_of
 from surgery.recipe.section import Pairs, Positive, Section
 from surgery.registry import NameOf
 
@@ -24,13 +24,7 @@ class Weights(Section):
 
     model_config = ConfigDict(extra="allow")
     path_in_recipe: ClassVar[str] = "train.sources.weights"
-    renamed: ClassVar[dict[str, str]] = {
-        "keep": "base_kl",
-        "text": "lm",
-        "reading": "attention_kl",
-        "mixing": "attention_mse",
-        "hidden": "hidden_mse",
-    }
+    renamed: ClassVar[dict[str, str]] = RENAMED
     __pydantic_extra__: dict[Annotated[str, NameOf(OBJECTIVES)], Scheduled] = Field(init=False)
 
     def at(self, progress: float) -> dict[str, float]:

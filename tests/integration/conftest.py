@@ -83,7 +83,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     with FileLock(f"{cwd}.lock"):
         if not cwd.is_dir():
             cwd.mkdir()
-            done = surgery_cold("run", str(RECIPE), *SMALL, cwd=cwd)
+            done = run_small(cwd)
             assert done.returncode == 0, done.stderr
     return cwd / "runs" / "quickstart"
 

@@ -154,6 +154,15 @@ def test_the_tokens_that_are_meant() -> None:
         assert row.nonzero()[:, 0].tolist() == list(range(start, end + 1))
 
 
+@pytest.mark.parametrize(
+    ("start", "end", "selected"), [(0, 2, [0, 1, 2]), (2, 4, [2, 3, 4]), (-1, -1, []), (-1, 4, [])]
+)
+def test_a_segment_may_begin_at_the_first_token_or_be_missing(start: int, end: int, selected: list[int]) -> None:
+    batch = prompts(BATCHES["padded"])
+    batch.segment_start[0, -1], batch.segment_end[0, -1] = start, end
+    assert token_mask(batch, "segment")[0].nonzero()[:, 0].tolist() == selected
+
+
 def test_baselines_are_of_the_same_distance_from_the_query_and_of_real_tokens() -> None:
     batch = prompts((4, 6, 5))
     T = batch.input_ids.shape[1]

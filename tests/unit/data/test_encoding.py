@@ -250,7 +250,7 @@ def test_an_answer_that_does_not_begin_with_a_token_is_refused(trim: bool) -> No
     """Whether the tokenizer's offsets show the space that a token holds, or leave it out."""
     tokenizer = byte_tokenizer(("Ġ", "7"))
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
-    with pytest.raises(ProbeError, match="last of the prompt"):
+    with pytest.raises(ProbeError, match="end of the prompt"):
         encode([asked("7", "8", prompt="Say: ")], tokenizer)
     assert len(encode([asked("8", "9", prompt="Say: ")], tokenizer)) == 1
     assert scored_by(encode([asked("7", "8", prompt="Say:")], tokenizer)) == ["7", "8"]

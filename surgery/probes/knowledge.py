@@ -1,8 +1,8 @@
 """Closed-book facts about invented people, letter-choice questions about them, and option-text questions.
 
 Closed-book facts measure knowledge without retrieval, so surgery should not change their accuracy. A letter-choice
-question has the format of MMLU: the model must know the answer and look up its letter. Its twin asks for the text of
-the option instead (lm-eval's `mmlu_continuation`). The difference in accuracy is due to retrieval.
+question has the format of MMLU: the model must know the answer and look up its letter. An option-text question asks
+for the text of the option instead (lm-eval's `mmlu_continuation`). The difference in accuracy is due to retrieval.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ def fact_statement(fact: Fact) -> Document:
 
 def letter_choice(rng: Random, split: Split = "train") -> Document:
     """Generate a question with options `A.` to `D.`, whose answer is a letter. The splits have different prompts."""
-    return _multiple_choice(rng, split, twin=False)
+    return _multiple_choice(rng, split, lettered=True)
 
 
 def option_text(rng: Random, split: Split = "train") -> Document:
-    """Generate the twin of a letter-choice question: options are not listed, and the answer is the option's text."""
-    return _multiple_choice(rng, split, twin=True)
+    """Generate a letter-choice question without its list of options; the answer is the option's text."""
+    return _multiple_choice(rng, split, lettered=False)
 
 
-def _multiple_choice(rng: Random, split: Split, twin: bool) -> Document:
+def _multiple_choice(rng: Random, split: Split, lettered: bool) -> Document:
     drawn: list[tuple[Fact, list[str]]] = []
 
     def listing() -> str:
@@ -93,7 +93,7 @@ def _multiple_choice(rng: Random, split: Split, twin: bool) -> Document:
     gold = options.index(fact.answer)
     writer = Writer()
     writer.add(_question(fact))
-    if twin:
+    if not lettered:
         writer.add("Answer:")
         choices = tuple(f" {o}" for o in options)
         answer = writer.add(choices[gold])
@@ -115,7 +115,7 @@ class LetterChoice(Probe):
     """Letter-choice questions: `letter_choice`."""
 
     gold_position = newline_ends_answer = True
-    seed_name = "letter"  # the same seed as its twin: both ask about the same facts
+    seed_name = "letter"  # the same seed as `option_text`: both ask about the same facts
     lm_eval_group = "knowledge"
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
@@ -125,9 +125,9 @@ class LetterChoice(Probe):
 
 @register_probe("option_text")
 class OptionText(Probe):
-    """The twins of letter-choice questions: `option_text`."""
+    """Letter-choice questions without listed options: `option_text`."""
 
-    label = "option text (its twin)"
+    label = "option text (letter choice without letters)"
     short_label = "option text"
     knowledge = newline_ends_answer = True
     seed_name = "letter"

@@ -17,7 +17,7 @@ demo: $(VENV)/.installed
 
 ## Run all tests, on tiny models, without a network.
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests
 
 ## Run what CI runs: format, lint, types, tests.
 check: $(VENV)/.installed lint test

@@ -3,6 +3,8 @@
 import gc
 import os
 
+gc.disable()  # until all tests are collected: imports make millions of objects, and hardly any garbage
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -22,3 +24,4 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()

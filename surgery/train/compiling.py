@@ -19,7 +19,7 @@ def compiling() -> Iterator[None]:
     except Exception as error:
         if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             raise
-        hint = "torch.compile needs a C++ compiler, and Triton on a GPU. Install g++, set CXX, or set it to false."
+        hint = "It needs a C++ compiler, and Triton on a GPU. Install g++, set CXX, or set train.compile to false."
         raise RunError("train.compile", f"true ({str(error).strip().splitlines()[0][:200]})", hint) from error
 
 

@@ -115,7 +115,7 @@ def test_compiling_without_a_compiler(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("CXX", "/nonexistent")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     done = surgery_cold("run", str(RECIPE), *SMALL, "train.compile=true", cwd=tmp_path)
-    assert_refused(done, "train.compile", "C++ compiler", "/nonexistent", "set this to false")
+    assert_refused(done, "train.compile", "C++ compiler", "/nonexistent", "set train.compile to false")
     assert not (tmp_path / "runs").exists()
 
 

@@ -261,7 +261,7 @@ class TestRefusal:
             (head, lambda: check_in_range(where, model.config)),
             (site.name, lambda: splice_model(model, Plan("pico", geometry_of(model.config), (graft,), 0))),
         ):
-            with pytest.raises(PlanError, match=rf"{named}\. .*keys and values") as caught:
+            with pytest.raises(PlanError, match=rf"{named}\. .*has attention already") as caught:
                 attempt()
             assert str(layers) in str(caught.value) and "\n" not in str(caught.value)
 

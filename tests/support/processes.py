@@ -235,8 +235,10 @@ def import_stock() -> None:
 
 def serve(kind: str, address: str, stock_address: str | None = None) -> None:
     """Answer requests until the process that started the server ends."""
+    gc.disable()  # until all is imported
     main = import_stock() if kind == "stock" else import_library(Reloads(stock_address) if stock_address else None)
     gc.collect()
+    gc.enable()
     gc.freeze()  # children do not visit, and so do not copy, what the imports have made
     waiting = selectors.DefaultSelector()
     waiting.register(sys.stdin, selectors.EVENT_READ, "end")

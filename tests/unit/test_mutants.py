@@ -87,7 +87,7 @@ def test_tests_that_cannot_judge_are_refused(tmp_path: Path, test: str, message:
 
 
 def test_an_interrupted_measurement_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = Runner(planted(tmp_path / "tree"), limit=2.0)
+    runner = Runner(planted(tmp_path / "tree"), limit=1.0)
     try:
         first = measure(runner, TARGETS, 3, 0, tmp_path / "results")
         judged: list[str] = []

@@ -17,6 +17,7 @@ from surgery.recipe import Export, Recipe, Source, Train, Weights, load_recipe, 
 from surgery.recipe.section import RenamedKeyWarning, Section, current_keys, current_path, keys_of_0_1
 
 ROOT = Path(__file__).parents[3]
+RECIPE_OF_0_1 = ROOT / "tests" / "support" / "recipe_0.1.0.yaml"
 KV: dict[str, Any] = {"task": "kv_retrieval", "rows": 2, "weights": {"answer": 1.0}}
 TEACHER = {"model": "x"}
 # The section that the key is in, its value, and what else the section needs.
@@ -95,10 +96,9 @@ def test_both_names_in_a_file_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_written_has_the_present_names() -> None:
-    path = ROOT / "checkpoints" / "quickstart" / "export" / "recipe.yaml"
     with pytest.warns(RenamedKeyWarning):
-        written = to_yaml(load_recipe(path))
-    assert {"no_splice:", "trains:", "half:"} <= set(path.read_text().split())
+        written = to_yaml(load_recipe(RECIPE_OF_0_1))
+    assert {"no_splice:", "trains:", "half:"} <= set(RECIPE_OF_0_1.read_text().split())
     assert not {"no_splice:", "trains:", "half:", "keep:"} & set(written.split())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -106,19 +106,17 @@ def test_what_is_written_has_the_present_names() -> None:
 
 
 def test_hashes_are_made_of_what_version_0_1_wrote() -> None:
-    """The recipe of the committed example was written by 0.1, with every default."""
-    path = ROOT / "checkpoints" / "quickstart" / "export" / "recipe.yaml"
+    """Version 0.1 wrote every default into the recipe of an export."""
     with pytest.warns(RenamedKeyWarning):
-        train = load_recipe(path).train
-    assert keys_of_0_1(Train, train.model_dump(mode="json")) == yaml.safe_load(path.read_text())["train"]
+        train = load_recipe(RECIPE_OF_0_1).train
+    assert keys_of_0_1(Train, train.model_dump(mode="json")) == yaml.safe_load(RECIPE_OF_0_1.read_text())["train"]
 
 
 def test_hashes_of_an_export_know_no_format_but_another_one() -> None:
     """Version 0.1 had no `export.format`: its finished exports stay finished."""
-    path = ROOT / "checkpoints" / "quickstart" / "export" / "recipe.yaml"
     with pytest.warns(RenamedKeyWarning):
-        export = load_recipe(path).export
-    stored = yaml.safe_load(path.read_text())["export"]
+        export = load_recipe(RECIPE_OF_0_1).export
+    stored = yaml.safe_load(RECIPE_OF_0_1.read_text())["export"]
     assert keys_of_0_1(Export, export.model_dump(mode="json")) == stored
     assert keys_of_0_1(Export, {**stored, "format": "gguf"}) == {**stored, "format": "gguf"}
 

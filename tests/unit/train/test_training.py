@@ -328,7 +328,9 @@ class TestTrouble:
 
         real = model.forward
         monkeypatch.setattr(model, "compile", lambda: monkeypatch.setattr(model, "forward", forward))
-        with pytest.raises(RunError, match=r"train\.compile: true \(.*No working C\+\+ compiler.*set this to false"):
+        with pytest.raises(
+            RunError, match=r"train\.compile: true \(.*No working C\+\+ compiler.*set train\.compile to false"
+        ):
             fit(model, section(steps=3, save_every=1, compile=True), folder=tmp_path)
         assert [fault_of(step) for step in checkpoints(tmp_path)] == [None] * saved
 

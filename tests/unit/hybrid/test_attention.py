@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from surgery.hybrid.attention import SplicedAttention
+from surgery.hybrid.attention import RandomAttention, SplicedAttention
 from surgery.hybrid.mixer import HybridMixerMixin
 from surgery.hybrid.sites import splice_sites
 from surgery.hybrid.splice_pass import SpliceRows
@@ -285,3 +286,17 @@ def test_no_branch_where_none_is_spliced() -> None:
     assert [block.mixer.attention is not None for block in model.backbone.layers] == [False, True, False]
     assert all(isinstance(block.mixer, HybridMixerMixin) for block in model.backbone.layers)
     assert splice_sites(None) == {} and list(splice_sites(model.config.splice)) == [1]
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_the_cache_holds_as_many_numbers_as_the_class_states(site: dict) -> None:
+    """Keys and values of each token, and the last inputs of the branch's convolution."""
+    output = pico_hybrid([site])(tokens(1, 9), use_cache=True)
+    layer = output.cache_params.layers[0]
+    assert layer.keys.numel() + layer.values.numel() == 9 * SplicedAttention.kv_numel(site)
+    assert layer.conv_states[1].numel() == SplicedAttention.state_numel(site)
+
+
+def test_random_heads_have_no_gate() -> None:
+    fields = RandomAttention.plan_fields(SimpleNamespace(random_width=5, site=SimpleNamespace(head_dim=16)))
+    assert fields == {"qk_width": 5, "v_width": 16, "conv_kernel": 4, "gate": False, "activation": None}

@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from surgery.recipe.section import RenamedKeyWarning
 
@@ -83,6 +84,10 @@ class Bars:
     def skip(self, stage: str, why: str) -> None:
         """Show that a stage is skipped, and why."""
         out.print(f"{stage:>9}  skipped: {why}", highlight=False)
+
+    def note(self, topic: str, text: str) -> None:
+        """Show one line about a part of the run."""
+        out.print(f"{topic:>9}  {text}", highlight=False, markup=False)
 
 
 def print_plan(estimate: dict[str, Any]) -> None:
@@ -218,25 +223,38 @@ def print_results(folder: Path) -> None:
         return
     results = json.loads(path.read_text(encoding="utf-8"))
     _print_arms(f"{folder}: heads {', '.join(results['heads'])}", results["arms"])
+    for name, rows in results.get("held_out_examples", {}).items():
+        _print_examples(name, rows)
+    for text in results.get("advice", []):
+        out.print(text, highlight=False, markup=False)
     if (folder / "export").is_dir():
         out.print(f"hybrid checkpoint: {folder / 'export'}; figures: {folder / 'figures'}", highlight=False)
 
 
 def _print_arms(title: str, arms: dict[str, Any]) -> None:
     """Print a table with one row for each task and one column for each arm."""
-    from surgery.report.results import entries, label_of, perplexity_text
+    from surgery.report.results import entries, label_of, value_text
 
     table = Table("", title=title)
     for name in arms:
         table.add_column(name.replace("_", " "), justify="right")
     rows = {name: dict(entries(arm)) for name, arm in arms.items()}
     for path, entry in next(iter(rows.values())).items():
-        name = label_of(path, entry)
-        if "accuracy" in entry:
-            table.add_row(name, *(f"{row[path]['accuracy']:.3f}" for row in rows.values()))
-        else:
-            table.add_row(name, *(perplexity_text(row[path]["perplexity"]) for row in rows.values()))
+        table.add_row(label_of(path, entry), *(value_text(row[path]) for row in rows.values()))
     out.print(table)
+
+
+def _print_examples(name: str, rows: list[dict[str, Any]]) -> None:
+    """Print held-out rows with the wanted text, and the texts of the base and the hybrid."""
+    from surgery.report.text import visible
+
+    arms = {"base": "before training", "hybrid": "after training"}
+    table = Table("prompt", "wanted", *arms.values(), title=Text(f"{name}: {len(rows)} held-out rows"))
+    for row in rows:
+        texts = [visible(row["prompt"], 48), visible(row["wanted"], 24)]
+        texts += [visible(row["generated"].get(arm, ""), 24) for arm in arms]
+        table.add_row(*map(Text, texts))  # `Text` has no markup
+    out.print(table, highlight=False)
 
 
 def print_comparison(comparison: dict[str, Any], folder: Path) -> None:

@@ -3,7 +3,8 @@
 The form of a document follows from the columns of the recipe:
 
 prompt, answer     the text is the prompt followed by the answer; the answer includes the end token
-answer_span        also gives the place of the answer in the prompt; the segment is the line that contains it
+answer_span        also gives the place of the answer in the prompt; the segment is the line that contains it.
+                   With `auto`, the place of rows without a span is found in the prompt
 messages           the prompt is the chat template over all messages but the last; the last is the answer
 text               plain text without a question; texts longer than `max_tokens` are cut between tokens
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -21,6 +23,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from surgery.data.answer_spans import find_answer
 from surgery.data.files import Row
 from surgery.errors import DataError
 from surgery.probes.documents import Document, Question, Span
@@ -58,6 +61,8 @@ class Reader:
         held_out: read the rows that `data.holdout` keeps from training, instead of the others.
         skipped: rows skipped so far.
         first_error: error of the first skipped row.
+        spans: with `answer_span: auto`, the number of rows that `read` yielded so far: `found`, `ambiguous`, `missing`
+            (see `find_answer`), and `marked` for rows with a span of their own.
 
     Raises:
         DataError: the tokenizer has no end token, or no chat template, and the data needs one.
@@ -71,6 +76,7 @@ class Reader:
     held_out: bool = False
     skipped: int = 0
     first_error: DataError | None = None
+    spans: Counter[str] = field(default_factory=Counter)
     task: str = field(init=False)
     end: str = field(init=False)
 
@@ -88,9 +94,13 @@ class Reader:
         Raises:
             DataError: a column is missing or has the wrong type, a text is empty, or the span is wrong.
         """
+        return self._parsed(row)[0]
+
+    def _parsed(self, row: Row) -> tuple[Document, str]:
+        """Turn a row into a document. Also return the key of `spans` that counts it, empty without `auto`."""
         fields, columns = row.fields(), self.data.columns
         if columns.text is not None:
-            return Document(self.task, self._whole(row, _string(row, fields, columns.text)))
+            return Document(self.task, self._whole(row, _string(row, fields, columns.text))), ""
         if columns.messages is not None or self.data.chat_template:
             messages = self._messages(row, fields)
             request, answer = messages[-2]["content"], messages[-1]["content"]
@@ -108,11 +118,16 @@ class Reader:
             )
         text = self._whole(row, prompt + answer)
         segment = value = None
-        if columns.answer_span is not None:
-            value = _value(row, fields.get(columns.answer_span), request, prompt, answer)
+        origin, span = "", fields.get(columns.span_column) if columns.span_column is not None else None
+        if columns.finds_spans and span is None:
+            origin, value = find_answer(prompt, answer)
+        elif columns.span_column is not None:
+            origin = "marked" if columns.finds_spans else ""
+            value = _value(row, span, request, prompt, answer)
+        if value is not None:
             line_end = prompt.find("\n", value[1] - 1)
             segment = prompt.rfind("\n", 0, value[0]) + 1, line_end + 1 if line_end >= 0 else len(prompt)
-        return Document(self.task, text, (Question((len(prompt), len(text)), (), -1, segment, value),))
+        return Document(self.task, text, (Question((len(prompt), len(text)), (), -1, segment, value),)), origin
 
     def read(self, rows: Iterable[Row]) -> Iterator[Piece]:
         """Yield the documents of all rows, in order.
@@ -125,22 +140,23 @@ class Reader:
             documents = []
             for number, row in chunk:
                 try:
-                    document = self.document(row)
+                    document, origin = self._parsed(row)
                 except DataError as error:
                     self._skip(error)
                     continue
                 prompt_end = document.questions[-1].answer[0] if document.questions else len(document.text)
                 if is_held_out(document.text[:prompt_end], self.data.holdout) == self.held_out:
-                    documents.append((number, row, document))
+                    documents.append((number, row, document, origin))
             if not documents:
                 continue
-            encoded = self._tokens([document.text for _, _, document in documents])
-            for (number, row, document), ids, offsets in zip(documents, *encoded, strict=True):
+            encoded = self._tokens([document.text for _, _, document, _ in documents])
+            for (number, row, document, origin), ids, offsets in zip(documents, *encoded, strict=True):
                 try:
                     pieces = self._fit(row, document, ids, offsets)
                 except DataError as error:
                     self._skip(error)
                     continue
+                self.spans.update([origin] if origin else ())
                 for span, tokens in pieces:
                     yield Piece(part(document, span), number, span, tokens)
 

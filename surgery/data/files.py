@@ -134,7 +134,7 @@ class ShuffledEpochs:
         files = local_files(data)
         self.data, self.local = data, bool(files)
         if files:  # `datasets` takes a list in `gen_kwargs` as shards, and a tuple as one value
-            arguments = {"files": files, "columns": tuple(column_names(data.columns))}
+            arguments = {"files": files, "columns": data.columns}
             stream = datasets.IterableDataset.from_generator(_as_items, gen_kwargs=arguments)
         else:
             stream = _from_hub(data)
@@ -157,7 +157,7 @@ def open_rows(data: Data) -> Rows:
     files = local_files(data)
     if not files:
         return ArrowRows(_from_hub(data), f"{data.path} ({data.split})")
-    parts = [_open_file(path, column_names(data.columns)) for path in files]
+    parts = [_open_file(path, data.columns) for path in files]
     return parts[0] if len(parts) == 1 else JoinedRows(parts)
 
 
@@ -165,16 +165,31 @@ def rows_in_order(data: Data) -> Iterator[Row]:
     """Stream all rows once, in the order of the files."""
     files = local_files(data)
     if files:
-        return (row for path in files for row in _read_file(path, column_names(data.columns)))
+        return (row for path in files for row in _read_file(path, data.columns))
     return _streamed(_from_hub(data), data) if data.streaming else iter(open_rows(data))
 
 
-def column_names(columns: Columns) -> list[str]:
-    """List the columns to read."""
+def column_names(columns: Columns, available: Sequence[str], where: str) -> list[str]:
+    """List the columns to read.
+
+    Args:
+        available: columns of the file or data set.
+        where: its name, for the error message.
+
+    Raises:
+        DataError: a column is missing.
+    """
     if columns.text is not None:
-        return [columns.text]
-    names = [columns.messages] if columns.messages is not None else [columns.prompt, columns.answer]
-    return names if columns.answer_span is None else [*names, columns.answer_span]
+        names = [columns.text]
+    else:
+        names = [columns.messages] if columns.messages is not None else [columns.prompt, columns.answer]
+        if columns.span_column is not None and (columns.span_column in available or not columns.finds_spans):
+            names.append(columns.span_column)
+    missing = [name for name in names if name not in available]
+    if missing:
+        hint = f"The columns are {', '.join(available)}. Set `data.columns`."
+        raise DataError(where, f"no column {missing[0]!r}", hint)
+    return names
 
 
 def local_files(data: Data) -> list[Path]:
@@ -281,41 +296,41 @@ class _Packed:
         return (value.as_py() for value in self.values)
 
 
-def _open_file(path: Path, columns: list[str]) -> Rows:
+def _open_file(path: Path, columns: Columns) -> Rows:
     """Open one file for random access. Parquet becomes an Arrow table in the cache of `datasets`."""
     if path.suffix.lower() != ".parquet":
         return _listed(path) if _is_list(path) else JsonLines(path)
     import datasets
 
-    _check_parquet(path, columns)
+    names = _parquet_columns(path, columns)
     with reading(str(path), None, _DAMAGED, DataError):
-        table = datasets.load_dataset("parquet", data_files=str(path), columns=columns, split="train")
+        table = datasets.load_dataset("parquet", data_files=str(path), columns=names, split="train")
     return ArrowRows(table, str(path))
 
 
-def _read_file(path: Path, columns: list[str]) -> Iterator[Row]:
+def _read_file(path: Path, columns: Columns) -> Iterator[Row]:
     """Stream the rows of one file."""
     if path.suffix.lower() != ".parquet":
         yield from _listed(path) if _is_list(path) else JsonLines(path)
         return
     from pyarrow.parquet import ParquetFile
 
-    _check_parquet(path, columns)
+    names = _parquet_columns(path, columns)
     with reading(str(path), None, _DAMAGED, DataError):
-        batches = ParquetFile(path).iter_batches(_BATCH, columns=columns)
+        batches = ParquetFile(path).iter_batches(_BATCH, columns=names)
         fields = (row for batch in batches for row in batch.to_pylist())
         yield from (Row(f"{path}: row {i}", row) for i, row in enumerate(fields, 1))
 
 
-def _as_items(files: list[Path], columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+def _as_items(files: list[Path], columns: Columns) -> Iterator[dict[str, Any]]:
     """Yield rows in the form that `datasets` expects from a generator."""
     for path in files:
-        for row in _read_file(path, list(columns)):
+        for row in _read_file(path, columns):
             yield {"where": row.where, "raw": row.raw}
 
 
-def _check_parquet(path: Path, columns: list[str]) -> None:
-    """Raise DataError for a damaged file, or a file without a column to read."""
+def _parquet_columns(path: Path, columns: Columns) -> list[str]:
+    """List the columns to read. Raise DataError for a damaged file, or a file without one of them."""
     import pyarrow
     from pyarrow.parquet import read_schema
 
@@ -323,14 +338,7 @@ def _check_parquet(path: Path, columns: list[str]) -> None:
         names = read_schema(path).names
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(str(path), "not a Parquet file", str(error).split("\n")[0]) from None
-    _check_columns(names, columns, str(path))
-
-
-def _check_columns(names: Sequence[str], columns: list[str], where: str) -> None:
-    missing = [name for name in columns if name not in names]
-    if missing:
-        hint = f"The columns are {', '.join(names)}. Set `data.columns`."
-        raise DataError(where, f"no column {missing[0]!r}", hint)
+    return column_names(columns, names, str(path))
 
 
 def _from_hub(data: Data) -> Any:
@@ -345,9 +353,7 @@ def _from_hub(data: Data) -> Any:
         raise _hub_error(data, error) from None
     if dataset.column_names is None:  # a stream whose first rows have not been read
         return dataset
-    columns = column_names(data.columns)
-    _check_columns(dataset.column_names, columns, data.path)
-    return dataset.select_columns(columns)
+    return dataset.select_columns(column_names(data.columns, dataset.column_names, data.path))
 
 
 def _streamed(stream: Any, data: Data) -> Iterator[Row]:

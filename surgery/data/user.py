@@ -7,7 +7,7 @@ streamed rows are checked as they arrive.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import count, islice
 
@@ -18,7 +18,9 @@ from surgery.data.documents import Piece, Reader, check_documents, part
 from surgery.data.files import ShuffledEpochs, open_rows, rows_in_order
 from surgery.data.generated import GeneratedStream, Stream
 from surgery.probes.documents import Document, rng_of
-from surgery.recipe import Data, Source
+from surgery.recipe import Data, Source, Train
+
+_COUNTED = 1000  # rows of streamed data to count answer spans in
 
 
 def open_source(
@@ -76,6 +78,51 @@ def read_documents(
     if not documents:
         raise reader.empty_error()
     return documents, reader.skipped
+
+
+def count_answer_spans(
+    train: Train,
+    tokenizer: PreTrainedTokenizerBase,
+    context: int | None = None,
+    vocab_size: int | None = None,
+) -> dict[str, dict[str, int]]:
+    """Count the training rows of all data with `answer_span: auto`, by the place of the answer.
+
+    Args:
+        train: the recipe's section `train`, whose sources name the data.
+        context, vocab_size: as in `open_source`.
+
+    Returns:
+        By the name of the data: the rows that are `found`, `ambiguous` or `missing` (see `find_answer`), and `marked`
+        if some have a span of their own. For streamed data, `first_rows` is the number of rows that were read. Data
+        in which every row is marked has no entry.
+
+    Raises:
+        DataError: as `open_source`.
+    """
+    counts: dict[str, dict[str, int]] = {}
+    done: list[Data] = []
+    for source in [source for stage in train.sequence for source in stage.sources]:
+        data = source.data
+        if data is None or not data.columns.finds_spans or data.columns.text is not None or data in done:
+            continue
+        done.append(data)
+        reader = Reader(data, tokenizer, source.max_tokens, context, vocab_size)
+        rows = rows_in_order(data)
+        for _ in reader.read(islice(rows, _COUNTED) if data.streaming else rows):
+            pass
+        searched = {name: reader.spans[name] for name in ("found", "ambiguous", "missing")}
+        if any(searched.values()):
+            marked = {"marked": reader.spans["marked"]} if reader.spans["marked"] else {}
+            read = {"first_rows": _COUNTED} if data.streaming else {}
+            counts[distinct_name(reader.task, counts)] = {**searched, **marked, **read}
+    return counts
+
+
+def distinct_name(name: str, known: Iterable[str]) -> str:
+    """Append a number to the name of a data set if another one has the same name."""
+    same = sum(other.split(" (")[0] == name for other in known)
+    return f"{name} ({same + 1})" if same else name
 
 
 class IndexedDocuments:

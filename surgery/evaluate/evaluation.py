@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.data.user import read_documents
+from surgery.data.user import distinct_name, read_documents
 from surgery.errors import fitting
 from surgery.evaluate.contrasts import contrasts, gap_closed
+from surgery.evaluate.held_out import Example, examples_of
 from surgery.evaluate.lm_eval import run_lm_eval
 from surgery.evaluate.prompts import PromptSet, make_prompts
 from surgery.interventions.heads_off import HEADS_OFF
 from surgery.models.loading import check_vocabulary
 from surgery.probes.documents import Document
 from surgery.recipe import Data, Evaluate, Train
-from surgery.scoring.generation import exact_matches, generate_answers
-from surgery.scoring.ranking import LARGEST, perplexity, ranked
+from surgery.scoring.generation import exact_answers, generate_answers
+from surgery.scoring.ranking import LARGEST, answer_nats, perplexity, ranked
 from surgery.stats import bootstrap_mean, mcnemar, wilson
 
 Progress = Callable[[int, int], None]
@@ -33,10 +34,29 @@ class Arm:
     Attributes:
         summary: entry of `results.json`: accuracies with Wilson intervals, perplexities, and `notes` if any.
         correct: task -> (N,) True for each prompt that the model answers correctly, for paired tests.
+        examples: name of the user's data -> a dozen held-out rows with the model's text.
     """
 
     summary: dict[str, Any]
     correct: dict[str, Tensor]
+    examples: dict[str, list[Example]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Score:
+    """Result of one model on one task.
+
+    Attributes:
+        task: its name.
+        entry: of the summary.
+        correct: task -> (N,) right or wrong by prompt. Generation counts as a task of its own.
+        examples: as in `Arm`.
+    """
+
+    task: str
+    entry: Any
+    correct: dict[str, Tensor] = field(default_factory=dict)
+    examples: dict[str, list[Example]] = field(default_factory=dict)
 
 
 def held_out_documents(
@@ -66,9 +86,7 @@ def held_out_documents(
             continue
         done.append(data)
         documents, _ = read_documents(data, tokenizer, source.max_tokens, limit, context, vocab_size, held_out=True)
-        name = documents[0].task
-        same = sum(known.split(" (")[0] == name for known in held_out)
-        held_out[f"{name} ({same + 1})" if same else name] = documents
+        held_out[distinct_name(documents[0].task, held_out)] = documents
     return held_out
 
 
@@ -101,9 +119,10 @@ def evaluate_model(
     model.eval()
     arm = Arm({"kv_retrieval": {}}, {})
     with fitting("evaluate.batch_size", section.batch_size):
-        for done, (task, entry, correct) in enumerate(_scores(model, tokenizer, section, seed, prompts), start=1):
-            _insert(arm.summary, task, entry)
-            arm.correct.update(correct)
+        for done, score in enumerate(_scores(model, tokenizer, section, seed, prompts), start=1):
+            _insert(arm.summary, score.task, score.entry)
+            arm.correct.update(score.correct)
+            arm.examples.update(score.examples)
             if progress is not None:
                 progress(done, prompts.num_tasks)
     if section.lm_eval is not None:
@@ -128,34 +147,37 @@ def _insert(summary: dict[str, Any], task: str, entry: Any) -> None:
 
 def _scores(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: Evaluate, seed: int, prompts: PromptSet
-) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
-    """Yield each task with its entry of the summary, and right or wrong by prompt."""
+) -> Iterator[_Score]:
+    """Yield the result on each task."""
     size = section.batch_size
     for task, documents in prompts.choices.items():
         if not section.generates(task.partition("/")[0]):
             correct = ranked(model, prompts.batches(task, tokenizer, size, with_answers=False)).correct
-            yield task, accuracy_of(correct), {task: correct}
+            yield _Score(task, accuracy_of(correct), {task: correct})
             continue
         answers = generate_answers(model, tokenizer, documents, prompts.batches(task, tokenizer, size, True))
         assert answers.ranked is not None
         generated = accuracy_of(answers.correct) | {"begun": float(answers.begun.double().mean())}
         correct = answers.ranked.correct
         entry = accuracy_of(correct) | {"generated": generated}
-        yield task, entry, {task: correct, f"{task}/generated": answers.correct}
+        yield _Score(task, entry, {task: correct, f"{task}/generated": answers.correct})
     for task, documents in prompts.generation.items():
         answers = generate_answers(model, tokenizer, documents, prompts.batches(task, tokenizer, size, True))
         (mean,) = bootstrap_mean(answers.token_accuracy.double().numpy()[None], seed)
         per_token = {"mean": mean.value, "low": mean.low, "high": mean.high, "n": mean.n}
-        yield task, accuracy_of(answers.correct) | {"per_token": per_token}, {task: answers.correct}
+        yield _Score(task, accuracy_of(answers.correct) | {"per_token": per_token}, {task: answers.correct})
     for task, documents in prompts.texts.items():
-        yield task, perplexity(model, tokenizer, documents, size), {}
+        yield _Score(task, perplexity(model, tokenizer, documents, size))
     for name, documents in prompts.held_out.items():
         task = f"held_out/{name}"
         if documents[0].questions:
-            correct = exact_matches(model, tokenizer, documents, size)
-            yield task, accuracy_of(correct), {task: correct}
+            exact = exact_answers(model, tokenizer, documents, size)
+            nats, tokens = answer_nats(model, tokenizer, documents, size)
+            entry = accuracy_of(exact.correct) | {"first_token": accuracy_of(exact.first_token)}
+            entry["loss"] = {"nats": nats, "tokens": tokens}
+            yield _Score(task, entry, {task: exact.correct}, {name: examples_of(documents, exact)})
         else:
-            yield task, {"perplexity": perplexity(model, tokenizer, documents, size), "n": len(documents)}, {}
+            yield _Score(task, {"perplexity": perplexity(model, tokenizer, documents, size), "n": len(documents)})
 
 
 def accuracy_of(correct: Tensor) -> dict[str, float]:

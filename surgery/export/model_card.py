@@ -26,6 +26,9 @@ from surgery.report.results import arm_label, cell_of, entries, label_of, limits
 from surgery.report.templates import render
 from surgery.types import HeadId, HeadSet, Plan
 
+# Keys of an entry of results.json, with the metric's name on the Hub.
+_METRICS = (("accuracy", "accuracy"), ("perplexity", "perplexity"), ("nats", "loss"))
+
 
 def model_card(
     recipe: Recipe,
@@ -178,7 +181,8 @@ def _evidence(results: Mapping[str, Any], recipe: Recipe) -> tuple[list[str], li
 def _measured(results: Mapping[str, Any], recipe: Recipe) -> Iterator[EvalResult]:
     """Yield the results of the hybrid for the front matter's model-index."""
     for path, entry in entries(results["arms"]["hybrid"]):
-        held_out, exact = path[0] == "held_out", "accuracy" in entry
+        held_out = path[0] == "held_out"
+        metric, value = next((names[1], entry[names[0]]) for names in _METRICS if names[0] in entry)
         kind = path[1] if held_out and len(path) > 1 else f"ssm-surgery-{path[0]}"
         interval = {"interval": "95% Wilson", "low": entry["low"], "high": entry["high"]} if "low" in entry else None
         yield EvalResult(
@@ -188,7 +192,7 @@ def _measured(results: Mapping[str, Any], recipe: Recipe) -> Iterator[EvalResult
             dataset_config="/".join(path[1:]) or "default",
             dataset_split="held-out" if held_out else "evaluate",
             dataset_args={"seed": recipe.seed, **({"prompts": entry["n"]} if "n" in entry else {})},
-            metric_type="accuracy" if exact else "perplexity",
-            metric_value=entry["accuracy"] if exact else entry["perplexity"],
+            metric_type=metric,
+            metric_value=value,
             metric_args=interval,
         )

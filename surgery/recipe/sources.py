@@ -16,6 +16,7 @@ from surgery.registry import NameOf
 Weight = Annotated[float, Field(ge=0)]
 Scheduled = Weight | tuple[Weight, Weight]  # constant, or [first, last] with a linear change over the stage
 Task = Annotated[str, NameOf(PROBES, keep=lambda probe: probe.trains)]
+_AUTO, _SPANS = "auto", "answer_span"  # value of `answer_span`, and the column that it reads where there is one
 _WEIGHTS_OF_0_1 = ("answer", "attention", "keep", "text", "distil", "reading", "mixing", "hidden")
 
 
@@ -73,7 +74,8 @@ class Columns(Section):
     answer_span: str | None = Field(
         None,
         description="Column of the answer's place in the prompt, [start, end) in characters. Spliced heads are trained "
-        "to attend to it.",
+        "to attend to it. `auto`: use the column `answer_span` of rows that have it. In other rows, find the place "
+        "where the answer occurs exactly once. Rows without such a place train without attention supervision.",
     )
     text: str | None = Field(
         None, description="Column of plain text, for `lm`, `base_kl` and `distil`. Replaces `prompt` and `answer`."
@@ -82,6 +84,16 @@ class Columns(Section):
         None,
         description="Column of a chat whose last message is the answer. Requires a tokenizer with a chat template.",
     )
+
+    @property
+    def finds_spans(self) -> bool:
+        """Whether the answer is searched in the prompts of rows without a span."""
+        return self.answer_span == _AUTO
+
+    @property
+    def span_column(self) -> str | None:
+        """Column of spans. If `finds_spans`, rows may lack it."""
+        return _SPANS if self.finds_spans else self.answer_span
 
     @model_validator(mode="after")
     def _one_form(self) -> Columns:
@@ -194,7 +206,8 @@ class Source(Section):
                 raise ValueError(f"plain text has no answers. Set {self._that_need('answers', 'gold_positions')} to 0")
         elif self.data is not None and self.data.columns.answer_span is None and self.weights.needs("gold_positions"):
             names = self._that_need("gold_positions")
-            raise ValueError(f"{names} needs gold positions. Set `data.columns.answer_span`, or {names} to 0")
+            hint = f"Set `data.columns.answer_span` to a column or to `{_AUTO}`, or {names} to 0"
+            raise ValueError(f"{names} needs gold positions. {hint}")
         return self
 
     def _that_need(self, *needs: str) -> str:

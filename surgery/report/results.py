@@ -18,14 +18,16 @@ ARM_LABELS = {
     "hybrid": "hybrid",
 }
 
+_HELD_OUT = {"first_token": "first token", "loss": "loss in nats per answer token"}  # in addition to exact match
+
 Place = tuple[str, ...]  # keys that lead to a number in an arm of results.json: ("kv_retrieval", "16")
 
 
 def entries(tree: Mapping[str, Any], path: Place = ()) -> Iterator[tuple[Place, Mapping[str, Any]]]:
-    """Yield the path and the entry of every accuracy and perplexity in an arm of results.json."""
+    """Yield the path and the entry of every accuracy, perplexity and loss in an arm of results.json."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            if "accuracy" in value or "perplexity" in value:
+            if value.keys() & {"accuracy", "perplexity", "nats"}:
                 yield (*path, key), value
             yield from entries(value, (*path, key))
         elif not path and key.startswith("perplexity"):
@@ -36,8 +38,10 @@ def label_of(path: Place, entry: Mapping[str, Any]) -> str:
     """Row label of an entry."""
     task, *rest = path
     if task == "held_out" and rest:
-        name = ", ".join(rest)
-        return f"{name}, held-out rows, exact match" if "accuracy" in entry else f"perplexity of {name}, held-out rows"
+        name = f"{rest[0]}, held-out rows"
+        if len(rest) > 1:
+            return ", ".join([name, *(_HELD_OUT.get(part, part) for part in rest[1:])])
+        return f"{name}, exact match" if "accuracy" in entry else f"perplexity of {name}"
     name, unit = (PROBES[task].label, PROBES[task].unit) if task in PROBES else (task.replace("_", " "), "")
     parts = [f"{part} {unit}".strip() if part.isdigit() else part.replace("_", " ") for part in rest]
     return ", ".join([name, *parts])
@@ -59,13 +63,18 @@ def arm_label(arm: str, recipe: Recipe) -> str:
 
 
 def cell_of(entry: Mapping[str, Any] | None) -> str:
-    """Format an accuracy with its interval, or a perplexity."""
+    """Format an accuracy with its interval, a perplexity, or a loss."""
     if entry is None:
         return "not measured"
-    if "accuracy" not in entry:
-        return perplexity_text(entry["perplexity"])
-    interval = f" [{entry['low']:.3f}, {entry['high']:.3f}]" if "low" in entry else ""
-    return f"{entry['accuracy']:.3f}{interval}"
+    interval = f" [{entry['low']:.3f}, {entry['high']:.3f}]" if "accuracy" in entry and "low" in entry else ""
+    return value_text(entry) + interval
+
+
+def value_text(entry: Mapping[str, Any]) -> str:
+    """Format an accuracy, a perplexity, or a loss in nats."""
+    if "accuracy" in entry:
+        return f"{entry['accuracy']:.3f}"
+    return perplexity_text(entry["perplexity"]) if "perplexity" in entry else f"{entry['nats']:.3f}"
 
 
 def perplexity_text(value: float) -> str:
@@ -90,3 +99,15 @@ def limits_of(recipe: Recipe) -> tuple[str, ...]:
 def own_data(recipe: Recipe) -> list[str]:
     """Public names of the user's data sets and files, sorted."""
     return sorted({public_name(data.path) for data in recipe.train.own_data})
+
+
+def answer_spans_text(counts: Mapping[str, int]) -> str:
+    """Format the rows of one data set by the place of the answer: an entry of `answer_spans` in results.json."""
+    text = f"ambiguous: {counts['ambiguous']}, missing: {counts['missing']}, found: {counts['found']}"
+    if counts.get("marked"):
+        text += f", marked in the data: {counts['marked']}"
+    if counts.get("first_rows"):
+        text += f" (first {counts['first_rows']} rows of the stream)"
+    if not counts["found"] and not counts.get("marked"):
+        text += ". No row supervises the attention of the new heads"
+    return text

@@ -14,6 +14,7 @@ from surgery.recipe import Recipe, to_yaml
 from surgery.recipe.public import public_name, public_recipe
 from surgery.report.results import (
     Place,
+    answer_spans_text,
     arm_label,
     cell_of,
     entries,
@@ -23,6 +24,7 @@ from surgery.report.results import (
     perplexity_text,
 )
 from surgery.report.templates import render
+from surgery.report.text import visible
 from surgery.types import HeadSet, Plan
 
 # Figures by the name that the template uses: file in the run's folder of figures, and alternative text.
@@ -70,10 +72,13 @@ def write_report(inputs: ReportInputs, path: Path) -> Path:
         "has_ablation": "hybrid_heads_off" in arms,
         "has_kv_retrieval": "kv_retrieval" in arms["hybrid"],
         "headline": _headline(arms, recipe),
+        "advice": results.get("advice", []),
         "figures": {name: _image(inputs.figures / f"{stem}.svg", text) for name, (stem, text) in _FIGURES.items()},
         "contrasts": _contrasts(results, recipe),
         "gap_closed": _gap_closed(results),
         "measurements": _measurements(arms, recipe),
+        "answer_spans": {name: answer_spans_text(counts) for name, counts in results.get("answer_spans", {}).items()},
+        "examples": _examples(results, recipe),
         "spliced": _spliced(inputs.plan, inputs.heads),
         "attention_maps": [_image(map_, alt.format(map_.stem.removeprefix("attention_"))) for map_ in maps],
         "costs": _costs(results, recipe),
@@ -185,6 +190,23 @@ def _measurements(arms: Mapping[str, Any], recipe: Recipe) -> _Values:
         cells = [cell_of(arm_entries.get(path)) for arm_entries in by_arm.values()]
         rows.append([label_of(path, entry), *cells, str(entry.get("n", ""))])
     return {"columns": ["", *(arm_label(arm, recipe) for arm in by_arm), "prompts"], "rows": rows}
+
+
+def _examples(results: Mapping[str, Any], recipe: Recipe) -> list[_Values]:
+    """Tables of wanted and generated texts, one for each data set of the user."""
+    tables = []
+    for name, rows in results.get("held_out_examples", {}).items():
+        arms = [arm for arm in ordered_arms(rows[0]["generated"]) if arm != "hybrid_heads_off"] if rows else []
+        columns = ["prompt", "wanted", *(arm_label(arm, recipe) for arm in arms)]
+        cells = [
+            [
+                visible(row["prompt"], 100),
+                *(visible(text, 60) for text in (row["wanted"], *map(row["generated"].get, arms))),
+            ]
+            for row in rows
+        ]
+        tables.append({"name": name, "columns": columns, "rows": cells})
+    return tables
 
 
 def _spliced(plan: Plan, heads: HeadSet | None) -> list[list[str]]:

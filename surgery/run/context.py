@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.files import local_files
+from surgery.data.user import count_answer_spans
 from surgery.files.atomic import digest, new_folder, read_json
 from surgery.models.loading import load_config, load_model, load_tokenizer, revision_of
 from surgery.models.spliced import plan_of_hybrid
@@ -31,6 +32,8 @@ class Reporter(Protocol):
 
     def skip(self, stage: str, why: str) -> None: ...
 
+    def note(self, topic: str, text: str) -> None: ...
+
 
 class Silent:
     """Discard progress: for the Python API, and for ranks other than 0."""
@@ -45,6 +48,9 @@ class Silent:
         """Do nothing."""
 
     def skip(self, stage: str, why: str) -> None:
+        """Do nothing."""
+
+    def note(self, topic: str, text: str) -> None:
         """Do nothing."""
 
 
@@ -87,6 +93,13 @@ class Run:
         """Hash of the user's local data files. The recipe itself identifies a data set on the Hub."""
         files = [file for data in self.recipe.train.own_data for file in local_files(data)]
         return digest(*files) if files else ""
+
+    @cached_property
+    def answer_spans(self) -> dict[str, dict[str, int]]:
+        """Rows of the user's data by the place of the answer, for `answer_span: auto`. See `count_answer_spans`."""
+        config = self.base().config
+        context = getattr(config, "max_position_embeddings", None)
+        return count_answer_spans(self.recipe.train, self.tokenizer(), context, config.vocab_size)
 
     def base(self) -> PreTrainedModel:
         """The pretrained model, loaded once and never trained."""

@@ -25,6 +25,7 @@ from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Recipe, Splice, as_base, to_yaml
 from surgery.recipe.inputs import inputs_of
 from surgery.recipe.methods import METHODS, is_greedy
+from surgery.report.results import answer_spans_text
 from surgery.run.context import Reporter, Run, Silent
 from surgery.run.stages import Stage, stages_of
 from surgery.splice.plan import check_in_range, check_not_spliced, check_splices
@@ -143,6 +144,9 @@ def _check_data(run: Run) -> None:
     for source in [source for stage in train.sequence for source in stage.sources if source.data is not None]:
         open_source(source, run.tokenizer(), run.recipe.seed, 0, context, vocab_size)
     held_out_documents(train, run.tokenizer(), run.recipe.evaluate.examples, context, vocab_size)
+    if run.accelerator.is_main_process:
+        for name, counts in run.answer_spans.items():
+            run.reporter.note("data", f"{name}: answer_span: auto: {answer_spans_text(counts)}")
 
 
 def _check_base(run: Run, splice: Splice) -> None:

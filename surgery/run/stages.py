@@ -5,11 +5,12 @@ from __future__ import annotations
 import platform
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from surgery.data.encoding import encode
 from surgery.errors import RunError, reading
 from surgery.evaluate.efficiency import efficiency
 from surgery.evaluate.evaluation import Arm, compare_arms, evaluate_model, held_out_documents, p_values
+from surgery.evaluate.held_out import advice_of, side_by_side
 from surgery.evaluate.prompts import make_prompts
 from surgery.export.folder import export_model
 from surgery.export.model_card import card_of, model_card
@@ -283,6 +285,7 @@ def _write_results(run: Run, arms: dict[str, Arm], began: float, skipped: dict[s
         "p_values": p_values(arms, "base"),
         **compare_arms(arms, recipe.seed),
         **({"skipped": skipped} if skipped else {}),
+        **{key: value for key, value in _own_data(run, arms).items() if value},
         "step_zero_gap": read_json(run.folder / "splice.json") if recipe.splice is not None else None,
         "seconds": {**seconds, "evaluate": round(time.perf_counter() - began, 2)},
         "seed": recipe.seed,
@@ -293,6 +296,16 @@ def _write_results(run: Run, arms: dict[str, Arm], began: float, skipped: dict[s
     write_report(
         ReportInputs(recipe, run.plan(), run.heads(), results, run.folder / "figures"), run.folder / "report.html"
     )
+
+
+def _own_data(run: Run, arms: Mapping[str, Arm]) -> dict[str, Any]:
+    """Entries of results.json on the user's data, in addition to the accuracies. They may be empty."""
+    summaries = {name: arm.summary for name, arm in arms.items()}
+    return {
+        "answer_spans": run.answer_spans,
+        "advice": advice_of(run.recipe.train, summaries, run.answer_spans),
+        "held_out_examples": side_by_side({name: arm.examples for name, arm in arms.items()}),
+    }
 
 
 def _efficiency(run: Run, figures: Path) -> dict[str, Any] | None:
@@ -324,22 +337,26 @@ def _export(run: Run, key: str) -> None:
     heads, plan = run.heads(), run.plan()
     base, path = run.recipe.base, run.folder / "results.json"
     results, base_card = read_json(path), card_of(base.model, base.revision)
-    with reading(str(path), None, "Delete the file and run the stage evaluate.", RunError):
-        card = model_card(run.recipe, heads, plan, results, base_card)
-    shared = public_recipe(run.recipe)
-    export_model(
-        run.model("trained"),
-        run.tokenizer(),
-        run.folder / "export",
-        run.recipe.export,
-        card,
-        plan,
-        heads,
-        to_yaml(shared),
-        results,
-        run.folder / "figures",
-        page=run.folder / "report.html",
-    )
+    with TemporaryDirectory() as folder:
+        page = run.folder / "report.html"
+        with reading(str(path), None, "Delete the file and run the stage evaluate.", RunError):
+            card = model_card(run.recipe, heads, plan, results, base_card)
+            if results.pop("held_out_examples", None):  # an export can be published, so it holds no rows of the data
+                inputs = ReportInputs(run.recipe, plan, heads, results, run.folder / "figures")
+                page = write_report(inputs, Path(folder) / "report.html")
+        export_model(
+            run.model("trained"),
+            run.tokenizer(),
+            run.folder / "export",
+            run.recipe.export,
+            card,
+            plan,
+            heads,
+            to_yaml(public_recipe(run.recipe)),
+            results,
+            run.folder / "figures",
+            page=page,
+        )
 
 
 def versions() -> dict[str, str]:

@@ -47,6 +47,23 @@ class GeneratedAnswers:
     ranked: ChoiceScores | None
 
 
+@dataclass(frozen=True)
+class ExactAnswers:
+    """Generated answers of N prompts, compared as whole texts.
+
+    Attributes:
+        correct: (N,) bool: the text equals the answer, without spaces at the ends.
+        first_token: (N,) bool: the first generated token is the answer's first token.
+        wanted: the N answers, without the end token.
+        generated: the N texts, up to the end token.
+    """
+
+    correct: Tensor
+    first_token: Tensor
+    wanted: Sequence[str]
+    generated: Sequence[str]
+
+
 @torch.no_grad()
 def generate_answers(
     model: PreTrainedModel,
@@ -142,36 +159,45 @@ def max_answer_tokens(document: Document) -> int:
 def exact_matches(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], batch_size: int
 ) -> Tensor:
+    """Generate the last answer of each document: (N,) bool, True if the text equals the answer. See `exact_answers`."""
+    return exact_answers(model, tokenizer, documents, batch_size).correct
+
+
+def exact_answers(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], batch_size: int
+) -> ExactAnswers:
     """Generate the last answer of each document and compare it exactly, without spaces at the ends.
 
     A text ends at the end token, or after as many tokens as the longest answer of its batch has. For documents without
     an end token, it ends after as many tokens as the answer has.
 
-    Returns:
-        (N,) bool: the text equals the answer.
-
     Raises:
         ProbeError: a document has no question.
     """
-    matches = []
+    correct, first_token, wanted, generated = [], [], [], []
     for start in range(0, len(documents), batch_size):
         chunk = documents[start : start + batch_size]
         prompts = encode(chunk, tokenizer, padding_side="left", until_answer=True).to(model.device)
         cut = [Document(d.task, d.text[: d.questions[-1].answer[1]]) for d in chunk]
-        whole_B = encode(cut, tokenizer).attention_mask.sum(1)
-        answer_B = (whole_B - prompts.attention_mask.sum(1).cpu()).tolist()
+        whole = encode(cut, tokenizer)
+        prompt_B = prompts.attention_mask.sum(1).cpu()
+        answer_B = (whole.attention_mask.sum(1) - prompt_B).tolist()
+        first_B = whole.input_ids.gather(1, prompt_B[:, None])[:, 0].tolist()
         lengths = [n - _has_end_token(d, tokenizer) for n, d in zip(answer_B, chunk, strict=True)]
         new_BN = generate_greedy(model, prompts, max(lengths), tokenizer.eos_token_id)
-        for document, ids, length in zip(chunk, new_BN.tolist(), lengths, strict=True):
+        for document, ids, length, first in zip(chunk, new_BN.tolist(), lengths, first_B, strict=True):
             text = document.text[slice(*document.questions[-1].answer)]
+            first_token.append(ids[:1] == [first])
             if not _has_end_token(document, tokenizer):
                 ids = ids[:length]
             else:
                 text = text.removesuffix(str(tokenizer.eos_token))
                 if tokenizer.eos_token_id in ids:
                     ids = ids[: ids.index(tokenizer.eos_token_id)]
-            matches.append(str(tokenizer.decode(ids)).strip() == text.strip())
-    return torch.tensor(matches)
+            wanted.append(text)
+            generated.append(str(tokenizer.decode(ids)))
+            correct.append(generated[-1].strip() == text.strip())
+    return ExactAnswers(torch.tensor(correct), torch.tensor(first_token), wanted, generated)
 
 
 def generate_greedy(model: PreTrainedModel, prompts: EncodedBatch, max_tokens: int, end: int | None = None) -> Tensor:
@@ -250,9 +276,11 @@ def _has_end_token(document: Document, tokenizer: PreTrainedTokenizerBase) -> bo
 
 
 __all__ = [
+    "ExactAnswers",
     "GeneratedAnswers",
     "answer_batches",
     "answer_list",
+    "exact_answers",
     "exact_matches",
     "expected_answers",
     "generate_answers",

@@ -124,6 +124,36 @@ def perplexity(
     return math.exp(total / count) if total / count < math.log(LARGEST) else LARGEST
 
 
+@torch.no_grad()
+def answer_nats(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], batch_size: int
+) -> tuple[float, int]:
+    """Mean of -log p over the tokens of all answers, in nats, and the number of these tokens.
+
+    Each token is predicted from the prompt and the correct tokens before it, as in the objective `answer`.
+
+    Raises:
+        ModelError: a logit is NaN or infinite.
+        ProbeError: no document has an answer.
+    """
+    total, count = 0.0, 0
+    for start in range(0, len(documents), batch_size):
+        batch = encode(documents[start : start + batch_size], tokenizer, padding_side="left").to(model.device)
+        if not bool(batch.answers.any()):
+            continue
+        first = int(batch.answers.any(0).nonzero()[0])  # column of the earliest token to predict
+        kept = batch.input_ids.shape[1] - first + 1
+        output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, logits_to_keep=kept)
+        scored_BN, ids_BN = batch.answers[:, first:], batch.input_ids[:, first:]
+        logits_MV = output.logits[:, :-1][scored_BN].float()
+        check_logits(model, logits_MV)
+        total += torch.nn.functional.cross_entropy(logits_MV, ids_BN[scored_BN], reduction="sum").item()
+        count += int(scored_BN.sum())
+    if not count:
+        raise ProbeError("documents", "no answers", "The loss of answers needs documents with questions.")
+    return total / count, count
+
+
 def check_logits(model: PreTrainedModel, logits: Tensor) -> None:
     """Raise ModelError if a logit is NaN or infinite: it would count as a wrong answer."""
     if not bool((logits < math.inf).all()):

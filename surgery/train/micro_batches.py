@@ -109,11 +109,21 @@ def with_counts(
     if world > 1:
         values = accelerator.reduce(values, "sum")
     counts = {key: float(value) / world for key, value in zip(totals, values, strict=True)}
-    for (index, name), count in counts.items():
-        if not count and (spliced or not OBJECTIVES[name].needs_splice):
+    for (index, name), count in list(counts.items()):
+        if count:
+            continue
+        if _may_have_no_terms(sources[index], name):
+            counts[index, name] = 1.0  # a loss without terms is 0, not 0 / 0
+        elif spliced or not OBJECTIVES[name].needs_splice:
             hint = f"No document of this step has a term for {name}. Set the weight to 0."
             raise RunError(f"train.sources.{index}.weights.{name}", sources[index].name, hint)
     return [
         replace(part, counts={name: count for (i, name), count in counts.items() if i == part.index})
         for part in micro_batches
     ]
+
+
+def _may_have_no_terms(source: Source, objective: str) -> bool:
+    """Whether a step of the source may have no term: with `answer_span: auto`, rows may lack a gold position."""
+    finds_spans = source.data is not None and source.data.columns.finds_spans
+    return finds_spans and "gold_positions" in OBJECTIVES[objective].needs

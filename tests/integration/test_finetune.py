@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file
 
@@ -35,6 +36,7 @@ SMALL = (
     "evaluate={pairs: [4], examples: 12, sentences: 8}",
 )
 CONTROL = "control={model: ./base}"
+COLUMNS = "train.sources.0.data.columns"
 
 
 def line(number: int) -> dict[str, Any]:
@@ -149,6 +151,72 @@ def test_rows_that_are_held_out_are_never_trained_on(place: Path, monkeypatch: p
     assert len(seen) == 56 and prompts == {p for p in everything if not is_held_out(p, 0.3)}
 
 
+def unmarked(number: int) -> dict[str, Any]:
+    """A line without a span. In every third, the answer occurs twice or not at all."""
+    row = line(number)
+    del row["answer_span"]
+    if number % 6 == 0:
+        row["prompt"] = f"yak:{row['answer']}\n{row['prompt']}"
+    elif number % 6 == 3:
+        row["answer"] = f"x{row['answer']}"
+    return row
+
+
+def test_lines_without_spans_are_searched_counted_and_shown(place: Path) -> None:
+    rows = [unmarked(i) for i in range(60)]
+    write(place / "plain.jsonl", rows)
+    done = surgery("finetune", "./hybrid", "plain.jsonl", *SMALL, "--runs", "plain", cwd=place)
+    assert done.returncode == 0, done.stderr
+    folder = place / "plain" / "finetune"
+    results = json.loads((folder / "results.json").read_text())
+    trained = [i for i, row in enumerate(rows) if not is_held_out(row["prompt"], 0.3)]
+    groups = [sum(i % 6 == rest for i in trained) for rest in (0, 3)]
+    counts = {"found": len(trained) - sum(groups), "ambiguous": groups[0], "missing": groups[1]}
+    assert results["answer_spans"] == {"plain.jsonl": counts} and min(counts.values()) > 0
+    told = "ambiguous: {ambiguous}, missing: {missing}, found: {found}".format(**counts)
+    assert done.stdout.count(told) == 1 and told in (folder / "report.html").read_text()
+    losses = json.loads((folder / "training.json").read_text())
+    assert len(losses) == 3 and any(step["attention"] > 0 for step in losses)
+
+    entry = results["arms"]["hybrid"]["held_out"]["plain.jsonl"]
+    assert entry["loss"]["nats"] > 0 and entry["loss"]["tokens"] > entry["n"] == entry["first_token"]["n"]
+    assert all(arm["held_out"]["plain.jsonl"]["accuracy"] == 0 for arm in results["arms"].values()), "of 3 steps"
+    (advice,) = results["advice"]
+    assert (
+        f"no model generates any of the {entry['n']} held-out answers" in advice
+        and "train longer (now 3 steps)" in advice
+    )
+    report = (folder / "report.html").read_text()
+    assert advice.split(" What")[0] in report and advice.split(" What")[0] in " ".join(done.stdout.split())
+
+    held_out = {row["prompt"]: row["answer"] for i, row in enumerate(rows) if i not in trained}
+    examples = results["held_out_examples"]["plain.jsonl"]
+    assert len(examples) == entry["n"] == min(12, len(held_out)) and all(
+        held_out[e["prompt"]] == e["wanted"] for e in examples
+    )
+    assert all(set(e["generated"]) == set(results["arms"]) for e in examples)
+    prompt = examples[0]["prompt"].replace("\n", "\\n")
+    assert prompt in report and prompt[:20] in done.stdout
+    export = folder / "export"
+    assert "held_out_examples" not in json.loads((export / "results.json").read_text())
+    for name in ("results.json", "report.html", "README.md"):
+        assert prompt[:20] not in (export / name).read_text(), "an export holds no rows"
+    assert told in (export / "report.html").read_text()
+
+
+def test_auto_trains_marked_lines_as_a_named_column_does(place: Path, finished: Path) -> None:
+    """The same weights, bit for bit."""
+    named = f"{COLUMNS}.answer_span=answer_span"
+    done = surgery("finetune", "./hybrid", "rows.jsonl", named, *SMALL, "--to", "train", "--runs", "named", cwd=place)
+    assert done.returncode == 0, done.stderr
+    weights = [
+        load_file(folder / "trained" / "model.safetensors") for folder in (finished, place / "named" / "finetune")
+    ]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+    assert "answer_spans" not in json.loads((finished / "results.json").read_text())
+
+
 def test_a_dry_run_counts_the_rows_of_the_file(place: Path) -> None:
     alone = "train.sources=[{data: {path: rows.jsonl, holdout: 0.3}, rows: 5, weights: {answer: 1.0}}]"
     given = (*SMALL, alone, "--dry-run", "--runs", "dry")
@@ -174,7 +242,8 @@ def test_it_is_run_of_the_shipped_recipe(place: Path, finished: Path) -> None:
         (("./nowhere", "rows.jsonl"), ("base.model", "no such folder")),
         (("./hybrid", "missing.jsonl"), ("data.path", "missing.jsonl", "No such file")),
         (("./hybrid", "bad.jsonl"), ("bad.jsonl:3", "answer")),
-        (("./hybrid", "unmarked.jsonl"), ("unmarked.jsonl:1", "span")),
+        (("./hybrid", "unmarked.jsonl", f"{COLUMNS}.answer_span=answer_span"), ("unmarked.jsonl:1", "span")),
+        (("./hybrid", "rows.jsonl", f"{COLUMNS}.answer_span=null"), ("answer_span", "`auto`")),
         (("./hybrid", "one.jsonl"), ("one.jsonl", "no row is", "holdout")),
         (("./hybrid", "rows.jsonl", "control={model: ./hybrid}"), ("control.model", "without a splice")),
         (("./hybrid", "rows.jsonl", "--from", "plan"), ("--from", "plan", "train, control, evaluate, export")),

@@ -24,10 +24,10 @@ from surgery.data.documents import Reader, check_documents, cut
 from surgery.data.encoding import encode
 from surgery.data.files import Row, open_rows, rows_in_order
 from surgery.data.generated import Stream
-from surgery.data.user import open_source, read_documents
+from surgery.data.user import count_answer_spans, open_source, read_documents
 from surgery.errors import DataError, ProbeError
 from surgery.probes.documents import Document, Question, rng_of
-from surgery.recipe import Data, Source
+from surgery.recipe import Data, Source, Train
 from surgery.testing.pico import pico_tokenizer
 
 TOKENIZER = pico_tokenizer()
@@ -640,3 +640,126 @@ def test_texts_are_not_kept_in_memory(tmp_path: Path) -> None:
     assert len(stream.step(0)) == 4
     assert text_held_by([stream, rows], TOKENIZER) > path.stat().st_size / 2, "the measure can fail"
     assert text_held_by(stream, TOKENIZER) < path.stat().st_size / 5
+
+
+# answers that are found in the prompt
+
+
+FOX = {"prompt": "fox:12\nowl: 345\nWhere is the owl?\n", "answer": " 345"}
+TWICE = {"prompt": "fox:7\nowl:7\nWhere is the owl?\n", "answer": "7"}
+ABSENT = {"prompt": "fox:123\nWhere is the owl?\n", "answer": "12"}
+FORMS = ["a.jsonl", "a.json", "a.parquet"]
+
+
+def searched(path: Path | str, **data: Any) -> Source:
+    return source(path, rows=3, columns={"answer_span": "auto"}, **data)
+
+
+def stored(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """The rows in the format of the name."""
+    if path.suffix == ".parquet":
+        write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        write(path, rows)
+    return path
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_an_answer_that_occurs_once_is_its_span(tmp_path: Path, name: str, streaming: bool) -> None:
+    path = stored(tmp_path / name, [FOX, TWICE, ABSENT])
+    stream = open_source(searched(path, streaming=streaming), TOKENIZER, 0, 0)
+    by_text = {d.text: d.questions[0] for d in stream.step(0)}
+    fox, *others = (by_text[f"{row['prompt']}{row['answer']}{END}"] for row in (FOX, TWICE, ABSENT))
+    assert fox.value == (12, 15) and fox.segment == (7, 16)
+    assert FOX["prompt"][slice(*fox.value)] == "345" and FOX["prompt"][slice(*fox.segment)] == "owl: 345\n"
+    assert all(question.value is None and question.segment is None for question in others)
+    batch = encode(stream.step(0), TOKENIZER)
+    assert int((batch.answer_token >= 0).sum()) == int((batch.segment_end >= 0).sum()) == 1
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_marked_rows_are_read_as_before(tmp_path: Path, name: str, streaming: bool) -> None:
+    """The documents of a file with spans are the same with `auto`, even where the answer occurs twice."""
+    rows = [{**FOX, "answer_span": [12, 15]}, {**TWICE, "answer_span": [10, 11]}]
+    path = stored(tmp_path / name, rows)
+    named, auto = (
+        open_source(source(path, columns={"answer_span": c}, streaming=streaming), TOKENIZER, 0, 0)
+        for c in ("answer_span", "auto")
+    )
+    assert [named.step(i) for i in range(4)] == [auto.step(i) for i in range(4)]
+    bad = stored(tmp_path / f"bad_{name}", [*rows, {**FOX, "answer_span": [0, 3]}])
+    with pytest.raises(DataError, match=r"the span .* but the answer is ' 345'"):
+        open_source(searched(bad, streaming=streaming), TOKENIZER, 0, 0)
+
+
+def test_a_named_column_is_required_as_before(tmp_path: Path) -> None:
+    for name in FORMS:
+        path = stored(tmp_path / name, [FOX])
+        with pytest.raises(DataError, match=r"answer_span|the span is None"):
+            open_source(source(path, columns={"answer_span": "answer_span"}), TOKENIZER, 0, 0)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_hub_set_may_lack_the_column(monkeypatch: pytest.MonkeyPatch, streaming: bool) -> None:
+    for more, value in (({}, (12, 15)), ({"answer_span": [12, 15]}, (12, 15))):
+        fake_hub(monkeypatch, datasets.Dataset.from_list([{**FOX, **more, "n": 1}] * 3))
+        stream = open_source(searched("owner/name", streaming=streaming), TOKENIZER, 0, 0)
+        assert {d.questions[0].value for d in stream.step(0)} == {value}
+
+
+def test_in_a_chat_the_whole_prompt_is_searched(chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    """An answer that an earlier message has too is ambiguous."""
+    data = Data.model_validate({"path": "none", "columns": {"messages": "m", "answer_span": "auto"}})
+    system = {"role": "system", "content": "Numbers of owls."}
+    chat = [{"role": "user", "content": FOX["prompt"]}, {"role": "assistant", "content": "345"}]
+    (question,) = Reader(data, chat_tokenizer).document(Row("here", {"m": [system, *chat]})).questions
+    text = Reader(data, chat_tokenizer).document(Row("here", {"m": [system, *chat]})).text
+    assert question.value is not None and text[slice(*question.value)] == "345"
+    again = {"role": "system", "content": "It was 345."}
+    (question,) = Reader(data, chat_tokenizer).document(Row("here", {"m": [again, *chat]})).questions
+    assert question.value is None
+
+
+def counted(*sources: Source) -> dict[str, dict[str, int]]:
+    return count_answer_spans(Train(sources=sources), TOKENIZER)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_training_rows_are_counted_by_place(tmp_path: Path, streaming: bool) -> None:
+    rows = [{**FOX, "prompt": f"{i}x\n{FOX['prompt']}"} for i in range(70)]
+    rows += [{**TWICE, "prompt": f"{i}x\n{TWICE['prompt']}"} for i in range(50)]
+    rows += [{**ABSENT, "prompt": f"{i}x\n{ABSENT['prompt']}"} for i in range(40)]
+    path = write(tmp_path / "a.jsonl", rows)
+    more = {"first_rows": 1000} if streaming else {}
+    everything = {"found": 70, "ambiguous": 50, "missing": 40, **more}
+    assert counted(searched(path, streaming=streaming)) == {"a.jsonl": everything}
+    held = searched(path, streaming=streaming, holdout=0.3)
+    reader = Reader(held.data or Data(path=""), TOKENIZER, held_out=True)
+    kept = sum(1 for _ in reader.read(rows_in_order(reader.data)))
+    assert kept and reader.spans.total() == kept
+    sides = {key: counted(held)["a.jsonl"][key] + reader.spans[key] for key in ("found", "ambiguous", "missing")}
+    assert {**sides, **more} == everything
+
+
+def test_marked_and_skipped_rows_are_told_apart(tmp_path: Path) -> None:
+    marked = {**TWICE, "answer_span": [10, 11]}
+    path = write(tmp_path / "a.jsonl", [FOX, marked, marked, "{", ABSENT])
+    found = counted(searched(path, on_bad_row="skip"), source(path), searched(path, on_bad_row="skip"))
+    assert found == {"a.jsonl": {"found": 1, "ambiguous": 0, "missing": 1, "marked": 2}}
+
+
+def test_data_that_is_marked_throughout_is_not_counted(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{**FOX, "answer_span": [12, 15]}] * 3)
+    assert counted(searched(path)) == {}
+    text = source(path, columns={"text": "prompt", "answer_span": "auto"})
+    assert counted(text) == {}
+
+
+def test_data_sets_of_one_name_are_counted_apart(tmp_path: Path) -> None:
+    paths = [write(tmp_path / name / "a.jsonl", [row]) for name, row in (("x", FOX), ("y", TWICE))]
+    found = counted(*map(searched, paths))
+    assert {name: counts["found"] for name, counts in found.items()} == {"a.jsonl": 1, "a.jsonl (2)": 0}

@@ -202,3 +202,15 @@ def test_data_sets_of_the_hub_are_named_and_files_are_not(recipe: Recipe) -> Non
         update={"train": recipe.train.model_copy(update={"sources": (*recipe.train.sources, source)})}
     )
     assert read(model_card(both, None, plan(), RESULTS)).datasets == ["owner/texts"]
+
+
+def test_first_token_and_loss_are_rows_and_results_of_their_own(recipe: Recipe) -> None:
+    results = {"arms": {"base": arm(0.1), "hybrid": arm(0.9)}}
+    for found in results["arms"].values():
+        found["held_out"]["rows.jsonl"] |= {"first_token": {**SHARE, "n": 80}, "loss": {"nats": 1.2345, "tokens": 99}}
+    card = model_card(recipe, None, plan(), results)
+    assert "| rows.jsonl, held-out rows, first token | 0.500 [0.400, 0.600] | 0.500 [0.400, 0.600] | 80 |" in card
+    assert "| rows.jsonl, held-out rows, loss in nats per answer token | 1.234 | 1.234 |  |" in card
+    metrics = {(e.dataset_name, e.metric_type): e.metric_value for e in read(card).eval_results}
+    assert metrics["rows.jsonl, held-out rows, loss in nats per answer token", "loss"] == 1.2345
+    assert metrics["rows.jsonl, held-out rows, first token", "accuracy"] == 0.5

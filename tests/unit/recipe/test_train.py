@@ -66,7 +66,7 @@ def test_a_control_is_trained_where_more_than_new_heads_trains(trainable: list[s
     ("change", "says"),
     [
         ({"data": {"path": "x", "columns": {"text": "t"}}}, "plain text has no answers"),
-        ({"weights": {"attention": 1.0}}, "answer_span"),
+        ({"weights": {"attention": 1.0}}, "answer_span` to a column or to `auto`, or `weights.attention` to 0"),
         ({"task": "sentence", "data": None}, "no answers"),
         ({"data": {"path": "x", "columns": {"text": "a", "messages": "b"}}}, "not both"),
         ({"weights": {"answer": 0.0}}, "every weight is 0"),
@@ -89,3 +89,12 @@ def test_a_control_is_trained_where_more_than_new_heads_trains(trainable: list[s
 def test_sources_that_mean_nothing_are_refused(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Source.model_validate({**OWN, **change})
+
+
+def test_attention_may_be_supervised_where_answers_are_found() -> None:
+    data = {"path": "x.jsonl", "columns": {"answer_span": "auto"}}
+    source = Source.model_validate({**OWN, "data": data, "weights": {"attention": 1.0}})
+    assert source.data is not None and source.data.columns.finds_spans
+    assert source.data.columns.span_column == "answer_span"
+    with pytest.raises(ValueError, match="plain text has no answers"):
+        Source.model_validate({**OWN, "data": {"path": "x", "columns": {"answer_span": "auto", "text": "t"}}})

@@ -95,3 +95,60 @@ def test_names_are_text_and_never_markup(tmp_path: Path) -> None:
     assert "<script" not in page and "&lt;script&gt;alert(1)" in page
     header = page.split("</header>")[0]
     assert "&lt;script&gt;alert(1)&lt;/script&gt;&amp;&#39;&#34;, held-out rows, exact match" in header
+
+
+def with_own_data(folder: Path, **more: Any) -> ReportInputs:
+    rows = [
+        {"prompt": f"{HOSTILE}\n" + "x" * 500 + "who?\n", "wanted": f" {HOSTILE}",
+         "generated": {"base": "\x1b[31m\u202e", "hybrid_heads_off": "unseen", "hybrid": "y" * 500 + "end"}}
+    ]  # fmt: skip
+    given = inputs(folder, held_out_examples={HOSTILE: rows}, **more)
+    for value in given.results["arms"].values():
+        value["held_out"] = {
+            HOSTILE: {**share(0.0), "first_token": share(0.25), "loss": {"nats": 1.2345, "tokens": 99}}
+        }
+    return given
+
+
+def test_wanted_and_generated_text_are_shown_side_by_side(tmp_path: Path) -> None:
+    """Escaped, in one line, and cut in the middle."""
+    page = write_report(with_own_data(tmp_path / "figures"), tmp_path / "report.html").read_text()
+    section = page.split("<h2>Your data</h2>")[1].split("</section>")[0]
+    assert "<script" not in page and "&lt;script&gt;alert(1)" in section
+    assert "\x1b" not in page and "\u202e" not in page and "\\x1b[31m\\u202e" in section
+    assert (
+        "xxx ... xxx" in section and "who?\\n</th>" in section and "yyy ... yyy" in section and "yend</td>" in section
+    )
+    assert all(len(cell) < 200 for cell in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", section))
+    assert "unseen" not in section and '<th scope="col">hybrid</th>' in section
+
+
+def test_first_token_and_loss_stand_beside_exact_match(tmp_path: Path) -> None:
+    page = write_report(with_own_data(tmp_path / "figures"), tmp_path / "report.html").read_text()
+    rows = re.findall(r'<th scope="row">(.*?)</th><td>(.*?)</td>', page.split("<h2>All measurements</h2>")[1])
+    cells = {name.split("held-out rows, ")[1]: value for name, value in rows if "held-out rows, " in name}
+    assert cells == {
+        "exact match": "0.000 [-0.050, 0.050]",
+        "first token": "0.250 [0.200, 0.300]",
+        "loss in nats per answer token": "1.234",
+    }
+    header = page.split("</header>")[0]
+    assert "held-out rows, exact match" in header and "first token" not in header
+
+
+def test_advice_and_counts_are_shown_and_escaped(tmp_path: Path) -> None:
+    more = {
+        "advice": [f"{HOSTILE}: no model generates any."],
+        "answer_spans": {HOSTILE: {"found": 11, "ambiguous": 22, "missing": 33, "marked": 44}, "y": NONE},
+    }
+    page = write_report(with_own_data(tmp_path / "figures", **more), tmp_path / "report.html").read_text()
+    assert "<script" not in page and "no model generates any." in page.split("</header>")[0]
+    assert "ambiguous: 22, missing: 33, found: 11, marked in the data: 44" in page
+    assert "(first 1000 rows of the stream). No row supervises the attention" in page
+
+
+NONE = {"found": 0, "ambiguous": 5, "missing": 6, "first_rows": 1000}
+
+
+def test_a_run_without_own_data_has_no_such_section(page: str) -> None:
+    assert "Your data" not in page and "answer_span" not in page

@@ -9,12 +9,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from surgery.errors import ProbeError
 from surgery.evaluate.evaluation import evaluate_model, p_values
 from surgery.evaluate.prompts import PromptSet
 from surgery.probes.documents import Document, Question
 from surgery.recipe import Evaluate
-from surgery.scoring.generation import exact_matches, generate_greedy
-from surgery.scoring.ranking import perplexity
+from surgery.scoring.generation import exact_answers, exact_matches, generate_greedy
+from surgery.scoring.ranking import answer_nats, perplexity
 from surgery.stats import wilson
 from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts, randomise
 from tests.support.oracles import naive_generate_greedy
@@ -112,6 +113,39 @@ def test_nobody_is_asked_to_say_the_end_token_behind_the_longest_answer() -> Non
     assert found.tolist() == [True, False]
 
 
+def test_texts_and_first_tokens_are_kept() -> None:
+    tokenizer = pico_tokenizer()
+    documents = [document("Who?\n", answer) for answer in ("42", "421", "the old baker")]
+    first = [tokenizer(f"Who?\n{a}")["input_ids"][len(tokenizer("Who?\n")["input_ids"])] for a in ("42", "421", "the")]
+    found = exact_answers(Parrot(f" 42\n{END} and"), tokenizer, documents, 3)  # type: ignore[arg-type]
+    assert found.wanted == ["42", "421", "the old baker"] and found.generated == [" 42\n"] * 3
+    assert found.correct.tolist() == [True, False, False]
+    assert found.first_token.tolist() == [False] * 3, "it begins with a space"
+    plain = exact_answers(Parrot(f"42{END}"), tokenizer, documents, 3)  # type: ignore[arg-type]
+    assert plain.first_token.tolist() == [token == first[0] for token in first]
+
+
+@pytest.mark.parametrize("size", [1, 2, 64])
+def test_the_loss_is_that_of_the_answers_tokens_alone(size: int) -> None:
+    """From whole unpadded passes, over the answer with its end."""
+    model, tokenizer = pico_hybrid([pico_site(1, [1, 3])], vocab_size=1024, layers=2).eval(), pico_tokenizer()
+    documents = [document("Who?\n", "42"), document("the old baker went to the market\n", "the miller", end="")]
+    losses = []
+    for d in documents:
+        ids = tokenizer(d.text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        begin = len(tokenizer(d.text[: d.questions[0].answer[0]], add_special_tokens=False)["input_ids"])
+        with torch.no_grad():
+            log_p = model(ids, use_cache=False).logits[0].log_softmax(-1)
+        losses += [-float(log_p[t - 1, ids[0, t]]) for t in range(begin, ids.shape[1])]
+    nats, tokens = answer_nats(model, tokenizer, documents, size)
+    assert tokens == len(losses) and nats == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+
+
+def test_texts_without_answers_have_no_such_loss() -> None:
+    with pytest.raises(ProbeError, match="no answers"):
+        answer_nats(pico_base(vocab_size=1024, layers=1), pico_tokenizer(), [Document("texts", "one two")], 2)
+
+
 def test_held_out_documents_stand_in_the_summary_beside_the_rest() -> None:
     model, tokenizer = pico_base(vocab_size=1024, layers=1), pico_tokenizer()
     asked = [document(p, said(model, p, 1), end="") for p in TEXT_PROMPTS]
@@ -129,7 +163,13 @@ def test_held_out_documents_stand_in_the_summary_beside_the_rest() -> None:
     correct = exact_matches(model, tokenizer, asked, 64)
     interval = wilson(int(correct.sum()), len(asked))
     entry = {"accuracy": interval.value, "low": interval.low, "high": interval.high, "n": len(asked)}
-    assert arm.summary["held_out"]["rows.jsonl"] == entry and not correct[0]
+    found = arm.summary["held_out"]["rows.jsonl"]
+    assert {key: found[key] for key in entry} == entry and found.keys() - entry.keys() == {"first_token", "loss"}
+    assert not correct[0]
+    nats, tokens = answer_nats(model, tokenizer, asked, 64)
+    assert found["loss"] == {"nats": nats, "tokens": tokens} and found["first_token"]["n"] == len(asked)
+    (examples,) = arm.examples.values()
+    assert [e.wanted.strip() == e.generated.strip() for e in examples] == correct.tolist()
     expected = {"perplexity": perplexity(model, tokenizer, plain, 64), "n": len(plain)}
     assert arm.summary["held_out"]["texts.jsonl"] == expected
     assert torch.equal(arm.correct["held_out/rows.jsonl"], correct) and len(arm.correct) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,14 @@ from accelerate import Accelerator
 
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.data.generated import step_documents
+from surgery.data.user import open_source
 from surgery.errors import RunError
+from surgery.models.lookup import family_of
 from surgery.recipe import Source
-from surgery.testing.pico import pico_tokenizer
-from surgery.train.micro_batches import split_step
+from surgery.testing.pico import pico_hybrid, pico_site, pico_tokenizer
+from surgery.train.micro_batches import split_step, with_counts
 from surgery.train.targets import Targets
+from surgery.types import Graft
 from tests.support import training_worker as worker
 
 
@@ -87,3 +92,55 @@ def test_documents_of_a_length_go_together() -> None:
         return sorted(tuple(ids[mask].tolist()) for ids, mask in rows)
 
     assert texts([part.batch for part in parts]) == texts(apart)
+
+
+def found_in_prompts(tmp_path: Path, prompts: list[str], span: str | None = "auto") -> tuple[Source, list[Any]]:
+    """A source with these prompts, all with the answer 7, and its documents."""
+    rows = [{"prompt": prompt, "answer": "7", "answer_span": [2, 3]} for prompt in prompts]
+    for row in rows if span == "auto" else ():
+        del row["answer_span"]
+    path = tmp_path / f"{span}{len(prompts)}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"path": str(path), "columns": {"answer_span": span}}
+    given = {"data": data, "rows": len(prompts), "weights": {"answer": 1.0, "attention": 1.0}}
+    source = Source.model_validate(given)
+    return source, sorted(open_source(source, pico_tokenizer(), 0, 0).step(0), key=lambda document: document.text)
+
+
+ONCE, TWICE, ABSENT = ["a:7\nb:8\na?\n", "c:7\nb:8\nc?\n"], ["a:7\nb:7\na?\n"], ["b:8\na?\n"]
+
+
+def losses_of(source: Source, documents: list[Any]) -> dict[str, float]:
+    """Losses of one step of a small hybrid."""
+    hybrid, tokenizer, accelerator = (
+        pico_hybrid([pico_site(1, [1, 3])], **worker.SHAPE),
+        pico_tokenizer(),
+        Accelerator(cpu=True),
+    )
+    graft = Graft(family_of(hybrid.config).sites(hybrid.config)[1], (1, 3), "add", "ssm", ("answer_token",) * 2)
+    parts = with_counts(
+        [source], split_step([source], [documents], {0: None}, tokenizer, accelerator), True, accelerator
+    )
+    losses = Targets(grafts=(graft,)).weighted_losses(hybrid, source, parts[0].batch, parts[0].counts)
+    return {name: float(loss) for name, loss in losses.items()}
+
+
+def test_rows_without_a_gold_position_count_for_answers_only(tmp_path: Path) -> None:
+    """The attention loss is the mean over the rows in which the answer is found, as if they were alone."""
+    alone = losses_of(*found_in_prompts(tmp_path, ONCE))
+    mixed = losses_of(*found_in_prompts(tmp_path, [*ONCE, *TWICE, *ABSENT]))
+    marked = losses_of(*found_in_prompts(tmp_path, ONCE, "answer_span"))
+    assert mixed["attention"] == pytest.approx(alone["attention"], rel=1e-5) and marked == alone
+    assert mixed["answer"] != pytest.approx(alone["answer"], rel=1e-5)
+
+
+def test_a_step_in_which_no_answer_is_found_has_no_attention_loss(tmp_path: Path) -> None:
+    losses = losses_of(*found_in_prompts(tmp_path, [*TWICE, *ABSENT]))
+    assert losses["attention"] == 0 and losses["answer"] > 0
+
+
+def test_elsewhere_an_objective_without_terms_is_refused(tmp_path: Path) -> None:
+    source, documents = found_in_prompts(tmp_path, TWICE, "answer_span")
+    bare = [replace(d, questions=(replace(d.questions[0], value=None, segment=None),)) for d in documents]
+    with pytest.raises(RunError, match=r"train\.sources\.0\.weights\.attention.*Set the weight to 0"):
+        losses_of(source, bare)

@@ -1,0 +1,60 @@
+"""Make any text visible in one line: control characters as escapes, long texts cut in the middle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_CUT = " ... "
+_SHORT = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\\": "\\\\"}
+
+
+def cut_middle(text: str, limit: int) -> str:
+    """Return at most `limit` characters: the start and the end of a longer text, with ` ... ` between."""
+    if len(text) <= limit:
+        return text
+    head, tail = _halves(limit)
+    return text[:head] + _CUT + text[len(text) - tail :]
+
+
+def visible(text: str, limit: int) -> str:
+    """Return a text in one line of at most `limit` characters.
+
+    Characters that do not print are shown as escapes: line ends, control and direction characters, spaces other than
+    the plain one. A backslash is doubled. A longer text is cut in the middle, not inside an escape.
+
+    Args:
+        text: any text.
+        limit: maximum number of characters of the result, at least 7.
+    """
+    if len(text) > 2 * limit:  # each character is shown as one or more
+        text = text[:limit] + text[-limit:]
+        shown = [_escaped(char) for char in text]
+    else:
+        shown = [_escaped(char) for char in text]
+        if sum(map(len, shown)) <= limit:
+            return "".join(shown)
+    head, tail = _halves(limit)
+    return "".join(_fitting(shown, head)) + _CUT + "".join(reversed(_fitting(shown[::-1], tail)))
+
+
+def _escaped(char: str) -> str:
+    if char in _SHORT:
+        return _SHORT[char]
+    return char if char.isprintable() else char.encode("unicode_escape").decode()
+
+
+def _halves(limit: int) -> tuple[int, int]:
+    """Numbers of characters to keep at the start and at the end."""
+    kept = limit - len(_CUT)
+    return kept - kept // 2, kept // 2
+
+
+def _fitting(parts: Sequence[str], room: int) -> list[str]:
+    """Return the first parts that fit into `room` characters together."""
+    fitting: list[str] = []
+    for part in parts:
+        room -= len(part)
+        if room < 0:
+            break
+        fitting.append(part)
+    return fitting

@@ -1,0 +1,54 @@
+"""What the terminal shows of a user's own rows: text as text, in cells that fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from surgery import console
+from surgery.console import Bars, print_results
+
+SHARE = {"accuracy": 0.0, "low": 0.0, "high": 0.1, "n": 40}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    entry = {**SHARE, "first_token": {**SHARE, "accuracy": 0.25}, "loss": {"nats": 1.2345, "tokens": 80}}
+    texts = {"base": "[bold]b[/bold]", "no_splice": "unseen", "hybrid": ":q:\x1b[2J" + "z" * 99}
+    results = {
+        "heads": ["L1H2"],
+        "arms": {name: {"held_out": {"rows.jsonl": entry}, "perplexity": 2.0} for name in ("base", "hybrid")},
+        "held_out_examples": {"rows.jsonl": [{"prompt": "a\n" * 99, "wanted": "[red]", "generated": texts}]},
+        "advice": ["rows.jsonl: [none] is right."],
+    }
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    return tmp_path
+
+
+def test_wanted_and_generated_text_stand_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_results(folder)
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
+    (row,) = (line for line in lines if "[red]" in line)
+    assert "[bold]b[/bold]" in row and ":q:\\x1b[2J" in row and " ... " in row and "unseen" not in shown
+    assert "\x1b" not in shown and max(map(len, lines)) <= 140
+    assert "rows.jsonl: [none] is right." in shown and "before training" in shown and "after training" in shown
+
+
+def test_numbers_beside_exact_match(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_results(folder)
+    lines = capsys.readouterr().out.splitlines()
+    (first,) = (line for line in lines if "first token" in line)
+    (loss,) = (line for line in lines if "nats per answer token" in line)
+    assert first.count("0.250") == 2 and loss.count("1.234") == 2
+
+
+def test_a_note_is_one_line_of_text(capsys: pytest.CaptureFixture[str]) -> None:
+    Bars().note("data", "[x].jsonl: found: 3")
+    assert capsys.readouterr().out == "     data  [x].jsonl: found: 3\n"
+
+
+def test_the_output_is_not_a_terminal() -> None:
+    assert not console.out.is_terminal, "these tests read plain lines"

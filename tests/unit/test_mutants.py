@@ -58,7 +58,7 @@ def on(operator: str, line: int) -> Mutant:
     ],
 )
 def test_what_becomes_of_a_mutant(tmp_path: Path, operator: str, line: int, outcome: str, by: str) -> None:
-    runner = Runner(planted(tmp_path / "tree"), limit=1.0)
+    runner = Runner(planted(tmp_path / "tree"), limit=3.0)
     try:
         mutated = on(operator, line).apply(SOURCE)
         assert mutated is not None
@@ -78,7 +78,7 @@ def test_what_becomes_of_a_mutant(tmp_path: Path, operator: str, line: int, outc
     ],
 )
 def test_tests_that_cannot_judge_are_refused(tmp_path: Path, test: str, message: str) -> None:
-    runner = Runner(planted(tmp_path / "tree", test), limit=1.0)
+    runner = Runner(planted(tmp_path / "tree", test), limit=3.0)
     try:
         with pytest.raises(MeasureError, match=message):
             measure(runner, TARGETS, 2, 0, tmp_path / "results")
@@ -87,7 +87,7 @@ def test_tests_that_cannot_judge_are_refused(tmp_path: Path, test: str, message:
 
 
 def test_an_interrupted_measurement_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = Runner(planted(tmp_path / "tree"), limit=1.0)
+    runner = Runner(planted(tmp_path / "tree"), limit=3.0)
     try:
         first = measure(runner, TARGETS, 3, 0, tmp_path / "results")
         judged: list[str] = []

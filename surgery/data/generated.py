@@ -91,6 +91,8 @@ def maker(source: Source, rng: Random, tokenizer: PreTrainedTokenizerBase | None
         needles=pairs or Options.needles,
         tokens=source.max_tokens or 0,
         half=source.split,
+        filler=source.filler,
+        value_digits=source.value_digits,
         tokenizer=tokenizer,
     )
 

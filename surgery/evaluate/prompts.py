@@ -85,7 +85,7 @@ def make_prompts(
         documents = prompts[entry.probe.scoring]
         evaluation_set = entry.probe.evaluation_set()
         if evaluation_set is not None:
-            documents[entry.task] = evaluation_set
+            documents[entry.result_name] = evaluation_set
             continue
         default = section.sentences if entry.probe.scoring == "perplexity" else section.examples
         for name, key, options in _sizes(entry, section.pairs, tokenizer):
@@ -98,8 +98,14 @@ def _sizes(
     entry: EvaluationTask, default_pairs: Sequence[int], tokenizer: PreTrainedTokenizerBase | None
 ) -> Iterator[tuple[str, str, Options]]:
     """Yield each size of a task: its name, the key of its seed, and the options of its documents."""
-    options = Options(hops=entry.hops, needles=entry.needles, tokenizer=tokenizer)
-    task, key = entry.task, entry.probe.seed_name
+    options = Options(
+        hops=entry.hops,
+        needles=entry.needles,
+        filler=entry.filler,
+        value_digits=entry.value_digits,
+        tokenizer=tokenizer,
+    )
+    task, key = entry.result_name, entry.probe.seed_name
     if "tokens" in entry.probe.options:
         for tokens in entry.tokens:
             for depth in entry.depths:

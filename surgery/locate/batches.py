@@ -19,8 +19,8 @@ from surgery.errors import ModelError, SurgeryError, fitting
 from surgery.locate.ablation_sweep import CleanRun, Variant, change_at_query, run_clean
 from surgery.locate.scores import Record, plain
 from surgery.models.loading import check_vocabulary
-from surgery.probes.documents import Document, rng_of
-from surgery.probes.kv_retrieval import kv_document
+from surgery.probes.documents import Document
+from surgery.probes.kv_retrieval import kv_prompts
 from surgery.recipe import Locate
 from surgery.recipe.methods import METHODS
 from surgery.scoring.ranking import ranked
@@ -54,7 +54,7 @@ class PromptBatches:
         if batches is None:
             check_vocabulary(tokenizer, model.config)
             n, size = section.examples, section.batch_size
-            documents = [kv_document(rng_of("locate", seed, i), section.pairs, split="eval") for i in range(n)]
+            documents = kv_prompts("locate", seed, n, section.pairs, section.filler, section.value_digits)
             self._documents = [documents[i : i + size] for i in range(0, n, size)]
             batches = [encode(chunk, tokenizer, padding_side="left", until_answer=True) for chunk in self._documents]
         self.batches = list(batches)

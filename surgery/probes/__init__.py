@@ -3,5 +3,9 @@
 from importlib import import_module
 
 # The order is fixed, because lm-eval groups list their tasks in it.
-for _module in ("kv_retrieval", "phonebook", "json_kv", "mqar", "hops", "copying", "needle", "knowledge", "sentences"):
+_MODULES = (
+    "kv_retrieval", "phonebook", "json_kv", "mqar", "hops", "copying", "needle", "knowledge", "sentences", "records",
+    "echo",
+)  # fmt: skip
+for _module in _MODULES:
     import_module(f"surgery.probes.{_module}")

@@ -16,11 +16,14 @@ from random import Random
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document, Question, Split, Writer
 from surgery.probes.kv_retrieval import HEADER, NUM_VALUES
+from surgery.probes.pairs import Range, fillers
 from surgery.probes.registry import Options, Probe, register_probe
 from surgery.probes.words import key_words
 
 
-def hop_document(rng: Random, pairs: int, hops: int = 2, split: Split = "train") -> Document:
+def hop_document(
+    rng: Random, pairs: int, hops: int = 2, split: Split = "train", filler: Range | None = None
+) -> Document:
     """Generate a dictionary of shuffled lines, and a question whose answer is `hops` lines away.
 
     The choices are all numbers in the dictionary.
@@ -30,6 +33,7 @@ def hop_document(rng: Random, pairs: int, hops: int = 2, split: Split = "train")
         pairs: number of lines. Lines that do not fill a whole chain have a number as their value.
         hops: lines from the question to its answer.
         split: the splits have different keys.
+        filler: smallest and largest number of words between a key and its value. None for no words.
 
     Raises:
         ProbeError: `hops` is less than 2; or `pairs` is too small for two chains, or exceeds the keys or numbers.
@@ -51,15 +55,15 @@ def hop_document(rng: Random, pairs: int, hops: int = 2, split: Split = "train")
         lines += list(zip(chain_keys, [*chain_keys[1:], numbers[chain]], strict=True))
     lines += list(zip(keys[chains * hops :], numbers[chains:], strict=True))
     rng.shuffle(lines)
+    gold = rng.randrange(chains)
     writer = Writer()
     writer.add(HEADER)
     spans = {}
-    for key, value in lines:
-        start, _ = writer.add(f"{key}:")
+    for (key, value), words in zip(lines, fillers(rng, pairs, filler), strict=True):
+        start, _ = writer.add(f"{key}{words}:")
         value_span = writer.add(value)
         _, end = writer.add("\n")
         spans[key] = ((start, end), value_span)
-    gold = rng.randrange(chains)
     writer.add(f"Going on from the key '{keys[gold * hops]}' to the key that is its value, ")
     writer.add("until there is a number, one finds")
     answer = writer.add(numbers[gold])
@@ -72,9 +76,9 @@ class MultiHop(Probe):
     """Multi-hop retrieval: `hop_document`."""
 
     pairs = (4, NUM_VALUES)
-    options = ("hops",)
+    options = ("hops", "filler")
     gold_position = newline_ends_answer = True
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
         """Generate a dictionary with chains and one question."""
-        return hop_document(rng, options.pairs, options.hops, split)
+        return hop_document(rng, options.pairs, options.hops, split, options.filler)

@@ -6,7 +6,8 @@
     The value of the key 'key' is42
 
 The value follows `is` without a space. Keys are distinct words, values distinct integers 0-99. The choices are the
-values in the prompt.
+values in the prompt. Two options change the lines: `filler` puts words between key and value (`key small river:value`),
+so that they do not share the window of a short convolution; `value_digits` sets the length of the values.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 from random import Random
 
 from surgery.errors import ProbeError
-from surgery.probes.documents import Document, Question, Split, Writer
+from surgery.probes.documents import Document, Question, Split, Writer, rng_of
+from surgery.probes.pairs import Range, fillers, numbers
 from surgery.probes.registry import Options, Probe, register_probe
 from surgery.probes.words import key_words
 
@@ -22,41 +24,78 @@ NUM_VALUES = 100
 HEADER = "Memorize the following dictionary:\n"
 
 
-def kv_document(rng: Random, pairs: int, questions: int = 1, split: Split = "train") -> Document:
+def kv_document(
+    rng: Random,
+    pairs: int,
+    questions: int = 1,
+    split: Split = "train",
+    filler: Range | None = None,
+    value_digits: Range | None = None,
+) -> Document:
     """Generate a dictionary and questions about different keys of it.
+
+    Fillers are drawn last: a document with them has the keys, values and questions of the one without.
 
     Args:
         rng: source of randomness.
         pairs: number of lines.
         questions: number of questions.
         split: the splits have different keys.
+        filler: smallest and largest number of words between a key and its value. None for no words.
+        value_digits: smallest and largest number of digits of the values, which all have the same. None for integers
+            0-99.
 
     Raises:
         ProbeError: more pairs than distinct values or keys, or more questions than pairs.
     """
     keys_available = key_words(split)
-    if not 2 <= pairs <= min(NUM_VALUES, len(keys_available)):
-        limit = min(NUM_VALUES, len(keys_available))
-        raise ProbeError("pairs", pairs, f"Values are distinct integers 0-{NUM_VALUES - 1}. Use 2 to {limit}.")
+    limit = min(NUM_VALUES, len(keys_available)) if value_digits is None else len(keys_available)
+    if not 2 <= pairs <= limit:
+        why = f"Values are distinct integers 0-{NUM_VALUES - 1}" if value_digits is None else "Keys are different words"
+        raise ProbeError("pairs", pairs, f"{why}. Use 2 to {limit}.")
     if not 1 <= questions <= pairs:
         raise ProbeError("questions", questions, f"Use 1 to {pairs} questions with {pairs} pairs.")
     keys = rng.sample(keys_available, pairs)
-    values = tuple(str(v) for v in rng.sample(range(NUM_VALUES), pairs))
+    if value_digits is None:
+        values = tuple(str(v) for v in rng.sample(range(NUM_VALUES), pairs))
+    else:
+        values = numbers(rng, pairs, value_digits)
+    queried = rng.sample(range(pairs), questions)
     writer = Writer()
     writer.add(HEADER)
     spans = []
-    for key, value in zip(keys, values, strict=True):
-        start, _ = writer.add(f"{key}:")
+    for key, words, value in zip(keys, fillers(rng, pairs, filler), values, strict=True):
+        start, _ = writer.add(f"{key}{words}:")
         value_span = writer.add(value)
         _, end = writer.add("\n")
         spans.append(((start, end), value_span))
     drawn_questions = []
-    for number, index in enumerate(rng.sample(range(pairs), questions)):
+    for number, index in enumerate(queried):
         writer.add(("\n" if number else "") + f"The value of the key '{keys[index]}' is")
         answer = writer.add(values[index])
         segment, value_span = spans[index]
         drawn_questions.append(Question(answer, values, index, segment=segment, value=value_span))
     return Document("kv_retrieval", writer.text, tuple(drawn_questions))
+
+
+def kv_prompts(
+    purpose: str,
+    seed: int,
+    count: int,
+    pairs: int,
+    filler: Range | None = None,
+    value_digits: Range | None = None,
+) -> list[Document]:
+    """Generate prompts with words of the evaluation split.
+
+    Args:
+        purpose: part of the seed, such as `locate`. Prompts of different purposes differ.
+        seed: of the recipe.
+        count: number of prompts.
+        pairs, filler, value_digits: as in `kv_document`.
+    """
+    rngs = (rng_of(purpose, seed, i) for i in range(count))
+    return [kv_document(rng, pairs, 1, "eval", filler, value_digits) for rng in rngs]
 
 
 @register_probe("kv_retrieval")
@@ -66,11 +105,11 @@ class KvRetrieval(Probe):
     label = "KV-retrieval"
     unit = "pairs"
     pairs = (2, NUM_VALUES)
-    options = ("questions",)
+    options = ("questions", "filler", "value_digits")
     gold_position = newline_ends_answer = True
     seed_name = "kv"
     lm_eval_sizes = (4, 8, 16, 32, 64)
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
         """Generate a dictionary and questions about it."""
-        return kv_document(rng, options.pairs, options.questions, split)
+        return kv_document(rng, options.pairs, options.questions, split, options.filler, options.value_digits)

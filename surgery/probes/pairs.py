@@ -1,7 +1,7 @@
 """Checks and values that several probes with dictionaries share.
 
-A question is scored by the first tokens of its choices (`data.encoding.encode`), so values must differ in their first
-token, for any tokenizer.
+A question is scored by the first tokens of its choices (`data.encoding.encode`). Values that `leads` begins differ in
+their first token, for any tokenizer. `numbers` may share first tokens: they are scored by as many as distinguish them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from random import Random
 
 from surgery.errors import ProbeError
 from surgery.probes.documents import Split, draw
+from surgery.probes.words import FILLER
 
 NUM_LEADS = 90
+Range = tuple[int, int]  # smallest and largest
 
 
 def leads(rng: Random, count: int) -> tuple[str, ...]:
@@ -28,6 +30,54 @@ def leads(rng: Random, count: int) -> tuple[str, ...]:
         return tuple(f"{first}{rng.randrange(10)}" for first in rng.sample(range(10), count))
     check_pairs(count, NUM_LEADS, "Values begin with distinct integers 10-99")
     return tuple(str(lead) for lead in rng.sample(range(10, 10 + NUM_LEADS), count))
+
+
+def num_values(digits: int) -> int:
+    """Number of integers with so many digits, without leading zeros: 10, 90, 900, ..."""
+    return 10 if digits == 1 else 9 * 10 ** (digits - 1)
+
+
+def numbers(rng: Random, count: int, digits: Range) -> tuple[str, ...]:
+    """Draw `count` different numbers, all with the same number of digits.
+
+    No number is the beginning of another, and choices of equal length are ranked fairly.
+
+    Args:
+        rng: source of randomness.
+        count: number of values.
+        digits: smallest and largest number of digits. One between them is drawn, of those with enough numbers.
+
+    Raises:
+        ProbeError: there are not so many numbers, or `digits` is not a range from 1 on.
+    """
+    low, high = digits
+    if not 1 <= low <= high:
+        raise ProbeError("value_digits", list(digits), "Use [low, high] with 1 <= low <= high.")
+    sizes = [size for size in range(low, high + 1) if num_values(size) >= count]
+    if not sizes:
+        raise ProbeError("pairs", count, f"Only {num_values(high)} numbers have {high} digits. Increase value_digits.")
+    size = rng.choice(sizes)
+    first = 0 if size == 1 else 10 ** (size - 1)
+    return tuple(str(number) for number in rng.sample(range(first, 10**size), count))
+
+
+def fillers(rng: Random, count: int, words: Range | None) -> tuple[str, ...]:
+    """Draw the words between each of `count` keys and its value, with a space before every word.
+
+    Args:
+        rng: source of randomness. Unused if `words` is None.
+        count: number of records.
+        words: smallest and largest number of words, drawn for each record. None for no words.
+
+    Raises:
+        ProbeError: `words` is not a range from 0 on.
+    """
+    if words is None:
+        return ("",) * count
+    low, high = words
+    if not 0 <= low <= high:
+        raise ProbeError("filler", list(words), "Use [low, high] with 0 <= low <= high.")
+    return tuple("".join(f" {rng.choice(FILLER)}" for _ in range(rng.randint(low, high))) for _ in range(count))
 
 
 def different(count: int, split: Split, make: Callable[[], str]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document, Question, Split, Writer
-from surgery.probes.pairs import NUM_LEADS, check_pairs, check_questions, different, leads
+from surgery.probes.pairs import NUM_LEADS, Range, check_pairs, check_questions, different, fillers, leads, numbers
 from surgery.probes.registry import Options, Probe, register_probe
 from surgery.probes.words import SYLLABLES
 
@@ -32,7 +32,14 @@ Space = Literal["answer", "prompt"]
 
 
 def phonebook_document(
-    rng: Random, pairs: int, questions: int = 1, split: Split = "train", shots: int = SHOTS, space: Space = "answer"
+    rng: Random,
+    pairs: int,
+    questions: int = 1,
+    split: Split = "train",
+    shots: int = SHOTS,
+    space: Space = "answer",
+    filler: Range | None = None,
+    value_digits: Range | None = None,
 ) -> Document:
     """Generate a phonebook, some of its lines again as examples, and questions about other lines.
 
@@ -44,6 +51,9 @@ def phonebook_document(
         shots: number of examples.
         space: whether the space before a number belongs to the `answer` or to the `prompt`. Depends on the tokenizer;
             see `space_of`.
+        filler: smallest and largest number of words between a name and its number. None for no words. The examples
+            and questions have the name alone.
+        value_digits: smallest and largest number of digits of the numbers, which all have the same. None for ten.
 
     Raises:
         ProbeError: fewer than 2 or more than 90 pairs, or more examples and questions than pairs.
@@ -54,21 +64,26 @@ def phonebook_document(
     check_questions(questions, pairs - shots)
     names = different(pairs, split, lambda: f"{_word(rng)} {_word(rng)}")
     before, first = ("", " ") if space == "answer" else (" ", "")
-    tails = ["".join(rng.choice("0123456789") for _ in range(DIGITS - 2)) for _ in range(pairs)]
-    numbers = tuple(f"{first}{lead}{tail}" for lead, tail in zip(leads(rng, pairs), tails, strict=True))
-    writer = Writer()
-    spans = [_line(writer, f"{name}:{before}", number) for name, number in zip(names, numbers, strict=True)]
+    if value_digits is None:
+        tails = ["".join(rng.choice("0123456789") for _ in range(DIGITS - 2)) for _ in range(pairs)]
+        digits = tuple(lead + tail for lead, tail in zip(leads(rng, pairs), tails, strict=True))
+    else:
+        digits = numbers(rng, pairs, value_digits)
+    values = tuple(first + number for number in digits)
     again = rng.sample(range(pairs), shots + questions)
+    writer = Writer()
+    lines = zip(names, fillers(rng, pairs, filler), values, strict=True)
+    spans = [_line(writer, f"{name}{words}:{before}", value) for name, words, value in lines]
     if shots:
         writer.add("\n")
     for index in again[:shots]:
-        _line(writer, f"{names[index]}:{before}", numbers[index])
+        _line(writer, f"{names[index]}:{before}", values[index])
     writer.add("\n")
     drawn_questions = []
     for index in again[shots:]:
-        _, answer = _line(writer, f"{names[index]}:{before}", numbers[index])
+        _, answer = _line(writer, f"{names[index]}:{before}", values[index])
         segment, value = spans[index]
-        drawn_questions.append(Question(answer, numbers, index, segment=segment, value=value))
+        drawn_questions.append(Question(answer, values, index, segment=segment, value=value))
     return Document("phonebook", writer.text, tuple(drawn_questions))
 
 
@@ -94,11 +109,12 @@ class Phonebook(Probe):
     """Phonebook look-up: `phonebook_document`. A book of two lines has one example."""
 
     pairs = (2, NUM_LEADS)
-    options = ("questions",)
+    options = ("questions", "filler", "value_digits")
     gold_position = newline_ends_answer = needs_tokenizer = True
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
         """Generate a phonebook, examples and questions about other lines."""
         pairs, shots = options.pairs, min(SHOTS, options.pairs - 1)
         space = space_of(options.tokenizer) if options.tokenizer else "answer"
-        return phonebook_document(rng, pairs, min(options.questions, pairs - shots), split, shots, space)
+        questions = min(options.questions, pairs - shots)
+        return phonebook_document(rng, pairs, questions, split, shots, space, options.filler, options.value_digits)

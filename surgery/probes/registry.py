@@ -37,6 +37,8 @@ class Options:
         tokens: maximum length of the document, in tokens; in characters if there is no tokenizer.
         depth: share of the text before the first needle; drawn at random if None.
         half: half of the facts or sentences to use; both if None.
+        filler: smallest and largest number of words between a key and its value; no words if None.
+        value_digits: smallest and largest number of digits of the values; those of the probe if None.
         tokenizer: tokenizer of the base model. lm-eval tasks are written without one.
     """
 
@@ -48,6 +50,8 @@ class Options:
     tokens: int = 0
     depth: float | None = None
     half: Half | None = None
+    filler: tuple[int, int] | None = None
+    value_digits: tuple[int, int] | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
 
 
@@ -66,7 +70,8 @@ class Probe(ABC):
             answer, for questions without choices; `perplexity` is for texts without questions.
         pairs: smallest and largest `pairs`; None if the probe has no such size.
         options: other fields of `Options` that the probe uses: `questions`, `groups`, `hops`, `needles`, `half`,
-            `tokens`. With `tokens`, a recipe sets the length of a document and the depth in it.
+            `filler`, `value_digits`, `tokens`. With `tokens`, a recipe sets the length of a document and the depth in
+            it.
         gold_position: every question has a `segment` and a `value`, the places that attention may be trained to read.
         newline_ends_answer: a newline follows each answer, so that a source may train on it.
         needs_tokenizer: the text depends on the base model's tokenizer.
@@ -177,7 +182,7 @@ def register_probe(name: str) -> Callable[[P], P]:
     return register
 
 
-_OPTIONS = ("questions", "groups", "hops", "needles", "half", "tokens")
+_OPTIONS = ("questions", "groups", "hops", "needles", "half", "tokens", "filler", "value_digits")
 
 
 def _check_attributes(name: str, probe: type[Probe]) -> None:

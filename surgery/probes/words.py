@@ -26,6 +26,7 @@ SIZES = ("small", "large", "old", "new", "heavy", "light")
 VERBS = ("carried", "brought", "sold", "lost", "found", "showed", "threw", "took")
 TIMES = ("morning", "evening", "night", "summer", "winter", "spring")
 WEATHER = ("rain", "snow", "wind", "fog", "storm", "sun")
+FILLER = (*PLACES, *SIZES, *THINGS, *TIMES)  # words between a key and its value
 
 
 @cache

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_serializer, model_validator
 
 from surgery.probes.registry import PROBES, Probe
-from surgery.recipe.section import Pairs, Positive, Section
+from surgery.recipe.section import Filler, Pairs, Positive, Section, ValueDigits, check_value_digits
 from surgery.registry import NameOf
 
 
@@ -22,6 +22,9 @@ class Efficiency(Section):
         True,
         description="Also time a randomly initialised Transformer of the same width, depth and number of parameters.",
     )
+
+
+_KEYS_OF_ARMS = ("held_out", "lm_eval", "notes")  # other entries of an arm in results.json
 
 
 class EvaluationTask(Section):
@@ -47,12 +50,32 @@ class EvaluationTask(Section):
     hops: Annotated[int, Field(ge=2, le=20, strict=True)] = Field(
         2, description="multi_hop: lines from the question to its answer."
     )
+    filler: Filler | None = Field(
+        None,
+        description="kv_retrieval, phonebook, json_kv, multi_hop, records, key_echo: range of the number of words "
+        "between a key and its value, drawn for each record. By default no words.",
+    )
+    value_digits: ValueDigits | None = Field(
+        None,
+        description="kv_retrieval, phonebook, json_kv, records, key_echo: range of the number of digits of a value, "
+        "drawn for each prompt. By default as in `train.sources`.",
+    )
     examples: Positive | None = Field(None, description="Prompts per size. By default `evaluate.examples`.")
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,99}$")] | None = Field(
+        None,
+        description="Name in results. By default the task. Set it to list a task again with another `filler`, "
+        "`value_digits`, `hops` or `needles`.",
+    )
 
     @property
     def probe(self) -> Probe:
         """The probe that generates the prompts."""
         return PROBES[self.task]
+
+    @property
+    def result_name(self) -> str:
+        """First part of its names in results."""
+        return self.name or self.task
 
     @model_validator(mode="before")
     @classmethod
@@ -69,11 +92,16 @@ class EvaluationTask(Section):
             "depths": "tokens" in options,
             "needles": "needles" in options,
             "hops": "hops" in options,
+            "filler": "filler" in options,
+            "value_digits": "value_digits" in options,
             "examples": self.probe.evaluation_set() is None,
+            "name": self.probe.scoring != "perplexity",
         }
         for name in self._changed():
             if not accepted[name]:
                 raise ValueError(f"{self.task} does not use `{name}`: remove it")
+        if self.name != self.task and (self.name in PROBES or self.name in _KEYS_OF_ARMS):
+            raise ValueError(f"`name: {self.name}` has another meaning in results. Use another name")
         return self
 
     def _changed(self) -> dict[str, Any]:
@@ -140,18 +168,21 @@ class Evaluate(Section):
 
     @model_validator(mode="after")
     def _tasks_are_known(self) -> Evaluate:
-        names = [entry.task for entry in self.tasks]
+        names = [entry.result_name for entry in self.tasks]
         if len(set(names)) < len(names):
-            raise ValueError("the same task is listed twice. List it once, with several sizes.")
+            raise ValueError("the same task is listed twice. List it once, with several sizes, or set `name` of one.")
         listed = self.generate if isinstance(self.generate, tuple) else ()
-        unknown = sorted(set(listed) - {entry.task for entry in self.tasks if entry.probe.scoring != "perplexity"})
+        with_answers = {entry.result_name for entry in self.tasks if entry.probe.scoring != "perplexity"}
+        unknown = sorted(set(listed) - with_answers)
         if unknown:
             raise ValueError(f"`generate` lists {unknown[0]}, which is not among the `tasks` with answers. Remove it")
         for entry in self.tasks:
             if entry.probe.pairs is not None and "tokens" not in entry.probe.options:
-                entry.probe.check_pairs(*(entry.pairs or self.pairs))
+                sizes = entry.pairs or self.pairs
+                entry.probe.check_pairs(*sizes)
+                check_value_digits(max(sizes), entry.value_digits)
         return self
 
     def generates(self, task: str) -> bool:
-        """Whether the answers of this task are generated too."""
+        """Whether the answers of the task with this name in results are generated too."""
         return self.generate if isinstance(self.generate, bool) else task in self.generate

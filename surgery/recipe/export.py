@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -29,11 +28,7 @@ class Export(Section):
         pattern=r"^[1-9][0-9]{0,5}(KB|MB|GB|TB)$",
         description="Larger weights are split into files of this size.",
     )
-
-    @classmethod
-    def names_of_0_1(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Version 0.1 had one format and no key for it."""
-        return {key: value for key, value in data.items() if (key, value) != ("format", "transformers")}
+    new_keys: ClassVar[tuple[str, ...]] = ("format",)
 
 
 class Hardware(Section):

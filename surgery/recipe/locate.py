@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
 from surgery.recipe.methods import METHODS, RANKINGS, UNRANKED
-from surgery.recipe.section import Pairs, Positive, Section
+from surgery.recipe.section import Filler, Pairs, Positive, Section, ValueDigits, check_value_digits
 from surgery.registry import NameOf
 from surgery.types import Fill, Where
 
@@ -36,6 +36,12 @@ class Locate(Section):
         "one decode step per head, which suits large models on small machines.",
     )
     pairs: Pairs = Field(24, description="Key-value pairs per prompt. Choose it so that the base scores 0.6-0.95.")
+    filler: Filler | None = Field(
+        None, description="Range of the number of words between a key and its value. By default no words."
+    )
+    value_digits: ValueDigits | None = Field(
+        None, description="Range of the number of digits of a prompt's values. By default integers 0-99."
+    )
     examples: Positive = Field(128, description="Number of prompts.")
     batch_size: Positive = Field(32, description="Prompts per batch.")
     where: Where = Field("everywhere", description="Tokens at which `ablation` removes a head.")
@@ -51,6 +57,7 @@ class Locate(Section):
         0, ge=0, le=10**9, strict=True, description="Redundancy: number of heads to ablate cumulatively, the most "
         "important first. Pairs of Gather and Aggregate heads are ablated too. By default not measured."
     )  # fmt: skip
+    new_keys: ClassVar[tuple[str, ...]] = ("filler", "value_digits")
 
     @field_validator("methods")
     @classmethod
@@ -69,4 +76,5 @@ class Locate(Section):
             raise ValueError("`backups` needs `ablation` in `methods`.")
         if self.backups > self.top_k:
             raise ValueError("`backups` must not exceed `top_k`: it takes heads from the best `top_k`.")
+        check_value_digits(self.pairs, self.value_digits)
         return self

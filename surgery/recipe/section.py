@@ -3,6 +3,8 @@
 To rename a key: rename the field, and add `old: new` to `renamed` of its section. Recipes, overrides and constructor
 calls with the old key then work with a warning. `keys_of_0_1` restores the old keys for hashes, so that finished
 stages stay valid and checkpoints still match.
+
+To add a key: give it a default, and list it in `new_keys` of its section. Hashes of recipes without it stay the same.
 """
 
 from __future__ import annotations
@@ -11,12 +13,36 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from surgery.probes.pairs import num_values
 
 Positive = Annotated[int, Field(gt=0, le=10**9, strict=True)]
 Tokens = Annotated[int, Field(gt=0, le=10**15, strict=True)]  # of a whole stage
 Pairs = Annotated[int, Field(ge=2, le=100, strict=True, description="Values are distinct integers 0-99.")]
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+
+
+def _ordered(value: tuple[int, int]) -> tuple[int, int]:
+    if value[0] > value[1]:
+        raise ValueError("the range is [low, high], with low <= high")
+    return value
+
+
+_Words = Annotated[int, Field(ge=0, le=100, strict=True)]
+_Digits = Annotated[int, Field(ge=1, le=16, strict=True)]
+Filler = Annotated[tuple[_Words, _Words], AfterValidator(_ordered)]
+ValueDigits = Annotated[tuple[_Digits, _Digits], AfterValidator(_ordered)]
+
+
+def check_value_digits(pairs: int, digits: tuple[int, int] | None) -> None:
+    """Raise ValueError if fewer numbers than `pairs` have so many digits."""
+    if digits is not None and num_values(digits[1]) < pairs:
+        raise ValueError(
+            f"there are {num_values(digits[1])} values of {digits[1]} digits, fewer than {pairs} `pairs`. "
+            "Increase `value_digits`, or lower `pairs`"
+        )
+
 
 Module = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
 Plugins = Annotated[
@@ -35,11 +61,13 @@ class Section(BaseModel):
     Attributes:
         path_in_recipe: dotted path of the section in a recipe, for warnings. Required with `renamed`.
         renamed: current name by old name.
+        new_keys: keys that version 0.1 did not have.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     path_in_recipe: ClassVar[str] = ""
     renamed: ClassVar[Mapping[str, str]] = {}
+    new_keys: ClassVar[tuple[str, ...]] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -63,9 +91,13 @@ class Section(BaseModel):
 
     @classmethod
     def names_of_0_1(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Rename the keys of this section, not of sections inside it, to those of version 0.1."""
+        """Rename the keys of this section, not of sections inside it, to those of version 0.1.
+
+        New keys are left out while they have their default.
+        """
         old = {new: old for old, new in cls.renamed.items()}
-        return {old.get(key, key): value for key, value in data.items()}
+        defaults = {key: cls.model_fields[key].default for key in cls.new_keys}
+        return {old.get(k, k): v for k, v in data.items() if k not in defaults or v != defaults[k]}
 
 
 def keys_of_0_1(section: type[Section] | None, data: Any) -> Any:

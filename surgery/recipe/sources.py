@@ -10,7 +10,7 @@ from pydantic_core import CoreSchema
 
 from surgery.probes.registry import PROBES, Probe
 from surgery.recipe.objectives import OBJECTIVES, RENAMED, needs_of
-from surgery.recipe.section import Pairs, Positive, Section
+from surgery.recipe.section import Filler, Pairs, Positive, Section, ValueDigits, check_value_digits
 from surgery.registry import NameOf
 
 Weight = Annotated[float, Field(ge=0)]
@@ -142,16 +142,27 @@ class Source(Section):
     )
     pairs: tuple[Pairs, Pairs] = Field(
         (2, 16),
-        description="Range from which each step draws one number: lines for kv_retrieval, phonebook, json_kv, mqar and "
-        "multi_hop; hidden numbers for needle_multi_*; pieces for copying.",
+        description="Range from which each step draws one number: lines for kv_retrieval, phonebook, json_kv, mqar, "
+        "multi_hop, records and key_echo; hidden numbers for needle_multi_*; pieces for copying.",
     )
     questions: Positive = Field(
-        1, description="kv_retrieval, phonebook, json_kv, mqar: maximum number of questions per document."
+        1, description="kv_retrieval, phonebook, json_kv, mqar, records: maximum number of questions per document."
     )
     groups: tuple[Positive, ...] | None = Field(
         None,
         description="json_kv: digits in each group of a key and of a value, such as [4] for short ones. By default "
         "those of a UUID.",
+    )
+    filler: Filler | None = Field(
+        None,
+        description="kv_retrieval, phonebook, json_kv, multi_hop, records, key_echo: range of the number of words "
+        "between a key and its value, drawn for each record. By default no words.",
+    )
+    value_digits: ValueDigits | None = Field(
+        None,
+        description="kv_retrieval, phonebook, json_kv, records, key_echo: range of the number of digits of a value, "
+        "drawn for each document. By default integers 0-99 for kv_retrieval and key_echo, two digits for records, ten "
+        "for phonebook, a string as long as the keys for json_kv.",
     )
     train_eos: bool = Field(
         False, description="Also train on the newline after each answer of a task, so that generation stops there."
@@ -162,6 +173,7 @@ class Source(Section):
     weights: Weights
     path_in_recipe: ClassVar[str] = "train.sources"
     renamed: ClassVar[dict[str, str]] = {"end": "train_eos", "half": "split"}
+    new_keys: ClassVar[tuple[str, ...]] = ("filler", "value_digits")
 
     @property
     def probe(self) -> Probe | None:
@@ -232,6 +244,10 @@ class Source(Section):
             raise ValueError(f"{self.name} has no groups of digits. Remove `groups`")
         if self.groups is not None and (sum(self.groups) < 4 or self.groups[0] < 3):
             raise ValueError("`groups` needs at least 4 digits, and at least 3 in the first group")
+        for name, content in (("filler", "words between key and value"), ("value_digits", "values of other lengths")):
+            if getattr(self, name) is not None and name not in options:
+                raise ValueError(f"{self.name} has no {content}. Remove `{name}`")
+        check_value_digits(self.pairs[1], self.value_digits)
         return self
 
     @model_validator(mode="after")

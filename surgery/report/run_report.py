@@ -99,6 +99,9 @@ def _operation(inputs: ReportInputs) -> _Values:
     trained = dict.fromkeys(stage.trainable for stage in train.sequence)
     in_order = " then ".join(name.replace("_", " ") for name in trained)
     prompts = f"{recipe.locate.examples} prompts of {recipe.locate.pairs} pairs"
+    if recipe.locate.filler is not None:
+        low, high = recipe.locate.filler
+        prompts += f" with {low} to {high} words between key and value"
     kind = "fine-tuning" if splice is None else "layer" if splice.unit == "layer" else splice.mode
     return {
         "kind": kind,

@@ -33,8 +33,8 @@ from surgery.locate.hidden_attention import prompt_attention
 from surgery.locate.locating import locate_heads
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.lookup import family_of
-from surgery.probes.documents import rng_of
-from surgery.probes.kv_retrieval import kv_document
+from surgery.probes.documents import Document
+from surgery.probes.kv_retrieval import kv_prompts
 from surgery.recipe import Recipe, as_base, to_yaml
 from surgery.recipe.public import public_name, public_recipe
 from surgery.recipe.section import keys_of_0_1
@@ -85,7 +85,10 @@ class Stage:
         parts = {}
         for part in ("seed", *self.sections):
             section, _, name = part.partition(".")
-            parts[part] = recipe[section][name] if name else recipe[section]
+            if not name:
+                parts[part] = recipe[section]
+            elif name in recipe[section]:  # keys newer than 0.1 are left out at their default
+                parts[part] = recipe[section][name]
         if "control" in parts:
             parts["control revision"] = run.control_revision
         if "train" in parts and run.data_revision:
@@ -127,10 +130,10 @@ def _locate(run: Run, key: str) -> None:
 
 def _hidden_attention(run: Run, heads: HeadSet) -> PromptAttention:
     """Compute the hidden attention at the query of one short prompt for every head, and in full for the best heads."""
-    document = kv_document(rng_of("sample", run.recipe.seed, 0), min(16, run.recipe.locate.pairs), split="eval")
+    documents = _prompts(run, "sample", 1, min(16, run.recipe.locate.pairs))
     full = dict.fromkeys([s.head for s in heads.chosen] + [s.head for s in heads.heads[:6]])
     specs = family_of(run.base().config).mixers(run.base().config)
-    return prompt_attention(run.base(), run.tokenizer(), [document], specs, list(full))
+    return prompt_attention(run.base(), run.tokenizer(), documents, specs, list(full))
 
 
 def _plan(run: Run, key: str) -> None:
@@ -148,10 +151,15 @@ def _splice(run: Run, key: str) -> None:
     write_json(run.folder / "splice.json", {"max_logit": gap.max_logit, "kl": gap.kl, "same_top": gap.same_top})
 
 
+def _prompts(run: Run, purpose: str, count: int, pairs: int) -> list[Document]:
+    """Generate evaluation prompts of the form that locating uses."""
+    section = run.recipe.locate
+    return kv_prompts(purpose, run.recipe.seed, count, pairs, section.filler, section.value_digits)
+
+
 def _sample(run: Run, count: int, pairs: int = 0) -> Any:
     """Encode a few evaluation prompts of the size that locating uses, on the device."""
-    pairs = pairs or run.recipe.locate.pairs
-    documents = [kv_document(rng_of("sample", run.recipe.seed, i), pairs, split="eval") for i in range(count)]
+    documents = _prompts(run, "sample", count, pairs or run.recipe.locate.pairs)
     return encode(documents, run.tokenizer(), until_answer=True).to(run.accelerator.device)
 
 
@@ -214,8 +222,7 @@ class _Watch:
     def __init__(self, run: Run, model: PreTrainedModel, name: str) -> None:
         self.run, self.model, self.name = run, model, name
         self.accuracy = ""
-        pairs, seed = run.recipe.locate.pairs, run.recipe.seed
-        self.prompts = [kv_document(rng_of("watch", seed, i), pairs, split="eval") for i in range(_WATCHED)]
+        self.prompts = _prompts(run, "watch", _WATCHED, run.recipe.locate.pairs)
         self._recent: list[tuple[float, float]] = []
 
     def __call__(self, step: int, losses: dict[str, float]) -> None:
@@ -370,6 +377,7 @@ def versions() -> dict[str, str]:
     }
 
 
+_PROMPTS = ("locate.pairs", "locate.filler", "locate.value_digits")  # for the figure of the attention
 STAGES: tuple[Stage, ...] = (
     Stage("locate", "measuring every head",
           ("base", "locate", "splice.select", "splice.num_heads", "splice.heads"),
@@ -380,7 +388,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("train", "training the hybrid", ("base", "train"), ("spliced", "plan.json"),
           ("trained", "training.json", "figures/training"), _train, together=True),
     Stage("control", "training the control", ("base", "train"), (), (), _control, together=True),
-    Stage("evaluate", "evaluating every arm", ("base", "train", "locate.pairs", "evaluate"),
+    Stage("evaluate", "evaluating every arm", ("base", "train", *_PROMPTS, "evaluate"),
           ("trained", "no_splice", "spliced", "plan.json"), ("results.json", "report.html", "figures/evaluate"),
           _evaluate, version=2),
     Stage("export", "exporting", ("base", "locate", "splice", "train", "evaluate", "export"),
@@ -391,7 +399,7 @@ TUNING: tuple[Stage, ...] = (
     Stage("train", "training the hybrid", ("base", "train"), (), ("trained", "training.json", "figures/training"),
           _train, together=True),
     Stage("control", "training the control", ("base", "control", "train"), (), (), _control, together=True),
-    Stage("evaluate", "evaluating every arm", ("base", "control", "train", "locate.pairs", "evaluate"),
+    Stage("evaluate", "evaluating every arm", ("base", "control", "train", *_PROMPTS, "evaluate"),
           ("trained", "no_splice"), ("results.json", "report.html", "figures/evaluate"), _evaluate,
           version=2),
     Stage("export", "exporting", ("base", "control", "splice", "train", "evaluate", "export"),

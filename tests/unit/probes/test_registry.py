@@ -23,7 +23,7 @@ from surgery.report.results import label_of
 BUILT_IN = (
     "kv_retrieval", "phonebook", "json_kv", "mqar", "multi_hop", "copying", "sentence", "perplexity",
     "perplexity_seen", "needle_single", "needle_multi_key", "needle_multi_value", "needle_multi_query",
-    "letter_choice", "option_text", "closed_book", "closed_book_seen", "statement",
+    "letter_choice", "option_text", "closed_book", "closed_book_seen", "statement", "records", "key_echo",
 )  # fmt: skip
 
 

@@ -1,0 +1,240 @@
+"""`filler` and `value_digits`: what they change, that they change nothing else, and where recipes accept them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from surgery.data.encoding import encode
+from surgery.data.generated import maker
+from surgery.errors import ProbeError
+from surgery.evaluate.evaluation import evaluate_model
+from surgery.evaluate.prompts import make_prompts
+from surgery.locate.batches import PromptBatches
+from surgery.probes.documents import Document, rng_of
+from surgery.probes.kv_retrieval import kv_document, kv_prompts
+from surgery.probes.pairs import fillers, num_values, numbers
+from surgery.probes.registry import PROBES, Options
+from surgery.probes.words import FILLER
+from surgery.recipe import Evaluate, Locate, Source
+from surgery.recipe.section import keys_of_0_1
+from surgery.scoring.ranking import answer_choices
+from surgery.testing.pico import pico_base, pico_tokenizer
+
+FILLED = ("kv_retrieval", "phonebook", "json_kv", "multi_hop", "records", "key_echo")
+SIZED = ("kv_retrieval", "phonebook", "json_kv", "records", "key_echo")
+RANKED = tuple(task for task in SIZED if PROBES[task].scoring == "choices")
+WORDS = re.compile(rf"(?: (?:{'|'.join(FILLER)}))+")
+
+
+def document(task: str, seed: int = 0, split: Any = "eval", **options: Any) -> Document:
+    given = {"pairs": 6, "tokenizer": pico_tokenizer(), **options}
+    return PROBES[task].generate(rng_of("filler", task, seed), split, Options(**given))
+
+
+def test_the_lists_here_are_those_of_the_classes() -> None:
+    for option, tasks in (("filler", FILLED), ("value_digits", SIZED)):
+        assert {name for name, probe in PROBES.items() if option in probe.options} == set(tasks)
+
+
+@pytest.mark.parametrize("task", [task for task in FILLED if task != "records"])
+def test_without_its_filler_a_document_is_the_one_that_has_none(task: str) -> None:
+    for seed in range(5):
+        plain, filled = document(task, seed), document(task, seed, filler=(1, 7))
+        assert WORDS.sub("", filled.text) == plain.text != filled.text
+        for one, other in zip(plain.questions, filled.questions, strict=True):
+            assert (one.choices, one.gold) == (other.choices, other.gold)
+            assert plain.text[slice(*one.answer)] == filled.text[slice(*other.answer)]
+        assert document(task, seed, filler=(0, 0)) == plain
+
+
+def test_a_filled_record_has_the_words_of_the_one_without_and_more() -> None:
+    for seed in range(5):
+        plain, filled = document("records", seed), document("records", seed, filler=(3, 3))
+        pieces = iter(re.findall(r"\w+|\W", filled.text))
+        assert all(piece in pieces for piece in re.findall(r"\w+|\W", plain.text)), "in the same order"
+        assert len(filled.text.split()) == len(plain.text.split()) + 6 * 3
+
+
+@pytest.mark.parametrize("task", ["kv_retrieval", "phonebook", "json_kv", "multi_hop", "key_echo"])
+def test_words_of_every_number_in_the_range_stand_between_key_and_value(task: str) -> None:
+    tail = r'(?=(?:": ")|:)'
+    lines = [line for seed in range(30) for line in document(task, seed, filler=(0, 3)).text.splitlines()]
+    counts = {len(match[0].split()) for line in lines for match in re.finditer(WORDS.pattern + tail, line)}
+    assert counts == {1, 2, 3}
+    fixed = [line for seed in range(5) for line in document(task, seed, filler=(20, 20)).text.splitlines()]
+    found = [len(match[0].split()) for line in fixed for match in re.finditer(WORDS.pattern + tail, line)]
+    assert found == [20] * 6 * 5, "once in every line, and nowhere else"
+
+
+def test_fillers_cover_their_range() -> None:
+    drawn = fillers(rng_of("range"), 500, (0, 20))
+    assert {len(words.split()) for words in drawn} == set(range(21))
+    assert {word for words in drawn for word in words.split()} == set(FILLER)
+    assert all(words == "" or words[0] == " " for words in drawn)
+
+
+@pytest.mark.parametrize("words", [(2, 1), (-1, 3)])
+def test_an_impossible_filler_is_refused(words: tuple[int, int]) -> None:
+    with pytest.raises(ProbeError, match=r"filler: .*0 <= low <= high"):
+        fillers(rng_of(0), 3, words)
+
+
+def test_filler_words_are_one_token_of_the_shipped_models_and_no_keys() -> None:
+    ids = pico_tokenizer()([f" {word}" for word in FILLER], add_special_tokens=False)["input_ids"]
+    assert {len(word) for word in ids} == {1}
+    assert len(set(FILLER)) == len(FILLER)
+
+
+@pytest.mark.parametrize("task", SIZED)
+@pytest.mark.parametrize(("digits", "tokens"), [((1, 2), 1), ((3, 4), 2), ((5, 6), 3), ((7, 8), 4)])
+def test_values_have_one_to_four_tokens_and_one_more_for_each_zero_that_begins_one(
+    task: str, digits: tuple[int, int], tokens: int
+) -> None:
+    tokenizer = pico_tokenizer()
+    for seed in range(6):
+        made = document(task, seed, value_digits=digits)
+        values = [made.text[slice(*q.value)] for q in made.questions if q.value]
+        values += [choice for q in made.questions for choice in q.choices]
+        values += re.findall(r":(\d+) [a-z]+\n", made.text) if task == "key_echo" else []
+        for value in values:
+            halves = re.findall(r"\d\d?", value)
+            assert len(halves) == tokens
+            with_zero = sum(half[0] == "0" < half for half in halves)  # such as 07, which is two tokens
+            assert len(tokenizer(value.strip(), add_special_tokens=False)["input_ids"]) == tokens + with_zero
+        assert len({len(value) for value in values}) == 1, "of one length in a document"
+        assert digits[0] <= len(values[0].strip()) <= digits[1]
+
+
+def test_numbers_are_different_and_their_lengths_are_those_with_enough_of_them() -> None:
+    lengths = set()
+    for seed in range(60):
+        drawn = numbers(rng_of("numbers", seed), 11, (1, 3))
+        assert len(set(drawn)) == 11 and all(str(int(number)) == number for number in drawn)
+        lengths |= set(map(len, drawn))
+    assert lengths == {2, 3}, "there are ten numbers of one digit"
+    assert set(numbers(rng_of(0), 10, (1, 1))) == set("0123456789")
+    assert [num_values(digits) for digits in (1, 2, 3)] == [10, 90, 900]
+    with pytest.raises(ProbeError, match=r"pairs: 91.*Only 90 numbers have 2 digits"):
+        numbers(rng_of(0), 91, (1, 2))
+    for digits in ((0, 2), (3, 2)):
+        with pytest.raises(ProbeError, match="value_digits"):
+            numbers(rng_of(0), 4, digits)
+
+
+@pytest.mark.parametrize("task", RANKED)
+def test_choices_that_share_their_first_token_are_told_apart_by_more(task: str) -> None:
+    """40 of 900 numbers: two begin with the same two digits."""
+    batch = encode([document(task, pairs=40, value_digits=(3, 3))], pico_tokenizer())
+    assert batch.choice_rest.shape[-1] == 1
+    choices, gold = batch.last_question()
+    assert len({tuple(choice) for choice in choices[0].tolist()}) == 40
+    assert choices[0, gold[0], 0] == batch.target[0, 0]
+
+
+@torch.no_grad()
+def test_a_ranked_value_of_several_tokens_has_the_likelihood_of_all_of_them() -> None:
+    model, tokenizer = pico_base(vocab_size=1024, layers=1).eval(), pico_tokenizer()
+    made = kv_document(rng_of("rank"), 40, split="eval", value_digits=(3, 3))
+    (question,) = made.questions
+    prompt = tokenizer(made.text[: question.answer[0]], add_special_tokens=False)["input_ids"]
+    scores = []
+    for choice in question.choices:
+        ids = tokenizer(choice, add_special_tokens=False)["input_ids"]
+        logits = model(torch.tensor([[*prompt, *ids]])).logits[0].log_softmax(-1)
+        scores.append(sum(float(logits[len(prompt) - 1 + i, token]) for i, token in enumerate(ids)))
+    others = [score for i, score in enumerate(scores) if i != question.gold]
+    ranked = answer_choices(model, tokenizer, [made], 1)
+    assert float(ranked.margin[0]) == pytest.approx(scores[question.gold] - max(others), abs=1e-3)
+
+
+def source(**given: Any) -> Source:
+    return Source.model_validate({"task": "kv_retrieval", "rows": 1, "weights": {"answer": 1.0}, **given})
+
+
+def test_a_source_passes_both_on() -> None:
+    made = maker(source(pairs=[5, 5], filler=[2, 4], value_digits=[6, 6]), rng_of(3))()
+    lines = re.findall(r"^[a-z]+((?: [a-z]+)*):(\d+)$", made.text, re.M)
+    assert len(lines) == 5
+    assert all(2 <= len(words.split()) <= 4 and len(value) == 6 for words, value in lines)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"filler": [4, 2]}, "low <= high"),
+        ({"filler": [-1, 2]}, "greater than or equal to 0"),
+        ({"filler": 4}, "filler"),
+        ({"task": "mqar", "filler": [0, 2]}, "mqar has no words between key and value. Remove `filler`"),
+        ({"task": "multi_hop", "pairs": [4, 8], "value_digits": [1, 2]}, "multi_hop has no values of other lengths"),
+        ({"task": None, "data": {"path": "x.jsonl"}, "filler": [0, 2]}, "x.jsonl has no words between"),
+        ({"value_digits": [0, 2]}, "greater than or equal to 1"),
+        ({"value_digits": [1, 1]}, "10 values of 1 digits, fewer than 16 `pairs`"),
+        ({"value_digits": [1, 2], "pairs": [2, 91]}, "90 values of 2 digits, fewer than 91 `pairs`"),
+    ],
+)
+def test_a_source_refuses_what_does_not_fit(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        source(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"tasks": [{"task": "copying", "filler": [1, 2]}]}, "copying does not use `filler`"),
+        ({"tasks": [{"task": "multi_hop", "value_digits": [1, 2]}]}, "multi_hop does not use `value_digits`"),
+        ({"tasks": [{"task": "records", "value_digits": [1, 1]}], "pairs": [8, 16]}, "fewer than 16 `pairs`"),
+        ({"tasks": ["perplexity", {"task": "perplexity", "name": "other"}]}, "perplexity does not use `name`"),
+        ({"tasks": [{"task": "records", "name": "kv_retrieval"}]}, "another meaning in results"),
+        ({"tasks": [{"task": "records", "name": "held_out"}]}, "another meaning in results"),
+        ({"tasks": [{"task": "records", "name": "a/b"}]}, "name"),
+        ({"tasks": ["records", {"task": "records", "filler": [1, 2]}]}, "listed twice.*set `name`"),
+        ({"tasks": [{"task": "records", "name": "far"}], "generate": ["records"]}, "not among"),
+    ],
+)
+def test_an_evaluation_refuses_what_does_not_fit(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        Evaluate.model_validate({"pairs": [8], **given})
+
+
+def test_a_task_is_evaluated_near_and_far_on_the_same_pairs() -> None:
+    far = {"task": "kv_retrieval", "name": "kv_far", "filler": [4, 4]}
+    section = Evaluate.model_validate({"tasks": ["kv_retrieval", far], "pairs": [3, 5], "examples": 4})
+    assert Evaluate.model_validate(section.model_dump(mode="json")) == section
+    prompts = make_prompts(section, 0)
+    assert list(prompts.choices) == ["kv_retrieval/3", "kv_retrieval/5", "kv_far/3", "kv_far/5"]
+    for near, far_document in zip(prompts.choices["kv_retrieval/5"], prompts.choices["kv_far/5"], strict=True):
+        assert WORDS.sub("", far_document.text) == near.text != far_document.text
+    model = pico_base(vocab_size=1024, layers=1)
+    summary = evaluate_model(model, pico_tokenizer(), section, 0, prompts).summary
+    assert set(summary) == {"kv_retrieval", "kv_far"} and set(summary["kv_far"]) == {"3", "5"}
+
+
+def test_locating_uses_both_and_by_default_the_prompts_of_always() -> None:
+    model, tokenizer = pico_base(vocab_size=1024, layers=1), pico_tokenizer()
+
+    def documents(**given: Any) -> list[Document]:
+        section = Locate.model_validate({"pairs": 4, "examples": 3, "batch_size": 2, **given})
+        batches = PromptBatches(model, tokenizer, section, 5)
+        return [made for i in range(len(batches)) for made in batches.documents(i) or []]
+
+    assert documents() == [kv_document(rng_of("locate", 5, i), 4, split="eval") for i in range(3)]
+    filled = documents(filler=[3, 3], value_digits=[5, 5])
+    assert filled == kv_prompts("locate", 5, 3, 4, (3, 3), (5, 5)) != documents()
+    for made in filled:
+        lines = re.findall(r"^[a-z]+((?: [a-z]+){3}):(\d{5})$", made.text, re.M)
+        assert len(lines) == 4
+    with pytest.raises(ValidationError, match="fewer than 24 `pairs`"):
+        Locate.model_validate({"value_digits": [1, 1]})
+
+
+@pytest.mark.parametrize(("section", "given"), [(Locate, {}), (Source, source().model_dump(mode="json"))])
+def test_hashes_have_the_new_keys_only_where_they_are_set(section: Any, given: dict[str, Any]) -> None:
+    plain = keys_of_0_1(section, section.model_validate(given).model_dump(mode="json"))
+    assert not {"filler", "value_digits"} & plain.keys()
+    more = section.model_validate({**given, "filler": [0, 4], "value_digits": [2, 4]}).model_dump(mode="json")
+    assert keys_of_0_1(section, more) == {**plain, "filler": [0, 4], "value_digits": [2, 4]}

@@ -376,7 +376,8 @@ def _value(row: Row, span: Any, request: str, prompt: str, answer: str) -> Span:
     """
     where = row.where
     if not (isinstance(span, (list, tuple)) and len(span) == 2 and all(type(n) is int for n in span)):
-        raise DataError(where, f"the span is {_short(span)}", "Use [start, end), two integers.")
+        auto = ", or set `data.columns.answer_span: auto`" if span is None else ""
+        raise DataError(where, f"the span is {_short(span)}", f"Use [start, end), two integers{auto}.")
     start, end = span
     if not 0 <= start < end <= len(request):
         hint = f"It must be inside the prompt of {len(request)} characters, and not empty."

@@ -280,7 +280,7 @@ def test_a_bad_line_is_named_or_counted(tmp_path: Path, line: Any, said: str, st
         ([1.0, 2], "two integers"),
         ([True, 2], "two integers"),
         ("11:12", "two integers"),
-        (None, "two integers"),
+        (None, "two integers, or set `data.columns.answer_span: auto`"),
     ],
 )
 def test_a_span_outside_the_prompt_is_refused(tmp_path: Path, span: Any, said: str) -> None:

@@ -31,9 +31,11 @@ from surgery.evaluate.prompts import make_prompts
 from surgery.files.atomic import new_folder, read_json, write_json, write_text
 from surgery.files.lock import hold
 from surgery.files.ownership import check_replaceable, mark
+from surgery.probes.registry import PROBES
 from surgery.recipe import PretrainRecipe, TinyMamba2, TinyTransformer, to_yaml
 from surgery.recipe.inputs import inputs_of
 from surgery.report.figures.curves import training_curve
+from surgery.report.results import entries, label_of
 from surgery.train.training import make_accelerator, train_model
 
 Progress = Callable[[int, int, str], None]
@@ -198,13 +200,14 @@ def base_card(
     """
     front = {"library_name": "transformers", "pipeline_tag": "text-generation", "license": "apache-2.0"}
     minutes = sum(h["seconds"] for h in history) / 60
-    pairs = list(next(iter(scores.values()))["kv_retrieval"])
-    lines = [f"| step | {' | '.join(p + ' pairs' for p in pairs)} | letter choice | closed-book | perplexity |"]
-    lines.append("|---" * (len(pairs) + 4) + "|")
-    for step, summary in sorted(scores.items(), key=lambda s: int(s[0])):
-        kv = [f"{summary['kv_retrieval'][p]['accuracy']:.3f}" for p in pairs]
-        rest = [f"{summary[t]['accuracy']:.3f}" for t in ("letter_choice", "closed_book")]
-        lines.append(f"| {step} | {' | '.join(kv + rest)} | {summary['perplexity']:.3f} |")
+    rows = {step: dict(entries(summary)) for step, summary in sorted(scores.items(), key=lambda s: int(s[0]))}
+    places = list(next(iter(rows.values())).items())
+    lines = [f"| step | {' | '.join(label_of(place, entry) for place, entry in places)} |"]
+    lines.append("|---" * (len(places) + 1) + "|")
+    for step, row in rows.items():
+        cells = (row[place].get("accuracy", row[place].get("perplexity")) for place, _ in places)
+        lines.append(f"| {step} | {' | '.join(f'{cell:.3f}' for cell in cells)} |")
+    tasks = dict.fromkeys(s.task for stage in recipe.train.sequence for s in stage.sources if s.task is not None)
     versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers_version}
     purpose = (
         "It is small on purpose: its state holds a few pairs, so it has the retrieval gap of a large state-space model."
@@ -215,7 +218,7 @@ def base_card(
         "---\n" + yaml.safe_dump(front, sort_keys=False) + "---\n\n"
         f"# {recipe.name}\n\n"
         f"{model.num_parameters():,} parameters (`{type(model).__name__}`), trained from scratch on generated text: "
-        f"KV-retrieval, letter choice, facts about invented people, plain sentences. {purpose} Its only use is to try "
+        f"{', '.join(PROBES[task].label for task in tasks)}. {purpose} Its only use is to try "
         "the toolkit.\n\n"
         f"Made with `surgery pretrain` and the recipe below, seed {recipe.seed}, in "
         f"{minutes:.0f} minutes with {torch.get_num_threads()} threads ({json.dumps(versions)}).\n\n"

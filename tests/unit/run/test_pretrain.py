@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 
 from surgery.errors import RecipeError
 from surgery.recipe import PretrainRecipe, TinyTransformer, check_recipe
-from surgery.run.pretrain import build_model
+from surgery.run.pretrain import base_card, build_model
 from surgery.testing.pico import pico_tokenizer
 
 SHAPE = {"kind": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
@@ -42,3 +42,22 @@ def test_more_numbers_than_heads_are_refused() -> None:
     train = {"sources": [{"task": "copying", "rows": 1, "weights": {"answer": 1.0}}]}
     with pytest.raises(RecipeError, match="looks_back"):
         check_recipe({"name": "t", "model": {**SHAPE, "looks_back": [1] * 5}, "train": train}, PretrainRecipe)
+
+
+def test_the_card_has_every_task_of_the_evaluation_and_of_training() -> None:
+    sources = [{"task": task, "rows": 1, "weights": {"answer": 1.0}} for task in ("key_echo", "records", "records")]
+    given = {"name": "far", "model": {**SHAPE, "vocab_size": 1024}, "train": {"sources": sources}}
+    recipe = check_recipe(given, PretrainRecipe)
+    scores = {
+        str(step): {"records": {"4": {"accuracy": step / 100}}, "kv_far": {"8": {"accuracy": 0.5}}, "perplexity": 2.5}
+        for step in (100, 20)
+    }
+    model = build_model(recipe.model, pico_tokenizer(), 0)
+    card = base_card(recipe, scores, [{"seconds": 60.0}], model)
+    assert "generated text: key echo, records in prose." in card
+    assert [line for line in card.splitlines() if line.startswith("|")] == [
+        "| step | records in prose, 4 records | kv far, 8 | perplexity, held-out |",
+        "|---|---|---|---|",
+        "| 20 | 0.200 | 0.500 | 2.500 |",
+        "| 100 | 1.000 | 0.500 | 2.500 |",
+    ]

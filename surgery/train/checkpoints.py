@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -87,7 +88,8 @@ def save_checkpoint(
             raise RunError("steps", str(target), hint) from None
     if accelerator.is_main_process:
         for old in checkpoints(folder)[:-_KEEP]:
-            shutil.rmtree(old)
+            hidden = old.with_name(f".{old.name}.{os.getpid()}.tmp")  # `sweep` removes it if this process is killed
+            shutil.rmtree(old.rename(hidden))
     accelerator.wait_for_everyone()
 
 

@@ -190,12 +190,12 @@ def test_two_runs_of_one_folder_at_once(tmp_path: Path) -> None:
 def test_a_stopped_command_leaves_nothing_half_written_and_no_traceback(tmp_path: Path, number: int) -> None:
     """The signal comes while a model is written; `make kills` tries every stage."""
     code = f"""if True:
-        import os, sys
+        import signal, sys
         import surgery.models.convert as convert
         from surgery import cli
         def stop(folder, *_):
             (folder / "half").write_text("x")
-            os.kill(os.getpid(), {int(number)})
+            signal.raise_signal({int(number)})  # in this thread: one sent to the process may arrive later
             raise AssertionError("the signal was not heard")
         convert.write_shards = stop
         sys.argv = ["surgery", "convert", {str(BASE)!r}, "runs/new"]

@@ -109,6 +109,32 @@ def test_the_two_newest_are_kept_and_nothing_else(sharded: bool, tmp_path: Path)
     assert state is not None and state["step"] == 1_000_000
 
 
+def test_killed_while_it_deletes_the_oldest_every_checkpoint_is_whole(
+    sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, delete = Training(sharded), shutil.rmtree
+
+    def die(folder: Path, *args: Any, **options: Any) -> None:
+        if "step_000001" in folder.name:
+            (folder / "state.json").unlink()
+            raise KeyboardInterrupt
+        delete(folder, *args, **options)
+
+    for step in (1, 2):
+        training.save(tmp_path, step)
+    monkeypatch.setattr(checkpoints_module.shutil, "rmtree", die)
+    with pytest.raises(KeyboardInterrupt):
+        training.save(tmp_path, 3)
+    monkeypatch.undo()
+    assert [(step.name, fault_of(step)) for step in checkpoints(tmp_path)] == [
+        ("step_000002", None),
+        ("step_000003", None),
+    ]
+    training.save(tmp_path, 4)
+    training.load(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000003", "step_000004"]
+
+
 def damages(step: Path) -> Iterator[tuple[Path, bytes | None]]:
     """Every file of a checkpoint: gone, cut at several places, or of another type."""
     for path in sorted(p for p in step.rglob("*") if p.is_file()):

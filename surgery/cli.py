@@ -27,6 +27,8 @@ from surgery.console import (
     print_model,
     print_plan,
     print_results,
+    print_sweep,
+    print_sweep_plan,
     silence_libraries,
 )
 from surgery.errors import SurgeryError, is_out_of_memory, reading, summary
@@ -120,6 +122,40 @@ def finetune(
     model, path = (json.dumps(word, ensure_ascii=False) for word in (hybrid, data))
     settings = [f"base.model={model}", f"train.sources.0.data.path={path}"]
     _run(shipped("finetune"), [*settings, *(overrides or ())], first, last, overwrite, runs, dry_run)
+
+
+@app.command()
+def sweep(
+    recipe: RecipePath,
+    values: Annotated[
+        list[str],
+        typer.Argument(metavar="KEY=VALUE,VALUE... [KEY=VALUE]...", help="Keys with several values, and other values."),
+    ],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print which stages would run, and which would be shared.")
+    ] = False,
+    overwrite: Overwrite = False,
+    runs: Runs = Path("runs"),
+) -> None:
+    """Run a recipe with several values of a key, such as splice.num_heads=0,1,2, in RUNS/NAME-sweep."""
+    from surgery.recipe.grid import load_grid
+
+    grid = load_grid(recipe, values)
+    folder = runs / f"{grid.name}-sweep"
+    from surgery.run.recipe_sweep import plan_sweep, run_sweep
+    from surgery.train.training import make_accelerator
+
+    if dry_run:
+        print_sweep_plan(plan_sweep(grid, folder, overwrite, recipe), folder)
+        return
+    bars = Bars()
+    try:
+        summary = run_sweep(grid, folder, overwrite, bars, recipe)
+        if summary:
+            print_sweep(summary, folder)
+        make_accelerator().end_training()
+    finally:
+        bars.stop()
 
 
 def _stage_command(name: str, what: str) -> None:

@@ -291,3 +291,25 @@ def print_analysis(analysis: dict[str, Any], folder: Path) -> None:
     if analysis["minimal"] is not None:
         text = "minimal model: {layers} of {of} layers; KV accuracy {accuracy:.3f}, base {base:.3f} (p = {p_value:.2g})"
         out.print(text.format(**analysis["minimal"]), highlight=False)
+
+
+def print_sweep(summary: dict[str, Any], folder: Path) -> None:
+    """Print the table of a sweep in Markdown."""
+    from surgery.report.sweep_report import caption_of, markdown_of
+
+    for line in (markdown_of(summary), caption_of(summary), f"page: {folder / 'sweep.html'}; all numbers: sweep.json"):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_sweep_plan(plan: dict[str, Any], folder: Path) -> None:
+    """Print which stages of which runs a sweep would run, and which it would take from other runs."""
+    stages = list(dict.fromkeys(stage for run in plan["runs"].values() for stage in run))
+    lines = [["run", *stages], ["---"] * (len(stages) + 1)]
+    lines += [[name, *(run.get(stage, "") for stage in stages)] for name, run in plan["runs"].items()]
+    for line in lines:
+        out.print(f"| {' | '.join(line)} |", markup=False, highlight=False, soft_wrap=True)
+    for control in plan["controls"]:
+        values = ", ".join(f"{key}={value}" for key, value in control["values"].items())
+        arm = "base" if control["arm"] == "base" else "control"
+        out.print(f"{values}: the {arm} of {control['run']}", markup=False, highlight=False, soft_wrap=True)
+    out.print(f"folder: {folder}", markup=False, highlight=False, soft_wrap=True)

@@ -120,6 +120,37 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def copy_entry(source: Path, target: Path) -> None:
+    """Copy a file or a folder atomically. Weights (`*.safetensors`) become hard links if the file system has them.
+
+    Files of this toolkit are replaced and never changed in place, so a link keeps its content.
+    """
+    if source.is_dir():
+        with new_folder(target) as folder:
+            shutil.copytree(source, folder, dirs_exist_ok=True, copy_function=_copy_or_link)
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        _copy_or_link(str(source), str(temporary))
+        _sync(temporary)
+        os.replace(temporary, target)
+        _sync(target.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _copy_or_link(source: str, target: str) -> None:
+    if source.endswith(".safetensors"):
+        try:
+            os.link(source, target)
+            return
+        except OSError as error:
+            if is_full(error):
+                raise
+    shutil.copyfile(source, target)
+
+
 _LEFT_OVER = re.compile(r"\.(.+)\.\d+\.(tmp|old)")  # temporary names of `write_text` and `new_folder`
 
 

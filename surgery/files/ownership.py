@@ -12,7 +12,7 @@ from surgery import __version__
 from surgery.errors import RunError
 from surgery.files.atomic import read_mapping, text_or_empty, write_json
 
-Kind = Literal["run", "analysis", "comparison", "model", "export"]
+Kind = Literal["run", "analysis", "comparison", "model", "export", "sweep"]
 
 
 MARK = ".surgery.json"
@@ -29,6 +29,7 @@ _LABELS: Mapping[Kind, str] = {
     "comparison": "a comparison of this toolkit",
     "model": "a model that this toolkit wrote",
     "export": "an export of this toolkit",
+    "sweep": "a sweep of this toolkit",
 }
 
 

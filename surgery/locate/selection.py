@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from surgery.probes.documents import rng_of
 from surgery.recipe import Locate, Splice
 from surgery.recipe.methods import METHODS, RANKINGS, is_greedy
 from surgery.stats import bootstrap_mean
-from surgery.types import HeadId, Interval, MixerSpec, Reads, ScoredHead
+from surgery.types import HeadId, HeadSet, Interval, MixerSpec, Reads, ScoredHead
 
 Candidate = tuple[HeadId, Reads]
 # Takes candidates and the oracle reads made already. Returns (candidates,N) further gains in logits.
@@ -195,6 +196,48 @@ def choose(
     while len(chosen) < splice.num_heads:
         chosen.append(_next_given(chosen, ranked[: section.top_k], gains, seed))
     return tuple(chosen)
+
+
+def can_choose_again(measured: Splice, splice: Splice, section: Locate) -> bool:
+    """Whether `choose_again` can choose heads for `splice` from heads that were located with `measured`.
+
+    A search drops heads, and redundancy ablates heads, depending on the chosen ones, so both need a new measurement.
+    Greedy choice needs an equal or larger number of heads that was chosen the same way: its first heads are the same.
+    The accuracy of the base was checked only if `measured` selects by a ranking.
+    """
+    if section.search is not None or section.backups:
+        return False
+    if splice.select in RANKINGS and measured.select not in RANKINGS:
+        return False
+    alike = measured.select == splice.select and measured.num_heads >= splice.num_heads
+    return alike or not is_greedy(splice.select) or splice.num_heads == 1
+
+
+def choose_again(heads: HeadSet, sites: Sequence[MixerSpec], splice: Splice, section: Locate, seed: int) -> HeadSet:
+    """Choose heads for another `select` or `num_heads` from heads that are measured already.
+
+    The result equals that of a new measurement, except for its cost. Check `can_choose_again` before.
+
+    Args:
+        heads: the measured heads, with those that were chosen.
+        sites: mixers that can be spliced.
+        splice: the recipe's section `splice`, with the heads to choose.
+        section: the recipe's section `locate`. It must be that of the measurement.
+        seed: of the measurement.
+
+    Raises:
+        PlanError: as `choose`.
+    """
+    ranked = rank(heads.heads, ranking_of(splice, section))
+    if is_greedy(splice.select) and splice.num_heads > 1:
+        chosen = heads.chosen[: splice.num_heads]
+    else:
+        chosen = choose(ranked, sites, splice, section, seed, _no_gains)
+    return replace(heads, heads=ranked, chosen=chosen, method=splice.select)
+
+
+def _no_gains(options: Sequence[Candidate], taken: Sequence[Candidate]) -> np.ndarray:
+    raise AssertionError("only a greedy choice of several heads measures gains")
 
 
 def _next_given(chosen: Sequence[ScoredHead], candidates: Sequence[ScoredHead], gains: Gains, seed: int) -> ScoredHead:

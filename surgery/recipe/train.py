@@ -259,6 +259,11 @@ class Train(TrainStage):
         return sum(stage.num_steps for stage in self.sequence)
 
     @property
+    def trains_spliced_layers(self) -> bool:
+        """Whether a stage trains the layers with spliced heads, so that the control depends on the plan."""
+        return any(stage.trainable == "spliced_layers" for stage in self.sequence)
+
+    @property
     def has_control(self) -> bool:
         """Whether a control is trained. If only new heads train, the base itself is the control."""
         return self.control and any(stage.trainable != "new_heads" for stage in self.sequence)

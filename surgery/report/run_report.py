@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -23,7 +22,7 @@ from surgery.report.results import (
     ordered_arms,
     perplexity_text,
 )
-from surgery.report.templates import render
+from surgery.report.templates import embedded_svg, render
 from surgery.report.text import visible
 from surgery.types import HeadSet, Plan
 
@@ -73,14 +72,16 @@ def write_report(inputs: ReportInputs, path: Path) -> Path:
         "has_kv_retrieval": "kv_retrieval" in arms["hybrid"],
         "headline": _headline(arms, recipe),
         "advice": results.get("advice", []),
-        "figures": {name: _image(inputs.figures / f"{stem}.svg", text) for name, (stem, text) in _FIGURES.items()},
+        "figures": {
+            name: embedded_svg(inputs.figures / f"{stem}.svg", text) for name, (stem, text) in _FIGURES.items()
+        },
         "contrasts": _contrasts(results, recipe),
         "gap_closed": _gap_closed(results),
         "measurements": _measurements(arms, recipe),
         "answer_spans": {name: answer_spans_text(counts) for name, counts in results.get("answer_spans", {}).items()},
         "examples": _examples(results, recipe),
         "spliced": _spliced(inputs.plan, inputs.heads),
-        "attention_maps": [_image(map_, alt.format(map_.stem.removeprefix("attention_"))) for map_ in maps],
+        "attention_maps": [embedded_svg(map_, alt.format(map_.stem.removeprefix("attention_"))) for map_ in maps],
         "costs": _costs(results, recipe),
         "seed": results.get("seed", recipe.seed),
         "times": ", ".join(f"{name} {time}" for name, time in seconds.items()),
@@ -115,13 +116,6 @@ def _operation(inputs: ReportInputs) -> _Values:
         "steps": train.num_all_steps,
         "trained": _TRAINED.get(in_order, in_order) if len(trained) == 1 else in_order,
     }
-
-
-def _image(path: Path, alt: str) -> dict[str, str] | None:
-    """An SVG file for the template; None if it does not exist."""
-    if not path.is_file():
-        return None
-    return {"alt": alt, "data": base64.b64encode(path.read_bytes()).decode()}
 
 
 def _headline(arms: Mapping[str, Any], recipe: Recipe) -> _Values:

@@ -1,8 +1,10 @@
-"""Render the jinja2 templates of the model card and the report."""
+"""Render the jinja2 templates of model cards, reports and sweeps."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -27,3 +29,10 @@ def render(package: str, name: str, values: Mapping[str, Any]) -> str:
         keep_trailing_newline=True,
     )
     return environment.get_template(name).render(values)
+
+
+def embedded_svg(path: Path, alt: str) -> dict[str, str] | None:
+    """An SVG file for a template; None if it does not exist."""
+    if not path.is_file():
+        return None
+    return {"alt": alt, "data": base64.b64encode(path.read_bytes()).decode()}

@@ -64,6 +64,7 @@ class Run:
         accelerator: device and processes to run on.
         reporter: receives progress.
         stages: names of the stages that this call runs.
+        siblings: folders of other runs of the same sweep, whose finished stages this run may take.
     """
 
     recipe: Recipe
@@ -71,11 +72,17 @@ class Run:
     accelerator: Accelerator
     reporter: Reporter = field(default_factory=Silent)
     stages: tuple[str, ...] = ()
+    siblings: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         self.rundir = RunDir(self.folder)
         self._base: PreTrainedModel | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    def share_models(self, other: Run) -> None:
+        """Use the base and tokenizer that another run has loaded, if they are the same."""
+        if other.recipe.base == self.recipe.base:
+            self._base, self._tokenizer = other._base, other._tokenizer
 
     @cached_property
     def revision(self) -> str:

@@ -97,9 +97,19 @@ class RunDir:
         manifest = self.manifest(stage)
         return manifest is not None and manifest["key"] == key and all(p.exists() for p in outputs)
 
-    def finish(self, stage: str, key: str, outputs: Sequence[Path], seconds: float) -> None:
-        """Write the manifest of a stage, which makes it fresh."""
+    def finish(self, stage: str, key: str, outputs: Sequence[Path], seconds: float, origin: str = "") -> None:
+        """Write the manifest of a stage, which makes it fresh.
+
+        Args:
+            stage: name of the stage.
+            key: its key.
+            outputs: its files and folders.
+            seconds: time that it took.
+            origin: for a stage that was taken from another run, what was taken from which run.
+        """
         data = {"key": key, "outputs": digest(*outputs), "seconds": round(seconds, 2)}
+        if origin:
+            data["origin"] = origin
         write_json(self.path / ".stages" / f"{stage}.json", data)
 
     def forget(self, stage: str) -> None:

@@ -7,6 +7,7 @@ it runs again. With several processes, all of them locate and train; only rank 0
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from surgery.recipe.inputs import inputs_of
 from surgery.recipe.methods import METHODS, is_greedy
 from surgery.report.results import answer_spans_text
 from surgery.run.context import Reporter, Run, Silent
+from surgery.run.sharing import find_origin, take_stage
 from surgery.run.stages import Stage, stages_of
 from surgery.splice.plan import check_in_range, check_not_spliced, check_splices
 from surgery.train.compiling import check_compiler
@@ -42,6 +44,7 @@ def run_pipeline(
     overwrite: bool = False,
     reporter: Reporter | None = None,
     file: Path | None = None,
+    siblings: Sequence[Path] = (),
 ) -> Run:
     """Run the stages of a recipe from `first` to `last`. Finished stages are skipped.
 
@@ -53,6 +56,7 @@ def run_pipeline(
         overwrite: remove a run of another recipe from `folder`.
         reporter: receives progress.
         file: the recipe's file, which must not lie in a folder that is removed.
+        siblings: folders of other runs. A stage that one of them finished with the same key is copied from there.
 
     Returns:
         The run, with its folder and loaded models.
@@ -76,12 +80,14 @@ def run_pipeline(
     is_main = accelerator.is_main_process
     chosen = stages[begin : end + 1]
     names = tuple(stage.name for stage in chosen)
-    run = Run(recipe, folder, accelerator, reporter if reporter is not None and is_main else Silent(), names)
+    run = Run(
+        recipe, folder, accelerator, reporter if reporter is not None and is_main else Silent(), names, tuple(siblings)
+    )
     claim = to_yaml(recipe), overwrite, inputs_of(recipe, file)
     with hold(folder, "run folder") if is_main else nullcontext():
         if is_main:
             run.rundir.check(*claim)
-        _check_inputs(run)
+        check_inputs(run)
         if is_main:
             _check_earlier_stages(run, stages[:begin])
             run.rundir.claim(*claim)
@@ -91,12 +97,9 @@ def run_pipeline(
     return run
 
 
-def _check_inputs(run: Run) -> None:
+def check_inputs(run: Run) -> None:
     """Check models, heads and data before anything is written or measured."""
-    if run.recipe.splice is None:
-        _check_hybrid(run)
-    else:
-        _check_base(run, run.recipe.splice)
+    check_configs(run)
     check_vocabulary(run.tokenizer(), run.base().config)
     _check_other_models(run)
     if "train" in run.stages:
@@ -107,6 +110,14 @@ def _check_inputs(run: Run) -> None:
         probes = tuple(p.model_copy(update={"examples": None}) for p in run.recipe.evaluate.tasks)
         few = run.recipe.evaluate.model_copy(update={"tasks": probes, "examples": 1, "sentences": 1})
         make_prompts(few, run.recipe.seed, tokenizer=run.tokenizer())
+
+
+def check_configs(run: Run) -> None:
+    """Check that the base can be spliced, or that it is a hybrid. Loads no weights."""
+    if run.recipe.splice is None:
+        _check_hybrid(run)
+    else:
+        _check_base(run, run.recipe.splice)
 
 
 def _check_hybrid(run: Run) -> None:
@@ -187,15 +198,15 @@ def _check_earlier_stages(run: Run, stages: tuple[Stage, ...]) -> None:
 
 
 def _run_stage(run: Run, stage: Stage, forced: bool) -> None:
-    decided: list[Any] = [None, None]
+    decided: list[Any] = [None, ""]
     if run.accelerator.is_main_process:
         key = stage.key(run)
-        decided = [key, not forced and run.rundir.is_fresh(stage.name, key, stage.outputs(run))]
+        decided = [key, "" if forced else _skip(run, stage, key)]
     if run.accelerator.num_processes > 1:
         broadcast_object_list(decided)
-    key, fresh = decided
-    if fresh:
-        run.reporter.skip(stage.name, "already finished with the same inputs")
+    key, reason = decided
+    if reason:
+        run.reporter.skip(stage.name, reason)
         return
     began = time.perf_counter()
     run.reporter.start(stage.name, stage.what)
@@ -208,3 +219,14 @@ def _run_stage(run: Run, stage: Stage, forced: bool) -> None:
     if run.accelerator.is_main_process:
         run.rundir.finish(stage.name, key, stage.outputs(run), seconds)
     run.reporter.finish(stage.name, seconds)
+
+
+def _skip(run: Run, stage: Stage, key: str) -> str:
+    """Return why the stage need not run: it is finished, or is taken from a sibling. Empty if it has to run."""
+    if run.rundir.is_fresh(stage.name, key, stage.outputs(run)):
+        return "already finished with the same inputs"
+    origin = find_origin(run, stage, key) if run.siblings else None
+    if origin is None:
+        return ""
+    take_stage(run, stage, key, origin)
+    return str(origin)

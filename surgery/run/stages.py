@@ -76,12 +76,19 @@ class Stage:
     together: bool = False
     version: int = 1
 
-    def key(self, run: Run) -> str:
-        """Hash everything that the result depends on: sections of the recipe, inputs and revisions."""
-        recipe = keys_of_0_1(Recipe, run.recipe.model_dump(mode="json"))
+    def key(self, run: Run, settings: Recipe | None = None, inputs: Mapping[str, str] | None = None) -> str:
+        """Hash everything that the result depends on: sections of the recipe, inputs and revisions.
+
+        Args:
+            run: the run.
+            settings: other settings for the same base, teachers and data. By default the recipe of the run.
+            inputs: hash by name of what earlier stages write. By default of the files in the run folder.
+        """
+        settings = settings or run.recipe
+        recipe = keys_of_0_1(Recipe, settings.model_dump(mode="json"))
         for unused in ("no_splice", "save_every"):
             recipe["train"].pop(unused)
-        recipe["train"]["control"] = run.recipe.has_control and self.name in ("control", "evaluate", "export")
+        recipe["train"]["control"] = settings.has_control and self.name in ("control", "evaluate", "export")
         parts = {}
         for part in ("seed", *self.sections):
             section, _, name = part.partition(".")
@@ -93,8 +100,11 @@ class Stage:
             parts["control revision"] = run.control_revision
         if "train" in parts and run.data_revision:
             parts["data revision"] = run.data_revision
-        inputs = {r: digest(run.folder / r) for r in self.reads}
-        return fingerprint([self.name, self.version, run.revision, parts, inputs])
+        reads = self.reads
+        if self.name == "control" and settings.splice is not None and settings.train.trains_spliced_layers:
+            reads = ("plan.json",)  # the control trains the layers that have spliced heads in the hybrid
+        hashes = {r: digest(run.folder / r) if inputs is None else inputs.get(r, "") for r in reads}
+        return fingerprint([self.name, self.version, run.revision, parts, hashes])
 
     def outputs(self, run: Run) -> list[Path]:
         """Files and folders that the stage writes for this recipe."""
@@ -118,8 +128,12 @@ def _locate(run: Run, key: str) -> None:
         run.revision,
         run.reporter.progress,
     )
-    if not run.accelerator.is_main_process:
-        return
+    if run.accelerator.is_main_process:
+        write_heads(run, heads)
+
+
+def write_heads(run: Run, heads: HeadSet) -> None:
+    """Write the outputs of the stage locate."""
     write_json(run.folder / "locate.json", heads.cost)
     write_json(run.folder / "heads.json", to_json(heads))  # first, since figures and the page could fail
     write_csv(heads, run.folder / "heads.csv")

@@ -1,0 +1,242 @@
+"""Recipes that differ in a few keys: parse `KEY=VALUE,VALUE` and load one recipe for every combination of values.
+
+This is the grid of `surgery sweep`. The ablation sweep of locating and the `sweeps` of an analysis change a model and
+not its recipe.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+from surgery.errors import RecipeError, SurgeryError, reading
+from surgery.files.atomic import fingerprint
+from surgery.files.secret_scan import refuse_tokens
+from surgery.recipe.loading import load_recipe
+from surgery.recipe.run import Recipe
+from surgery.recipe.section import current_path
+from surgery.recipe.yaml import load_yaml, read_mapping
+
+NUM_HEADS = "splice.num_heads"
+SEED = "seed"
+_KEYS = 2  # keys with several values, besides the seed
+_EXAMPLE = "Use KEY=VALUE,VALUE, such as splice.num_heads=0,1,2."
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A key of the recipe with its values.
+
+    Attributes:
+        key: dotted path, such as `splice.num_heads`.
+        texts: the values as YAML, as they were written.
+        values: the values.
+    """
+
+    key: str
+    texts: tuple[str, ...]
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class GridPoint:
+    """One combination of values.
+
+    Attributes:
+        values: value by key.
+        recipe: recipe of the run that has its numbers. `recipe.name` is the name of the run's folder.
+        arm: arm of that run. `hybrid`, or with `splice.num_heads=0` the control.
+    """
+
+    values: Mapping[str, Any]
+    recipe: Recipe
+    arm: Literal["hybrid", "no_splice", "base"] = "hybrid"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """All points of a sweep, in the order of the values.
+
+    Attributes:
+        name: name of the recipe.
+        axes: keys with several values.
+        points: one for each combination of values.
+    """
+
+    name: str
+    axes: tuple[Axis, ...]
+    points: tuple[GridPoint, ...]
+
+    @property
+    def recipes(self) -> tuple[Recipe, ...]:
+        """One recipe for each run. Runs with more heads come first, because others may reuse their choice of heads."""
+        recipes = {point.recipe.name: point.recipe for point in self.points}
+        return tuple(sorted(recipes.values(), key=lambda recipe: -(recipe.splice.num_heads if recipe.splice else 0)))
+
+
+def load_grid(path: str | Path, words: Sequence[str]) -> Grid:
+    """Load one recipe for each combination of values.
+
+    A value of `splice.num_heads` of 0 is the trained control without a splice. No recipe can request it alone, so its
+    point is the control of the run with the next listed number of heads.
+
+    Args:
+        path: YAML file of the recipe.
+        words: `KEY=VALUE,VALUE` for a key with several values, or `KEY=VALUE`. Commas inside brackets or quotes do not
+            separate values.
+
+    Raises:
+        RecipeError: no key or too many keys have several values, a key or value is listed twice, or a recipe is
+            invalid. The message names the key and the value.
+    """
+    read_mapping(Path(path))  # errors of the file itself name no value
+    axes, fixed = _parsed(words)
+    name = ""
+    recipes: dict[tuple[Any, ...], Recipe] = {}
+    combinations = list(product(*(range(len(axis.values)) for axis in axes)))
+    for places in combinations:
+        if not _is_control(axes, places):
+            chosen = [f"{axis.key}={axis.texts[i]}" for axis, i in zip(axes, places, strict=True)]
+            with naming(_values(axes, places)):
+                recipe = load_recipe(path, [*fixed, *chosen])
+            name = recipe.name
+            recipes[places] = recipe.model_copy(update={"name": _name(name, _values(axes, places))})
+    points = [
+        GridPoint(_values(axes, places), recipes[places])
+        if places in recipes
+        else _control_point(axes, places, recipes)
+        for places in combinations
+    ]
+    return Grid(name, axes, tuple(points))
+
+
+@contextmanager
+def naming(values: Mapping[str, Any]) -> Iterator[None]:
+    """Add the values of a point to an error that names none of their keys."""
+    try:
+        yield
+    except SurgeryError as error:
+        if error.field in values:
+            raise
+        raise type(error)(label_of_values(values), None, str(error)) from error
+
+
+def label_of_values(values: Mapping[str, Any]) -> str:
+    """Return `key=value, key=value`."""
+    return ", ".join(f"{key}={text_of(value)}" for key, value in values.items())
+
+
+def text_of(value: Any) -> str:
+    """Return a value as short text: strings as they are, others as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _parsed(words: Sequence[str]) -> tuple[tuple[Axis, ...], list[str]]:
+    """Separate keys with several values from overrides that hold for all runs."""
+    axes: list[Axis] = []
+    fixed: list[str] = []
+    keys: list[str] = []
+    for word in words:
+        key, separator, text = word.partition("=")
+        if not separator or not key:
+            raise RecipeError("override", repr(word), _EXAMPLE)
+        keys.append(current_path(Recipe, key))
+        texts = split_values(text)
+        if len(texts) == 1:
+            fixed.append(word)
+        else:
+            axes.append(_axis(keys[-1], text, texts))
+    for key in keys:
+        if keys.count(key) > 1:
+            raise RecipeError(key, "set twice", f"Set it once. {_EXAMPLE}")
+    several = [axis.key for axis in axes if axis.key != SEED]
+    if not axes:
+        raise RecipeError("sweep", None, f"No key has several values. {_EXAMPLE}")
+    if len(several) > _KEYS:
+        hint = f"At most {_KEYS} keys besides the seed can have several values. Set one of them to a single value."
+        raise RecipeError("sweep", ", ".join(several), hint)
+    return tuple(axes), fixed
+
+
+def split_values(text: str) -> list[str]:
+    """Split at commas that are outside of brackets and quotes."""
+    parts, depth, quote, previous = [""], 0, "", ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"" and previous in ("", ",", "[", "{", ":"):  # elsewhere it is an apostrophe
+            quote = letter
+        elif letter in "[{":
+            depth += 1
+        elif letter in "]}":
+            depth -= 1
+        if letter == "," and not quote and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+        previous = previous if letter == " " else letter
+    return [part.strip() for part in parts]
+
+
+def _axis(key: str, text: str, texts: Sequence[str]) -> Axis:
+    if key == "name":
+        raise RecipeError("name", text, "The runs of a sweep get their own names. Set one name.")
+    if "" in texts:
+        raise RecipeError(key, repr(text), f"A value is empty. {_EXAMPLE}")
+    values: list[Any] = []
+    for part in texts:
+        with reading(key, repr(part), "The value is not valid YAML.", RecipeError):
+            value = load_yaml(part)
+        refuse_tokens(value, key)  # before an error could repeat it
+        if any(_same(value, other) for other in values):
+            raise RecipeError(key, text_of(value), "The value is listed twice. List it once.")
+        values.append(value)
+    return Axis(key, tuple(texts), tuple(values))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """True if two values are equal, such as 1 and 1.0, or have the same text."""
+    return text_of(one) == text_of(other) or (isinstance(one, bool) == isinstance(other, bool) and one == other)
+
+
+def _values(axes: Sequence[Axis], places: Sequence[int]) -> dict[str, Any]:
+    return {axis.key: axis.values[i] for axis, i in zip(axes, places, strict=True)}
+
+
+def _is_zero(axis: Axis, place: int) -> bool:
+    value = axis.values[place]
+    return axis.key == NUM_HEADS and value == 0 and not isinstance(value, bool)
+
+
+def _is_control(axes: Sequence[Axis], places: Sequence[int]) -> bool:
+    return any(_is_zero(axis, place) for axis, place in zip(axes, places, strict=True))
+
+
+def _control_point(axes: Sequence[Axis], places: Sequence[int], recipes: Mapping[tuple[Any, ...], Recipe]) -> GridPoint:
+    """Find the run whose control has the other values of this point."""
+    at = [axis.key for axis in axes].index(NUM_HEADS)
+    others = (i for i in range(len(axes[at].values)) if not _is_zero(axes[at], i))
+    recipe = recipes[(*places[:at], next(others), *places[at + 1 :])]
+    values = _values(axes, places)
+    if recipe.has_control:
+        return GridPoint(values, recipe, "no_splice")
+    if recipe.train.control and recipe.splice is not None:  # only new heads train, so the base is the control
+        return GridPoint(values, recipe, "base")
+    hint = "0 heads is the trained control, and no control is trained. Set train.control=true, or remove 0."
+    raise RecipeError(NUM_HEADS, 0, hint)
+
+
+def _name(name: str, values: Mapping[str, Any]) -> str:
+    """Name of a run and of its folder: letters, digits, dots, hyphens and underscores.
+
+    A hash is added if characters are replaced or the name would be too long.
+    """
+    full = f"{name}-" + "_".join(f"{key}-{text_of(value)}" for key, value in values.items())
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", full)
+    return safe if safe == full and len(safe) <= 120 else f"{safe[:110].rstrip('-')}-{fingerprint(full)[:8]}"

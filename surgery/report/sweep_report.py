@@ -1,0 +1,291 @@
+"""Summarize the runs of a sweep: accuracy by group of tasks, memory and new weights, as JSON, Markdown and HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from surgery.files.atomic import write_text
+from surgery.probes.registry import PROBES
+from surgery.recipe.grid import SEED, label_of_values, text_of
+from surgery.report.results import Place, entries, label_of, perplexity_text
+from surgery.report.templates import embedded_svg, render
+from surgery.stats import wilson
+
+Estimate = dict[str, float]
+
+# Groups of tasks with their column labels.
+GROUPS = {"retrieval": "retrieval", "knowledge": "knowledge", "held_out": "held-out rows"}
+_ARMS = {"no_splice": "control", "base": "base"}
+
+
+@dataclass(frozen=True)
+class PointResults:
+    """Results of one combination of values.
+
+    Attributes:
+        values: value by key of the recipe.
+        run: name of the run folder.
+        arm: the arm of that run that the numbers are from.
+        arms: `arms` of its results.json.
+        heads: names of the spliced heads.
+        kv_bytes_per_token: bytes of keys and values of one token, in fp32.
+        new_parameters: number of weights in the new heads.
+        origins: where the run took a stage from, by the name of the stage.
+        probes: name of the probe by `name` of a task of the recipe, for tasks with another name.
+    """
+
+    values: Mapping[str, Any]
+    run: str
+    arm: str
+    arms: Mapping[str, Any]
+    heads: tuple[str, ...]
+    kv_bytes_per_token: int
+    new_parameters: int
+    origins: Mapping[str, str] = field(default_factory=dict)
+    probes: Mapping[str, str] = field(default_factory=dict)
+
+
+def group_of(place: Place, probes: Mapping[str, str]) -> str | None:
+    """Group of a task: `retrieval`, `knowledge` (`Probe.knowledge`) or `held_out` (the user's rows), or None.
+
+    Args:
+        place: keys in an arm of results.json.
+        probes: as in `PointResults`.
+    """
+    if place[0] == "held_out":
+        return "held_out" if len(place) == 2 else None
+    probe = probes.get(place[0], place[0])
+    if probe not in PROBES or place[-1] == "generated":  # the same prompts are ranked too
+        return None
+    return "knowledge" if PROBES[probe].knowledge else "retrieval"
+
+
+def accuracy_by_group(arm: Mapping[str, Any], probes: Mapping[str, str]) -> dict[str, Estimate]:
+    """Accuracy over all prompts of a group, with its 95% Wilson interval.
+
+    Args:
+        arm: an arm of results.json.
+        probes: as in `PointResults`.
+    """
+    counts: dict[str, list[int]] = {}
+    for place, entry in entries(arm):
+        group = group_of(place, probes) if "accuracy" in entry else None
+        if group is not None:
+            right, n = counts.setdefault(group, [0, 0])
+            counts[group] = [right + round(entry["accuracy"] * entry["n"]), n + int(entry["n"])]
+    return {group: asdict(wilson(*counts[group])) for group in GROUPS if group in counts}
+
+
+def summarize(
+    name: str,
+    keys: Mapping[str, Sequence[Any]],
+    points: Sequence[PointResults],
+    diverged: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Build the content of sweep.json.
+
+    Args:
+        name: name of the recipe.
+        keys: values by key, in order.
+        points: results of every combination that is finished.
+        diverged: error by name of each run whose training diverged.
+
+    Returns:
+        `name`, `keys`, `points`, `rows` and `diverged`. A row has the results of all seeds of the same other values:
+        each is `value`, `low` and `high`. For one seed that is an accuracy with its Wilson interval, for several
+        seeds the mean with the smallest and the largest value.
+    """
+    summaries = [_point(point) for point in points]
+    by_row: dict[str, list[dict[str, Any]]] = {}
+    for summary in summaries:
+        values = {key: value for key, value in summary["values"].items() if key != SEED or len(keys) == 1}
+        by_row.setdefault(label_of_values(values), []).append({**summary, "values": values, "all": summary["values"]})
+    return {
+        "name": name,
+        "keys": {key: list(values) for key, values in keys.items()},
+        "points": summaries,
+        "rows": [_row(group) for group in by_row.values()],
+        "diverged": dict(diverged or {}),
+    }
+
+
+def _point(point: PointResults) -> dict[str, Any]:
+    arm = point.arms[point.arm]
+    accuracy = accuracy_by_group(arm, point.probes)
+    teacher = accuracy_by_group(point.arms["teacher"], point.probes) if "teacher" in point.arms else {}
+    return {
+        "values": dict(point.values),
+        "run": point.run,
+        "arm": point.arm,
+        "heads": list(point.heads),
+        "accuracy": accuracy,
+        "share_of_teacher": {
+            group: accuracy[group]["value"] / found["value"]
+            for group, found in teacher.items()
+            if group in accuracy and found["value"] > 0
+        },
+        "perplexity": arm.get("perplexity"),
+        "kv_bytes_per_token": point.kv_bytes_per_token,
+        "new_parameters": point.new_parameters,
+        "tasks": dict(_tasks(arm)),
+        "origins": dict(point.origins),
+    }
+
+
+def _tasks(arm: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every task and size with its label and its accuracy, perplexity or loss."""
+    for place, entry in entries(arm):
+        numbers = {name: value for name, value in entry.items() if not isinstance(value, Mapping)}
+        yield "/".join(place), {"label": label_of(place, entry), **numbers}
+
+
+def _row(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Combine the points that differ in the seed only."""
+    first = points[0]
+    return {
+        "values": first["values"],
+        "arm": first["arm"],
+        "seeds": [point["all"].get(SEED) for point in points],
+        "runs": [point["run"] for point in points],
+        "accuracy": {group: _over([point["accuracy"][group] for point in points]) for group in first["accuracy"]},
+        "share_of_teacher": {
+            group: _over([point["share_of_teacher"][group] for point in points if group in point["share_of_teacher"]])
+            for group in first["share_of_teacher"]
+        },
+        **{
+            name: _over([point[name] for point in points])
+            for name in ("perplexity", "kv_bytes_per_token", "new_parameters")
+            if all(point[name] is not None for point in points)
+        },
+        "tasks": {
+            task: _over([_estimate(point["tasks"][task]) for point in points if task in point["tasks"]])
+            | {"label": entry["label"]}
+            for task, entry in first["tasks"].items()
+        },
+    }
+
+
+def _estimate(entry: Mapping[str, float]) -> Estimate | float:
+    """An accuracy with its interval, or a perplexity or loss."""
+    if "accuracy" not in entry:
+        return entry["perplexity"] if "perplexity" in entry else entry["nats"]
+    accuracy = entry["accuracy"]
+    return {"value": accuracy, "low": entry.get("low", accuracy), "high": entry.get("high", accuracy)}
+
+
+def _over(results: Sequence[Mapping[str, float] | float]) -> Estimate:
+    """Mean and range over seeds; for one seed the result itself, with its interval."""
+    if len(results) == 1:
+        result = results[0]
+        if isinstance(result, Mapping):
+            return {name: float(result[name]) for name in ("value", "low", "high")}
+        return {"value": result, "low": result, "high": result}
+    values = [result["value"] if isinstance(result, Mapping) else result for result in results]
+    return {"value": fmean(values), "low": min(values), "high": max(values)}
+
+
+def table_of(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return the columns and rows of the table: one row for each combination of values, seeds combined."""
+    rows = summary["rows"]
+    groups = [group for group in GROUPS if any(group in row["accuracy"] for row in rows)]
+    shares = [group for group in GROUPS if any(group in row["share_of_teacher"] for row in rows)]
+    several = any(len(row["seeds"]) > 1 for row in rows)
+    has_perplexity = any("perplexity" in row for row in rows)
+    columns = [
+        *rows[0]["values"],
+        *["seeds"] * several,
+        *(GROUPS[group] for group in groups),
+        *["perplexity"] * has_perplexity,
+        *(f"share of teacher, {GROUPS[group]}" for group in shares),
+        "KV bytes a token",
+        "new weights",
+    ]
+    cells = [
+        [
+            *_value_cells(row),
+            *[str(len(row["seeds"]))] * several,
+            *(_cell(row["accuracy"].get(group), "{:.3f}") for group in groups),
+            *[_cell(row.get("perplexity"), "{:.3f}")] * has_perplexity,
+            *(_cell(row["share_of_teacher"].get(group), "{:.3f}") for group in shares),
+            _cell(row["kv_bytes_per_token"], "{:,.0f}"),
+            _cell(row["new_parameters"], "{:,.0f}"),
+        ]
+        for row in rows
+    ]
+    return columns, cells
+
+
+def caption_of(summary: Mapping[str, Any]) -> str:
+    """Describe the numbers of the table."""
+    several = any(len(row["seeds"]) > 1 for row in summary["rows"])
+    parts = ["Mean over seeds [smallest, largest]." if several else "Accuracy with 95% Wilson intervals."]
+    parts.append("Each group is the accuracy over all prompts of its tasks. Keys and values are in fp32.")
+    if any(row["arm"] == "no_splice" for row in summary["rows"]):
+        parts.append("0 heads: the control, which is trained in the same way without a splice.")
+    if any(row["arm"] == "base" for row in summary["rows"]):
+        parts.append("0 heads: the base, since only new heads are trained.")
+    return " ".join(parts)
+
+
+def markdown_of(summary: Mapping[str, Any]) -> str:
+    """Return the table in Markdown."""
+    columns, rows = table_of(summary)
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _value_cells(row: Mapping[str, Any]) -> list[str]:
+    """The values of a row. 0 heads also names the arm."""
+    texts = {key: text_of(value) for key, value in row["values"].items()}
+    if row["arm"] in _ARMS:
+        texts["splice.num_heads"] += f" ({_ARMS[row['arm']]})"
+    return list(texts.values())
+
+
+def _cell(result: Mapping[str, float] | None, form: str) -> str:
+    if result is None:
+        return "not measured"
+    if result["value"] >= 1e6 and form != "{:,.0f}":
+        return perplexity_text(result["value"])
+    value, low, high = (form.format(result[name]) for name in ("value", "low", "high"))
+    return value if result["low"] == result["high"] else f"{value} [{low}, {high}]"
+
+
+def write_sweep_page(summary: Mapping[str, Any], figures: Path, path: Path) -> Path:
+    """Write `sweep.html`: the table, the figure, every task, and the runs with the stages that they share."""
+    columns, rows = table_of(summary)
+    labels = {task: result["label"] for row in summary["rows"] for task, result in row["tasks"].items()}
+    values = {
+        "name": summary["name"],
+        "keys": list(summary["keys"]),
+        "style": files("surgery.report").joinpath("run_page.css").read_text(encoding="utf-8"),
+        "summary": {"columns": columns, "rows": rows},
+        "caption": caption_of(summary),
+        "image": embedded_svg(figures / "sweep.svg", "Results by value"),
+        "tasks": {
+            "columns": ["", *(", ".join(_value_cells(row)) for row in summary["rows"])],
+            "rows": [
+                [label, *(_cell(row["tasks"].get(task), "{:.3f}") for row in summary["rows"])]
+                for task, label in labels.items()
+            ],
+        },
+        "runs": _runs(summary),
+        "diverged": [[name, error] for name, error in summary["diverged"].items()],
+    }
+    write_text(path, render("surgery.report", "sweep.html.j2", values))
+    return path
+
+
+def _runs(summary: Mapping[str, Any]) -> list[list[str]]:
+    """Table of the runs: their heads, and the stages that they took from other runs."""
+    rows = []
+    for point in summary["points"]:
+        if point["arm"] == "hybrid":
+            origins = "; ".join(f"{stage} {origin}" for stage, origin in point["origins"].items())
+            rows.append([point["run"], ", ".join(point["heads"]), origins or "none"])
+    return rows

@@ -1,0 +1,233 @@
+"""Run one recipe with several values of a key (`surgery sweep`). Runs share the stages that have equal keys.
+
+Every run is an ordinary run folder inside the folder of the sweep.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from surgery.errors import SurgeryError, TrainingDiverged
+from surgery.files.atomic import new_folder, read_json, write_json
+from surgery.files.lock import hold
+from surgery.files.ownership import check_replaceable, kind_of, mark
+from surgery.locate.selection import can_choose_again
+from surgery.models.loading import load_config
+from surgery.models.sizes import Sizes, meta_model, sizes_of
+from surgery.recipe import Base, Recipe, to_yaml
+from surgery.recipe.grid import Grid, GridPoint, naming
+from surgery.recipe.inputs import inputs_of
+from surgery.report.figures.by_value import results_by_value
+from surgery.report.sweep_report import PointResults, summarize, write_sweep_page
+from surgery.run.context import Reporter, Run
+from surgery.run.folder import RunDir
+from surgery.run.pipeline import check_configs, check_inputs, run_pipeline
+from surgery.run.sharing import SHARED, Origin, find_origin, key_with_choice
+from surgery.run.stages import Stage, stages_of
+from surgery.train.training import make_accelerator
+
+
+def run_sweep(
+    grid: Grid,
+    folder: Path,
+    overwrite: bool = False,
+    reporter: Reporter | None = None,
+    file: Path | None = None,
+) -> dict[str, Any]:
+    """Run every recipe of a grid, and write `sweep.json`, `sweep.html` and a figure. Finished stages are skipped.
+
+    All recipes and models are checked before the first run. If the training of a run diverges, the other runs follow,
+    and the error is raised at the end.
+
+    Args:
+        grid: the recipes.
+        folder: folder of the sweep. The runs are folders inside.
+        overwrite: remove runs of other recipes from the folders of the runs.
+        reporter: receives progress.
+        file: the recipe's file.
+
+    Returns:
+        Content of `sweep.json`. Empty on processes other than the first.
+
+    Raises:
+        SurgeryError: a recipe does not fit the model, a folder cannot be used, or a run fails.
+    """
+    accelerator = make_accelerator()
+    is_main = accelerator.is_main_process
+    diverged: dict[str, TrainingDiverged] = {}
+    summary: dict[str, Any] = {}
+    with hold(folder, "sweep folder") if is_main else nullcontext():
+        if is_main:
+            _check_folders(grid, folder, overwrite, file)
+        _check_runs(grid, folder, accelerator)
+        if is_main:
+            folder.mkdir(parents=True, exist_ok=True)
+            mark(folder, "sweep")
+        for number, recipe in enumerate(grid.recipes, start=1):
+            path = folder / recipe.name
+            if is_main and reporter is not None:
+                reporter.note("sweep", f"{path}: run {number} of {len(grid.recipes)}")
+            try:
+                run_pipeline(recipe, path, None, None, overwrite, reporter, file, _siblings(path))
+            except TrainingDiverged as error:
+                diverged[recipe.name] = error
+        if is_main:
+            summary = _write(grid, folder, diverged)
+    if diverged:
+        name, cause = next(iter(diverged.items()))
+        raise TrainingDiverged(
+            f"{len(diverged)} of {len(grid.recipes)} runs diverged, such as {name}", None, str(cause)
+        )
+    return summary
+
+
+def plan_sweep(grid: Grid, folder: Path, overwrite: bool = False, file: Path | None = None) -> dict[str, Any]:
+    """Predict what `run_sweep` would do. Loads no weights and writes nothing.
+
+    Returns:
+        `runs`: run -> stage -> `run`, `finished`, `copied from RUN` or `scores from RUN` (heads are chosen again from
+        the scores of that run). `controls`: points that are read from an arm of another point's run.
+
+    Raises:
+        SurgeryError: as `run_sweep`, if it can be seen without weights.
+    """
+    _check_folders(grid, folder, overwrite, file)
+    accelerator = make_accelerator()
+    known: dict[tuple[str, str], str] = {}
+    runs = {}
+    for recipe in grid.recipes:
+        run = _run(recipe, folder, accelerator)
+        with naming(_values_of(grid, recipe)):
+            check_configs(run)
+        runs[recipe.name] = _planned_stages(run, known, grid)
+    controls = [
+        {"values": dict(point.values), "run": point.recipe.name, "arm": point.arm}
+        for point in grid.points
+        if point.arm != "hybrid"
+    ]
+    return {"runs": runs, "controls": controls}
+
+
+def _run(recipe: Recipe, folder: Path, accelerator: Accelerator) -> Run:
+    path, names = folder / recipe.name, tuple(stage.name for stage in stages_of(recipe))
+    return Run(recipe, path, accelerator, stages=names, siblings=_siblings(path))
+
+
+def _siblings(path: Path) -> tuple[Path, ...]:
+    """Run folders next to this one. They may belong to an earlier sweep with other values."""
+    others = sorted(path.parent.iterdir()) if path.parent.is_dir() else []
+    return tuple(other for other in others if other != path and other.is_dir() and kind_of(other) == "run")
+
+
+def _values_of(grid: Grid, recipe: Recipe) -> dict[str, Any]:
+    return next(dict(point.values) for point in grid.points if point.recipe is recipe and point.arm == "hybrid")
+
+
+def _check_folders(grid: Grid, folder: Path, overwrite: bool, file: Path | None) -> None:
+    """Check that the folder of the sweep, and those of its runs, can be used. Changes nothing."""
+    check_replaceable("sweep folder", folder, "sweep", {}, f"Set another name, such as name={grid.name}-2.")
+    for recipe in grid.recipes:
+        RunDir(folder / recipe.name).check(to_yaml(recipe), overwrite, inputs_of(recipe, file))
+
+
+def _check_runs(grid: Grid, folder: Path, accelerator: Accelerator) -> None:
+    """Check models, heads and data of all runs. Equal bases are loaded once."""
+    previous: Run | None = None
+    for recipe in grid.recipes:
+        run = _run(recipe, folder, accelerator)
+        if previous is not None:
+            run.share_models(previous)
+        with naming(_values_of(grid, recipe)):
+            check_inputs(run)
+        previous = run
+
+
+def _planned_stages(run: Run, known: dict[tuple[str, str], str], grid: Grid) -> dict[str, str]:
+    """Predict each stage of a run.
+
+    Args:
+        run: the run.
+        known: run that computes a stage first, by name and predicted key of the stage. This run's stages are added.
+            A predicted key has the keys of earlier stages in the place of the hashes of their files.
+        grid: all recipes.
+    """
+    planned: dict[str, str] = {}
+    inputs: dict[str, str] = {}
+    finished: set[str] = set()  # outputs of finished stages: only their hashes are known
+    for stage in stages_of(run.recipe):
+        predicted = stage.key(run, inputs=inputs)
+        key = stage.key(run) if finished.issuperset(stage.reads) else ""
+        outputs = stage.outputs(run)
+        names = {str(output.relative_to(run.folder)) for output in outputs}
+        if key and run.rundir.is_fresh(stage.name, key, outputs):
+            planned[stage.name] = "finished"
+            finished |= names
+        else:
+            origin = (find_origin(run, stage, key) if key else None) or _earlier(run, stage, predicted, known, grid)
+            planned[stage.name] = str(origin or "run")
+        known.setdefault((stage.name, predicted), run.recipe.name)
+        inputs |= dict.fromkeys(names, predicted)
+    return planned
+
+
+def _earlier(run: Run, stage: Stage, predicted: str, known: dict[tuple[str, str], str], grid: Grid) -> Origin | None:
+    """Find an earlier run of this sweep that will have computed this stage."""
+    if stage.name not in SHARED or not stage.outputs(run):
+        return None
+    if (stage.name, predicted) in known:
+        return Origin(run.folder.parent / known[stage.name, predicted])
+    splice = run.recipe.splice
+    for other in grid.recipes if stage.name == "locate" else ():
+        if splice is None or other.splice is None or not can_choose_again(other.splice, splice, run.recipe.locate):
+            continue
+        measured = known.get((stage.name, key_with_choice(run, stage, other.splice)))
+        if measured is not None:
+            return Origin(run.folder.parent / measured, chosen_again=True)
+    return None
+
+
+def _write(grid: Grid, folder: Path, diverged: dict[str, TrainingDiverged]) -> dict[str, Any]:
+    """Write `sweep.json`, the figure and `sweep.html` of the runs that are finished."""
+    points = [_results(point, folder) for point in grid.points if point.recipe.name not in diverged]
+    failures = {name: str(error) for name, error in diverged.items()}
+    if not points:
+        raise SurgeryError("sweep", "no run is finished", f"Change the recipe: {next(iter(failures.values()))}")
+    summary = summarize(grid.name, {axis.key: axis.values for axis in grid.axes}, points, failures)
+    write_json(folder / "sweep.json", summary)
+    with new_folder(folder / "figures") as figures:
+        results_by_value(summary["rows"], [axis.key for axis in grid.axes], figures)
+    write_sweep_page(summary, folder / "figures", folder / "sweep.html")
+    return summary
+
+
+def _results(point: GridPoint, folder: Path) -> PointResults:
+    """Read the numbers of a point from its run."""
+    run = RunDir(folder / point.recipe.name)
+    results = read_json(run.path / "results.json")
+    names = [stage.name for stage in stages_of(point.recipe)]
+    origins = {name: (run.manifest(name) or {}).get("origin", "") for name in names}
+    sizes = _sizes(point, run.path)
+    return PointResults(
+        values=point.values,
+        run=point.recipe.name,
+        arm=point.arm,
+        arms=results["arms"],
+        heads=tuple(results["heads"]) if point.arm == "hybrid" else (),
+        kv_bytes_per_token=sizes.kv_bytes_per_token,
+        new_parameters=sizes.new_parameters,
+        origins={name: origin for name, origin in origins.items() if origin},
+        probes={task.result_name: task.task for task in point.recipe.evaluate.tasks},
+    )
+
+
+def _sizes(point: GridPoint, path: Path) -> Sizes:
+    """Count the parameters and cache bytes of a point's model, from its config."""
+    saved = {"hybrid": "trained", "no_splice": "no_splice"}
+    base = point.recipe.base
+    if point.arm in saved:
+        base = Base(model=str(path / saved[point.arm]), dtype="auto")
+    return sizes_of(meta_model(load_config(base), base.trust_remote_code))

@@ -1,0 +1,116 @@
+"""Take finished stages from other runs of the same sweep, instead of computing them again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from surgery.errors import RunError, reading
+from surgery.files.atomic import copy_entry, read_json
+from surgery.locate.selection import can_choose_again, choose_again
+from surgery.models.lookup import family_of
+from surgery.recipe import Recipe, Splice
+from surgery.recipe.yaml import read_mapping
+from surgery.run.context import Run
+from surgery.run.folder import RunDir
+from surgery.run.stages import Stage, write_heads
+from surgery.types import head_set_from_json
+
+# Reports and exports name their run, so they are written by each run.
+SHARED = ("locate", "plan", "splice", "train", "control")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a stage is taken from.
+
+    Attributes:
+        folder: run folder.
+        chosen_again: True if the stage is locate, and its heads were measured there but chosen differently.
+    """
+
+    folder: Path
+    chosen_again: bool = False
+
+    def __str__(self) -> str:
+        return f"{'scores' if self.chosen_again else 'copied'} from {self.folder.name}"
+
+
+def find_origin(run: Run, stage: Stage, key: str) -> Origin | None:
+    """Find a run in `run.siblings` with a finished stage that this run can take.
+
+    Args:
+        run: the run that needs the stage.
+        stage: the stage.
+        key: its key in `run`.
+
+    Returns:
+        A run that finished the stage with the same key and unchanged outputs. For locate also a run that measured the
+        same and whose heads can be chosen again. None if there is neither.
+    """
+    if stage.name not in SHARED:
+        return None
+    for folder in run.siblings:
+        outputs = _outputs(run, stage, folder)
+        if outputs and RunDir(folder).is_fresh(stage.name, key, outputs):
+            return Origin(folder)
+    if stage.name == "locate":
+        for folder, measured in _measured(run):
+            outputs = _outputs(run, stage, folder)
+            if RunDir(folder).is_fresh(stage.name, key_with_choice(run, stage, measured), outputs):
+                return Origin(folder, chosen_again=True)
+    return None
+
+
+def take_stage(run: Run, stage: Stage, key: str, origin: Origin) -> None:
+    """Write the outputs of a stage from those of another run, and its manifest. Takes the time of the other run."""
+    other = RunDir(origin.folder)
+    manifest = other.manifest(stage.name)
+    assert manifest is not None
+    run.rundir.forget(stage.name)
+    if origin.chosen_again:
+        _choose_heads(run, origin.folder)
+    else:
+        for output in stage.outputs(run):
+            copy_entry(origin.folder / output.relative_to(run.folder), output)
+    run.rundir.finish(stage.name, key, stage.outputs(run), manifest["seconds"], str(origin))
+
+
+def key_with_choice(run: Run, stage: Stage, choice: Splice) -> str:
+    """Key of the stage locate if this run chose its heads as `choice` does."""
+    return stage.key(run, with_choice(run.recipe, choice))
+
+
+def with_choice(recipe: Recipe, choice: Splice) -> Recipe:
+    """Return the recipe with the heads to choose of another section `splice`."""
+    assert recipe.splice is not None
+    chosen = {"select": choice.select, "num_heads": choice.num_heads, "heads": choice.heads}
+    return recipe.model_copy(update={"splice": recipe.splice.model_copy(update=chosen)})
+
+
+def _outputs(run: Run, stage: Stage, folder: Path) -> list[Path]:
+    """Outputs of a stage in another run folder; none if the stage has no outputs."""
+    return [folder / output.relative_to(run.folder) for output in stage.outputs(run)]
+
+
+def _measured(run: Run) -> Iterator[tuple[Path, Splice]]:
+    """Yield the runs whose heads may be chosen again, with the part of their splice that chooses heads."""
+    splice = run.recipe.splice
+    for folder in [folder for folder in run.siblings if (folder / "recipe.yaml").is_file()]:
+        theirs = read_mapping(folder / "recipe.yaml").get("splice")
+        if splice is None or not isinstance(theirs, dict):
+            continue
+        with reading(str(folder / "recipe.yaml"), None, "Run the sweep with --overwrite.", RunError):
+            measured = Splice.model_validate(theirs)
+        if can_choose_again(measured, splice, run.recipe.locate):
+            yield folder, measured
+
+
+def _choose_heads(run: Run, folder: Path) -> None:
+    """Write the outputs of locate, with heads chosen from the scores in another run folder."""
+    recipe = run.recipe
+    assert recipe.splice is not None
+    heads = replace(head_set_from_json(read_json(folder / "heads.json")), cost=read_json(folder / "locate.json"))
+    config = run.base().config
+    write_heads(run, choose_again(heads, family_of(config).sites(config), recipe.splice, recipe.locate, recipe.seed))

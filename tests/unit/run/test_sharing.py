@@ -1,0 +1,175 @@
+"""Which stages the runs of a sweep share: equal keys alone, and heads that are chosen again from the same scores."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from surgery.files.atomic import copy_entry, write_json
+from surgery.files.ownership import mark
+from surgery.locate.selection import can_choose_again, choose_again
+from surgery.recipe import Locate, Recipe, Splice, check_recipe, to_yaml
+from surgery.run.context import Run
+from surgery.run.sharing import find_origin, take_stage
+from surgery.run.stages import STAGES, Stage
+from surgery.types import HeadId, HeadSet, Interval, MixerSpec, ScoredHead, to_json
+
+BY_NAME = {stage.name: stage for stage in STAGES}
+SPEC = MixerSpec(0, "layers.0", "mamba2", 6, 4, 1, 4)
+
+
+def recipe(*, trainable: str = "all", locate: dict[str, Any] | None = None, seed: int = 0, **splice: Any) -> Recipe:
+    source = {"task": "kv_retrieval", "rows": 1, "weights": {"answer": 1.0}}
+    train = {"steps": 2, "sources": [source], "trainable": trainable}
+    data = {"name": "t", "seed": seed, "base": {"model": "m"}, "train": train, "splice": splice, "locate": locate or {}}
+    return check_recipe(data, Recipe)
+
+
+def run(folder: Path, made: Recipe, *siblings: Path) -> Run:
+    new = Run(made, folder, SimpleNamespace(), siblings=siblings)  # type: ignore[arg-type]
+    new.__dict__["revision"] = "r"  # of the base, which does not exist
+    return new
+
+
+def finish(new: Run, stage: Stage, text: str = "x") -> str:
+    """Write outputs and the manifest of a stage, as if it had run."""
+    key = stage.key(new)
+    for output in stage.outputs(new):
+        if output.suffix in (".json", ".csv", ".html"):
+            write_json(output, text)
+        else:
+            output.mkdir(parents=True)
+            (output / "model.safetensors").write_text(text)
+            (output / "config.json").write_text(text)
+    new.rundir.finish(stage.name, key, stage.outputs(new), 7.5)
+    (new.folder / "recipe.yaml").write_text(to_yaml(new.recipe))
+    mark(new.folder, "run")
+    return key
+
+
+def head_set(select: str, chosen: int) -> HeadSet:
+    """Six heads of one layer, whose oracle reads gain less and less."""
+    scores = [{"segment_end": Interval(6.0 - i, 0, 9, 8), "ablation": Interval(float(i), 0, 9, 8)} for i in range(6)]
+    heads = tuple(ScoredHead(HeadId(0, i), "neither", "segment_end", scores[i]) for i in range(6))
+    return HeadSet("m", "r", "g", heads, heads[:chosen], select, 0, {"accuracy": Interval(0.8, 0.7, 0.9, 8)})
+
+
+def test_the_control_does_not_depend_on_the_heads_and_locate_does(tmp_path: Path) -> None:
+    one, four = (run(tmp_path, recipe(num_heads=n)) for n in (1, 4))
+    assert BY_NAME["control"].key(one) == BY_NAME["control"].key(four)
+    assert BY_NAME["locate"].key(one) != BY_NAME["locate"].key(four)
+
+
+def test_a_control_of_the_spliced_layers_depends_on_the_plan(tmp_path: Path) -> None:
+    control = BY_NAME["control"]
+    for trainable, depends in (("all", False), ("spliced_layers", True)):
+        made = run(tmp_path, recipe(trainable=trainable))
+        write_json(tmp_path / "plan.json", {"layers": [0]})
+        before = control.key(made)
+        write_json(tmp_path / "plan.json", {"layers": [1]})
+        assert (control.key(made) != before) == depends
+
+
+def test_a_finished_stage_is_taken_with_its_time(tmp_path: Path) -> None:
+    control = BY_NAME["control"]
+    other = run(tmp_path / "a", recipe(num_heads=1))
+    key = finish(other, control)
+    new = run(tmp_path / "b", recipe(num_heads=4), tmp_path / "a")
+    origin = find_origin(new, control, control.key(new))
+    assert origin is not None and str(origin) == "copied from a"
+    take_stage(new, control, key, origin)
+    assert new.rundir.is_fresh("control", key, control.outputs(new))
+    manifest = json.loads((tmp_path / "b" / ".stages" / "control.json").read_text())
+    assert (manifest["seconds"], manifest["origin"]) == (7.5, "copied from a")
+    assert [p.is_file() for p in control.outputs(new)] == [p.is_file() for p in control.outputs(other)]
+
+
+@pytest.mark.parametrize("change", ["seed", "edited", "evaluate", "unfinished"])
+def test_a_stage_is_not_taken(tmp_path: Path, change: str) -> None:
+    stage = BY_NAME["evaluate" if change == "evaluate" else "control"]
+    other = run(tmp_path / "a", recipe())
+    finish(other, stage)
+    if change == "edited":
+        (tmp_path / "a" / "no_splice" / "config.json").write_text("y")
+    if change == "unfinished":
+        other.rundir.forget(stage.name)
+    new = run(tmp_path / "b", recipe(seed=1 if change == "seed" else 0), tmp_path / "a")
+    assert find_origin(new, stage, stage.key(new)) is None
+    assert change != "seed" or find_origin(run(tmp_path / "c", recipe(), tmp_path / "a"), stage, stage.key(other))
+
+
+def test_without_a_control_there_is_nothing_to_take(tmp_path: Path) -> None:
+    control, made = BY_NAME["control"], recipe(trainable="new_heads")
+    finish(run(tmp_path / "a", made), control)
+    new = run(tmp_path / "b", made, tmp_path / "a")
+    assert control.outputs(new) == [] and find_origin(new, control, control.key(new)) is None
+
+
+@pytest.mark.parametrize(
+    ("measured", "wanted", "locate", "again"),
+    [
+        ({"num_heads": 4}, {"num_heads": 2}, {}, True),
+        ({"num_heads": 2}, {"num_heads": 4}, {}, False),  # greedy: the third head is not measured
+        ({"num_heads": 2}, {"num_heads": 1}, {}, True),
+        ({"select": "ablation", "num_heads": 2}, {"select": "ablation", "num_heads": 4}, {}, True),
+        ({"num_heads": 4}, {"select": "ablation", "num_heads": 2}, {}, True),
+        ({"select": "ablation", "num_heads": 4}, {"num_heads": 2}, {}, False),
+        ({"select": "ablation", "num_heads": 4}, {"num_heads": 1}, {}, True),
+        ({"num_heads": 4}, {"select": "random", "num_heads": 5}, {}, True),
+        ({"select": "random", "num_heads": 4}, {"num_heads": 1}, {}, False),  # the base's accuracy was not checked
+        ({"num_heads": 4}, {"num_heads": 2}, {"search": {}}, False),
+        ({"num_heads": 4}, {"num_heads": 2}, {"backups": 2}, False),
+    ],
+)
+def test_heads_are_chosen_again_only_where_nothing_new_is_measured(
+    tmp_path: Path, measured: dict[str, Any], wanted: dict[str, Any], locate: dict[str, Any], again: bool
+) -> None:
+    assert can_choose_again(Splice(**measured), Splice(**wanted), Locate.model_validate(locate)) == again
+    stage = BY_NAME["locate"]
+    finish(run(tmp_path / "a", recipe(locate=locate, **measured)), stage)
+    new = run(tmp_path / "b", recipe(locate=locate, **wanted), tmp_path / "a")
+    origin = find_origin(new, stage, stage.key(new))
+    assert (origin is not None and str(origin) == "scores from a") == again
+    elsewhere = run(tmp_path / "c", recipe(locate={**locate, "pairs": 5}, **wanted), tmp_path / "a")
+    assert find_origin(elsewhere, stage, stage.key(elsewhere)) is None, "another measurement"
+
+
+def test_a_choice_from_scores_equals_that_of_a_measurement() -> None:
+    greedy = head_set("sharpen", 4)
+    two = choose_again(greedy, [SPEC], Splice(num_heads=2), Locate(), 0)
+    assert two == head_set("sharpen", 2)
+    ablated = choose_again(greedy, [SPEC], Splice(select="ablation", num_heads=3), Locate(), 0)
+    assert [s.head.head for s in ablated.heads] == [5, 4, 3, 2, 1, 0]
+    assert [s.head.head for s in ablated.chosen] == [5, 4, 3] and ablated.method == "ablation"
+    listed = choose_again(greedy, [SPEC], Splice(select="list", heads=("L0H3",)), Locate(), 0)
+    assert [str(s.head) for s in listed.chosen] == ["L0H3"]
+    assert to_json(choose_again(two, [SPEC], Splice(num_heads=1), Locate(), 0)) == to_json(head_set("sharpen", 1))
+
+
+def test_weights_are_linked_and_other_files_copied(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / "a").mkdir(exist_ok=True)
+        (tmp_path / "a" / name).write_text(name)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "old").write_text("old")
+    copy_entry(tmp_path / "a", tmp_path / "b")
+    copy_entry(tmp_path / "a" / "config.json", tmp_path / "c" / "config.json")
+    same = {name: os.path.samefile(tmp_path / "a" / name, tmp_path / "b" / name) for name in os.listdir(tmp_path / "b")}
+    assert same == {"model.safetensors": True, "config.json": False}
+    assert (tmp_path / "c" / "config.json").read_text() == "config.json"
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_weights_are_copied_where_links_are_not_supported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: Any) -> None:
+        raise PermissionError(1, "not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    (tmp_path / "a.safetensors").write_text("w")
+    copy_entry(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert (tmp_path / "b.safetensors").read_text() == "w"

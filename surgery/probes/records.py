@@ -26,7 +26,7 @@ TWO_DIGITS = (2, 2)
 # The filler stands between the two parts, the number after the second.
 TEMPLATES = (
     ("{name} wrote about the {thing}", "; this case is now with agent"),
-    ("{name} asked for a {size} {thing}", "; the case was brought to agent"),
+    ("{name} asked for the {size} {thing}", "; the case was brought to agent"),
     ("In the {time} {name} came to the {place}", ", and the case went to agent"),
     ("The {thing} of {name} was lost at the {place}", "; the new case is with agent"),
     ("A letter from {name}", " went to agent"),

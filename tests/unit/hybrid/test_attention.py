@@ -176,7 +176,7 @@ def test_a_fresh_branch_of_streams_picks_c_and_b(rank: int) -> None:
     x, (dt, b, c) = torch.randn(2, 7, 64, generator=rng), (torch.randn(2, 7, w, generator=rng) for w in (rank, 4, 4))
     query, key, _ = branch.project(inputs().float(), None, (x, torch.cat([dt, b, c], -1)), None)
     for head in range(branch.num_heads):
-        assert torch.equal(query[:, head], c) and torch.equal(key[:, head], b)
+        torch.testing.assert_close((query[:, head], key[:, head]), (c, b), rtol=1e-5, atol=1e-6)
 
 
 def test_rows_are_distributions_over_the_past() -> None:

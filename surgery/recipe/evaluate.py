@@ -52,13 +52,13 @@ class EvaluationTask(Section):
     )
     filler: Filler | None = Field(
         None,
-        description="kv_retrieval, phonebook, json_kv, multi_hop, records, key_echo: range of the number of words "
-        "between a key and its value, drawn for each record. By default no words.",
+        description="kv_retrieval, phonebook, json_kv, multi_hop, records, key_echo, kv_repeated: range of the number "
+        "of words between a key and its value, drawn for each record. By default no words.",
     )
     value_digits: ValueDigits | None = Field(
         None,
-        description="kv_retrieval, phonebook, json_kv, records, key_echo: range of the number of digits of a value, "
-        "drawn for each prompt. By default as in `train.sources`.",
+        description="kv_retrieval, phonebook, json_kv, records, key_echo, kv_repeated: range of the number of "
+        "digits of a value, drawn for each prompt. By default as in `train.sources`.",
     )
     examples: Positive | None = Field(None, description="Prompts per size. By default `evaluate.examples`.")
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,99}$")] | None = Field(

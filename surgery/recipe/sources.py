@@ -143,7 +143,7 @@ class Source(Section):
     pairs: tuple[Pairs, Pairs] = Field(
         (2, 16),
         description="Range from which each step draws one number: lines for kv_retrieval, phonebook, json_kv, mqar, "
-        "multi_hop, records and key_echo; hidden numbers for needle_multi_*; pieces for copying.",
+        "multi_hop, records, key_echo and kv_repeated; hidden numbers for needle_multi_*; pieces for copying.",
     )
     questions: Positive = Field(
         1, description="kv_retrieval, phonebook, json_kv, mqar, records: maximum number of questions per document."
@@ -155,14 +155,14 @@ class Source(Section):
     )
     filler: Filler | None = Field(
         None,
-        description="kv_retrieval, phonebook, json_kv, multi_hop, records, key_echo: range of the number of words "
-        "between a key and its value, drawn for each record. By default no words.",
+        description="kv_retrieval, phonebook, json_kv, multi_hop, records, key_echo, kv_repeated: range of the number "
+        "of words between a key and its value, drawn for each record. By default no words.",
     )
     value_digits: ValueDigits | None = Field(
         None,
-        description="kv_retrieval, phonebook, json_kv, records, key_echo: range of the number of digits of a value, "
-        "drawn for each document. By default integers 0-99 for kv_retrieval and key_echo, two digits for records, ten "
-        "for phonebook, a string as long as the keys for json_kv.",
+        description="kv_retrieval, phonebook, json_kv, records, key_echo, kv_repeated: range of the number of "
+        "digits of a value, drawn for each document. By default integers 0-99 for kv_retrieval, key_echo and "
+        "kv_repeated, two digits for records, ten for phonebook, a string as long as the keys for json_kv.",
     )
     train_eos: bool = Field(
         False, description="Also train on the newline after each answer of a task, so that generation stops there."

@@ -24,7 +24,7 @@ from surgery.testing.pico import pico_tokenizer
 TASKS = (
     "kv_retrieval", "phonebook", "json_kv", "mqar", "multi_hop", "needle_single", "needle_multi_key",
     "needle_multi_value", "needle_multi_query", "letter_choice", "copying", "option_text", "closed_book", "statement",
-    "sentence", "records", "key_echo",
+    "sentence", "records", "key_echo", "kv_repeated",
 )  # fmt: skip
 NEEDLES = tuple(task for task in TASKS if task.startswith("needle_"))
 OF_LINES = tuple(task for task in TASKS if "questions" in PROBES[task].options)
@@ -182,7 +182,7 @@ def test_training_never_sees_evaluation_texts() -> None:
     }
     assert keys
     assert not keys & set(key_words("eval"))
-    for task in ("multi_hop", "needle_multi_query", "key_echo"):
+    for task in ("multi_hop", "needle_multi_query", "key_echo", "kv_repeated"):
         found = {w for step in range(20) for t in texts(source(task), step=step) for w in re.findall(r"[a-z]+", t)}
         assert found & set(key_words("train")) and not found & set(key_words("eval")), task
     records = " ".join(t for step in range(20) for t in texts(source("records"), step=step))

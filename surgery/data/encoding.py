@@ -4,15 +4,17 @@ A choice is scored by as many of its first tokens as distinguish all choices, us
 another (`7` and `71`, with a token per digit), the token that follows the value in the context is appended to it. So
 the compared events are mutually exclusive.
 
-Shape legend: B documents, T tokens, Q questions a document, K answer choices, C tokens of a choice.
+Shape legend: B documents, T tokens, Q questions a document, R reads a document (one for each answer token), K answer
+choices, C tokens of a choice.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Literal
 
 import torch
@@ -23,12 +25,30 @@ from surgery.errors import ProbeError
 from surgery.probes.documents import Document, Question, Span
 
 Ids = tuple[int, ...]
+_READS = ("read_query", "read_segment_end", "read_answer_token")
 _BEFORE = 2  # characters of the prompt to tokenize before a choice: some tokenizers start every text with a space
 
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """Documents as tensors. Positions index T. The value -1 is padding of Q and K, or a position that does not exist.
+    """Documents as tensors. Positions index T. The value -1 is padding, or a position that does not exist.
+
+    `query` to `answer_token` and the choices describe the first token of each answer: heads are located and choices are
+    ranked there. The reads describe every token of every answer, for training. They follow the order of the questions.
+    An end token, and tokens of whitespace around an answer, have no read. If all answers have one token, the reads are
+    the questions.
+
+    The gold positions of the read of answer token i:
+
+    - `read_answer_token`: the token of the value that holds it. Answer and value are aligned by characters, without
+      whitespace at their ends, since a text may have other tokens in another place (` 51`, `2` and `5`, `12`). A token
+      that begins inside another one of the value is held by that one. Tokens that share a character (its bytes are
+      split) correspond in their order. An answer's first token is held by the value's first, where heads are located.
+    - `read_segment_end`: the segment's last token for every i. A Gather head writes key and value there. No token
+      before it can hold both the whole value and the key that the query looks for.
+
+    Both are -1 if no token of the value holds answer token i: the answer continues after the text of the value, or
+    begins with another text. Then only its first token has gold positions.
 
     Attributes:
         input_ids, attention_mask: (B, T).
@@ -37,6 +57,8 @@ class EncodedBatch:
         target: (B, Q) id of the answer's first token.
         segment_start, segment_end: (B, Q) first and last token of the gold segment. A Gather head writes to the last.
         answer_token: (B, Q) first token of the value in the segment.
+        read_query: (B, R) the token that must predict each answer token.
+        read_segment_end, read_answer_token: (B, R) gold positions of each read. By default those of the questions.
         choice_ids: (B, Q, K) first token of each choice; `gold` (B, Q) indexes it.
         choice_rest: (B, Q, K, C-1) later tokens that distinguish the choices; none by default.
         documents: (B, T) int32, for rows that hold several documents: index of each token's document, from 0. Padding
@@ -54,11 +76,17 @@ class EncodedBatch:
     choice_ids: Tensor
     gold: Tensor
     choice_rest: Tensor = None  # type: ignore[assignment]
+    read_query: Tensor = None  # type: ignore[assignment]
+    read_segment_end: Tensor = None  # type: ignore[assignment]
+    read_answer_token: Tensor = None  # type: ignore[assignment]
     documents: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.choice_rest is None:
             object.__setattr__(self, "choice_rest", self.choice_ids[..., None][..., :0])
+        if self.read_query is None:
+            for name in ("query", "segment_end", "answer_token"):
+                object.__setattr__(self, f"read_{name}", getattr(self, name))
 
     @property
     def choice_tokens(self) -> Tensor:
@@ -158,7 +186,8 @@ def encode(
     Args:
         padding_side: side on which rows are padded to the longest.
         until_answer: cut each document before the answer of its last question, so that the last token of every row is
-            a query. With `padding_side="left"` it is in the last column.
+            a query. With `padding_side="left"` it is in the last column. Of the last answer, only the first token has a
+            read.
 
     Returns:
         A batch on the CPU.
@@ -171,7 +200,7 @@ def encode(
     lengths, parsed = [], []
     tokens = cache(lambda text: tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
     for document, ids, offsets in zip(documents, rows["input_ids"], rows["offset_mapping"], strict=True):
-        questions = [_positions(q, document, ids, offsets, tokens) for q in document.questions]
+        questions = [_positions(q, document, ids, offsets, tokens, tokenizer.eos_token_id) for q in document.questions]
         if until_answer and not questions:
             raise ProbeError(
                 "documents", document.task, "It has a document without a question, which cannot be scored."
@@ -186,6 +215,13 @@ def encode(
     mask, answers = torch.zeros(B, T, dtype=torch.long), torch.zeros(B, T, dtype=torch.bool)
     columns = ("query", "target", "segment_start", "segment_end", "answer_token", "gold")
     fields = {name: torch.full((B, Q), -1) for name in columns}
+    reads = [
+        [read for question in questions for read in question["reads"] if read[0] < length]
+        for questions, length in zip(parsed, lengths, strict=True)
+    ]
+    R = max(1, max(map(len, reads)))
+    for name in _READS:
+        fields[name] = torch.full((B, R), -1)
     choices = torch.full((B, Q, K, C), -1)
     for b, (ids, questions, length) in enumerate(zip(rows["input_ids"], parsed, lengths, strict=True)):
         shift = T - length if padding_side == "left" else 0
@@ -200,11 +236,19 @@ def encode(
                 choices[b, q, : len(padded)] = torch.tensor(padded)
             first, last = question["answer"]
             answers[b, shift + first : min(shift + last + 1, shift + length)] = True
+        for r, read in enumerate(reads[b]):
+            for name, place in zip(_READS, read, strict=True):
+                fields[name][b, r] = place + shift if place >= 0 else -1
     return EncodedBatch(input_ids, mask, answers, choice_ids=choices[..., 0], choice_rest=choices[..., 1:], **fields)
 
 
 def _positions(
-    question: Question, document: Document, ids: list[int], offsets: Sequence[Span], tokens: Callable[[str], Ids]
+    question: Question,
+    document: Document,
+    ids: list[int],
+    offsets: Sequence[Span],
+    tokens: Callable[[str], Ids],
+    end: int | None,
 ) -> dict:
     """Find the token positions of one question in the tokens of the whole text."""
     first = _token_at(offsets, question.answer[0], first=True)
@@ -214,16 +258,67 @@ def _positions(
         raise ProbeError(f"{document.task} answer", repr(token), hint)
     last = _token_at(offsets, question.answer[1] - 1)
     value, segment = question.value, question.segment
+    segment_end = _token_at(offsets, segment[1] - 1) if segment else -1
+    content = question.answer[0], offsets[last][0] if first < last and ids[last] == end else question.answer[1]
+    held = _held(document.text, content, value if segment else None, offsets, range(first, last + 1))
     return {
         "query": first - 1,
         "target": ids[first],
         "answer": (first, last),
         "segment_start": _token_at(offsets, segment[0], first=True) if segment else -1,
-        "segment_end": _token_at(offsets, segment[1] - 1) if segment else -1,
+        "segment_end": segment_end,
         "answer_token": _token_at(offsets, value[0], first=True) if value else -1,
+        "reads": [(token - 1, segment_end if place >= 0 else -1, place) for token, place in held if token],
         "gold": question.gold,
         "choices": _choices(question, document, tuple(ids[first : last + 1]), tokens),
     }
+
+
+def _held(
+    text: str, answer: Span, value: Span | None, offsets: Sequence[Span], tokens: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Find the token of the value that holds each token of an answer. `EncodedBatch` has the rule.
+
+    Args:
+        answer: characters of the answer, without an end token.
+        value: characters of the value; None if there is none.
+        tokens: indices of the answer's tokens.
+
+    Returns:
+        (token of the answer, token of the value or -1), without tokens of whitespace around the answer.
+    """
+    start, stop = _stripped(text, answer)
+    holders: dict[int, list[int]] = defaultdict(list)  # character of the answer -> tokens of the value
+    if value is not None:
+        first = _token_at(offsets, value[0], first=True)
+        value_start, value_stop = _stripped(text, value)
+        if text[start:stop].startswith(text[value_start:value_stop]):
+            for i in takewhile(lambda i: offsets[i][0] < value_stop, range(first, len(offsets))):
+                for char in range(offsets[i][0], min(offsets[i][1], value_stop)):
+                    holders[char - value_start + start].append(i)
+        holders[start] = holders[start] or [first]
+    found = []
+    for token in tokens:
+        if offsets[token][1] <= start:
+            continue
+        begin = max(offsets[token][0], start)
+        if begin >= stop:
+            break
+        held_by = holders.get(begin, [])
+        order = 0  # of the token among those that share this character
+        while token - order > tokens[0] and offsets[token - order - 1][1] > begin:
+            order += 1
+        found.append((token, held_by[min(order, len(held_by) - 1)] if held_by else -1))
+    if value is not None and found and found[0][0] == tokens[0]:
+        found[0] = tokens[0], first
+    return found
+
+
+def _stripped(text: str, span: Span) -> Span:
+    """Return the span without whitespace at its ends, or all of it if there is nothing else."""
+    content = text[slice(*span)].strip()
+    start = span[0] + text[slice(*span)].index(content)
+    return (start, start + len(content)) if content else span
 
 
 def _choices(question: Question, document: Document, answer: Ids, tokens: Callable[[str], Ids]) -> list[Ids]:

@@ -25,8 +25,8 @@ class Question:
         gold: index of the answer in `choices`.
         segment: the segment of the context that contains the answer (`key:value\\n`); None if nothing is retrieved.
         value: the answer inside that segment. Attention is trained on the segment's last token or on the value's
-            first. A value that is its whole segment marks an answer without an end, such as a copied passage: a
-            generated text may continue within the last word.
+            tokens (`EncodedBatch`). A value that is its whole segment marks an answer without an end, such as a copied
+            passage: a generated text may continue within the last word.
     """
 
     answer: Span

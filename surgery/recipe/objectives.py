@@ -12,7 +12,7 @@ NEEDS = frozenset(
     {
         "answers",  # documents with answers
         "gold_positions",  # questions whose answer is at a known position
-        "model.attention",  # rows of the spliced heads at the questions
+        "model.attention",  # rows of the spliced heads at the queries of answer tokens
         "model.full_attention",  # whole attention matrices of the spliced heads
         "model.hidden_states",
         "base.logits",  # of the frozen base

@@ -3,7 +3,7 @@
 Forward pass, losses and backward pass run on the meta device and are metered there. Fused CUDA kernels, which save
 less, are not taken into account.
 
-Shape legend: B documents, T tokens, V vocabulary, Q questions, H spliced heads of a layer, D model width.
+Shape legend: B documents, T tokens, V vocabulary, H spliced heads of a layer, D model width.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ class _Runner:
             cost = extrapolate(self._lengths, self._short, T).times(rows / self._widest.shape[0])
         else:
             cost = self._measure(sample, T, needs)
-        queries = T if "model.full_attention" in needs else sample.batch.query.shape[1]
+        queries = T if "model.full_attention" in needs else sample.batch.read_query.shape[1]
 
         def leaf(like: Tensor, *shape: int) -> Tensor:
             return torch.empty(shape, dtype=like.dtype, device="meta", requires_grad=self._output.logits.requires_grad)
@@ -297,7 +297,7 @@ class _Runner:
         columns = {"input_ids": batch.input_ids[:, -length:], "attention_mask": batch.attention_mask[:, -length:]}
 
         def run() -> list[Tensor]:
-            shortened = replace(batch, **columns, query=batch.query.clamp(max=length - 1)).to("meta")
+            shortened = replace(batch, **columns, read_query=batch.read_query.clamp(max=length - 1)).to("meta")
             options = model_options(needs, shortened)
             self._output = self.model(
                 shortened.input_ids, attention_mask=shortened.attention_mask, use_cache=False, **options

@@ -1,6 +1,6 @@
 """Formulas of the objectives.
 
-Every loss is a sum over its terms (tokens or questions) divided by `count`. By default `count` is the number of terms
+Every loss is a sum over its terms (tokens or reads) divided by `count`. By default `count` is the number of terms
 in the batch, so the loss is their mean. For a part of a step, such as a micro-batch or the share of a process, `count`
 is the number of terms in the whole step. The parts then add up to the mean over the step:
 
@@ -8,7 +8,8 @@ is the number of terms in the whole step. The parts then add up to the mean over
 
 With a `count`, a part without terms has a loss of zero that still depends on the model's outputs.
 
-Shape legend: B documents, T tokens, V vocabulary, Q questions, H spliced heads of a layer, D model width.
+Shape legend: B documents, T tokens, V vocabulary, R reads (one for each answer token), H spliced heads of a layer, D
+model width.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def answer_tokens(batch: EncodedBatch) -> Tensor:
 
 
 def has_gold_positions(batch: EncodedBatch) -> Tensor:
-    """(B,Q) bool: the question has gold positions."""
-    return (batch.segment_end >= 0) & (batch.answer_token >= 0)
+    """(B,R) bool: the read has gold positions."""
+    return (batch.read_segment_end >= 0) & (batch.read_answer_token >= 0)
 
 
 def _next_token_loss(logits_BTV: Tensor, batch: EncodedBatch, included_BT: Tensor, count: float | None) -> Tensor:
@@ -87,24 +88,26 @@ def attention_loss(
 ) -> Tensor:
     """Attention supervision: -log of the new head's attention from each query to its gold position, mean over heads.
 
+    Every answer token has a query, the token before it, and a gold position. `EncodedBatch` has the rule.
+
     Args:
-        attentions: for each spliced layer, (B,H,Q,T) rows at `batch.query`.
+        attentions: for each spliced layer, (B,H,R,T) rows at `batch.read_query`.
         reads: for each spliced layer and head, the gold position that it should attend to.
 
     Raises:
-        ValueError: no question of the batch has gold positions, and `count` is None.
+        ValueError: no read of the batch has gold positions, and `count` is None.
     """
-    included_BQ = has_gold_positions(batch)
-    if count is None and not bool(included_BQ.any()):
+    included_BR = has_gold_positions(batch)
+    if count is None and not bool(included_BR.any()):
         raise ValueError("attention: no question has a gold position. Set the weight to 0.")
     losses = []
-    for rows_BHQT, layer_reads in zip(attentions, reads, strict=True):
+    for rows_BHRT, layer_reads in zip(attentions, reads, strict=True):
         for head, read in enumerate(layer_reads):
-            gold_BQ = batch.segment_end if read == "segment_end" else batch.answer_token
-            row_BQT = rows_BHQT[:, head].float()
-            mass = row_BQT.gather(-1, gold_BQ.clamp(min=0)[..., None])[..., 0]
-            losses.append(-torch.log(mass[included_BQ].clamp(min=1e-9)).sum())
-    return torch.stack(losses).mean() / (int(included_BQ.sum()) if count is None else count)
+            gold_BR = batch.read_segment_end if read == "segment_end" else batch.read_answer_token
+            row_BRT = rows_BHRT[:, head].float()
+            mass = row_BRT.gather(-1, gold_BR.clamp(min=0)[..., None])[..., 0]
+            losses.append(-torch.log(mass[included_BR].clamp(min=1e-9)).sum())
+    return torch.stack(losses).mean() / (int(included_BR.sum()) if count is None else count)
 
 
 def attention_kl_loss(
@@ -112,20 +115,20 @@ def attention_kl_loss(
 ) -> Tensor:
     """KL(a' || a) from the teacher's attention a' to the new heads' attention a at each query, mean over heads.
 
-    MiniLM (arXiv 2002.10957) compares attention in this way at all tokens. Here only the tokens before an answer count:
-    at the many other tokens, the attention of a teacher's retrieval head is diffuse. No gold position is needed.
+    MiniLM (arXiv 2002.10957) compares attention in this way at all tokens. Here only the tokens before an answer token
+    count: at the many others, the attention of a teacher's retrieval head is diffuse. No gold position is needed.
 
     Args:
-        rows: for each spliced layer, (B,H,Q,T) at `batch.query`. Padded questions do not count.
+        rows: for each spliced layer, (B,H,R,T) at `batch.read_query`. Padded reads do not count.
         teacher_rows: the same for the corresponding heads of the teacher.
     """
-    included_BQ = batch.query >= 0
+    included_BR = batch.read_query >= 0
     losses = []
-    for rows_BHQT, teacher_BHQT in zip(rows, teacher_rows, strict=True):
-        a, target = (x.float().clamp(min=1e-9) for x in (rows_BHQT, teacher_BHQT.detach()))
-        kl_BHQ = (target * (target.log() - a.log())).sum(-1)
-        losses.append(kl_BHQ.masked_fill(~included_BQ[:, None], 0.0).sum((0, 2)))
-    return torch.cat(losses).mean() / (int(included_BQ.sum()) if count is None else count)
+    for rows_BHRT, teacher_BHRT in zip(rows, teacher_rows, strict=True):
+        a, target = (x.float().clamp(min=1e-9) for x in (rows_BHRT, teacher_BHRT.detach()))
+        kl_BHR = (target * (target.log() - a.log())).sum(-1)
+        losses.append(kl_BHR.masked_fill(~included_BR[:, None], 0.0).sum((0, 2)))
+    return torch.cat(losses).mean() / (int(included_BR.sum()) if count is None else count)
 
 
 def attention_mse_loss(
@@ -171,6 +174,6 @@ def hidden_loss(
 
 
 def rows_at_queries(rows_BHTT: Tensor, batch: EncodedBatch) -> Tensor:
-    """Select the rows of the queries, (B,H,Q,T), from those of all tokens. Padded questions take row 0."""
-    index = batch.query.clamp(min=0)[:, None, :, None]
+    """Select the rows of the reads, (B,H,R,T), from those of all tokens. Padded reads take row 0."""
+    index = batch.read_query.clamp(min=0)[:, None, :, None]
     return rows_BHTT.gather(2, index.expand(-1, rows_BHTT.shape[1], -1, rows_BHTT.shape[3]))

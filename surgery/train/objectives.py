@@ -1,7 +1,8 @@
 """Training objectives, one class each. Schema, counts, labels and cost estimates are derived from these classes.
 
 A recipe is validated against this module, so importing it does not load torch. The formulas are in `losses`.
-Shape legend: B documents, T tokens, Q questions, H spliced heads of a layer, V vocabulary, D model width.
+Shape legend: B documents, T tokens, R reads (one for each answer token), H spliced heads of a layer, V vocabulary, D
+model width.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Outputs:
 
     Attributes:
         logits: (B,T,V). With `distil.cache`, the teacher's logits are a `TopK`.
-        attention: for each spliced layer, (B,H,Q,T) rows at the questions. For a teacher, those of the aligned heads.
+        attention: for each spliced layer, (B,H,R,T) rows at `batch.read_query`. For a teacher, those of the aligned
+            heads.
         full_attention: for each spliced layer, (B,H,T,T).
         hidden_states: (B,T,D) of each compared layer.
     """
@@ -65,7 +67,7 @@ class Objective(ObjectiveInfo, ABC):
 
     @abstractmethod
     def count(self, batch: EncodedBatch) -> int:
-        """Number of terms of the loss in a batch, such as its tokens or questions."""
+        """Number of terms of the loss in a batch, such as its tokens or reads."""
 
     @abstractmethod
     def loss(self, inputs: ObjectiveInputs) -> Tensor:
@@ -131,7 +133,7 @@ class Answer(Objective):
 
 @register_objective("attention")
 class Attention(Objective):
-    description = "Cross-entropy of the new heads' attention at the gold position."
+    description = "Cross-entropy of the new heads' attention at the gold position of every answer token."
     needs = ("gold_positions", "model.attention")
 
     def count(self, batch: EncodedBatch) -> int:
@@ -191,11 +193,13 @@ class Distillation(Objective):
 
 @register_objective("attention_kl")
 class AttentionKL(Objective):
-    description = "KL divergence of the new heads' attention from that of the teacher's heads, at the questions."
+    description = (
+        "KL divergence of the new heads' attention from that of the teacher's heads, before every answer token."
+    )
     needs = ("model.attention", "teacher.attention")
 
     def count(self, batch: EncodedBatch) -> int:
-        return int((batch.query >= 0).sum())
+        return int((batch.read_query >= 0).sum())
 
     def loss(self, inputs: ObjectiveInputs) -> Tensor:
         from surgery.train.losses import attention_kl_loss

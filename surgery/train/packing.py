@@ -23,7 +23,8 @@ from surgery.hybrid.packing import packed_masks, positions_of
 from surgery.models.lookup import family_of
 
 _TOKENS = ("input_ids", "attention_mask", "answers")
-_POSITIONS = ("query", "segment_start", "segment_end", "answer_token")  # indices into T
+_QUESTIONS = ("query", "segment_start", "segment_end", "answer_token")  # indices into T
+_READS = ("read_query", "read_segment_end", "read_answer_token")  # indices into T
 _VALUES = ("target", "gold", "choice_ids", "choice_rest")
 _TOLERANCE = 1e-5  # relative difference of logits. Equal shapes round alike, so only a leak exceeds it
 
@@ -63,32 +64,39 @@ def pack(batch: EncodedBatch) -> EncodedBatch:
     rows = first_fit(lengths)
     if len(rows) == len(batch):
         return batch
-    packed = _empty(batch, rows)
+    questions, reads = ((x >= 0).sum(1) for x in (batch.target, batch.read_query))
+    entries = {**dict.fromkeys((*_QUESTIONS, *_VALUES), questions), **dict.fromkeys(_READS, reads)}
+    packed = _empty(batch, rows, entries)
     for row, members in enumerate(rows):
-        start, first = 0, 0
+        start, filled = 0, dict.fromkeys(entries, 0)
         for index, b in enumerate(members):
-            tokens, questions = lengths[b], int((batch.target[b] >= 0).sum())
+            tokens = lengths[b]
             for name in _TOKENS:
                 packed[name][row, start : start + tokens] = getattr(batch, name)[b, :tokens]
-            for name in (*_POSITIONS, *_VALUES):
-                values = getattr(batch, name)[b, :questions]
-                moved = values.where(values < 0, values + start) if name in _POSITIONS else values
-                packed[name][row, first : first + questions] = moved
+            for name, first in filled.items():
+                values = getattr(batch, name)[b, : entries[name][b]]
+                moved = values if name in _VALUES else values.where(values < 0, values + start)
+                packed[name][row, first : first + len(values)] = moved
+                filled[name] = first + len(values)
             packed["documents"][row, start : start + tokens] = index
-            start, first = start + tokens, first + questions
+            start += tokens
         packed["documents"][row, start:] = len(members)
     return EncodedBatch(**packed)
 
 
-def _empty(batch: EncodedBatch, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """Make rows of padding, with room for the questions of all their documents."""
-    shape, questions = (len(rows), batch.input_ids.shape[1]), (batch.target >= 0).sum(1)
+def _empty(batch: EncodedBatch, rows: Sequence[Sequence[int]], entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Make rows of padding, with room for the questions and reads of all their documents.
+
+    Args:
+        rows: for each row, the indices of its documents.
+        entries: for each field of questions or reads, (B,) number of them.
+    """
+    shape = len(rows), batch.input_ids.shape[1]
     pad = batch.input_ids[~batch.attention_mask.bool()][0]
     fill = {"input_ids": pad, "attention_mask": 0, "answers": False}
     tensors = {name: getattr(batch, name).new_empty(shape).fill_(value) for name, value in fill.items()}
-    most = max(1, *(int(questions[list(members)].sum()) for members in rows))
-    for name in (*_POSITIONS, *_VALUES):
-        values = getattr(batch, name)
+    for name, entries_B in entries.items():
+        values, most = getattr(batch, name), max(1, *(int(entries_B[list(members)].sum()) for members in rows))
         tensors[name] = values.new_full((len(rows), most, *values.shape[2:]), -1)
     return {**tensors, "documents": torch.empty(shape, dtype=torch.int32)}
 

@@ -137,7 +137,7 @@ def model_options(needs: Collection[str], batch: EncodedBatch) -> dict[str, Any]
         index = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
         options["splice_queries"] = index.expand(batch.input_ids.shape).where(batch.attention_mask.bool(), -1)
     elif "model.attention" in needs:
-        options["splice_queries"] = batch.query
+        options["splice_queries"] = batch.read_query
     if "model.hidden_states" in needs:
         options["output_hidden_states"] = True
     return options

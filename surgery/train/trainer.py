@@ -22,10 +22,12 @@ from accelerate.utils.memory import release_memory, should_reduce_batch_size
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.data.encoding import encode
 from surgery.data.generated import Stream
 from surgery.data.user import open_source
 from surgery.errors import RunError, TrainingDiverged
 from surgery.files.atomic import fingerprint
+from surgery.probes.documents import Document
 from surgery.recipe import Train, TrainStage
 from surgery.recipe.objectives import OBJECTIVES
 from surgery.recipe.section import keys_of_0_1
@@ -262,6 +264,8 @@ def accumulate_gradients(
     stage, targets = prepared.stage, prepared.targets
     progress = step / max(1, stage.num_steps - 1)
     documents = [stream.step(step) for stream in prepared.streams]
+    if step == 0 and accelerator.is_main_process:
+        _log_missing_reads(stage, documents, tokenizer)
     while True:
         parts = split_step(stage.sources, documents, prepared.sizes, tokenizer, accelerator, prepared.packing)
         parts = with_counts(stage.sources, parts, bool(targets.grafts), accelerator)
@@ -291,6 +295,22 @@ def accumulate_gradients(
         _halve(prepared.sizes, part, step, accelerator)
         prepared.optimizer.zero_grad()
         release_memory()
+
+
+def _log_missing_reads(
+    stage: TrainStage, documents: Sequence[Sequence[Document]], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Log how many answer tokens of a step have no gold position, for the sources that need them."""
+    for index, (source, drawn) in enumerate(zip(stage.sources, documents, strict=True)):
+        marked = [d for d in drawn if d.questions and all(q.segment and q.value for q in d.questions)]
+        if not marked or not source.weights.needs("gold_positions"):
+            continue
+        batch = encode(marked, tokenizer)
+        reads = batch.read_query >= 0
+        missing = int((reads & (batch.read_answer_token < 0)).sum())
+        if missing:
+            text = "train.sources.%d: no token of the segment holds %d of %d answer tokens of the first step. %s"
+            _LOG.warning(text, index, missing, int(reads.sum()), "Attention is not supervised there.")
 
 
 def _reduced(

@@ -149,7 +149,7 @@ class TestLinearAttention:
 class TestHiddenRows:
     def test_are_shares_of_the_past_with_gradients(self) -> None:
         model, batch = pico_base(), prompts((12, 12))
-        batch = replace(batch, query=batch.query - 2)
+        batch = replace(batch, read_query=batch.read_query - 2)
         with hidden_rows(model, HeadId(1, 3)) as rows:
             model(batch.input_ids, use_cache=False)
             (rows_BHQT,) = rows(batch)

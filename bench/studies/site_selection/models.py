@@ -1,6 +1,6 @@
 """Models of arms that the library does not build (linear attention, LoRA), and the rows that supervision reads.
 
-Shape legend: B documents, T tokens, Q questions, H heads, P head width.
+Shape legend: B documents, T tokens, R reads (one for each answer token), H heads, P head width.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from surgery.hybrid.attention import SplicedAttention
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.types import HeadId
 
-Rows = Callable[[EncodedBatch], list[Tensor]]  # (B,H,Q,T) for each supervised layer, after a forward pass
+Rows = Callable[[EncodedBatch], list[Tensor]]  # (B,H,R,T) for each supervised layer, after a forward pass
 
 
 class LinearAttention(SplicedAttention):
@@ -105,8 +105,8 @@ def hidden_rows(model: PreTrainedModel, head: HeadId) -> Iterator[Rows]:
 
 
 def _at_queries(weights_BHTT: Tensor, batch: EncodedBatch) -> Tensor:
-    """(B,H,Q,T) rows at the queries. Padded questions take row 0, which the loss ignores."""
-    index = batch.query.clamp(min=0)[:, None, :, None].expand(-1, weights_BHTT.shape[1], -1, weights_BHTT.shape[3])
+    """(B,H,R,T) rows at the reads. Padded reads take row 0, which the loss ignores."""
+    index = batch.read_query.clamp(min=0)[:, None, :, None].expand(-1, weights_BHTT.shape[1], -1, weights_BHTT.shape[3])
     return weights_BHTT.gather(2, index)
 
 

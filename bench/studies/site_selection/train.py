@@ -35,7 +35,7 @@ class RowTargets(Targets):
     """Losses of the library, with attention supervision of rows that its models do not return.
 
     Attributes:
-        rows: returns (B,H,Q,T) for each supervised layer after a forward pass; None supervises nothing.
+        rows: returns (B,H,R,T) for each supervised layer after a forward pass; None supervises nothing.
         reads: for each of those layers and heads, the gold position that it should attend to.
     """
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from surgery.data.encoding import EncodedBatch, encode
+from surgery.data.generated import with_ends
 from surgery.models.meters import saved_bytes
 from surgery.recipe import Distil
 from surgery.testing.pico import pico_tokenizer
@@ -28,6 +30,7 @@ from surgery.train.losses import (
 )
 from surgery.train.objectives import counts
 from surgery.types import Reads
+from tests.support.long_choices import digit_tokenizer
 from tests.support.oracles import naive_divergence
 from tests.support.samples import sample, several_questions
 
@@ -35,10 +38,14 @@ V = 1024
 SIDES = ("left", "right")
 
 
-def batch_of(side: str = "right", plain: bool = True) -> EncodedBatch:
+Tokenizer = Callable[[], PreTrainedTokenizerFast]
+BOTH = pytest.mark.parametrize("tokenizer", [pico_tokenizer, digit_tokenizer], ids=["one token", "several tokens"])
+
+
+def batch_of(side: str = "right", plain: bool = True, tokenizer: Tokenizer = pico_tokenizer) -> EncodedBatch:
     """Dictionaries of several lengths and questions, and plain text among them."""
     documents = [*several_questions(), *(sample("sentence", 2) if plain else [])]
-    return encode(documents, pico_tokenizer(), side)  # type: ignore[arg-type]
+    return encode(documents, tokenizer(), side)  # type: ignore[arg-type]
 
 
 def logits_for(batch: EncodedBatch, seed: int = 0) -> Tensor:
@@ -155,31 +162,33 @@ def test_the_likeliest_tokens_may_be_given_for_the_real_tokens_alone(side: str) 
 
 
 def rows_on(batch: EncodedBatch, gold: Sequence[Tensor], share: float = 1.0) -> Tensor:
-    """(B,H,Q,T) rows that put `share` on each head's gold position and the rest on token 0."""
-    (B, Q), T = batch.query.shape, batch.input_ids.shape[1]
-    rows = torch.zeros(B, len(gold), Q, T, dtype=torch.float64)
+    """(B,H,R,T) rows that put `share` on each head's gold position and the rest on token 0."""
+    (B, R), T = batch.read_query.shape, batch.input_ids.shape[1]
+    rows = torch.zeros(B, len(gold), R, T, dtype=torch.float64)
     rows[..., 0] = 1 - share
-    for head, gold_BQ in enumerate(gold):
-        rows[:, head].scatter_(2, gold_BQ.clamp(min=0)[..., None], share)
+    for head, gold_BR in enumerate(gold):
+        rows[:, head].scatter_(2, gold_BR.clamp(min=0)[..., None], share)
     return rows
 
 
-def test_attention_loss_is_zero_when_all_mass_is_on_gold() -> None:
-    batch = batch_of()
-    rows = rows_on(batch, [batch.segment_end, batch.answer_token])
+@BOTH
+def test_attention_loss_is_zero_when_all_mass_is_on_gold(tokenizer: Tokenizer) -> None:
+    batch = batch_of(tokenizer=tokenizer)
+    rows = rows_on(batch, [batch.read_segment_end, batch.read_answer_token])
     assert float(attention_loss([rows], [("segment_end", "answer_token")], batch)) == pytest.approx(0, abs=1e-6)
 
 
 def test_attention_loss_looks_at_the_position_that_the_head_reads() -> None:
     batch = batch_of()
-    rows = rows_on(batch, [batch.segment_end, batch.answer_token])
+    rows = rows_on(batch, [batch.read_segment_end, batch.read_answer_token])
     assert float(attention_loss([rows], [("answer_token", "segment_end")], batch)) > 10
 
 
-def test_attention_loss_is_the_mean_logarithm_of_the_mass_on_gold() -> None:
-    batch = batch_of(plain=True)
+@BOTH
+def test_attention_loss_is_the_mean_logarithm_of_the_mass_on_gold(tokenizer: Tokenizer) -> None:
+    batch = batch_of(plain=True, tokenizer=tokenizer)
     rng = torch.Generator().manual_seed(3)
-    shape = (batch.query.shape[1], batch.input_ids.shape[1])
+    shape = (batch.read_query.shape[1], batch.input_ids.shape[1])
     rows = [torch.randn(len(batch), h, *shape, generator=rng).double().softmax(-1) for h in (2, 1)]
     reads: list[tuple[Reads, ...]] = [("segment_end", "answer_token"), ("answer_token",)]
     heads = []
@@ -187,16 +196,36 @@ def test_attention_loss_is_the_mean_logarithm_of_the_mass_on_gold() -> None:
         for h, read in enumerate(layer_reads):
             found = []
             for b in range(len(batch)):
-                for q in range(batch.query.shape[1]):
-                    if batch.query[b, q] >= 0:
-                        found.append(-math.log(layer[b, h, q, int(getattr(batch, read)[b, q])]))
+                for r in range(batch.read_query.shape[1]):
+                    if batch.read_query[b, r] >= 0:
+                        found.append(-math.log(layer[b, h, r, int(getattr(batch, f"read_{read}")[b, r])]))
             heads.append(sum(found) / len(found))
     assert float(attention_loss(rows, reads, batch)) == pytest.approx(sum(heads) / len(heads), rel=1e-5)
 
 
+def first_token_loss(rows_BHQT: Tensor, read: Reads, batch: EncodedBatch) -> Tensor:
+    """Attention supervision of the questions alone: of each answer's first token."""
+    included_BQ = (batch.segment_end >= 0) & (batch.answer_token >= 0)
+    gold_BQ = batch.segment_end if read == "segment_end" else batch.answer_token
+    mass = rows_BHQT[:, 0].float().gather(-1, gold_BQ.clamp(min=0)[..., None])[..., 0]
+    return -torch.log(mass[included_BQ].clamp(min=1e-9)).sum() / int(included_BQ.sum())
+
+
+@pytest.mark.parametrize("read", ["segment_end", "answer_token"])
+@pytest.mark.parametrize("ends", [False, True])
+def test_answers_of_one_token_have_the_loss_of_their_first_token_bit_for_bit(read: Reads, ends: bool) -> None:
+    documents = [with_ends(d) if ends else d for d in several_questions()]
+    one, several = (encode(documents, tokenizer()) for tokenizer in (pico_tokenizer, digit_tokenizer))
+    shape = (len(one), 1, one.query.shape[1], one.input_ids.shape[1])
+    rows = torch.randn(shape, generator=torch.Generator().manual_seed(5)).softmax(-1)
+    assert attention_loss([rows], [(read,)], one) == first_token_loss(rows, read, one)
+    assert counts(one, ["attention"])["attention"] == int((one.query >= 0).sum())
+    assert counts(several, ["attention"])["attention"] > int((several.query >= 0).sum())
+
+
 def test_attention_loss_stays_finite_without_any_mass_on_gold() -> None:
     batch = batch_of()
-    rows = rows_on(batch, [batch.segment_end], share=0.0)
+    rows = rows_on(batch, [batch.read_segment_end], share=0.0)
     assert math.isfinite(float(attention_loss([rows], [("segment_end",)], batch)))
 
 
@@ -204,34 +233,35 @@ def test_attention_loss_stays_finite_without_any_mass_on_gold() -> None:
 @pytest.mark.parametrize("read", ["segment_end", "answer_token"])
 def test_attention_loss_refuses_where_nothing_is_to_be_read(task: str, read: Reads) -> None:
     batch = encode(sample(task), pico_tokenizer())
-    rows = torch.ones(len(batch), 1, batch.query.shape[1], batch.input_ids.shape[1])
+    rows = torch.ones(len(batch), 1, batch.read_query.shape[1], batch.input_ids.shape[1])
     with pytest.raises(ValueError, match="gold position"):
         attention_loss([rows], [(read,)], batch)
 
 
 def test_attention_loss_refuses_rows_and_reads_that_do_not_match() -> None:
     batch = batch_of()
-    rows = rows_on(batch, [batch.segment_end])
+    rows = rows_on(batch, [batch.read_segment_end])
     with pytest.raises(ValueError, match="zip"):
         attention_loss([rows, rows], [("segment_end",)], batch)
 
 
-def test_a_question_without_both_gold_positions_is_not_asked() -> None:
+def test_a_read_without_both_gold_positions_does_not_count() -> None:
     batch = batch_of(plain=False)
-    rows = rows_on(batch, [batch.segment_end], share=0.5)
+    rows = rows_on(batch, [batch.read_segment_end], share=0.5)
     rows[0, :, 0] = 1e-3
-    without = dataclasses.replace(batch, answer_token=batch.answer_token.clone())
-    without.answer_token[0, 0] = -1
+    without = dataclasses.replace(batch, read_answer_token=batch.read_answer_token.clone())
+    without.read_answer_token[0, 0] = -1
     assert counts(without, ["attention"])["attention"] == counts(batch, ["attention"])["attention"] - 1
     assert float(attention_loss([rows], [("segment_end",)], without)) == pytest.approx(-math.log(0.5), rel=1e-5)
 
 
 def test_the_first_token_can_be_a_gold_position() -> None:
     batch = batch_of(plain=False)
-    first = dataclasses.replace(batch, segment_end=batch.segment_end.clone(), answer_token=batch.answer_token.clone())
-    first.segment_end[0, 0] = first.answer_token[0, 0] = 0
+    gold = {name: getattr(batch, name).clone() for name in ("read_segment_end", "read_answer_token")}
+    first = dataclasses.replace(batch, **gold)
+    first.read_segment_end[0, 0] = first.read_answer_token[0, 0] = 0
     assert counts(first, ["attention"]) == counts(batch, ["attention"])
-    rows = rows_on(first, [first.segment_end], share=0.5)
+    rows = rows_on(first, [first.read_segment_end], share=0.5)
     rows[0, 0, 0, 0] = 0.25
     number = counts(first, ["attention"])["attention"]
     expected = (math.log(4) + (number - 1) * math.log(2)) / number
@@ -278,12 +308,13 @@ def test_hidden_loss_is_the_mean_length_of_the_difference(side: str) -> None:
     assert float(hidden_loss(mine, other, batch)) == pytest.approx(sum(found) / len(found), rel=1e-5)
 
 
-def test_attention_kl_loss_is_the_mean_divergence_of_the_questions_rows() -> None:
-    """Against torch's own; questions that are none do not count, and its gradient by the scores is a - a'."""
-    batch = batch_of()
-    Q, asked = batch.query.shape[1], (batch.query >= 0).nonzero().tolist()
-    scores = [x[:, :, :Q].clone().requires_grad_() for x in random_rows(batch, 0)]
-    theirs = [x[:, :, :Q].softmax(-1) for x in random_rows(batch, 1)]
+@BOTH
+def test_attention_kl_loss_is_the_mean_divergence_of_the_reads_rows(tokenizer: Tokenizer) -> None:
+    """Against torch's own; padded reads do not count, and its gradient by the scores is a - a'."""
+    batch = batch_of(tokenizer=tokenizer)
+    R, asked = batch.read_query.shape[1], (batch.read_query >= 0).nonzero().tolist()
+    scores = [x[:, :, :R].clone().requires_grad_() for x in random_rows(batch, 0)]
+    theirs = [x[:, :, :R].softmax(-1) for x in random_rows(batch, 1)]
     loss = attention_kl_loss([x.softmax(-1) for x in scores], theirs, batch)
     found = [
         F.kl_div(a[d, h, q].log_softmax(-1), b[d, h, q], reduction="sum")
@@ -291,7 +322,7 @@ def test_attention_kl_loss_is_the_mean_divergence_of_the_questions_rows() -> Non
         for h in range(a.shape[1])
         for d, q in asked
     ]
-    assert 0 < len(asked) < batch.query.numel()
+    assert 0 < len(asked) < batch.read_query.numel()
     assert float(loss) == pytest.approx(float(sum(found)) / len(found), rel=1e-5)
     for leaf, gradient, other in zip(scores, torch.autograd.grad(loss, scores), theirs, strict=True):
         expected = torch.zeros_like(leaf)
@@ -331,18 +362,19 @@ def outputs_for(name: str, batch: EncodedBatch) -> list[Tensor]:
     if name in ("attention_mse", "hidden_mse"):
         return {"attention_mse": random_rows, "hidden_mse": random_states}[name](batch, 4)
     if name in ("attention", "attention_kl"):
-        Q = batch.query.shape[1]
-        return [x[:, :, :Q] for x in random_rows(batch, 4)]
+        R = batch.read_query.shape[1]
+        return [x[:, :, :R] for x in random_rows(batch, 4)]
     return [logits_for(batch)]
 
 
 OBJECTIVES = ("answer", "attention", "base_kl", "lm", "distil", "attention_kl", "attention_mse", "hidden_mse")
 
 
+@BOTH
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_the_parts_of_a_batch_add_up_to_the_whole(name: str) -> None:
+def test_the_parts_of_a_batch_add_up_to_the_whole(name: str, tokenizer: Tokenizer) -> None:
     """Two processes with different numbers of terms, one of them perhaps with none: loss and gradient."""
-    batch, processes = batch_of(), 2  # five documents: three with questions, two of plain text
+    batch, processes = batch_of(tokenizer=tokenizer), 2  # five documents: three with questions, two of plain text
     leaves = [x.double().requires_grad_() for x in outputs_for(name, batch)]
     whole = loss_of(name, batch, leaves, None)
     expected = torch.autograd.grad(whole, leaves)

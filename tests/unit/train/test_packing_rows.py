@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import fields
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.testing.pico import pico_tokenizer
 from surgery.train.packing import first_fit, pack
+from tests.support.long_choices import digit_tokenizer
 from tests.support.samples import MAKERS, sample, several_questions
 
 PLACES = ("query", "segment_start", "segment_end", "answer_token")
+READS = ("read_query", "read_segment_end", "read_answer_token")
 
 
-def mixed() -> EncodedBatch:
+def mixed(tokenizer: Callable[[], PreTrainedTokenizerFast] = pico_tokenizer) -> EncodedBatch:
     """Of every task, with and without questions, and of very different lengths."""
     documents = [*several_questions(4), *(d for task in MAKERS for d in sample(task, 3))]
-    return encode(documents, pico_tokenizer())
+    return encode(documents, tokenizer())
 
 
 def split(batch: EncodedBatch) -> list[tuple]:
-    """Every document as it would stand alone: tokens, answers, and questions with positions from its first token."""
+    """Every document alone: tokens, answers, and questions and reads with positions from its first token."""
     found = []
     which = batch.documents if batch.documents is not None else torch.zeros_like(batch.input_ids)
     for row in range(len(batch)):
@@ -40,16 +44,21 @@ def split(batch: EncodedBatch) -> list[tuple]:
                     kept = (int(batch.target[row, q]), int(batch.gold[row, q]), batch.choice_tokens[row, q].tolist())
                     questions.append(([x - start if x >= 0 else x for x in moved], kept))
             ids, answers = batch.input_ids[row, there].tolist(), batch.answers[row, there].tolist()
-            found.append((ids, answers, questions))
+            columns = zip(*(getattr(batch, name)[row].tolist() for name in READS), strict=True)
+            reads = [[x - start if x >= 0 else x for x in read] for read in columns if start <= read[0] < stop]
+            found.append((ids, answers, questions, reads))
     return sorted(found, key=str)
 
 
-def test_every_document_is_there_with_its_questions() -> None:
-    batch = mixed()
+@pytest.mark.parametrize("tokenizer", [pico_tokenizer, digit_tokenizer])
+def test_every_document_is_there_with_its_questions(tokenizer: Callable[[], PreTrainedTokenizerFast]) -> None:
+    batch = mixed(tokenizer)
     packed = pack(batch)
     assert len(packed) < len(batch) and packed.input_ids.shape[1] == batch.input_ids.shape[1]
     assert split(packed) == split(batch)
-    assert sum(len(questions) for *_, questions in split(packed)) == int((batch.target >= 0).sum())
+    assert sum(len(questions) for *_, questions, _ in split(packed)) == int((batch.target >= 0).sum())
+    assert sum(len(reads) for *_, reads in split(packed)) == int((batch.read_query >= 0).sum())
+    assert (batch.read_query.shape[1] > batch.query.shape[1]) == (tokenizer is digit_tokenizer)
 
 
 def test_padding_is_one_more_document_at_the_end() -> None:

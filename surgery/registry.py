@@ -91,6 +91,10 @@ class Registry(Generic[T]):
         nearest = f"Did you mean {near[0]}? " if near else ""
         return f"{nearest}Known: {', '.join(self)}. If a plugin registers it, add the plugin's module to `plugins`."
 
+    def registered(self) -> tuple[tuple[str, T], ...]:
+        """Names with the entries so far, without importing our modules that are not imported yet."""
+        return tuple(self._entries.items())
+
     def _loaded(self) -> dict[str, T]:
         modules, self._modules = self._modules, ()
         try:

@@ -49,7 +49,7 @@ class PromptBatches:
         self.model, self.tokenizer, self.section = model, tokenizer, section
         self.passes = 0.0
         self._passes_by_batch: dict[int, float] = {}  # of this process since the last gathering
-        self._is_checked = not any(METHODS[method].decode_step for method in section.methods)
+        self._is_checked = not any(METHODS[method].decode_step for method in section.per_batch)
         self._documents: list[list[Document]] | None = None
         if batches is None:
             check_vocabulary(tokenizer, model.config)
@@ -86,7 +86,7 @@ class PromptBatches:
 
         Use it inside `gathered()`. All batches by default.
         """
-        fill, methods = self.section.fill, self.section.methods
+        fill, methods = self.section.fill, self.section.per_batch
         stepwise = all(METHODS[method].decode_step for method in methods) and not self.section.backups
         stepwise = stepwise and (
             fill == "zero" or set(methods) == {"sharpen"}

@@ -6,28 +6,39 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
+from torch import distributed
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.encoding import EncodedBatch
-from surgery.errors import ModelError, ProbeError, RecipeError
+from surgery.errors import ModelError, PlanError, ProbeError, RecipeError, fitting
 from surgery.interventions.ablation import Ablation
 from surgery.locate.ablation_sweep import CleanRun, Variant, change_at_query
 from surgery.locate.batches import ROUNDING, PromptBatches
-from surgery.locate.methods import LocateBatch
+from surgery.locate.methods import Candidates, LocateBatch, TrainedScores
 from surgery.locate.redundancy import ablate_in_turn, ablate_pairs, ablate_sets, ablate_together
 from surgery.locate.scores import Array, Record, Table, plain, roles_of, scores_of, spread
-from surgery.locate.selection import Candidate, better_read, choose, rank, ranking_of, search_rounds, still_candidates
+from surgery.locate.selection import (
+    CANDIDATES_BY,
+    Candidate,
+    better_read,
+    choose,
+    rank,
+    ranking_of,
+    search_rounds,
+    still_candidates,
+)
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Locate, Splice
 from surgery.recipe.methods import METHODS, RANKINGS, Method, is_greedy
 from surgery.registry import plugin_errors
 from surgery.scoring.ranking import ChoiceScores
 from surgery.stats import bootstrap_mean, wilson
-from surgery.types import HeadId, HeadSet, MixerSpec, ScoredGroup, ScoredHead
+from surgery.types import HeadId, HeadSet, Interval, MixerSpec, ScoredGroup, ScoredHead
 
 Progress = Callable[[int, int], None]
 Item = tuple[HeadId, ...]  # heads that are changed together
@@ -78,14 +89,20 @@ def locate_heads(
     try:
         prompts = PromptBatches(model.eval(), tokenizer, section, seed, batches)
         _check_request(section, splice, prompts)
-        tick = _ticker(section, splice, len(prompts), progress)
+        tick = _ticker(section, splice, len(prompts), sum(spec.num_heads for spec in sites), progress)
         if splice.select in RANKINGS and not any_accuracy:
             check_clean(Table(prompts.clean()), section, prompts.chance)
         table, alive = measure_heads(prompts, specs, sites, splice, tick)
         check_moved(table)
         heads, groups = _scored(table, alive, specs, section.layers, seed)
+        trained, trained_cost = train_candidates(prompts, heads, sites, splice, seed, tick)
+        heads = _with_trained_scores(heads, trained, seed)
         ranked = rank(heads, ranking_of(splice, section))
-        chosen = choose(ranked, sites, splice, section, seed, partial(measure_gains, prompts, tick))
+        method = RANKINGS[splice.select].name if splice.select in RANKINGS else ""
+        together = trained[method].chosen if method in trained else ()
+        scores = {scored.head: scored.scores for scored in heads}
+        chosen = tuple(replace(s, scores=scores[s.head]) for s in together)
+        chosen = chosen or choose(ranked, sites, splice, section, seed, partial(measure_gains, prompts, tick))
         groups += _redundancy(prompts, heads, chosen, seed, tick)
     finally:
         model.train(training)
@@ -94,6 +111,7 @@ def locate_heads(
     clean = {"accuracy": accuracy, "margin": bootstrap_mean(margin[None], seed)[0]}
     seconds = time.perf_counter() - began
     cost = {"seconds": seconds, "prompts": float(len(right)), "passes": prompts.passes, "peak_bytes": peak_bytes()}
+    cost |= trained_cost
     geometry = geometry_of(model.config)
     return HeadSet(name, revision, geometry, ranked, chosen, splice.select, seed, clean, tuple(groups), cost)
 
@@ -103,6 +121,16 @@ def _check_request(section: Locate, splice: Splice, prompts: PromptBatches) -> N
     needed = RANKINGS[splice.select].name if splice.select in RANKINGS else None
     if needed is not None and needed not in section.methods:
         raise RecipeError("splice.select", splice.select, f"Add {needed} to locate.methods.")
+    if needed is not None and METHODS[needed].trains and splice.num_heads > section.candidates_of(needed):
+        hint = f"Set locate.{needed}.candidates to {splice.num_heads} or more."
+        raise PlanError("splice.num_heads", splice.num_heads, hint)
+    for method in section.trained:
+        if splice.teacher is not None:
+            raise RecipeError("locate.methods", method, "It cannot train copies of a teacher. Choose another method.")
+        if METHODS[CANDIDATES_BY].name not in section.methods:
+            raise RecipeError(
+                "locate.methods", method, f"It needs {CANDIDATES_BY}, which chooses the candidates. Add it."
+            )
     if section.fill != "zero" and min(map(len, prompts.batches)) < 2:
         hint = "A batch has a single prompt, so there is no other prompt to take values from. "
         hint += "Change locate.batch_size or locate.examples."
@@ -113,12 +141,19 @@ def _check_request(section: Locate, splice: Splice, prompts: PromptBatches) -> N
             raise ProbeError("locate.methods", method, hint)
 
 
-def _ticker(section: Locate, splice: Splice, batches: int, progress: Progress | None) -> Callable[[], None]:
-    """Count the steps of this process for `progress`. The total is that of a process that measures every batch."""
-    methods = [METHODS[method] for method in section.methods]
+def _ticker(
+    section: Locate, splice: Splice, batches: int, num_heads: int, progress: Progress | None
+) -> Callable[[], None]:
+    """Count the steps of this process for `progress`. The total is that of a process that measures every batch.
+
+    Args:
+        num_heads: number of heads that can be spliced.
+    """
+    methods = [METHODS[method] for method in section.per_batch]
     per_batch = sum(len(method.columns) if method.changes_heads else 1 for method in methods)
     further = splice.num_heads - 1 if is_greedy(splice.select) else 0
     steps = batches * max(1, per_batch) + further + section.backups + (1 if section.backups else 0)
+    steps += sum(section.training_steps(method, num_heads, splice.num_heads) for method in section.trained)
     done = 0
 
     def tick() -> None:
@@ -197,7 +232,7 @@ def measure_batch(
     run = batch.run
     record = Record(index, plain(run.scores))
     shares = [1 - spec.layer / run.model.config.num_hidden_layers for spec in run.specs]
-    for method in (METHODS[name] for name in batch.section.methods):
+    for method in (METHODS[name] for name in batch.section.per_batch):
         with plugin_errors(f"locating method {method.name}", method):
             scores = method.measure(batch)
         names = [column.name for column in method.columns]
@@ -236,6 +271,75 @@ def _estimate(method: Method, values: object, run: CleanRun, num_items: int) -> 
     whole = np.full((num_items, B), np.nan)
     whole[:heads] = array
     return whole
+
+
+def train_candidates(
+    prompts: PromptBatches,
+    heads: Sequence[ScoredHead],
+    sites: Sequence[MixerSpec],
+    splice: Splice,
+    seed: int,
+    tick: Callable[[], None],
+) -> tuple[dict[str, TrainedScores], dict[str, float]]:
+    """Run the methods that train candidates: the heads with the best oracle reads among those that can be spliced.
+
+    Every process does the same work, and takes the result of the first one.
+
+    Args:
+        heads: with the scores of the other methods.
+        sites: the mixers that can be spliced.
+
+    Returns:
+        Scores by method, and entries for the cost: seconds, passes and steps of each method.
+
+    Raises:
+        PlanError: nothing can be spliced into this model.
+    """
+    section, trained, cost = prompts.section, {}, {}
+    mixers = {spec.name for spec in sites}
+    for method in (METHODS[name] for name in section.trained):
+        began, count = time.perf_counter(), section.candidates_of(method.name)
+        ranked = [s for s in rank(heads, CANDIDATES_BY) if s.head.mixer in mixers]
+        if not ranked:
+            hint = "It splices heads to try them, and no head of this model can be spliced. Remove it."
+            raise PlanError("locate.methods", method.name, hint)
+        held_out = sum(map(len, prompts.batches))
+        candidates = Candidates(
+            prompts.model, prompts.tokenizer, tuple(ranked[:count]), section, splice, seed, held_out, tick
+        )
+        hint = f"Lower it, or lower locate.{method.name}.rows."
+        with (
+            fitting(f"locate.{method.name}.candidates", count, hint),
+            plugin_errors(f"locating method {method.name}", method),
+        ):
+            result = method.measure(candidates)
+        names = [column.name for column in method.columns]
+        if not isinstance(result, TrainedScores) or set(result.columns) != set(names):
+            hint = f"Return `TrainedScores` with the columns {', '.join(names)}."
+            raise ModelError("locate.methods", f"{method.name} returned something else", hint)
+        if distributed.is_available() and distributed.is_initialized():
+            shared = [result]
+            distributed.broadcast_object_list(shared)
+            result = shared[0]
+        prompts.passes += result.passes
+        trained[method.name] = result
+        cost[f"{method.name}_seconds"] = time.perf_counter() - began
+        cost[f"{method.name}_passes"], cost[f"{method.name}_steps"] = result.passes, float(result.steps)
+    return trained, cost
+
+
+def _with_trained_scores(
+    heads: Sequence[ScoredHead], trained: Mapping[str, TrainedScores], seed: int
+) -> list[ScoredHead]:
+    """Add the scores of the methods that train to the heads that they tried."""
+    added: dict[HeadId, dict[str, Interval]] = {scored.head: {} for scored in heads}
+    for result in trained.values():
+        for column, by_head in result.columns.items():
+            if not by_head:
+                continue
+            for head, interval in zip(by_head, bootstrap_mean(np.stack(list(by_head.values())), seed), strict=True):
+                added[head][column] = interval
+    return [replace(scored, scores={**scored.scores, **added[scored.head]}) for scored in heads]
 
 
 def _scored(

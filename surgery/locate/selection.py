@@ -22,6 +22,7 @@ from surgery.recipe.methods import METHODS, RANKINGS, is_greedy
 from surgery.stats import bootstrap_mean
 from surgery.types import HeadId, HeadSet, Interval, MixerSpec, Reads, ScoredHead
 
+CANDIDATES_BY = "sharpen"  # the ranking that chooses the candidates of methods that train
 Candidate = tuple[HeadId, Reads]
 # Takes candidates and the oracle reads made already. Returns (candidates,N) further gains in logits.
 Gains = Callable[[Sequence[Candidate], Sequence[Candidate]], np.ndarray]
@@ -39,16 +40,21 @@ def rank(heads: Sequence[ScoredHead], select: str) -> tuple[ScoredHead, ...]:
     Args:
         heads: in any order.
         select: a value of `splice.select` that ranks. A head's value is the column named by its `reads` if the method
-            has it, otherwise its best column.
+            has it, otherwise its best column. The columns of a method that trains are compared in turn. Heads that it
+            did not train come after the others, the best oracle read first.
     """
     columns = [column.name for column in RANKINGS[select].columns]
 
-    def value(scored: ScoredHead) -> float:
-        names = [scored.reads] if scored.reads in columns else columns
+    def value(scored: ScoredHead, names: Sequence[str]) -> float:
         return max((scored.scores[name].value for name in names if name in scored.scores), default=-math.inf)
 
+    def key(scored: ScoredHead) -> list[float]:
+        if RANKINGS[select].trains:
+            return [-value(scored, names) for names in (*([name] for name in columns), READS)]
+        return [-value(scored, [scored.reads] if scored.reads in columns else columns)]
+
     most = max((s.n for s in heads), default=0)
-    return tuple(sorted(heads, key=lambda s: (s.n < most, -value(s), s.head)))
+    return tuple(sorted(heads, key=lambda s: (s.n < most, *key(s), s.head)))
 
 
 def ranking_of(splice: Splice, section: Locate) -> str:
@@ -98,9 +104,12 @@ def still_candidates(
         The items to measure in the next round.
     """
     assert section.search is not None
-    arms = [table.effect(column.name)[: len(heads)] for column in RANKINGS[ranking_of(splice, section)].columns]
+    select = ranking_of(splice, section)
+    measured = CANDIDATES_BY if RANKINGS[select].trains else select
+    arms = [table.effect(column.name)[: len(heads)] for column in RANKINGS[measured].columns]
     several = splice.num_heads > 1 or section.backups > 0
-    keep = max(splice.num_heads, section.top_k if several else 1)
+    tried = max((section.candidates_of(method) for method in section.trained), default=1)
+    keep = max(splice.num_heads, section.top_k if several else 1, tried)
     mixers = {spec.name for spec in sites}
     left = [i for i in alive if i >= len(heads)]
     for can_be_spliced in (True, False):
@@ -203,9 +212,16 @@ def can_choose_again(measured: Splice, splice: Splice, section: Locate) -> bool:
 
     A search drops heads, and redundancy ablates heads, depending on the chosen ones, so both need a new measurement.
     Greedy choice needs an equal or larger number of heads that was chosen the same way: its first heads are the same.
-    The accuracy of the base was checked only if `measured` selects by a ranking.
+    The accuracy of the base was checked only if `measured` selects by a ranking. Of the methods that train, only
+    `gates` does the same for any number of heads.
     """
     if section.search is not None or section.backups:
+        return False
+    same = (measured.select, measured.num_heads) == (splice.select, splice.num_heads)
+    if set(section.trained) - {"gates"} and not same:
+        return False
+    method = RANKINGS[splice.select].name if splice.select in RANKINGS else ""
+    if method in section.trained and splice.num_heads > section.candidates_of(method):
         return False
     if splice.select in RANKINGS and measured.select not in RANKINGS:
         return False

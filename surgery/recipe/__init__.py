@@ -5,7 +5,7 @@ from surgery.recipe.base import Base, Checkpoint, Teacher, as_base
 from surgery.recipe.evaluate import Efficiency, Evaluate, EvaluationTask, LmEval
 from surgery.recipe.export import Export, Hardware
 from surgery.recipe.loading import check_recipe, load_any, load_recipe, shipped, to_yaml
-from surgery.recipe.locate import Locate, Search
+from surgery.recipe.locate import Gates, Locate, Search, Trial
 from surgery.recipe.pretrain import PretrainRecipe, TinyMamba2, TinyTransformer
 from surgery.recipe.run import Recipe
 from surgery.recipe.sources import Columns, Data, Source, Task, Weights
@@ -25,6 +25,7 @@ __all__ = [
     "Evaluate",
     "EvaluationTask",
     "Export",
+    "Gates",
     "Hardware",
     "LmEval",
     "Locate",
@@ -43,6 +44,7 @@ __all__ = [
     "TinyTransformer",
     "Train",
     "TrainStage",
+    "Trial",
     "Weights",
     "as_base",
     "check_recipe",

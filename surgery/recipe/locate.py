@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
@@ -26,6 +27,81 @@ class Search(Section):
     )
 
 
+class Training(Section):
+    """Short training of candidate heads on the frozen base, on prompts of the training split."""
+
+    lr: float = Field(6e-3, gt=0, le=1, description="Learning rate of the candidates' attention branches.")
+    rows: Positive = Field(16, description="Training documents per step, each with up to 4 questions.")
+
+    def num_steps(self, candidates: int, keep: int) -> int:
+        """Training steps of all candidates together, for progress bars."""
+        raise NotImplementedError
+
+
+class Gates(Training):
+    """Train all candidate heads together, each behind a gate that costs something while it is open."""
+
+    candidates: Positive = Field(
+        12, description="Heads that are trained: the best by `sharpen`. All of them are in memory together."
+    )
+    steps: Positive = Field(80, description="Training steps.")
+    gate_lr: float = Field(0.1, gt=0, le=10, description="Learning rate of the gates.")
+    cost: float = Field(
+        0.02, ge=0, description="Cost of an open head, in nats of the answer loss. A larger cost closes more gates."
+    )
+
+    def num_steps(self, candidates: int, keep: int) -> int:
+        return self.steps
+
+
+class Trial(Training):
+    """Train candidate heads one at a time, and drop the worse half after each round."""
+
+    candidates: Positive = Field(8, description="Heads that are tried: the best by `sharpen`.")
+    steps: Positive = Field(
+        32, description="Training steps of the first round. Each further round doubles the steps trained so far."
+    )
+    greedy: bool = Field(
+        False,
+        description="With several heads to choose: try the second and further ones together with those already "
+        "chosen. By default the heads that are left after the last round are chosen.",
+    )
+
+    def rounds(self, candidates: int, keep: int) -> list[tuple[int, int]]:
+        """Schedule of successive halving (Karnin et al. 2013): the worse half is dropped until `keep` are left.
+
+        Returns:
+            For each round, the number of candidates in it and the steps that each has been trained by its end.
+        """
+        counts = [candidates]
+        while counts[-1] > keep:
+            counts.append(max(keep, -(-counts[-1] // 2)))
+        in_rounds = counts[:-1] or counts  # the last count is what remains after the last round
+        return [(count, self.steps * 2**index) for index, count in enumerate(in_rounds)]
+
+    def stages(self, candidates: int, keep: int) -> list[list[tuple[int, int]]]:
+        """Schedules of the halvings: one that keeps all heads to choose or, with `greedy`, one for each of them.
+
+        All of them have the same number of rounds, so that sets of different sizes train for equally many steps.
+        """
+        if not self.greedy:
+            return [self.rounds(candidates, keep)]
+        whole = self.rounds(candidates, 1)
+        return [
+            [(min(count, candidates - taken), steps) for count, steps in whole]
+            for taken in range(min(keep, candidates))
+        ]
+
+    def num_steps(self, candidates: int, keep: int) -> int:
+        total = 0
+        for rounds in self.stages(candidates, keep):
+            before = 0
+            for count, steps in rounds:
+                total += count * (steps - before)
+                before = steps
+        return total
+
+
 class Locate(Section):
     """Measure every head: exact ablation, roles by position, oracle reads (`sharpen`), and baselines."""
 
@@ -33,7 +109,8 @@ class Locate(Section):
         ("ablation", "query", "context", "sharpen"),
         min_length=1,
         description="Measurements of every head (docs/LOCATE.md). `sharpen` is the oracle read. [query, sharpen] needs "
-        "one decode step per head, which suits large models on small machines.",
+        "one decode step per head, which suits large models on small machines. `gates` and `trial` train candidates, "
+        "and add `sharpen`.",
     )
     pairs: Pairs = Field(24, description="Key-value pairs per prompt. Choose it so that the base scores 0.6-0.95.")
     filler: Filler | None = Field(
@@ -57,6 +134,8 @@ class Locate(Section):
         0, ge=0, le=10**9, strict=True, description="Redundancy: number of heads to ablate cumulatively, the most "
         "important first. Pairs of Gather and Aggregate heads are ablated too. By default not measured."
     )  # fmt: skip
+    gates: Gates = Field(Gates(), description="With `gates` in `methods`: budget of the training.")
+    trial: Trial = Field(Trial(), description="With `trial` in `methods`: budget of the training.")
     new_keys: ClassVar[tuple[str, ...]] = ("filler", "value_digits")
 
     @field_validator("methods")
@@ -64,6 +143,8 @@ class Locate(Section):
     def _once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(value)) < len(value):
             raise ValueError("A method is listed twice. List each once.")
+        if any(METHODS[method].trains for method in value) and "sharpen" not in value:
+            return (*value, "sharpen")  # it chooses the candidates, and the position that each one reads
         return value
 
     @model_validator(mode="after")
@@ -78,3 +159,35 @@ class Locate(Section):
             raise ValueError("`backups` must not exceed `top_k`: it takes heads from the best `top_k`.")
         check_value_digits(self.pairs, self.value_digits)
         return self
+
+    @property
+    def per_batch(self) -> tuple[str, ...]:
+        """Methods that score one batch of prompts after the other."""
+        return tuple(method for method in self.methods if not METHODS[method].trains)
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Methods that train candidates."""
+        return tuple(method for method in self.methods if METHODS[method].trains)
+
+    def candidates_of(self, method: str) -> int:
+        """Number of heads that a method trains. A plugin's method has no section, and trains as many as `gates`."""
+        budget = getattr(self, method, None)
+        return budget.candidates if isinstance(budget, Gates | Trial) else self.gates.candidates
+
+    def training_steps(self, method: str, heads: int, keep: int) -> int:
+        """Training steps of a method, for progress bars.
+
+        Args:
+            method: a method that trains; 0 for one of a plugin.
+            heads: number of heads that can be spliced.
+            keep: number of heads to choose.
+        """
+        budget = getattr(self, method, None)
+        return budget.num_steps(min(budget.candidates, heads), keep) if isinstance(budget, Gates | Trial) else 0
+
+    @classmethod
+    def names_of_0_1(cls, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Version 0.1 had no method that trains, and no keys for their budgets."""
+        unused = {"gates", "trial"} - set(data.get("methods", ()))
+        return {key: value for key, value in super().names_of_0_1(data).items() if key not in unused}

@@ -33,6 +33,9 @@ _UNITS = {
     "share": Unit("Attention pattern (0 to 1)", 3),
     "tokens": Unit("Attention spread (tokens)", 1),
     "nats": Unit("Divergence of the answer (nats)", 3),
+    "log_probability": Unit("Answer of the trained hybrid (nats)", 3),
+    "gate": Unit("Gate (0 closed, 1 open)", 2),
+    "steps": Unit("Training (steps)", 0),
 }
 
 
@@ -78,9 +81,9 @@ class Method:
     """A way to score heads, as `register_method` describes it.
 
     Attributes:
-        measure: called with a `surgery.locate.methods.LocateBatch`.
+        measure: called with a `surgery.locate.methods.LocateBatch`, or with `Candidates` if the method trains.
         ranks: the value of `splice.select` that ranks heads by it; empty if it ranks none.
-        greedy: see `register_method`.
+        greedy, trains: see `register_method`.
     """
 
     name: str
@@ -92,6 +95,7 @@ class Method:
     passes_per_mixer: float = 0.0
     decode_step: bool = False
     needs_text: bool = False
+    trains: bool = False
 
     def __post_init__(self) -> None:
         for name in ("__module__", "__qualname__"):  # shown in the registry's errors
@@ -108,7 +112,7 @@ class Method:
         return any(column.effect for column in self.columns)
 
 
-_OURS = ("surgery.locate.methods",)
+_OURS = ("surgery.locate.methods", "surgery.trials.methods")
 METHODS: Registry[Method] = Registry("locating method", _OURS)
 RANKINGS: Registry[Method] = Registry("way to select heads", _OURS)  # by the value of splice.select
 UNRANKED = ("random", "uniform", "list")  # other values of splice.select
@@ -129,6 +133,7 @@ def register_method(
     passes_per_mixer: float = 0.0,
     decode_step: bool = False,
     needs_text: bool = False,
+    trains: bool = False,
 ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     """Register a function that scores every head on one batch of prompts.
 
@@ -148,6 +153,9 @@ def register_method(
         decode_step: heads are changed at the query alone, by decode steps from cached states. The clean query can
             then be a decode step too, which saves half of the clean passes.
         needs_text: the function reads `batch.documents`.
+        trains: the function trains candidates. It is called once, after the other methods, with
+            `surgery.locate.methods.Candidates`, and returns `TrainedScores`. Its columns have no effect. The first one
+            ranks, and each further one decides between heads that are equal in those before.
 
     Raises:
         RecipeError: another method has this name, ranking or one of the columns, or `columns` is empty or mixes columns
@@ -155,12 +163,14 @@ def register_method(
     """
     if len({column.effect is None for column in columns}) != 1:
         raise RecipeError("locating method", name, "Pass at least one column: all with an effect, or all without.")
+    if trains and columns[0].effect is not None:
+        raise RecipeError("locating method", name, "A method that trains returns numbers: pass columns without effect.")
     select = name if ranks is True else ranks or ""
     if select in UNRANKED:
         raise RecipeError("way to select heads", select, "It selects heads without scores. Choose another name.")
 
     def register(measure: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        costs = (passes, passes_per_mixer, decode_step, needs_text)
+        costs = (passes, passes_per_mixer, decode_step, needs_text, trains)
         method = Method(name, tuple(columns), measure, select, greedy, *costs)
         METHODS.check_free(name, method)  # before either registry changes
         _check_columns(name, columns)
@@ -174,7 +184,7 @@ def register_method(
 
 def _check_columns(name: str, columns: Sequence[Column]) -> None:
     """Raise RecipeError if another method has one of these columns: scores of heads are looked up by column."""
-    taken = {key: other for other, method in METHODS.items() if other != name for key in _keys(method.columns)}
+    taken = {key: other for other, method in METHODS.registered() if other != name for key in _keys(method.columns)}
     for key in _keys(columns):
         if key in taken:
             hint = f"The method {taken[key]} has a column of this name already. Choose another name."

@@ -41,6 +41,13 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _trained_candidates_have_no_teacher(self) -> Recipe:
+        if self.teacher is not None and self.locate.trained:
+            names = " and ".join(self.locate.trained)
+            raise ValueError(f"locate.methods: {names} cannot train copies of a teacher. Choose another method")
+        return self
+
+    @model_validator(mode="after")
     def _control_is_the_base(self) -> Recipe:
         if self.control is not None and self.splice is not None:
             raise ValueError("`control` needs `splice: null`. With a splice the base is the control: remove `control`")

@@ -25,7 +25,7 @@ from surgery.models.lookup import family_of
 from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Recipe, Splice, as_base, to_yaml
 from surgery.recipe.inputs import inputs_of
-from surgery.recipe.methods import METHODS, is_greedy
+from surgery.recipe.methods import METHODS, RANKINGS, is_greedy
 from surgery.report.results import answer_spans_text
 from surgery.run.context import Reporter, Run, Silent
 from surgery.run.sharing import find_origin, take_stage
@@ -185,6 +185,10 @@ def _check_base(run: Run, splice: Splice) -> None:
         raise PlanError(
             "splice.num_heads", splice.num_heads, f"The model has only {heads} heads. Set a smaller number."
         )
+    method = RANKINGS[splice.select].name if splice.select in RANKINGS else ""
+    if method in recipe.locate.trained and splice.num_heads > recipe.locate.candidates_of(method):
+        hint = f"Set locate.{method}.candidates to {splice.num_heads} or more."
+        raise PlanError("splice.num_heads", splice.num_heads, hint)
     if is_greedy(splice.select) and splice.num_heads > recipe.locate.top_k:
         raise PlanError("splice.num_heads", splice.num_heads, f"Set locate.top_k to at least {splice.num_heads}.")
 

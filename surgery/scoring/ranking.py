@@ -41,13 +41,21 @@ def choice_scores(logits_BV: Tensor, batch: EncodedBatch) -> ChoiceScores:
     Raises:
         ProbeError: the choices differ in later tokens only.
     """
-    choices_BKC, gold_B = batch.last_question()
+    return compared(first_token_scores(logits_BV, batch), batch.last_question()[1])
+
+
+def first_token_scores(logits_BV: Tensor, batch: EncodedBatch) -> Tensor:
+    """Collect the logits of the choices at each row's last query: (B,K), -inf where there is no choice.
+
+    Raises:
+        ProbeError: the choices differ in later tokens only.
+    """
+    choices_BKC, _ = batch.last_question()
     if bool((choices_BKC[..., 1:] >= 0).any()):
         hint = "This method scores choices by one token. Set values of one token each, or use ablation."
         raise ProbeError("choices", "several tokens each", hint)
     ids_BK = choices_BKC[..., 0]
-    scores_BK = logits_BV.float().gather(1, ids_BK.clamp(min=0)).masked_fill(ids_BK < 0, -math.inf)
-    return compared(scores_BK, gold_B)
+    return logits_BV.float().gather(1, ids_BK.clamp(min=0)).masked_fill(ids_BK < 0, -math.inf)
 
 
 def compared(scores_BK: Tensor, gold_B: Tensor) -> ChoiceScores:
@@ -85,20 +93,39 @@ def ranked(model: PreTrainedModel, batches: Sequence[EncodedBatch]) -> ChoiceSco
     Raises:
         ModelError: a logit is NaN or infinite.
     """
-    scores = []
-    for cpu_batch in batches:
-        batch = cpu_batch.to(model.device)
-        paths = paths_of(batch)
-        if paths is None:
-            output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, logits_to_keep=1)
-            check_logits(model, output.logits[:, -1])
-            scores.append(choice_scores(output.logits[:, -1], batch))
-        else:
-            _, gold_B = batch.last_question()
-            scores_BK = scored_choices(model, batch, paths)
-            check_logits(model, scores_BK)
-            scores.append(compared(scores_BK, gold_B))
+    scores = [compared(*_likelihoods(model, batch.to(model.device))) for batch in batches]
     return ChoiceScores(torch.cat([s.correct for s in scores]).cpu(), torch.cat([s.margin for s in scores]).cpu())
+
+
+@torch.no_grad()
+def gold_log_probabilities(model: PreTrainedModel, batches: Sequence[EncodedBatch]) -> Tensor:
+    """Log-probability of the gold choice among the choices of each row's last question, in nats.
+
+    Unlike a margin, it does not improve when a model only scales its logits.
+
+    Args:
+        batches: as of `ranked`.
+
+    Returns:
+        (rows,) on the CPU.
+    """
+    values = []
+    for batch in batches:
+        scores_BK, gold_B = _likelihoods(model, batch.to(model.device))
+        values.append(scores_BK.log_softmax(-1).gather(1, gold_B[:, None])[:, 0])
+    return torch.cat(values).cpu()
+
+
+def _likelihoods(model: PreTrainedModel, batch: EncodedBatch) -> tuple[Tensor, Tensor]:
+    """Score the choices of each row's last question, (B,K), -inf where there is none, with the index of the answer."""
+    paths, (_, gold_B) = paths_of(batch), batch.last_question()
+    if paths is not None:
+        scores_BK = scored_choices(model, batch, paths)
+        check_logits(model, scores_BK)
+        return scores_BK, gold_B
+    output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, logits_to_keep=1)
+    check_logits(model, output.logits[:, -1])
+    return first_token_scores(output.logits[:, -1], batch), gold_B
 
 
 @torch.no_grad()

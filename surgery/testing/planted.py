@@ -92,16 +92,24 @@ class Planted:
 
 
 @cache
-def planted_tokenizer() -> PreTrainedTokenizerFast:
-    """Tokenizer with one token for each word, number and punctuation mark of the KV-retrieval prompts."""
+def planted_tokenizer(train: bool = False) -> PreTrainedTokenizerFast:
+    """Tokenizer with one token for each word, number and punctuation mark of the KV-retrieval prompts.
+
+    Args:
+        train: also have the keys of the training split. By default it has those of the evaluation split.
+    """
     pieces = r" ?\p{L}+|\p{N}+| ?[^\s\p{L}\p{N}]|\s"
     template = HEADER + "The value of the key 'x' is"
     splitter = pre_tokenizers.Split(Regex(pieces), behavior="isolated")
     words = [piece for piece, _ in splitter.pre_tokenize_str(template)]
-    entries = ["<pad>", *dict.fromkeys([*words, *key_words("eval"), *map(str, range(NUM_VALUES))])]
+    entries = ["<pad>", *dict.fromkeys([*words, *_keys(train), *map(str, range(NUM_VALUES))])]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(entries)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = splitter
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", padding_side="left")
+
+
+def _keys(train: bool) -> list[str]:
+    return [*key_words("eval"), *(key_words("train") if train else ())]
 
 
 def planted_prompts(seed: int, examples: int = 24, pairs: int = 5) -> EncodedBatch:
@@ -112,7 +120,13 @@ def planted_prompts(seed: int, examples: int = 24, pairs: int = 5) -> EncodedBat
 
 @torch.no_grad()
 def plant(
-    seed: int, family: Family = "mamba2", n_groups: int = 1, backup: bool = False, noise: float = 0.01
+    seed: int,
+    family: Family = "mamba2",
+    n_groups: int = 1,
+    backup: bool = False,
+    noise: float = 0.01,
+    train: bool = False,
+    decoy: bool = True,
 ) -> Planted:
     """Build a model with planted heads among random ones.
 
@@ -122,19 +136,24 @@ def plant(
         n_groups: groups of B and C (Mamba-2 only).
         backup: plant the Aggregate head twice, in different layers.
         noise: standard deviation of the random heads' `out_proj`.
+        train: the model knows the keys of the training split too, for methods that train.
+        decoy: plant the decoy. Without it, `Planted.decoy` is a random head. An attention branch copies the same rows
+            of the decoy and of the Aggregate head, so no method that splices can tell them apart.
     """
     rng = rng_of("plant", seed)
     layers = sorted(rng.sample(range(LAYERS), 3 if backup else 2))
     places = [rng.sample(range(HEADS), 3) for _ in layers]
     gather, *aggregates = [HeadId(layer, place[0]) for layer, place in zip(layers, places, strict=True)]
-    decoy = HeadId(aggregates[0].layer, places[1][1])
+    decoy_head = HeadId(aggregates[0].layer, places[1][1])
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = _mamba2(n_groups) if family == "mamba2" else _mamba1()
+        vocab_size = len(planted_tokenizer(train))
+        model = _mamba2(n_groups, vocab_size) if family == "mamba2" else _mamba1(vocab_size)
         _randomise(model, noise)
-    _write_tokens(model, rng)
+    _write_tokens(model, rng, train)
     scale, answer_scale = _scales(family, n_groups)
-    for head, place in zip((gather, *aggregates, decoy), (*places, places[1]), strict=True):
+    planted = [*zip((gather, *aggregates), places, strict=True), *([(decoy_head, places[1])] if decoy else [])]
+    for head, place in planted:
         mixer = model.backbone.layers[head.layer].mixer
         if family == "mamba2":
             _write_mamba2(mixer, head.head, gathers=head == gather)
@@ -145,23 +164,23 @@ def plant(
         if head == gather:
             _copy(mixer.out_proj.weight, gathered_key_at, _after(own.start, KEY), scale)
             _copy(mixer.out_proj.weight, gathered_value_at, _after(own.start + KEY, VALUE), scale)
-        elif head != decoy:
+        elif head != decoy_head:
             _copy(mixer.out_proj.weight, answer_at, _after(own.start, VALUE), answer_scale)
-    return Planted(model.eval(), gather, tuple(aggregates), decoy)
+    return Planted(model.eval(), gather, tuple(aggregates), decoy_head)
 
 
 _TOKENS = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False}
 _SHAPE = {"hidden_size": HIDDEN, "expand": 1, "state_size": STATE, "num_hidden_layers": LAYERS}
 
 
-def _mamba2(n_groups: int) -> Mamba2ForCausalLM:
-    vocab = {"vocab_size": len(planted_tokenizer())}
+def _mamba2(n_groups: int, vocab_size: int) -> Mamba2ForCausalLM:
+    vocab = {"vocab_size": vocab_size}
     heads = {"num_heads": HEADS, "head_dim": WIDTH, "n_groups": n_groups, "chunk_size": 40}
     return Mamba2ForCausalLM(Mamba2Config(**_SHAPE, **_TOKENS, **vocab, **heads))
 
 
-def _mamba1() -> MambaForCausalLM:
-    vocab = {"vocab_size": len(planted_tokenizer())}
+def _mamba1(vocab_size: int) -> MambaForCausalLM:
+    vocab = {"vocab_size": vocab_size}
     config = MambaConfig(**_SHAPE, **_TOKENS, **vocab, time_step_rank=STEPS)
     config.channels_per_head = WIDTH
     return MambaForCausalLM(config)
@@ -187,14 +206,14 @@ def _randomise(model: PreTrainedModel, noise: float) -> None:
             p.normal_(0, 0.1)
 
 
-def _write_tokens(model: PreTrainedModel, rng: Random) -> None:
+def _write_tokens(model: PreTrainedModel, rng: Random, train: bool) -> None:
     """Write codes, flags and noise into the embeddings. The unembedding compares the answer with the values' codes."""
-    tokenizer, table, out = planted_tokenizer(), model.get_input_embeddings().weight, model.lm_head.weight
+    tokenizer, table, out = planted_tokenizer(train), model.get_input_embeddings().weight, model.lm_head.weight
     table.zero_()
     out.zero_()
     table[:, noise_at].normal_(0, 0.5, generator=torch.Generator().manual_seed(rng.randrange(2**31)))
     table[:, ALWAYS] = 3
-    keys, values = key_words("eval"), [str(v) for v in range(NUM_VALUES)]
+    keys, values = _keys(train), [str(v) for v in range(NUM_VALUES)]
     for words, at, flag in ((keys, key_at, IS_KEY), (values, value_at, IS_VALUE)):
         ids = torch.tensor(tokenizer.convert_tokens_to_ids(list(words)))
         codes = _codes(len(words), at.stop - at.start, rng)

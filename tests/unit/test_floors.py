@@ -30,7 +30,7 @@ ORDER = (
     ("models", "data", "report"),
     ("interventions", "scoring"),
     ("locate", "splice", "train", "evaluate", "export"),
-    ("run", "reproduce", "console", "testing"),
+    ("run", "reproduce", "console", "testing", "trials"),
     ("cli", "__init__"),
     ("__main__",),
 )

@@ -109,6 +109,8 @@ class TestRegister:
         for columns in ([], mixed):
             with pytest.raises(RecipeError, match=r"locating method: wrong\. Pass at least one column"):
                 register_method("wrong", columns)(size)
+        with pytest.raises(RecipeError, match="A method that trains returns numbers"):
+            register_method("wrong", mixed[:1], trains=True)(size)
         assert "wrong" not in METHODS
 
     def test_a_name_is_taken_once_and_a_refusal_changes_no_registry(self) -> None:
@@ -155,6 +157,8 @@ def test_selections_need_their_methods() -> None:
         "attribution": "attribution",
         "integrated_gradients": "integrated_gradients",
         "layer_divergence": "layer_divergence",
+        "gates": "gates",
+        "trial": "trial",
     }
 
 

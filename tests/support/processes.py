@@ -275,6 +275,7 @@ def _become(request: dict[str, Any], main: Any) -> NoReturn:
         folder = Path(request["folder"])
         redirect(folder / "out", folder / "err")
         signal.alarm(request["seconds"])
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup and background jobs start with it ignored
         if request["env"] is not None:
             os.environ.clear()
             os.environ.update(request["env"])

@@ -386,9 +386,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # print file names that are not UTF-8
-    if (
-        os.environ.get("WORLD_SIZE", "1") == "1"
-    ):  # with several processes, exiting could block in a collective operation
+    if os.environ.get("WORLD_SIZE", "1") == "1":  # else exiting could block in a collective operation
         signal.signal(signal.SIGTERM, _stop)
     try:
         _check_arguments(sys.argv[1:])
@@ -429,7 +427,5 @@ def _verdict(error: BaseException) -> tuple[int, str]:
         return 2, f"error: out of memory: {summary(error)}. {hint}"
     if is_full(error):
         return 2, f"error: the disk is full: {summary(error)}. Free some space and run the same command again."
-    return (
-        1,
-        f"internal error: {summary(error)}. Run `surgery --debug` with the same arguments and report the traceback.",
-    )
+    hint = "Run `surgery --debug` with the same arguments and report the traceback."
+    return 1, f"internal error: {summary(error)}. {hint}"

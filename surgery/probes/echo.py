@@ -14,8 +14,8 @@ from __future__ import annotations
 from random import Random
 
 from surgery.probes.documents import Document, Question, Split, Writer
-from surgery.probes.kv_retrieval import HEADER, NUM_VALUES
-from surgery.probes.pairs import Range, check_pairs, fillers, numbers
+from surgery.probes.kv_retrieval import HEADER, NUM_VALUES, draw_values
+from surgery.probes.pairs import Range, check_pairs, fillers
 from surgery.probes.registry import Options, Probe, register_probe
 from surgery.probes.words import key_words
 
@@ -42,10 +42,7 @@ def echo_document(
     """
     check_pairs(pairs, NUM_VALUES, "Documents of kv_retrieval have as many lines")
     keys = rng.sample(key_words(split), pairs)
-    if value_digits is None:
-        values = tuple(str(v) for v in rng.sample(range(NUM_VALUES), pairs))
-    else:
-        values = numbers(rng, pairs, value_digits)
+    values = draw_values(rng, pairs, value_digits)
     writer = Writer()
     writer.add(HEADER)
     questions = []

@@ -12,10 +12,11 @@ so that they do not share the window of a short convolution; `value_digits` sets
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 from surgery.errors import ProbeError
-from surgery.probes.documents import Document, Question, Split, Writer, rng_of
+from surgery.probes.documents import Document, Question, Span, Split, Writer, rng_of
 from surgery.probes.pairs import Range, fillers, numbers
 from surgery.probes.registry import Options, Probe, register_probe
 from surgery.probes.words import key_words
@@ -56,19 +57,11 @@ def kv_document(
     if not 1 <= questions <= pairs:
         raise ProbeError("questions", questions, f"Use 1 to {pairs} questions with {pairs} pairs.")
     keys = rng.sample(keys_available, pairs)
-    if value_digits is None:
-        values = tuple(str(v) for v in rng.sample(range(NUM_VALUES), pairs))
-    else:
-        values = numbers(rng, pairs, value_digits)
+    values = draw_values(rng, pairs, value_digits)
     queried = rng.sample(range(pairs), questions)
     writer = Writer()
     writer.add(HEADER)
-    spans = []
-    for key, words, value in zip(keys, fillers(rng, pairs, filler), values, strict=True):
-        start, _ = writer.add(f"{key}{words}:")
-        value_span = writer.add(value)
-        _, end = writer.add("\n")
-        spans.append(((start, end), value_span))
+    spans = write_lines(writer, keys, fillers(rng, pairs, filler), values)
     drawn_questions = []
     for number, index in enumerate(queried):
         writer.add(("\n" if number else "") + f"The value of the key '{keys[index]}' is")
@@ -76,6 +69,30 @@ def kv_document(
         segment, value_span = spans[index]
         drawn_questions.append(Question(answer, values, index, segment=segment, value=value_span))
     return Document("kv_retrieval", writer.text, tuple(drawn_questions))
+
+
+def draw_values(rng: Random, pairs: int, value_digits: Range | None) -> tuple[str, ...]:
+    """Draw different integers 0-99, or different numbers of one length within `value_digits`.
+
+    Raises:
+        ProbeError: there are not so many numbers.
+    """
+    if value_digits is None:
+        return tuple(str(v) for v in rng.sample(range(NUM_VALUES), pairs))
+    return numbers(rng, pairs, value_digits)
+
+
+def write_lines(
+    writer: Writer, keys: Sequence[str], words: Sequence[str], values: Sequence[str]
+) -> list[tuple[Span, Span]]:
+    """Write one line for each key, with the words before the colon. Returns the spans of each line and of its value."""
+    spans = []
+    for key, between, value in zip(keys, words, values, strict=True):
+        start, _ = writer.add(f"{key}{between}:")
+        value_span = writer.add(value)
+        _, end = writer.add("\n")
+        spans.append(((start, end), value_span))
+    return spans
 
 
 def kv_prompts(

@@ -16,8 +16,8 @@ from __future__ import annotations
 from random import Random
 
 from surgery.probes.documents import Document, Question, Split, Writer
-from surgery.probes.kv_retrieval import HEADER, NUM_VALUES
-from surgery.probes.pairs import Range, check_pairs, fillers, numbers
+from surgery.probes.kv_retrieval import HEADER, NUM_VALUES, draw_values, write_lines
+from surgery.probes.pairs import Range, check_pairs, fillers
 from surgery.probes.registry import Options, Probe, register_probe
 from surgery.probes.words import key_words
 
@@ -45,20 +45,12 @@ def repeated_document(
     """
     check_pairs(pairs, NUM_VALUES, "Documents of kv_retrieval have as many lines")
     keys = rng.sample(key_words(split), pairs)
-    if value_digits is None:
-        values = tuple(str(v) for v in rng.sample(range(NUM_VALUES), pairs))
-    else:
-        values = numbers(rng, pairs, value_digits)
+    values = draw_values(rng, pairs, value_digits)
     again = rng.sample(range(pairs), pairs)
     words = fillers(rng, 2 * pairs, filler)
     writer = Writer()
     writer.add(HEADER)
-    spans = []
-    for key, between, value in zip(keys, words[:pairs], values, strict=True):
-        start, _ = writer.add(f"{key}{between}:")
-        value_span = writer.add(value)
-        _, end = writer.add("\n")
-        spans.append(((start, end), value_span))
+    spans = write_lines(writer, keys, words[:pairs], values)
     questions = []
     for index, between in zip(again, words[pairs:], strict=True):
         writer.add(f"{keys[index]}{between}:")

@@ -7,7 +7,16 @@ from typing import Annotated, Any
 from pydantic import Field, model_serializer, model_validator
 
 from surgery.probes.registry import PROBES, Probe
-from surgery.recipe.section import Filler, Pairs, Positive, Section, ValueDigits, check_value_digits
+from surgery.recipe.section import (
+    FILLER_DESCRIPTION,
+    VALUE_DIGITS_DESCRIPTION,
+    Filler,
+    Pairs,
+    Positive,
+    Section,
+    ValueDigits,
+    check_value_digits,
+)
 from surgery.registry import NameOf
 
 
@@ -50,16 +59,8 @@ class EvaluationTask(Section):
     hops: Annotated[int, Field(ge=2, le=20, strict=True)] = Field(
         2, description="multi_hop: lines from the question to its answer."
     )
-    filler: Filler | None = Field(
-        None,
-        description="kv_retrieval, phonebook, json_kv, multi_hop, records, key_echo, kv_repeated: range of the number "
-        "of words between a key and its value, drawn for each record. By default no words.",
-    )
-    value_digits: ValueDigits | None = Field(
-        None,
-        description="kv_retrieval, phonebook, json_kv, records, key_echo, kv_repeated: range of the number of "
-        "digits of a value, drawn for each prompt. By default as in `train.sources`.",
-    )
+    filler: Filler | None = Field(None, description=FILLER_DESCRIPTION)
+    value_digits: ValueDigits | None = Field(None, description=VALUE_DIGITS_DESCRIPTION)
     examples: Positive | None = Field(None, description="Prompts per size. By default `evaluate.examples`.")
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,99}$")] | None = Field(
         None,

@@ -29,10 +29,20 @@ def _ordered(value: tuple[int, int]) -> tuple[int, int]:
     return value
 
 
+PairsRange = Annotated[tuple[Pairs, Pairs], AfterValidator(_ordered)]
 _Words = Annotated[int, Field(ge=0, le=100, strict=True)]
 _Digits = Annotated[int, Field(ge=1, le=16, strict=True)]
 Filler = Annotated[tuple[_Words, _Words], AfterValidator(_ordered)]
 ValueDigits = Annotated[tuple[_Digits, _Digits], AfterValidator(_ordered)]
+FILLER_DESCRIPTION = (
+    "kv_retrieval, phonebook, json_kv, multi_hop, records, key_echo, kv_repeated: range of the number of words between "
+    "a key and its value, drawn for each record. By default no words."
+)
+VALUE_DIGITS_DESCRIPTION = (
+    "kv_retrieval, phonebook, json_kv, records, key_echo, kv_repeated: range of the number of digits of a value, drawn "
+    "for each document. By default integers 0-99 for kv_retrieval, key_echo and kv_repeated, two digits for records, "
+    "ten for phonebook, a string as long as the keys for json_kv."
+)
 
 
 def check_value_digits(pairs: int, digits: tuple[int, int] | None) -> None:

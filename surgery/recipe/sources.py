@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, GetJsonSchemaHandler, TypeAdapter, field_validator, model_validator
+from pydantic import ConfigDict, Field, GetJsonSchemaHandler, TypeAdapter, model_validator
 from pydantic_core import CoreSchema
 
 from surgery.probes.registry import PROBES, Probe
 from surgery.recipe.objectives import OBJECTIVES, RENAMED, needs_of
-from surgery.recipe.section import Filler, Pairs, Positive, Section, ValueDigits, check_value_digits
+from surgery.recipe.section import (
+    FILLER_DESCRIPTION,
+    VALUE_DIGITS_DESCRIPTION,
+    Filler,
+    PairsRange,
+    Positive,
+    Section,
+    ValueDigits,
+    check_value_digits,
+)
 from surgery.registry import NameOf
 
 Weight = Annotated[float, Field(ge=0)]
@@ -140,7 +149,7 @@ class Source(Section):
         description="data: maximum tokens of a document. Longer texts are cut into pieces; a longer prompt is a bad "
         "row. needle_*: maximum tokens up to the end of the last answer.",
     )
-    pairs: tuple[Pairs, Pairs] = Field(
+    pairs: PairsRange = Field(
         (2, 16),
         description="Range from which each step draws one number: lines for kv_retrieval, phonebook, json_kv, mqar, "
         "multi_hop, records, key_echo and kv_repeated; hidden numbers for needle_multi_*; pieces for copying.",
@@ -153,17 +162,8 @@ class Source(Section):
         description="json_kv: digits in each group of a key and of a value, such as [4] for short ones. By default "
         "those of a UUID.",
     )
-    filler: Filler | None = Field(
-        None,
-        description="kv_retrieval, phonebook, json_kv, multi_hop, records, key_echo, kv_repeated: range of the number "
-        "of words between a key and its value, drawn for each record. By default no words.",
-    )
-    value_digits: ValueDigits | None = Field(
-        None,
-        description="kv_retrieval, phonebook, json_kv, records, key_echo, kv_repeated: range of the number of "
-        "digits of a value, drawn for each document. By default integers 0-99 for kv_retrieval, key_echo and "
-        "kv_repeated, two digits for records, ten for phonebook, a string as long as the keys for json_kv.",
-    )
+    filler: Filler | None = Field(None, description=FILLER_DESCRIPTION)
+    value_digits: ValueDigits | None = Field(None, description=VALUE_DIGITS_DESCRIPTION)
     train_eos: bool = Field(
         False, description="Also train on the newline after each answer of a task, so that generation stops there."
     )
@@ -184,13 +184,6 @@ class Source(Section):
     def name(self) -> str:
         """Name in messages: the task, or the path of the data."""
         return self.task if self.task is not None else self.data.path if self.data is not None else ""
-
-    @field_validator("pairs")
-    @classmethod
-    def _ordered(cls, value: tuple[int, int]) -> tuple[int, int]:
-        if value[0] > value[1]:
-            raise ValueError("the range is [low, high], with low <= high")
-        return value
 
     @model_validator(mode="after")
     def _one_origin(self) -> Source:

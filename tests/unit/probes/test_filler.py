@@ -20,7 +20,7 @@ from surgery.probes.kv_retrieval import kv_document, kv_prompts
 from surgery.probes.pairs import fillers, num_values, numbers
 from surgery.probes.registry import PROBES, Options
 from surgery.probes.words import FILLER
-from surgery.recipe import Evaluate, Locate, Source
+from surgery.recipe import Evaluate, EvaluationTask, Locate, Source
 from surgery.recipe.section import keys_of_0_1
 from surgery.scoring.ranking import answer_choices
 from surgery.testing.pico import pico_base, pico_tokenizer
@@ -39,6 +39,9 @@ def document(task: str, seed: int = 0, split: Any = "eval", **options: Any) -> D
 def test_the_lists_here_are_those_of_the_classes() -> None:
     for option, tasks in (("filler", FILLED), ("value_digits", SIZED)):
         assert {name for name, probe in PROBES.items() if option in probe.options} == set(tasks)
+        for section in (Source, EvaluationTask):
+            listed, _ = str(section.model_fields[option].description).split(": ", 1)
+            assert set(listed.split(", ")) == set(tasks), "the schema lists them too"
 
 
 @pytest.mark.parametrize("task", [task for task in FILLED if task != "records"])

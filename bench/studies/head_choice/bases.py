@@ -1,0 +1,47 @@
+"""Registry of the pretrained models of the study. To add one, add an entry to `BASES`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.common import CHECKPOINTS, RUNS, SHIPPED
+from bench.studies.site_selection.study import RECIPE
+
+
+@dataclass(frozen=True)
+class StudyBase:
+    """A pretrained model, and what its arms train on and answer.
+
+    Attributes:
+        label: heading in the report.
+        folder: checkpoint.
+        recipe: recipe of `surgery pretrain` that makes the checkpoint. None if it cannot be made here: a missing
+            folder then skips the base.
+        options: fields of `arms.Budget` that differ: the task of training and evaluation with its pairs and filler,
+            the pairs of locating, and the kinds of text that are kept. Choose `locate_pairs` so that the base scores
+            0.6 to 0.95.
+    """
+
+    label: str
+    folder: Path
+    recipe: Path | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def available(self) -> bool:
+        """Whether the checkpoint exists or can be made."""
+        return self.folder.is_dir() or self.recipe is not None
+
+
+BASES: Mapping[str, StudyBase] = {
+    "shipped": StudyBase("the shipped base", SHIPPED, options={"locate_pairs": 24}),
+    "second": StudyBase("the second base", RUNS / "evidence" / "base", RECIPE, {"locate_pairs": 8}),
+    "far": StudyBase(
+        "the base with distant keys and values",
+        CHECKPOINTS / "pico-far",
+        options={"pairs": (8, 32), "filler": (0, 6), "evaluate_pairs": (32,), "locate_pairs": 16},
+    ),
+}

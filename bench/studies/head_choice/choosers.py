@@ -1,0 +1,131 @@
+"""Choosers: ways to choose k heads or one layer of a base before training, and the time that each takes.
+
+All choosers see the locating prompts of the same seed. `gates` and `trial` also train on documents of the training
+split. The default of every option is the library's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from bench.studies.head_choice.arms import COLUMNS, LAYER, Budget
+from surgery.locate.locating import locate_heads
+from surgery.locate.selection import choose
+from surgery.models.lookup import family_of
+from surgery.recipe import Locate, Splice
+from surgery.recipe.methods import RANKINGS
+from surgery.types import HeadId, HeadSet, ScoredHead
+
+MOST = max(int(column) for column in COLUMNS if column != LAYER)
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """A value of `splice.select`.
+
+    Attributes:
+        label: name in the report.
+        select: the value.
+        greedy: choose heads one after the other (`sharpen` only). By default the first heads of the ranking.
+    """
+
+    label: str
+    select: str
+    greedy: bool = False
+
+
+# In the order of measuring and of the report, the cheap ones first. `oracle` must be the first of all: it measures the
+# position that each head is trained to read.
+CHOOSERS: Mapping[str, Chooser] = {
+    "oracle": Chooser("oracle read (`sharpen`)", "sharpen"),
+    "greedy": Chooser("oracle read, greedy", "sharpen", greedy=True),
+    "ablation": Chooser("ablation", "ablation"),
+    "attribution": Chooser("attribution", "attribution"),
+    "divergence": Chooser("KL-guided layer", "layer_divergence"),
+    "random": Chooser("random", "random"),
+    "uniform": Chooser("uniform", "uniform"),
+    "gates": Chooser("gates", "gates"),
+    "trial": Chooser("trial", "trial"),
+}
+
+
+def measure(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, budget: Budget, seed: int, earlier: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Let every chooser choose. Yields the content of the file after each one, so that a stopped run continues.
+
+    Args:
+        earlier: the content so far; empty at first.
+
+    Yields:
+        `reads`: head -> the gold position whose oracle read gains more, which training supervises; `clean`: accuracy of
+        the base on the prompts; `choosers`: name -> `heads` (column -> names in the order of choice), `scores` (of the
+        heads, if it ranks), `seconds` and `cpu_seconds`, `passes` (full forward passes of one prompt) and training
+        `steps`.
+    """
+    content: dict[str, Any] = {"choosers": {}, **earlier}
+    for name, chooser in CHOOSERS.items():
+        if name in content["choosers"]:
+            continue
+        began, cpu_began = time.perf_counter(), time.process_time()
+        if chooser.select in RANKINGS:
+            method = RANKINGS[chooser.select].name
+            splice = Splice(select=chooser.select, num_heads=MOST if chooser.greedy else 1)
+            found = locate_heads(model, tokenizer, budget.locate(method), splice, seed)
+            ranking = found.chosen if chooser.greedy else found.heads
+            heads = _first(model, [str(s.head) for s in ranking if _can_be_spliced(model, s.head)])
+            cost = {"passes": found.cost["passes"], "steps": found.cost.get(f"{method}_steps", 0.0)}
+            if name == "oracle":
+                content["reads"] = {str(s.head): s.reads for s in sorted(found.heads, key=lambda s: s.head)}
+                content["clean"] = found.clean["accuracy"].value
+        else:
+            heads, found, cost = _unscored(model, chooser.select, seed), None, {"passes": 0.0, "steps": 0.0}
+        cost["seconds"] = round(time.perf_counter() - began, 1)
+        cost["cpu_seconds"] = round(time.process_time() - cpu_began, 1)
+        content["choosers"][name] = {"heads": heads, "scores": _scores(found), **cost}
+        yield content
+
+
+def _first(model: PreTrainedModel, ranking: list[str]) -> dict[str, list[str]]:
+    """The first k heads of a ranking, and all heads in the layer of the first. Skips columns with too few heads."""
+    columns = {c: ranking[: int(c)] for c in COLUMNS if c != LAYER and int(c) <= len(ranking)}
+    return {**columns, LAYER: _layer_of(model, ranking[0])}
+
+
+def _unscored(model: PreTrainedModel, select: str, seed: int) -> dict[str, list[str]]:
+    """The heads that the library chooses without scores."""
+    sites = family_of(model.config).sites(model.config)
+    ranked = tuple(ScoredHead(head, "unmeasured", None, {}) for spec in sites for head in spec.heads)
+    columns = {}
+    for column in (c for c in COLUMNS if c != LAYER and int(c) <= len(ranked)):
+        splice = Splice(select=select, num_heads=int(column))
+        chosen = choose(ranked, sites, splice, Locate(), seed, _no_gains)
+        columns[column] = [str(s.head) for s in chosen]
+    return {**columns, LAYER: _layer_of(model, columns["1"][0])}
+
+
+def _no_gains(*_: object) -> Any:
+    raise AssertionError("a choice without scores measures no gains")
+
+
+def _layer_of(model: PreTrainedModel, head: str) -> list[str]:
+    """All heads of the mixer of this head."""
+    mixer = HeadId.parse(head).mixer
+    return [str(h) for spec in family_of(model.config).sites(model.config) if spec.name == mixer for h in spec.heads]
+
+
+def _can_be_spliced(model: PreTrainedModel, head: HeadId) -> bool:
+    return any(spec.name == head.mixer for spec in family_of(model.config).sites(model.config))
+
+
+def _scores(found: HeadSet | None) -> dict[str, dict[str, float]]:
+    """Head -> column -> score."""
+    if found is None:
+        return {}
+    heads = {s.head: s for s in (*found.heads, *found.chosen)}  # a greedy choice has further scores
+    return {str(h): {name: x.value for name, x in heads[h].scores.items()} for h in sorted(heads)}

@@ -1,0 +1,140 @@
+"""Tables of the report, in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from bench.common import markdown_table
+from bench.studies.head_choice.arms import COLUMNS, LAYER
+from bench.studies.head_choice.choosers import CHOOSERS
+from bench.studies.head_choice.regret import (
+    Results,
+    accuracy,
+    best_accuracy,
+    mean_over_seeds,
+    regrets,
+    worst_cases,
+)
+from surgery.types import Interval
+
+MISSING = "missing"
+TITLES = {column: "one layer" if column == LAYER else f"k = {column}" for column in COLUMNS}
+
+
+def tables(results: Results, labels: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
+    """Make every table: name -> Markdown.
+
+    Args:
+        labels: headings of all bases of the study, in order.
+        settings: budget and versions, by name.
+
+    Returns:
+        `settings`; `worst`: the largest regret of every chooser; `bases`: choices, accuracy and regret on each base
+        that has choices, with headings.
+    """
+    bases = [base for base in labels if results.seeds(base)]
+    sections = (f"### {labels[base][0].upper()}{labels[base][1:]}\n\n{_of_base(results, base)}\n" for base in bases)
+    return {
+        "settings": markdown_table(["setting", "value"], list(settings.items())) + "\n",
+        "worst": _worst(results, list(labels)) + "\n",
+        "bases": "\n".join(sections),
+    }
+
+
+def _of_base(results: Results, base: str) -> str:
+    seeds = results.seeds(base)
+    clean = ", ".join(f"{results.choices[base, seed]['clean']:.2f} (seed {seed})" for seed in seeds)
+    return "\n".join(
+        [
+            f"Accuracy of the base on the locating prompts: {clean}. `/` separates the choices of different seeds.\n",
+            _choices(results, base),
+            f"\nAccuracy after training, `{base}`:\n",
+            _accuracies(results, base),
+            f"\nRegret in points of accuracy, `{base}`:\n",
+            _regrets(results, base),
+        ]
+    )
+
+
+def _choices(results: Results, base: str) -> str:
+    shown = [column for column in COLUMNS if column != "8"]
+    rows = []
+    for name, chooser in CHOOSERS.items():
+        by_seed = [results.choices[base, seed]["choosers"].get(name) for seed in results.seeds(base)]
+        measured = [choice for choice in by_seed if choice is not None]
+        seconds = " / ".join(f"{choice['cpu_seconds']:.0f}" for choice in measured) or MISSING
+        steps = " / ".join(dict.fromkeys(f"{choice['steps']:.0f}" for choice in measured)) or MISSING
+        cells = []
+        for column in shown:
+            chosen = (choice["heads"].get(column, []) for choice in measured)
+            names = (_layer_name(heads) if column == LAYER else " ".join(heads) for heads in chosen)
+            cells.append(" / ".join(dict.fromkeys(names)) or MISSING)
+        rows.append([chooser.label, *cells, seconds, steps])
+    return markdown_table(["chooser", *(TITLES[c] for c in shown), "CPU seconds", "training steps"], rows)
+
+
+def _layer_name(heads: list[str]) -> str:
+    return heads[0].split("H")[0] if heads else MISSING
+
+
+def _accuracies(results: Results, base: str) -> str:
+    control = [results.answers.get((base, seed), {}).get(()) for seed in results.seeds(base)]
+    without = _accuracy_cell(mean_over_seeds([x for x in control if x is not None]))
+    rows = [["no splice", *[without] * len(COLUMNS)]]
+    for name, chooser in CHOOSERS.items():
+        rows.append([chooser.label, *(_accuracy_cell(accuracy(results, base, name, c)) for c in COLUMNS)])
+    best = [best_accuracy(results, base, column) for column in COLUMNS]
+    rows.append(["best tried set", *(MISSING if found is None else f"{found[0]:.3f}" for found in best)])
+    rows.append(["best set of half of the prompts, on the other half",
+                 *(MISSING if found is None else f"{found[1]:.3f}" for found in best)])  # fmt: skip
+    return markdown_table(["arm", *(TITLES[column] for column in COLUMNS)], rows)
+
+
+def _accuracy_cell(interval: Interval | None) -> str:
+    return MISSING if interval is None else f"{interval.value:.3f} [{interval.low:.2f}, {interval.high:.2f}]"
+
+
+def _regrets(results: Results, base: str) -> str:
+    found = {column: regrets(results, base, column) for column in COLUMNS}
+    worst = worst_cases(results, [base])
+    rows = []
+    for name, chooser in CHOOSERS.items():
+        cells = [_regret_cell(found[column].get(name)) for column in COLUMNS]
+        largest = f"{worst[name].regret.value:.1f}" if name in worst else MISSING
+        rows.append([chooser.label, *cells, largest])
+    finished = ["seeds, and choosers whose arm is finished", *(_finished(results, base, c) for c in COLUMNS), ""]
+    return markdown_table(["chooser", *(TITLES[column] for column in COLUMNS), "largest"], [*rows, finished])
+
+
+def _regret_cell(interval: Interval | None) -> str:
+    return MISSING if interval is None else f"{interval.value:.1f} [{interval.low:.1f}, {interval.high:.1f}]"
+
+
+def _finished(results: Results, base: str, column: str) -> str:
+    """The complete seeds, and the state of the others."""
+    complete = results.complete_seeds(base, column)
+    parts = [f"seed {', '.join(map(str, complete))}" if complete else "no seed"]
+    for seed in results.seeds(base):
+        if seed not in complete:
+            done, wanted = results.finished(base, seed, column)
+            parts.append(f"{done} of {wanted} of seed {seed}")
+    return "; ".join(parts)
+
+
+def _worst(results: Results, bases: list[str]) -> str:
+    """The largest regret of every chooser, over bases by column, then over everything."""
+    by_column = {column: worst_cases(results, bases, [column]) for column in COLUMNS}
+    whole = worst_cases(results, bases)
+    rows = []
+    for name, chooser in CHOOSERS.items():
+        cells = [f"{by_column[c][name].regret.value:.1f}" if name in by_column[c] else MISSING for c in COLUMNS]
+        if name not in whole:
+            rows.append([chooser.label, *cells, MISSING, ""])
+            continue
+        largest = whole[name]
+        rows.append([chooser.label, *cells, _regret_cell(largest.regret), f"{largest.base}, {TITLES[largest.column]}"])
+    counts = [max((w.measured for w in by_column[column].values()), default=0) for column in COLUMNS]
+    total = sum(counts)
+    rows.append(["bases with a regret", *(f"{n} of {len(bases)}" for n in counts),
+                 f"{total} of {len(bases) * len(COLUMNS)} cases", ""])  # fmt: skip
+    return markdown_table(["chooser", *(TITLES[column] for column in COLUMNS), "worst case", "where"], rows)

@@ -70,6 +70,7 @@ def model_card(
         "method": heads.method if heads is not None else None,
         "head_seed": heads.seed if heads is not None else None,
         "gap": (results.get("step_zero_gap") or {}).get("max_logit"),
+        "state": (plan.grafts[0].site.state_size, recipe.state_size) if recipe.state_size is not None else None,
         "columns": columns,
         "rows": rows,
         "seed": recipe.seed,

@@ -5,6 +5,7 @@ Shape legend: B batch, T tokens, I inner width (H heads of P), D model width, G 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
@@ -148,6 +149,9 @@ class Family:
             families.
         is_donor: whether its attention can be transplanted (`splice.teacher`).
         groups_channels: whether `base.channels_per_head` defines its heads, as in Mamba-1.
+        state_field: field of the config that holds the width of B and C, if the state can be cut; `field.key` for a
+            key of a mapping. Rows of B and C must be in `in_proj` and in the short convolution. Empty if it cannot be
+            cut.
         norm_by_group_since: first release of transformers with a gated norm per group, as the models were trained.
     """
 
@@ -161,6 +165,7 @@ class Family:
     tiny: Callable[..., PreTrainedConfig] | None = None
     is_donor: bool = False
     groups_channels: bool = False
+    state_field: str = ""
     norm_by_group_since: str = ""
 
     def is_hybrid(self, config: PreTrainedConfig) -> bool:
@@ -183,6 +188,15 @@ class Family:
         known = config_class.__dataclass_fields__
         fields = {k: v for k, v in config.to_dict().items() if k not in _WRITTEN and (k != "layer_types" or k in known)}
         return config_class(**{**fields, "splice": splice})
+
+    def with_state_size(self, config: PreTrainedConfig, size: int) -> PreTrainedConfig:
+        """Return a copy of a config with another width of B and C. Raises PlanError if the state cannot be cut."""
+        name, _, key = self.state_field.partition(".")
+        if not name:
+            raise PlanError("state_size", size, f"The state of {self.name} models cannot be cut.")
+        config = copy.deepcopy(config)
+        setattr(config, name, {**getattr(config, name), key: size} if key else size)
+        return config
 
     def build_hybrid(self, config: PreTrainedConfig) -> PreTrainedModel:
         """Build the hybrid of a config, without loading weights."""

@@ -43,13 +43,13 @@ _CHUNKS = ("chunk_size", "mamba_chunk_size")
 _LAYER_COUNTS, _LAYER_LISTS = ("num_hidden_layers", "n_layer"), ("layers_block_type", "layer_types")
 # Keys of config.json whose numbers are sizes, in all families.
 _SIZES = frozenset((
-    *_CHUNKS, *_LAYER_COUNTS, "adapter_rank", "attention_head_dim", "attention_hidden_size", "conv_kernel", "d_conv",
-    "d_model", "d_state", "expand", "head_dim", "headdim", "hidden_size", "intermediate_size", "mamba_d_conv",
-    "mamba_d_head", "mamba_d_ssm", "mamba_d_state", "mamba_expand", "mamba_head_dim", "mamba_headdim",
-    "mamba_n_groups", "mamba_n_heads", "mamba_ngroups", "mamba_num_heads", "max_position_embeddings",
-    "n_groups", "n_mamba_heads", "n_qk_heads", "n_v_heads", "ngroups", "num_attention_heads", "num_heads",
-    "num_heads_kv", "num_key_value_heads", "num_mem_blocks", "ssm_state_size", "state_size", "time_step_rank",
-    "vocab_size",
+    *_CHUNKS, *_LAYER_COUNTS, "adapter_rank", "attention_head_dim", "attention_hidden_size", "base_state_size",
+    "conv_kernel", "d_conv", "d_model", "d_state", "expand", "head_dim", "headdim", "hidden_size",
+    "intermediate_size", "mamba_d_conv", "mamba_d_head", "mamba_d_ssm", "mamba_d_state", "mamba_expand",
+    "mamba_head_dim", "mamba_headdim", "mamba_n_groups", "mamba_n_heads", "mamba_ngroups", "mamba_num_heads",
+    "max_position_embeddings", "n_groups", "n_mamba_heads", "n_qk_heads", "n_v_heads", "ngroups",
+    "num_attention_heads", "num_heads", "num_heads_kv", "num_key_value_heads", "num_mem_blocks", "ssm_state_size",
+    "state_size", "time_step_rank", "vocab_size",
 ))  # fmt: skip
 _LISTED = 4  # tensors to list in an error message
 

@@ -115,7 +115,11 @@ def _mamba_ssm_attention(config: PreTrainedConfig, layer: int, path: str) -> Mix
 
 
 @register_family(
-    "mamba2attn", cache_argument="cache_params", hybrid=_classes("Mamba2Attn"), branch_fields=_MAMBA_FIELDS
+    "mamba2attn",
+    cache_argument="cache_params",
+    hybrid=_classes("Mamba2Attn"),
+    branch_fields=_MAMBA_FIELDS,
+    state_field="state_size",
 )
 @register_family(
     "mamba2",
@@ -123,6 +127,7 @@ def _mamba_ssm_attention(config: PreTrainedConfig, layer: int, path: str) -> Mix
     cache_argument="cache_params",
     hybrid=_classes("Mamba2Hybrid"),
     branch_fields=_MAMBA_FIELDS,
+    state_field="state_size",
     norm_by_group_since=_PER_GROUP,
 )
 def _mamba2(config: PreTrainedConfig) -> list[MixerSpec]:
@@ -177,7 +182,9 @@ def _mamba1(config: PreTrainedConfig) -> list[MixerSpec]:
     ]
 
 
-@register_family("llamba", "llamba", hybrid=_classes("Llamba"), branch_fields=_llamba_fields)
+@register_family(
+    "llamba", "llamba", hybrid=_classes("Llamba"), branch_fields=_llamba_fields, state_field="ssm_cfg.d_state"
+)
 def _llamba(config: PreTrainedConfig) -> list[MixerSpec]:
     """Every layer has one mixer. One that was replaced by a teacher's attention counts as attention."""
     whole = {site["layer"]: site for site in config.splice or [] if is_whole(site)}
@@ -210,7 +217,11 @@ def _attention(
 
 
 @register_family(
-    "zamba2", "zamba2", hybrid=_classes("Zamba2Hybrid"), branch_fields=_copied("add_bias_linear", "", "rms_norm_eps")
+    "zamba2",
+    "zamba2",
+    hybrid=_classes("Zamba2Hybrid"),
+    branch_fields=_copied("add_bias_linear", "", "rms_norm_eps"),
+    state_field="mamba_d_state",
 )
 def _zamba2(config: PreTrainedConfig) -> list[MixerSpec]:
     """Every layer has an SSM. Some also have a transformer block, with shared weights."""
@@ -231,6 +242,7 @@ def _zamba2(config: PreTrainedConfig) -> list[MixerSpec]:
     "granitemoehybrid",
     hybrid=_classes("GraniteHybrid"),
     branch_fields=_BAMBA_FIELDS,
+    state_field="mamba_d_state",
     norm_by_group_since=_PER_GROUP,
 )
 @register_family(
@@ -238,6 +250,7 @@ def _zamba2(config: PreTrainedConfig) -> list[MixerSpec]:
     "bamba",
     hybrid=_classes("BambaHybrid"),
     branch_fields=_BAMBA_FIELDS,
+    state_field="mamba_d_state",
     norm_by_group_since=_PER_GROUP,
 )
 def _bamba(config: PreTrainedConfig) -> list[MixerSpec]:
@@ -250,7 +263,13 @@ def _bamba(config: PreTrainedConfig) -> list[MixerSpec]:
     ]
 
 
-@register_family("nemotron_h", "nemotron_h", hybrid=_classes("NemotronHHybrid"), branch_fields=_MAMBA_FIELDS)
+@register_family(
+    "nemotron_h",
+    "nemotron_h",
+    hybrid=_classes("NemotronHHybrid"),
+    branch_fields=_MAMBA_FIELDS,
+    state_field="ssm_state_size",
+)
 def _nemotron_h(config: PreTrainedConfig) -> list[MixerSpec]:
     """Every block has one mixer, except for blocks with an MLP or experts."""
     mixers = []

@@ -10,6 +10,8 @@ from surgery.errors import PlanError
 from surgery.models.lookup import family_of, geometry_of
 from surgery.types import Graft, Plan
 
+BASE_STATE_SIZE = "base_state_size"  # field of the config of a hybrid with a cut state: the width before the cut
+
 
 def plan_of_hybrid(config: PreTrainedConfig, name: str) -> Plan:
     """Return the plan of a hybrid from its config, with the geometry of the base.
@@ -32,6 +34,11 @@ def plan_of_hybrid(config: PreTrainedConfig, name: str) -> Plan:
         )
     plain = copy.deepcopy(config)
     plain.splice = []  # in the hybrid, a replaced layer is no longer a site
+    size = getattr(config, BASE_STATE_SIZE, None)
+    if size is not None:  # the state was cut
+        if type(size) is not int or size < 1:
+            raise PlanError(f"config.json {BASE_STATE_SIZE}", repr(size), "It must be a positive whole number.")
+        plain = family_of(plain).with_state_size(plain, size)
     sites = {site.layer: site for site in family_of(plain).sites(plain)}
     grafts = []
     for entry in entries:

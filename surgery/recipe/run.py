@@ -62,3 +62,8 @@ class Recipe(Section):
     def teacher(self) -> Teacher | None:
         """The teacher whose attention is transplanted, or None."""
         return self.splice.teacher if self.splice is not None else None
+
+    @property
+    def state_size(self) -> int | None:
+        """Number of channels that the state is cut to, or None."""
+        return self.splice.state_size if self.splice is not None else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -60,6 +60,13 @@ class Splice(Section):
     )
     teacher: Teacher | None = Field(None, description="With `init: teacher`: Transformer whose attention is copied.")
     random_width: Positive = Field(32, description="With `init: random`: width of query and key.")
+    state_size: Positive | None = Field(
+        None,
+        description="Cut the SSM state of every layer to this many channels before training: less memory per sequence. "
+        "Keeps the channels of B and C that contribute most to the answers of located prompts. The control is cut the "
+        "same way. By default the state is not cut.",
+    )
+    new_keys: ClassVar[tuple[str, ...]] = ("state_size",)
 
     @model_validator(mode="after")
     def _list_and_select(self) -> Splice:

@@ -113,6 +113,7 @@ def _operation(inputs: ReportInputs) -> _Values:
         "layers": ", ".join(str(graft.site.layer) for graft in plan.grafts),
         "select": splice.select if splice is not None else None,
         "prompts": prompts if inputs.heads is not None and inputs.heads.clean else None,
+        "state": (plan.grafts[0].site.state_size, recipe.state_size) if recipe.state_size is not None else None,
         "steps": train.num_all_steps,
         "trained": _TRAINED.get(in_order, in_order) if len(trained) == 1 else in_order,
     }

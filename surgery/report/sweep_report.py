@@ -34,6 +34,7 @@ class PointResults:
         arms: `arms` of its results.json.
         heads: names of the spliced heads.
         kv_bytes_per_token: bytes of keys and values of one token, in fp32.
+        state_bytes: bytes of the recurrent and convolution states of one sequence, in fp32.
         new_parameters: number of weights in the new heads.
         origins: where the run took a stage from, by the name of the stage.
         probes: name of the probe by `name` of a task of the recipe, for tasks with another name.
@@ -45,6 +46,7 @@ class PointResults:
     arms: Mapping[str, Any]
     heads: tuple[str, ...]
     kv_bytes_per_token: int
+    state_bytes: int
     new_parameters: int
     origins: Mapping[str, str] = field(default_factory=dict)
     probes: Mapping[str, str] = field(default_factory=dict)
@@ -131,6 +133,7 @@ def _point(point: PointResults) -> dict[str, Any]:
         },
         "perplexity": arm.get("perplexity"),
         "kv_bytes_per_token": point.kv_bytes_per_token,
+        "state_bytes": point.state_bytes,
         "new_parameters": point.new_parameters,
         "tasks": dict(_tasks(arm)),
         "origins": dict(point.origins),
@@ -159,7 +162,7 @@ def _row(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         },
         **{
             name: _over([point[name] for point in points])
-            for name in ("perplexity", "kv_bytes_per_token", "new_parameters")
+            for name in ("perplexity", "kv_bytes_per_token", "state_bytes", "new_parameters")
             if all(point[name] is not None for point in points)
         },
         "tasks": {
@@ -203,6 +206,7 @@ def table_of(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
         *["perplexity"] * has_perplexity,
         *(f"share of teacher, {GROUPS[group]}" for group in shares),
         "KV bytes a token",
+        "state bytes",
         "new weights",
     ]
     cells = [
@@ -213,6 +217,7 @@ def table_of(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
             *[_cell(row.get("perplexity"), "{:.3f}")] * has_perplexity,
             *(_cell(row["share_of_teacher"].get(group), "{:.3f}") for group in shares),
             _cell(row["kv_bytes_per_token"], "{:,.0f}"),
+            _cell(row["state_bytes"], "{:,.0f}"),
             _cell(row["new_parameters"], "{:,.0f}"),
         ]
         for row in rows
@@ -224,7 +229,7 @@ def caption_of(summary: Mapping[str, Any]) -> str:
     """Describe the numbers of the table."""
     several = any(len(row["seeds"]) > 1 for row in summary["rows"])
     parts = ["Mean over seeds [smallest, largest]." if several else "Accuracy with 95% Wilson intervals."]
-    parts.append("Each group is the accuracy over all prompts of its tasks. Keys and values are in fp32.")
+    parts.append("Each group is the accuracy over all prompts of its tasks. Keys, values and states are in fp32.")
     if any(row["arm"] == "no_splice" for row in summary["rows"]):
         parts.append("0 heads: the control, which is trained in the same way without a splice.")
     if any(row["arm"] == "base" for row in summary["rows"]):

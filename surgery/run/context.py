@@ -12,13 +12,18 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from surgery.data.files import local_files
 from surgery.data.user import count_answer_spans
+from surgery.errors import RunError, reading
 from surgery.files.atomic import digest, new_folder, read_json
 from surgery.models.loading import load_config, load_model, load_tokenizer, revision_of
 from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Base, Recipe, as_base
 from surgery.recipe.public import public_name
 from surgery.run.folder import RunDir
+from surgery.splice.graft import cut_model
+from surgery.splice.state_size import StateCut, cut_from_json
 from surgery.types import HeadSet, Plan, head_set_from_json, plan_from_json
+
+STATE = "state.json"  # the channels of the state to keep, with `splice.state_size`
 
 
 class Reporter(Protocol):
@@ -135,8 +140,18 @@ class Run:
         return self.model("spliced") if self.recipe.splice is not None else load_model(self.recipe.base)
 
     def untrained_control(self) -> PreTrainedModel:
-        """Load the model to train as the control."""
-        return load_model(as_base(self.recipe.control) if self.recipe.control is not None else self.recipe.base)
+        """Load the model to train as the control. With `splice.state_size` its state is cut as the hybrid's is."""
+        model = load_model(as_base(self.recipe.control) if self.recipe.control is not None else self.recipe.base)
+        cut = self.state_cut()
+        return model if cut is None else cut_model(model, cut)
+
+    def state_cut(self) -> StateCut | None:
+        """Read the channels of the state that the stage splice chose. None if the state is not cut."""
+        if self.recipe.state_size is None:
+            return None
+        path = self.folder / STATE
+        with reading(str(path), None, "Run the stage splice.", RunError):
+            return cut_from_json(read_json(path))
 
     def model(self, name: str) -> PreTrainedModel:
         """Load a model that a stage saved in the run folder."""

@@ -27,7 +27,7 @@ from surgery.run.context import Run
 from surgery.run.folder import RunDir
 from surgery.run.memory_estimate import SourceSample, StepCost, sample_sources, step_cost
 from surgery.run.stages import STAGES
-from surgery.splice.plan import make_plan, splice_field
+from surgery.splice.plan import hybrid_config, make_plan, splice_field
 from surgery.train.teacher import Teacher
 from surgery.train.training import make_accelerator
 from surgery.types import HeadId, HeadSet, Plan, ScoredHead, head_set_from_json
@@ -58,7 +58,7 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
     config = load_config(base)
     plan, fields, heads_from = _planned(recipe, config, folder, path)
     plain = _as_loaded(meta_model(config, base.trust_remote_code), recipe.base)
-    hybrid = _hybrid(config, fields, recipe.base)
+    hybrid = _hybrid(config, fields, recipe)
     before, after = sizes_of(plain), sizes_of(hybrid)
     caches = {"base": _cache(cache_bytes(plain)), "hybrid": _cache(cache_bytes(hybrid))}
     if recipe.splice is None:  # the base is the hybrid
@@ -164,12 +164,10 @@ def _stand_in(recipe: Recipe, splice: Splice, config: PreTrainedConfig) -> HeadS
     return HeadSet(recipe.base.model, "", geometry_of(config), (), scored, "stand-in", recipe.seed)
 
 
-def _hybrid(config: PreTrainedConfig, fields: list[dict[str, Any]], base: Base) -> PreTrainedModel:
-    family = family_of(config)
-    hybrid_config = family.hybrid_config(config, fields)
-    hybrid_config._attn_implementation = "sdpa"
+def _hybrid(config: PreTrainedConfig, fields: list[dict[str, Any]], recipe: Recipe) -> PreTrainedModel:
     with torch.device("meta"):
-        return _as_loaded(family.build_hybrid(hybrid_config), base)
+        hybrid = family_of(config).build_hybrid(hybrid_config(config, fields, recipe.state_size))
+    return _as_loaded(hybrid, recipe.base)
 
 
 def _as_loaded(model: PreTrainedModel, base: Base) -> PreTrainedModel:

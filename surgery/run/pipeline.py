@@ -30,7 +30,7 @@ from surgery.report.results import answer_spans_text
 from surgery.run.context import Reporter, Run, Silent
 from surgery.run.sharing import find_origin, take_stage
 from surgery.run.stages import Stage, stages_of
-from surgery.splice.plan import check_in_range, check_not_spliced, check_splices
+from surgery.splice.plan import check_in_range, check_not_spliced, check_splices, check_state_size
 from surgery.train.compiling import check_compiler
 from surgery.train.training import make_accelerator
 from surgery.types import HeadId
@@ -168,6 +168,7 @@ def _check_base(run: Run, splice: Splice) -> None:
     only_locate = run.stages[-1] == "locate"  # a model that cannot be spliced can still be located
     if not only_locate:
         check_splices(config)
+        check_state_size(splice.state_size, config)
     if only_locate and not family_of(config).sites(config):
         return
     measures_reads = [name for name, method in METHODS.items() if method.measures_reads]

@@ -218,6 +218,7 @@ def _results(point: GridPoint, folder: Path) -> PointResults:
         arms=results["arms"],
         heads=tuple(results["heads"]) if point.arm == "hybrid" else (),
         kv_bytes_per_token=sizes.kv_bytes_per_token,
+        state_bytes=sizes.state_bytes,
         new_parameters=sizes.new_parameters,
         origins={name: origin for name, origin in origins.items() if origin},
         probes={task.result_name: task.task for task in point.recipe.evaluate.tasks},

@@ -44,10 +44,11 @@ from surgery.report.figures.curves import accuracy_by_pairs, training_curve
 from surgery.report.figures.heatmaps import head_maps
 from surgery.report.heads_page import PromptAttention, write_csv, write_page
 from surgery.report.run_report import ReportInputs, write_report
-from surgery.run.context import Run
+from surgery.run.context import STATE, Run
 from surgery.scoring.ranking import answer_choices
 from surgery.splice.graft import splice_model, step_zero_gap
 from surgery.splice.plan import make_plan
+from surgery.splice.state_size import StateCut, choose_channels, cut_to_json, state_contributions
 from surgery.train.training import train_model
 from surgery.types import HeadSet, to_json
 
@@ -100,6 +101,9 @@ class Stage:
             parts["control revision"] = run.control_revision
         if "train" in parts and run.data_revision:
             parts["data revision"] = run.data_revision
+        if self.name in ("splice", "control") and settings.state_size is not None:
+            # The channels to keep follow from these, so the control does not depend on the spliced heads.
+            parts["state"] = [settings.state_size, *(recipe["locate"].get(name) for name in _MEASURED)]
         reads = self.reads
         if self.name == "control" and settings.splice is not None and settings.train.trains_spliced_layers:
             reads = ("plan.json",)  # the control trains the layers that have spliced heads in the hybrid
@@ -108,10 +112,15 @@ class Stage:
 
     def outputs(self, run: Run) -> list[Path]:
         """Files and folders that the stage writes for this recipe."""
-        control = _CONTROL if self.name == "control" and run.recipe.has_control else ()
-        return [run.folder / name for name in (*self.writes, *control)]
+        more: tuple[str, ...] = ()
+        if self.name == "control" and run.recipe.has_control:
+            more = _CONTROL
+        if self.name == "splice" and run.recipe.state_size is not None:
+            more = (STATE,)
+        return [run.folder / name for name in (*self.writes, *more)]
 
 
+_MEASURED = ("examples", "pairs", "filler", "value_digits")  # keys of `locate` for the prompts
 _CONTROL = ("no_splice", "no_splice_training.json", "figures/no_splice_training")
 
 
@@ -158,11 +167,24 @@ def _plan(run: Run, key: str) -> None:
 
 
 def _splice(run: Run, key: str) -> None:
-    hybrid = splice_model(run.base(), run.plan(), run.recipe.splice, run.teacher())
+    hybrid = splice_model(run.base(), run.plan(), run.recipe.splice, run.teacher(), _choose_state(run))
     batch = _sample(run, 8)
     gap = step_zero_gap(run.base(), hybrid, batch.input_ids, batch.attention_mask)
     run.save(hybrid, "spliced")
     write_json(run.folder / "splice.json", {"max_logit": gap.max_logit, "kl": gap.kl, "same_top": gap.same_top})
+
+
+def _choose_state(run: Run) -> StateCut | None:
+    """Choose the channels of the state to keep, and write state.json. None if the state is not cut."""
+    size, section = run.recipe.state_size, run.recipe.locate
+    if size is None:
+        (run.folder / STATE).unlink(missing_ok=True)
+        return None
+    documents = _prompts(run, "locate", section.examples, section.pairs)
+    contributions = state_contributions(run.base(), run.tokenizer(), documents, section.batch_size)
+    cut = choose_channels(contributions, size)
+    write_json(run.folder / STATE, cut_to_json(cut, contributions))
+    return cut
 
 
 def _prompts(run: Run, purpose: str, count: int, pairs: int) -> list[Document]:

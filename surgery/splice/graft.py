@@ -20,14 +20,19 @@ from surgery.interventions.silence import silence
 from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of, structure_of
 from surgery.models.runtime import requires_grad
 from surgery.recipe import Splice
-from surgery.splice.plan import splice_field
+from surgery.splice.plan import check_state_size, hybrid_config, splice_field
 from surgery.splice.source import HeadSource, donor_of
+from surgery.splice.state_size import StateCut
 from surgery.types import Graft, Plan
 
 
 @torch.no_grad()
 def splice_model(
-    model: PreTrainedModel, plan: Plan, section: Splice | None = None, teacher: PreTrainedModel | None = None
+    model: PreTrainedModel,
+    plan: Plan,
+    section: Splice | None = None,
+    teacher: PreTrainedModel | None = None,
+    cut: StateCut | None = None,
 ) -> PreTrainedModel:
     """Build the hybrid. The base is not changed and shares no memory with it.
 
@@ -37,22 +42,30 @@ def splice_model(
         section: the recipe's section `splice`. It sets the width of random heads, and whether a teacher's norms and MLP
             are copied.
         teacher: with `init: teacher`, the Transformer whose attention is transplanted.
+        cut: with `splice.state_size`, the channels of the state to keep, from `choose_channels`. Branches are copies of
+            the base's heads with all channels.
 
     Returns:
-        The hybrid in eval mode, in the base's dtype. With `mode: add` its logits equal the base's bit for bit.
+        The hybrid in eval mode, in the base's dtype. With `mode: add` and no cut, its logits equal the base's bit for
+        bit.
 
     Raises:
-        PlanError: the plan was made for another geometry, or `splice_field` or the branch's `fill` fails.
+        PlanError: the plan was made for another geometry, the cut is not the section's, or `splice_field` or the
+            branch's `fill` fails.
     """
     family = family_of(model.config)
     if plan.geometry != geometry_of(model.config):
         raise PlanError("plan.json geometry", plan.geometry, "The plan was made for another model. Plan again.")
     fields = splice_field(plan, model.config, section, None if teacher is None else teacher.config)
-    config = family.hybrid_config(model.config, fields)
-    config._attn_implementation = "sdpa"
+    state_size = section.state_size if section is not None else None
+    if state_size != (None if cut is None else cut.state_size):
+        given = "no channels were chosen" if cut is None else f"{cut.state_size} channels were chosen"
+        hint = f"For splice_model, {given}. Pass cut=choose_channels(contributions, state_size)."
+        raise PlanError("splice.state_size", state_size, hint)
+    config = hybrid_config(model.config, fields, state_size)
     with torch.device("meta"):
         hybrid = family.build_hybrid(config)
-    _take_over(model, hybrid)
+    _take_over(model, hybrid, cut)
     for graft in plan.grafts:
         target = mixer_of(hybrid, graft.site)
         branch: SplicedAttention = target.attention.to_empty(device=model.device)
@@ -69,26 +82,46 @@ def splice_model(
     for name, parameter in hybrid.named_parameters():
         stays_fp32 = name.rsplit(".", 1)[-1] in hybrid._keep_in_fp32_modules_strict
         parameter.data = parameter.data.to(torch.float32 if stays_fp32 else model.dtype)
-    for spec in family.mixers(config):
-        if structure_of(spec).chunked:
-            mixer_of(hybrid, spec).chunk_size = mixer_of(model, spec).chunk_size  # the same rounding as the base
-    hybrid.generation_config = copy.deepcopy(model.generation_config)
     return hybrid
 
 
-def _take_over(model: PreTrainedModel, hybrid: PreTrainedModel) -> None:
+@torch.no_grad()
+def cut_model(model: PreTrainedModel, cut: StateCut) -> PreTrainedModel:
+    """Build a copy of a model without a splice whose state has fewer channels: the control of `splice.state_size`.
+
+    Args:
+        model: the base. It is not changed.
+        cut: the channels to keep.
+
+    Raises:
+        PlanError: the state of this model cannot be cut so.
+    """
+    check_state_size(cut.state_size, model.config)
+    config = family_of(model.config).with_state_size(model.config, cut.state_size)
+    with torch.device("meta"):
+        smaller: PreTrainedModel = type(model)(config)
+    _take_over(model, smaller, cut)
+    return smaller.to(model.device).eval()
+
+
+def _take_over(model: PreTrainedModel, hybrid: PreTrainedModel, cut: StateCut | None) -> None:
     """Load copies of the base's weights and buffers. Weights that are tied in the base stay tied."""
-    copies: dict[int, Tensor] = {}
+    copies = {} if cut is None else cut.weights(model)
     state = {name: copies.setdefault(t.data_ptr(), t.clone()) for name, t in model.state_dict().items()}
     missing, unexpected = hybrid.load_state_dict(state, strict=False, assign=True)
     new = {name for name, _ in hybrid.named_parameters() if ".attention." in name}
-    whole = tuple(f"layers.{site['layer']}.mixer." for site in hybrid.config.splice if is_whole(site))
+    sites = getattr(hybrid.config, "splice", None) or []
+    whole = tuple(f"layers.{site['layer']}.mixer." for site in sites if is_whole(site))
     unexpected = [name for name in unexpected if not any(part in name for part in whole)]
     assert not unexpected and set(missing) <= new, (missing, unexpected)
     hybrid.tie_weights()
     for name, buffer in model.named_buffers():
         owner, _, last = name.rpartition(".")
         hybrid.get_submodule(owner).register_buffer(last, buffer.clone(), persistent=False)
+    for spec in family_of(hybrid.config).mixers(hybrid.config):
+        if structure_of(spec).chunked:
+            mixer_of(hybrid, spec).chunk_size = mixer_of(model, spec).chunk_size  # the same rounding as the base
+    hybrid.generation_config = copy.deepcopy(model.generation_config)
 
 
 def _transplant_block(block: nn.Module, graft: Graft, teacher: PreTrainedModel | None) -> None:

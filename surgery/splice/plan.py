@@ -13,6 +13,7 @@ from surgery.models.donors import donor_mixers
 from surgery.models.layouts import Family
 from surgery.models.lookup import family_of, geometry_of
 from surgery.models.registry import families
+from surgery.models.spliced import BASE_STATE_SIZE
 from surgery.recipe import Splice
 from surgery.splice.source import PlanSource
 from surgery.types import Graft, HeadId, HeadSet, MixerSpec, Plan, ScoredHead
@@ -36,7 +37,8 @@ def make_plan(
 
     Raises:
         PlanError: no head is chosen; the heads were located in a model of another geometry or are out of range; the
-            model is a hybrid; the teacher has no such head or another width; or the branch cannot be exported.
+            model is a hybrid; the teacher has no such head or another width; the branch cannot be exported; or the
+            state cannot be cut to `splice.state_size`.
     """
     splice = splice or Splice()
     try:
@@ -49,6 +51,7 @@ def make_plan(
         raise PlanError("heads.json geometry", value, "The heads were located in another model. Locate again.")
     check_not_spliced(config)
     check_splices(config)
+    check_state_size(splice.state_size, config)
     if splice.unit == "layer" and not _takes_layers(family_of(config)):
         names = ", ".join(family.name for family in families() if _takes_layers(family))
         raise PlanError("splice.unit", "layer", f"Only {names} models support whole layers. Set it to head.")
@@ -124,6 +127,26 @@ def check_splices(config: PreTrainedConfig) -> None:
         raise PlanError("base.model", config.model_type, hint)
 
 
+def check_state_size(size: int | None, config: PreTrainedConfig) -> None:
+    """Raise PlanError if the state of this model cannot be cut to `size` channels. None is no cut."""
+    if size is None:
+        return
+    family = family_of(config)
+    if not family.state_field:
+        names = ", ".join(family.name for family in families() if family.state_field and family.hybrid)
+        hint = f"The state of {family.name} models cannot be cut, but that of {names} models can. Remove the key."
+        raise PlanError("splice.state_size", size, hint)
+    present = state_size_of(config)
+    if size >= present:
+        hint = f"The model's state has {present} channels. Set a smaller number, or remove the key to keep all."
+        raise PlanError("splice.state_size", size, hint)
+
+
+def state_size_of(config: PreTrainedConfig) -> int:
+    """Return the width of B and C of a model's SSM layers."""
+    return next(spec.state_size for spec in family_of(config).mixers(config) if spec.is_ssm)
+
+
 def check_in_range(head: HeadId, config: PreTrainedConfig) -> None:
     """Raise PlanError if the model has no such head, or nothing can be spliced there."""
     family = family_of(config)
@@ -159,6 +182,29 @@ def check_sites(plan: Plan, config: PreTrainedConfig) -> None:
     spliced = [graft.site.layer for graft in plan.grafts]
     if len(set(spliced)) < len(spliced):
         raise PlanError("plan.json grafts", f"layers {spliced}", "Put all heads of one layer into one graft.")
+
+
+def hybrid_config(
+    config: PreTrainedConfig, fields: list[dict[str, Any]], state_size: int | None = None
+) -> PreTrainedConfig:
+    """Build the config of a hybrid.
+
+    Args:
+        config: config of the base.
+        fields: the field `splice`, from `splice_field`.
+        state_size: width of the state after the cut. None if it is not cut. The branches keep the base's width.
+
+    Raises:
+        PlanError: as `check_state_size`.
+    """
+    check_state_size(state_size, config)
+    family = family_of(config)
+    hybrid = family.hybrid_config(config, fields)
+    if state_size is not None:
+        hybrid = family.with_state_size(hybrid, state_size)
+        setattr(hybrid, BASE_STATE_SIZE, state_size_of(config))
+    hybrid._attn_implementation = "sdpa"
+    return hybrid
 
 
 def splice_field(

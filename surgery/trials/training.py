@@ -83,6 +83,8 @@ def splice_candidates(
 ) -> tuple[PreTrainedModel, Plan]:
     """Splice heads into a copy of the base, of which only the branches can train. The base is not changed.
 
+    The state keeps all channels, also with `splice.state_size`.
+
     Args:
         candidates: input of the method.
         heads: the heads to splice.
@@ -91,7 +93,7 @@ def splice_candidates(
     Returns:
         The hybrid in eval mode, and its plan. Branches are in float32 or wider.
     """
-    splice, config = candidates.splice, candidates.model.config
+    splice, config = candidates.splice.model_copy(update={"state_size": None}), candidates.model.config
     if mode is not None:
         splice = splice.model_copy(update={"mode": mode})
     head_set = HeadSet("base", "", geometry_of(config), (), tuple(heads), "trial", candidates.seed)

@@ -82,6 +82,7 @@ def test_the_summary_has_the_numbers_of_the_runs(swept: tuple[Path, str]) -> Non
         assert point["perplexity"] == arm["perplexity"]
     assert (zero["kv_bytes_per_token"], zero["new_parameters"], zero["heads"]) == (0, 0, [])
     assert two["kv_bytes_per_token"] == 2 * one["kv_bytes_per_token"] > 0
+    assert zero["state_bytes"] < one["state_bytes"], "a branch has convolution states"
     assert two["new_parameters"] == 2 * one["new_parameters"] > 0
     assert one["heads"] == two["heads"][:1] or one["heads"][0] in two["heads"]
     table = [line for line in printed.splitlines() if line.startswith("| ")]

@@ -41,13 +41,14 @@ _LEFT, _GAP, _PITCH = 0.75, 1.0, 3.0
 
 @style()
 def results_by_value(rows: Sequence[Row], keys: Sequence[str], folder: Path) -> list[Path]:
-    """Draw accuracy, its share of the teacher's, KV bytes and new weights against the values of a key: `sweep.*`.
+    """Draw accuracy, its share of the teacher's, memory and new weights against the values of a key: `sweep.*`.
 
     Numbers are joined by lines. Other values are points in their order.
 
     Args:
         rows: for each combination of values: `values` by key, `seeds`, `accuracy` and `share_of_teacher` by group of
-            tasks, `kv_bytes_per_token` and `new_parameters`. A result is a mapping of `value`, `low` and `high`.
+            tasks, `kv_bytes_per_token`, `state_bytes` and `new_parameters`. A result is a mapping of `value`, `low` and
+            `high`.
         keys: the keys with several values: the first for the axis, the second for the series. The seed is ignored if
             there is another key.
 
@@ -103,7 +104,12 @@ def _panels(rows: Sequence[Row]) -> list[tuple[str, dict[int, Estimate]]]:
             results = {id(row): row[field][group] for row in rows if group in row[field]}
             if results:
                 panels.append((title + suffix, results))
-    for field, title in (("kv_bytes_per_token", "KV bytes a token"), ("new_parameters", "new weights")):
+    fields = (
+        ("kv_bytes_per_token", "KV bytes a token"),
+        ("state_bytes", "state bytes"),
+        ("new_parameters", "new weights"),
+    )
+    for field, title in fields:
         panels.append((title, {id(row): row[field] for row in rows}))
     return panels
 

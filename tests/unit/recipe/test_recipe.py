@@ -12,7 +12,8 @@ import yaml
 from pydantic import ValidationError
 
 from surgery.errors import RecipeError
-from surgery.recipe import PretrainRecipe, Recipe, check_recipe, load_any, load_recipe, shipped, to_yaml
+from surgery.recipe import PretrainRecipe, Recipe, Splice, check_recipe, load_any, load_recipe, shipped, to_yaml
+from surgery.recipe.section import keys_of_0_1
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
 MINIMAL = """
@@ -371,3 +372,12 @@ def test_the_shipped_recipe_is_the_one_of_the_checkout() -> None:
     assert recipe.train.sources[0].data.holdout > 0, "what it learns is shown on rows that it was not trained on"
     with pytest.raises(RecipeError, match="installation is incomplete"):
         shipped("no-such-recipe")
+
+
+def test_a_state_that_is_not_cut_changes_no_hash() -> None:
+    """`splice.state_size` is newer than version 0.1."""
+    assert "state_size" not in keys_of_0_1(Splice, Splice().model_dump(mode="json"))
+    assert keys_of_0_1(Splice, Splice(state_size=4).model_dump(mode="json"))["state_size"] == 4
+    for size in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match="state_size"):
+            Splice.model_validate({"state_size": size})

@@ -42,7 +42,7 @@ def arm(right: int, facts: int = 90) -> dict[str, Any]:
 def point(values: dict[str, Any], right: int, which: str = "hybrid", **more: Any) -> PointResults:
     arms = {"base": arm(20), "no_splice": arm(30), "hybrid": arm(right), **more.pop("arms", {})}
     heads = values.get("splice.num_heads", 1)
-    given = {"kv_bytes_per_token": 64 * heads, "new_parameters": 1000 * heads, **more}
+    given = {"kv_bytes_per_token": 64 * heads, "state_bytes": 4096 + 8 * heads, "new_parameters": 1000 * heads, **more}
     return PointResults(values, f"run-{heads}", which, arms, ("L0H1",) * heads, **given)
 
 
@@ -82,10 +82,22 @@ def test_accuracies_are_over_all_prompts_of_a_group() -> None:
 def test_one_row_for_each_value_with_the_control_for_no_heads() -> None:
     summary = by_heads(0, 1, 4)
     columns, rows = table_of(summary)
-    assert columns == ["splice.num_heads", "retrieval", "knowledge", "perplexity", "KV bytes a token", "new weights"]
+    assert columns == [
+        "splice.num_heads",
+        "retrieval",
+        "knowledge",
+        "perplexity",
+        "KV bytes a token",
+        "state bytes",
+        "new weights",
+    ]
     assert [row[0] for row in rows] == ["0 (control)", "1", "4"]
     assert [row[1].split()[0] for row in rows] == ["0.267", "0.467", "0.667"]
-    assert [row[3:] for row in rows] == [["2.500", "0", "0"], ["2.500", "64", "1,000"], ["2.500", "256", "4,000"]]
+    assert [row[3:] for row in rows] == [
+        ["2.500", "0", "4,096", "0"],
+        ["2.500", "64", "4,104", "1,000"],
+        ["2.500", "256", "4,128", "4,000"],
+    ]
     low, high = wilson(70, 150).low, wilson(70, 150).high
     assert rows[1][1] == f"0.467 [{low:.3f}, {high:.3f}]"
     json.dumps(summary, allow_nan=False)

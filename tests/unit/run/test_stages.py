@@ -10,6 +10,8 @@ from surgery.errors import RunError
 from surgery.files.atomic import write_json
 from surgery.recipe import load_recipe
 from surgery.run import stages
+from surgery.run.context import Run
+from surgery.train.training import make_accelerator
 from tests.integration.conftest import RECIPE
 
 
@@ -37,3 +39,41 @@ def test_keys_of_stages_know_the_form_of_located_prompts_only_where_it_is_set(tm
     for more in ({"filler": (1, 2)}, {"value_digits": (3, 4)}):
         changed = keys(**more)
         assert {name for name in plain if changed[name] != plain[name]} == {"locate", "evaluate", "export"}
+
+
+def test_keys_of_stages_know_the_state_only_where_it_is_cut(tmp_path: Path) -> None:
+    """A recipe without `splice.state_size` keeps its finished stages. The cut depends on the located prompts."""
+    recipe = load_recipe(RECIPE)
+    for name in ("heads.json", "plan.json", "spliced", "trained", "no_splice", "results.json", "report.html"):
+        (tmp_path / name).write_text(name)
+
+    def keys(examples: int = 8, **splice: Any) -> dict[str, str]:
+        parts = {
+            "splice": recipe.splice and recipe.splice.model_copy(update=splice),
+            "locate": recipe.locate.model_copy(update={"examples": examples}),
+        }
+        given = recipe.model_copy(update=parts)
+        run: Any = SimpleNamespace(recipe=given, revision="r", control_revision="", data_revision="", folder=tmp_path)
+        return {stage.name: stage.key(run) for stage in stages.stages_of(given)}
+
+    def changed(one: dict[str, str], other: dict[str, str]) -> set[str]:
+        return {name for name in one if one[name] != other[name]}
+
+    plain, cut = keys(), keys(state_size=4)
+    assert plain == keys(state_size=None)
+    assert changed(plain, cut) == {"plan", "splice", "control", "export"}
+    assert changed(cut, keys(state_size=2)) == {"plan", "splice", "control", "export"}
+    assert changed(plain, keys(examples=9)) == {"locate", "export"}
+    assert changed(cut, keys(examples=9, state_size=4)) == {"locate", "splice", "control", "export"}
+    assert "control" not in changed(cut, keys(state_size=4, num_heads=2)), "one control for any number of heads"
+
+
+def test_the_channels_of_the_state_are_read_from_the_folder(tmp_path: Path) -> None:
+    recipe = load_recipe(RECIPE, ["splice.state_size=4"])
+    run = Run(recipe, tmp_path, make_accelerator())
+    with pytest.raises(RunError, match=r"state\.json: This file is missing"):
+        run.state_cut()
+    write_json(tmp_path / "state.json", {"state_size": 4, "kept": {"L0H": 3}})
+    with pytest.raises(RunError, match=r"state\.json.*Run the stage splice"):
+        run.state_cut()
+    assert Run(load_recipe(RECIPE), tmp_path, make_accelerator()).state_cut() is None

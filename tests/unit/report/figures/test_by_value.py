@@ -26,7 +26,7 @@ def row(values: dict[str, Any], accuracy: float, teacher: bool = False, seeds: i
     shares = {"retrieval": estimate} if teacher else {}
     return {
         "values": values, "seeds": [None] * seeds, "accuracy": groups, "share_of_teacher": shares,
-        "kv_bytes_per_token": exact, "new_parameters": exact,
+        "kv_bytes_per_token": exact, "state_bytes": exact, "new_parameters": exact,
     }  # fmt: skip
 
 
@@ -53,11 +53,11 @@ def test_numbers_are_joined_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyP
     given = [row({"splice.num_heads": n}, 0.3 + n / 20) for n in (8, 0, 1)]
     paths = results_by_value(given, ["splice.num_heads"], tmp_path)
     assert [path.name for path in paths] == ["sweep.png", "sweep.svg", "sweep.csv"]
-    assert [(x, named["linestyle"]) for x, named in lines] == [([0, 1, 8], "-")] * 4
+    assert [(x, named["linestyle"]) for x, named in lines] == [([0, 1, 8], "-")] * 5
     table = rows_of(paths[2])
     assert [(r["splice.num_heads"], r["value"]) for r in table[:3]] == [("8", "0.7"), ("0", "0.3"), ("1", "0.35")]
     assert list(dict.fromkeys(r["result"] for r in table)) == [
-        "retrieval tasks: accuracy", "knowledge tasks: accuracy", "KV bytes a token", "new weights",
+        "retrieval tasks: accuracy", "knowledge tasks: accuracy", "KV bytes a token", "state bytes", "new weights",
     ]  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def test_other_values_are_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     lines = drawn(monkeypatch)
     given = [row({"splice.select": name}, 0.5) for name in ("sharpen", "random")]
     svg = results_by_value(given, ["splice.select"], tmp_path)[1].read_text(encoding="utf-8")
-    assert [(x, named["linestyle"]) for x, named in lines] == [([0, 1], "")] * 4
+    assert [(x, named["linestyle"]) for x, named in lines] == [([0, 1], "")] * 5
     assert "<!-- sharpen -->" in svg and "<!-- random -->" in svg
 
 

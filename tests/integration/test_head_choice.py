@@ -13,7 +13,7 @@ import pytest
 from bench.studies.head_choice import choosers as choosers_module
 from bench.studies.head_choice import study
 from bench.studies.head_choice.arms import COLUMNS, LAYER, NO_SPLICE, SHORT, Budget, Choices, arm_of, arms_of
-from bench.studies.head_choice.bases import StudyBase
+from bench.studies.head_choice.bases import BASES, StudyBase
 from bench.studies.head_choice.choosers import CHOOSERS, Chooser
 from bench.studies.head_choice.figures import regret_by_chooser
 from bench.studies.head_choice.regret import Results, best_accuracy, regrets, worst_cases
@@ -247,3 +247,14 @@ class TestRun:
     def test_a_report_of_nothing_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(RunError, match="Nothing is measured"):
             study.report(study.Experiment(tmp_path, TOY), tmp_path / "page.md", tmp_path)
+
+
+def test_the_published_tables_are_those_of_the_published_results(tmp_path: Path) -> None:
+    # A base that this machine pretrained itself is another one than that of the published results.
+    gone = {name: replace(entry, folder=tmp_path / name) for name, entry in BASES.items() if entry.recipe is not None}
+    published = study.Experiment(study.PUBLISHED, bases={**BASES, **gone})
+    results, files = study.collected(published)
+    done = [read_json(path) for path in files["arms"]]
+    assert results.choices and done
+    labels = {base: entry.label for base, entry in BASES.items()}
+    assert tables_on(study.PAGE) == tables(results, labels, study.settings_of(published, done))

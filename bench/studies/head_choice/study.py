@@ -224,7 +224,8 @@ def report(experiment: Experiment, page: Path, folder: Path) -> None:
 def settings_of(experiment: Experiment, done: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Budget, time and versions of the finished arms, by name."""
     budget = experiment.budget
-    hours = sum(result["cpu_seconds"] for result in done) / 3600
+    versions = {", ".join(f"{k} {v}" for k, v in result["versions"].items()) for result in done}
+    minutes = sum(result["cpu_seconds"] for result in done) / 60
     return {
         "finished arms": str(len(done)),
         "seeds of finished arms": ", ".join(map(str, sorted({result["arm"]["seed"] for result in done}))) or "none",
@@ -236,8 +237,8 @@ def settings_of(experiment: Experiment, done: Sequence[Mapping[str, Any]]) -> di
         "locating prompts for each seed": str(budget.locate_examples),
         "`gates`": f"{budget.gates_steps} steps, {budget.gates_candidates} candidates",
         "`trial`": f"{budget.trial_steps} steps in the first round, {budget.trial_candidates} candidates",
-        "CPU time of the arms, one thread": f"{hours:.1f} hours",
-        "versions": ", ".join(f"{k} {v}" for k, v in done[-1]["versions"].items()) if done else "none",
+        "CPU time of the arms, one thread": f"{minutes:.0f} minutes",
+        "versions": "; ".join(sorted(versions)) or "none",
     }
 
 

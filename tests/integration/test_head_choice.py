@@ -215,6 +215,14 @@ class TestRun:
         assert added["middle"]["heads"] == added["uniform"]["heads"] and added["oracle"] == before["choosers"]["oracle"]
         write_json(experiment.folder / "choices" / "shipped_seed0.json", before)
 
+    def test_choices_depend_on_locating_and_not_on_training(self, experiment: study.Experiment) -> None:
+        def key(**changes: Any) -> str:
+            return replace(experiment, budget=replace(TOY, **changes)).choices_key("shipped", 0, "r")
+
+        assert key() == key(steps=3, examples=9) == key(kept=())
+        changed = [key(filler=(0, 1)), key(locate_examples=8), key(gates_steps=3), key(trial_candidates=9)]
+        assert len({key(), *changed, experiment.choices_key("shipped", 1, "r")}) == 6
+
     def test_published_results_are_used_and_another_definition_is_not(
         self, experiment: study.Experiment, tmp_path: Path
     ) -> None:

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from bench.common import ROOT, RUNS, finished, load, parser, quiet_on_one_thread
 from bench.studies.head_choice.arms import COLUMNS, SHORT, Arm, Budget, Choices, arms_of
 from bench.studies.head_choice.bases import BASES, StudyBase
-from bench.studies.head_choice.choosers import CHOOSERS, measure
+from bench.studies.head_choice.choosers import measure
 from bench.studies.head_choice.figures import regret_by_chooser
 from bench.studies.head_choice.regret import Results, regrets
 from bench.studies.head_choice.tables import tables
@@ -107,9 +107,9 @@ class Experiment:
 
     def choices_key(self, base: str, seed: int, revision: str) -> str:
         """Hash of everything that choices depend on. Training and evaluation are no part of it."""
-        budget = self.budget_of(base)
-        parts = [budget.locate(method).model_dump(mode="json") for method in ("sharpen", "gates", "trial")]
-        return fingerprint([VERSION, revision, seed, parts])
+        budget = asdict(self.budget_of(base))
+        names = ("filler", *(name for name in budget if name.startswith(("locate_", "gates_", "trial_"))))
+        return fingerprint([VERSION, revision, seed, {name: budget[name] for name in names}])
 
     def available(self, only: str | None = None) -> list[str]:
         """Bases that exist or can be made. Prints a line for each other one."""
@@ -262,6 +262,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.report or collected(experiment)[0].choices:
         report(experiment, page, evidence)
     return 0
-
-
-__all__ = ["CHOOSERS", "Experiment", "collected", "main", "report"]

@@ -159,7 +159,7 @@ def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -
     prompts = make_prompts(recipe.evaluate, recipe.seed, tokenizer=tokenizer)
     marks = {math.ceil(recipe.train.num_all_steps * tenth / 10) for tenth in range(1, 11)}
     scores_file = steps / "scores.json"
-    if not list(steps.glob("step_*")):
+    if not list(steps.rglob("step_*")):  # those of stages lie in folders of their own
         scores_file.unlink(missing_ok=True)
 
     def on_step(step: int, losses: dict[str, float]) -> None:

@@ -1,0 +1,164 @@
+"""Test whether a base retrieves by Gather and Aggregate heads (arXiv 2504.18574). Trains nothing.
+
+    python -m bench.studies.mechanism --base checkpoints/pico-far --page docs/BASES.md
+
+Three measurements, on words that no training showed:
+
+1. Accuracy by format and size, ranked and generated.
+2. Accuracy at key-value retrieval with sets of heads removed, and with few heads kept. `surgery locate` calls the heads
+   Gather or Aggregate.
+3. Accuracy of the first layers alone.
+
+The tables go to the marked place of the page, the numbers to `--json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from bench.common import CHECKPOINTS, ROOT, load, parser, quiet_on_one_thread, save
+from surgery.evaluate.evaluation import evaluate_model
+from surgery.files.atomic import write_text
+from surgery.interventions.ablation import Ablation
+from surgery.interventions.alterations import altered
+from surgery.locate.batches import PromptBatches
+from surgery.locate.locating import locate_heads
+from surgery.locate.redundancy import ablate_sets
+from surgery.models.lookup import family_of
+from surgery.recipe import Evaluate, Locate
+from surgery.stats import wilson
+from surgery.types import HeadId, HeadSet
+
+FAR = [1, 20]  # words between a key and its value
+FORMATS: dict[str, dict[str, Any]] = {
+    "dictionary": {"task": "kv_retrieval", "pairs": [8, 16, 32]},
+    "dictionary, 1 to 20 words between": {"task": "kv_retrieval", "pairs": [8, 16, 32], "filler": FAR},
+    "dictionary, numbers of 4 to 8 digits": {"task": "kv_retrieval", "pairs": [8], "value_digits": [4, 8]},
+    "records in prose": {"task": "records", "pairs": [4, 8]},
+    "phonebook, numbers of 2 to 6 digits": {"task": "phonebook", "pairs": [8], "value_digits": [2, 6]},
+    "JSON, keys as long as a UUID": {"task": "json_kv", "pairs": [8], "value_digits": [2, 4]},
+    "two-hop": {"task": "multi_hop", "pairs": [8]},
+    "facts": {"task": "closed_book"},
+}
+
+
+def formats(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: int, seed: int) -> list[list[Any]]:
+    """Accuracy by format: rows of name, size, shares of right answers ranked and generated."""
+    rows = []
+    for label, task in FORMATS.items():
+        section = Evaluate.model_validate({"tasks": [task], "examples": examples, "generate": True})
+        found = evaluate_model(model, tokenizer, section, seed).summary[task["task"]]
+        for size, entry in (
+            ((size, found[str(size)]) for size in task["pairs"]) if "pairs" in task else ((None, found),)
+        ):
+            rows.append([label, size, entry["accuracy"], entry["generated"]["accuracy"]])
+    return rows
+
+
+def head_sets(found: HeadSet) -> dict[str, Sequence[HeadId]]:
+    """Sets of heads to remove, by name."""
+    heads = [scored.head for scored in found.heads]
+    gather, aggregate = (
+        [scored.head for scored in found.heads if scored.role == role] for role in ("gather", "aggregate")
+    )
+    called = {*gather, *aggregate}
+    layers = {head.layer for head in called}
+    sets: dict[str, Sequence[HeadId]] = {f"{head} (Aggregate) removed": [head] for head in aggregate}
+    sets |= {f"{head} (Gather) removed": [head] for head in gather}
+    if gather:
+        sets["all Gather heads removed"] = gather
+    if aggregate:
+        sets["all Aggregate heads removed"] = aggregate
+    if called:
+        sets["only these heads kept in their layers"] = [h for h in heads if h.layer in layers and h not in called]
+        sets["only these heads kept, all others removed"] = [head for head in heads if head not in called]
+    return sets
+
+
+def removals(found: HeadSet, prompts: PromptBatches) -> list[list[Any]]:
+    """Accuracy without each set of heads: rows of name and share of right answers."""
+    sets = head_sets(found)
+    clean, changed = ablate_sets(prompts, Ablation(), list(sets.values()))
+    shares = [float(scores[1].mean()) for scores in (clean, *changed)]
+    return [list(row) for row in zip(("nothing removed", *sets), shares, strict=True)]
+
+
+def first_layers(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: int, seed: int
+) -> list[list[Any]]:
+    """Accuracy at 8 pairs of the first layers alone: rows of the number of layers and the share of right answers."""
+    task = {"task": "kv_retrieval", "pairs": [8], "filler": FAR}
+    section = Evaluate.model_validate({"tasks": [task], "examples": examples})
+    specs, rows = family_of(model.config).mixers(model.config), []
+    for layers in range(model.config.num_hidden_layers, 0, -1):
+        with altered(model, specs, {}, layers=layers):
+            summary = evaluate_model(model, tokenizer, section, seed).summary
+        rows.append([layers, summary["kv_retrieval"]["8"]["accuracy"]])
+    return rows
+
+
+def tables(results: Mapping[str, Any]) -> str:
+    """Render the tables as Markdown."""
+    n = results["examples"]
+
+    def cell(share: float) -> str:
+        interval = wilson(round(share * n), n)
+        return f"{share:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
+
+    lines = ["| format | records | right among the choices | answer generated |", "|---|---|---|---|"]
+    for name, size, ranked, generated in results["formats"]:
+        lines.append(f"| {name} | {size or ''} | {cell(ranked)} | {cell(generated)} |")
+    lines += ["", "| dictionary of 8, 1 to 20 words between | accuracy |", "|---|---|"]
+    lines += [f"| {name} | {cell(share)} |" for name, share in results["removals"]]
+    lines += ["", "| layers that run | accuracy |", "|---|---|"]
+    lines += [f"| {layers} | {cell(share)} |" for layers, share in results["layers"]]
+    return "\n".join(lines)
+
+
+def fill(page: Path, name: str, text: str) -> None:
+    """Replace what stands between the page's markers `<!-- NAME -->` and `<!-- end -->`."""
+    start, end = f"<!-- {name} -->", "<!-- end -->"
+    before, rest = page.read_text(encoding="utf-8").split(start, 1)
+    write_text(page, f"{before}{start}\n{text}\n{end}{rest.split(end, 1)[1]}")
+
+
+def main() -> int:
+    """Parse the command line, measure, and write tables and numbers."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--base", type=Path, default=CHECKPOINTS / "pico-far")
+    arguments.add_argument("--examples", type=int, default=400)
+    arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--page", type=Path, help="page with `<!-- NAME -->`, NAME being the folder of the base")
+    arguments.add_argument("--json", type=Path, default=ROOT / "docs" / "bases" / "mechanism.json")
+    options = arguments.parse_args()
+    quiet_on_one_thread()
+    model, tokenizer = load(options.base)
+    section = Locate.model_validate(
+        {
+            "pairs": 8,
+            "filler": FAR,
+            "examples": options.examples,
+            "methods": ["ablation", "query", "context", "sharpen"],
+        }
+    )
+    found = locate_heads(model, tokenizer, section, seed=options.seed)
+    others = PromptBatches(model, tokenizer, section, options.seed + 1)
+    results = {
+        "base": options.base.name,
+        "examples": options.examples,
+        "seed": options.seed,
+        "roles": {str(s.head): s.role for s in found.heads if s.role != "neither"},
+        "removals": removals(found, others),
+        "layers": first_layers(model, tokenizer, options.examples, options.seed),
+        "formats": formats(model, tokenizer, options.examples, options.seed),
+    }
+    save(options.json, results)
+    text = tables(results)
+    print(text)
+    if options.page is not None:
+        fill(options.page, options.base.name, text)
+    return 0

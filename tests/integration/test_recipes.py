@@ -21,7 +21,7 @@ from tests.support.processes import library
 
 RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}
 LOADED = {name: load_any(path) for name, path in RECIPES.items()}
-ON_PICO = ("quickstart", "finetune")
+ON_PICO = ("quickstart", "finetune", "far")
 OPERATIONS = [name for name, recipe in LOADED.items() if isinstance(recipe, Recipe) and name not in ON_PICO]
 ANALYSES = [name for name, recipe in LOADED.items() if isinstance(recipe, AnalysisRecipe)]
 CONFIGS = sorted(path.parent.name for path in (ROOT / "recipes" / "configs").glob("*/config.json"))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from bench.studies.mechanism.study import fill, head_sets, removals, tables
+from bench.studies.mechanism.study import head_sets, removals, tables
 from surgery.locate.batches import PromptBatches
 from surgery.locate.locating import locate_heads
 from surgery.recipe import Locate
@@ -30,16 +28,8 @@ def test_removals_of_planted_heads() -> None:
     assert shares["only these heads kept, all others removed"] > 0.8 * clean
 
 
-def test_the_page_keeps_its_other_text(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- pico -->\nold\n<!-- end -->\nafter\n")
-    results = {
-        "examples": 100,
-        "formats": [["two-hop", 8, 0.5, 0.25]],
-        "removals": [["none", 1.0]],
-        "layers": [[2, 0.5]],
-    }
-    fill(page, "pico", tables(results))
-    text = page.read_text()
-    assert text.startswith("before\n<!-- pico -->\n|") and text.endswith("<!-- end -->\nafter\n") and "old" not in text
+def test_tables() -> None:
+    formats = [["two-hop", 8, 0.5, 0.25, 100], ["facts", None, 1.0, 0.5, 50]]
+    text = tables({"examples": 100, "formats": formats, "removals": [["none", 1.0]], "layers": [[2, 0.5]]})
     assert "| two-hop | 8 | 0.500 [0.404, 0.596] | 0.250 [0.175, 0.343] |" in text
+    assert "| facts |  | 1.000 [0.929, 1.000] | 0.500 [0.366, 0.634] |" in text

@@ -21,8 +21,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.common import CHECKPOINTS, ROOT, load, parser, quiet_on_one_thread, save
+from bench.studies.site_selection.tables import fill
 from surgery.evaluate.evaluation import evaluate_model
-from surgery.files.atomic import write_text
 from surgery.interventions.ablation import Ablation
 from surgery.interventions.alterations import altered
 from surgery.locate.batches import PromptBatches
@@ -47,15 +47,14 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 def formats(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: int, seed: int) -> list[list[Any]]:
-    """Accuracy by format: rows of name, size, shares of right answers ranked and generated."""
+    """Accuracy by format: rows of name, size, shares of right answers ranked and generated, and number of prompts."""
     rows = []
     for label, task in FORMATS.items():
         section = Evaluate.model_validate({"tasks": [task], "examples": examples, "generate": True})
         found = evaluate_model(model, tokenizer, section, seed).summary[task["task"]]
-        for size, entry in (
-            ((size, found[str(size)]) for size in task["pairs"]) if "pairs" in task else ((None, found),)
-        ):
-            rows.append([label, size, entry["accuracy"], entry["generated"]["accuracy"]])
+        for size in task.get("pairs", [None]):
+            entry = found if size is None else found[str(size)]
+            rows.append([label, size, entry["accuracy"], entry["generated"]["accuracy"], entry["n"]])
     return rows
 
 
@@ -103,27 +102,19 @@ def first_layers(
 
 def tables(results: Mapping[str, Any]) -> str:
     """Render the tables as Markdown."""
-    n = results["examples"]
 
-    def cell(share: float) -> str:
+    def cell(share: float, n: int = results["examples"]) -> str:
         interval = wilson(round(share * n), n)
         return f"{share:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
 
     lines = ["| format | records | right among the choices | answer generated |", "|---|---|---|---|"]
-    for name, size, ranked, generated in results["formats"]:
-        lines.append(f"| {name} | {size or ''} | {cell(ranked)} | {cell(generated)} |")
+    for name, size, ranked, generated, n in results["formats"]:
+        lines.append(f"| {name} | {size or ''} | {cell(ranked, n)} | {cell(generated, n)} |")
     lines += ["", "| dictionary of 8, 1 to 20 words between | accuracy |", "|---|---|"]
     lines += [f"| {name} | {cell(share)} |" for name, share in results["removals"]]
     lines += ["", "| layers that run | accuracy |", "|---|---|"]
     lines += [f"| {layers} | {cell(share)} |" for layers, share in results["layers"]]
-    return "\n".join(lines)
-
-
-def fill(page: Path, name: str, text: str) -> None:
-    """Replace what stands between the page's markers `<!-- NAME -->` and `<!-- end -->`."""
-    start, end = f"<!-- {name} -->", "<!-- end -->"
-    before, rest = page.read_text(encoding="utf-8").split(start, 1)
-    write_text(page, f"{before}{start}\n{text}\n{end}{rest.split(end, 1)[1]}")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> int:
@@ -132,7 +123,11 @@ def main() -> int:
     arguments.add_argument("--base", type=Path, default=CHECKPOINTS / "pico-far")
     arguments.add_argument("--examples", type=int, default=400)
     arguments.add_argument("--seed", type=int, default=0)
-    arguments.add_argument("--page", type=Path, help="page with `<!-- NAME -->`, NAME being the folder of the base")
+    arguments.add_argument(
+        "--page",
+        type=Path,
+        help="page with `<!-- begin NAME -->` and `<!-- end NAME -->`, NAME being the folder of the base",
+    )
     arguments.add_argument("--json", type=Path, default=ROOT / "docs" / "bases" / "mechanism.json")
     options = arguments.parse_args()
     quiet_on_one_thread()
@@ -160,5 +155,5 @@ def main() -> int:
     text = tables(results)
     print(text)
     if options.page is not None:
-        fill(options.page, options.base.name, text)
+        fill(options.page, {options.base.name: text})
     return 0

@@ -208,6 +208,7 @@ def base_card(
         cells = (row[place].get("accuracy", row[place].get("perplexity")) for place, _ in places)
         lines.append(f"| {step} | {' | '.join(f'{cell:.3f}' for cell in cells)} |")
     tasks = dict.fromkeys(s.task for stage in recipe.train.sequence for s in stage.sources if s.task is not None)
+    kinds = [PROBES[task].label.split(", ")[0] for task in tasks]  # without the half that an evaluation uses
     versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers_version}
     purpose = (
         "It is small on purpose: its state holds a few pairs, so it has the retrieval gap of a large state-space model."
@@ -218,7 +219,7 @@ def base_card(
         "---\n" + yaml.safe_dump(front, sort_keys=False) + "---\n\n"
         f"# {recipe.name}\n\n"
         f"{model.num_parameters():,} parameters (`{type(model).__name__}`), trained from scratch on generated text: "
-        f"{', '.join(PROBES[task].label for task in tasks)}. {purpose} Its only use is to try "
+        f"{', '.join(kinds)}. {purpose} Its only use is to try "
         "the toolkit.\n\n"
         f"Made with `surgery pretrain` and the recipe below, seed {recipe.seed}, in "
         f"{minutes:.0f} minutes with {torch.get_num_threads()} threads ({json.dumps(versions)}).\n\n"

@@ -45,7 +45,10 @@ def test_more_numbers_than_heads_are_refused() -> None:
 
 
 def test_the_card_has_every_task_of_the_evaluation_and_of_training() -> None:
-    sources = [{"task": task, "rows": 1, "weights": {"answer": 1.0}} for task in ("key_echo", "records", "records")]
+    sources = [
+        {"task": task, "rows": 1, "weights": {"answer": 1.0}}
+        for task in ("key_echo", "records", "records", "closed_book")
+    ]
     given = {"name": "far", "model": {**SHAPE, "vocab_size": 1024}, "train": {"sources": sources}}
     recipe = check_recipe(given, PretrainRecipe)
     scores = {
@@ -54,7 +57,7 @@ def test_the_card_has_every_task_of_the_evaluation_and_of_training() -> None:
     }
     model = build_model(recipe.model, pico_tokenizer(), 0)
     card = base_card(recipe, scores, [{"seconds": 60.0}], model)
-    assert "generated text: key echo, records in prose." in card
+    assert "generated text: key echo, records in prose, closed-book facts." in card
     assert [line for line in card.splitlines() if line.startswith("|")] == [
         "| step | records in prose, 4 records | kv far, 8 | perplexity, held-out |",
         "|---|---|---|---|",

@@ -107,7 +107,10 @@ def print_plan(estimate: dict[str, Any]) -> None:
     )
     table.add_row("heads", f"{', '.join(heads)} ({origin})")
     for site in estimate["sites"]:
-        text = f"{len(site['heads'])} heads, {site['mode']}, init {site['init']}, query/key {site['qk_width']}, "
+        copied = f" ({site['copied_width']} copied)" if "copied_width" in site else ""
+        text = (
+            f"{len(site['heads'])} heads, {site['mode']}, init {site['init']}, query/key {site['qk_width']}{copied}, "
+        )
         table.add_row(f"layer {site['layer']}", text + f"value {site['v_width']}")
     for key in ("parameters", "new_parameters", "trainable_parameters", "steps", "documents"):
         table.add_row(key.replace("_", " "), f"{estimate[key]:,}")

@@ -53,7 +53,7 @@ _ALWAYS: dict[str, Check] = {
     "bias": FLAG,
     "norm_eps": POSITIVE,
 }
-_OPTIONAL: dict[str, Check] = {"unit": one_of("head", "layer"), "gate_bias": FLAG}
+_OPTIONAL: dict[str, Check] = {"unit": one_of("head", "layer"), "gate_bias": FLAG, "copied_width": at_least(1)}
 
 
 def splice_sites(splice: list | None) -> dict[int, dict[str, Any]]:

@@ -21,8 +21,8 @@ class StreamAttention(SplicedAttention):
     """Attention heads of a Mamba-1 layer: they read the mixer's own streams, after its convolution and `x_proj`.
 
     Mamba-1 makes one B and one C a layer from all its channels, so copies of their rows would be the whole layer. The
-    branch has a small linear map of its own over `[dt | B | C]`; at first it picks C as query and B as key. Its value
-    is the channel group's x.
+    branch has a small linear map of its own over `[dt | B | C]`; at first it picks C as query and B as key, and other
+    channels are new. Its value is the channel group's x.
 
     Args:
         site: also `rank`, the width of dt, and `stream_eps`, the epsilon where the model normalises dt, B and C, or
@@ -41,20 +41,23 @@ class StreamAttention(SplicedAttention):
     def build_inputs(self, config: Any, site: Mapping[str, Any]) -> None:
         """Build the map from [dt | B | C] to queries and keys."""
         self.heads, self.stream_eps = list(site["heads"]), site["stream_eps"]
-        self.stream_widths = [site["rank"], site["qk_width"], site["qk_width"]]
+        self.stream_widths = [site["rank"], self.copied_width, self.copied_width]
         self.qk_proj = nn.Linear(sum(self.stream_widths), 2 * self.widths[0], bias=False)
 
     def initialize_inputs(self) -> None:
-        """Pick C as query and B as key."""
+        """Pick C as query and B as key. In further channels, queries are 0 and keys random."""
         init.zeros_(self.qk_proj.weight)
         rank, width, _ = self.stream_widths
-        query_HKW, key_HKW = self.qk_proj.weight.view(2, self.num_heads, width, -1)
-        init.copy_(query_HKW[..., rank + width :], torch.eye(width).expand(self.num_heads, -1, -1))
-        init.copy_(key_HKW[..., rank : rank + width], torch.eye(width).expand(self.num_heads, -1, -1))
+        query_HKW, key_HKW = self.qk_proj.weight.view(2, self.num_heads, self.qk_width, -1)
+        init.copy_(query_HKW[:, :width, rank + width :], torch.eye(width).expand(self.num_heads, -1, -1))
+        init.copy_(key_HKW[:, :width, rank : rank + width], torch.eye(width).expand(self.num_heads, -1, -1))
+        if self.qk_width > width:
+            init.normal_(key_HKW[:, width:], std=key_HKW.shape[-1] ** -0.5)
 
     def fill(self, source: Any) -> None:
-        """Copy the gate; queries and keys are as `initialize_inputs` sets them."""
+        """Copy the gate; copied queries and keys are as `initialize_inputs` sets them."""
         source.copy(self.gate_proj, "gate")
+        self.fill_new_channels(source, "qk_proj")
         source.copy_output(self.o_proj)
 
     def project(
@@ -70,7 +73,7 @@ class StreamAttention(SplicedAttention):
         qk_BTRHK = self.qk_proj(parameters_BTW).unflatten(-1, (2, self.num_heads, -1))
         query, key = qk_BTRHK.permute(2, 0, 3, 1, 4)
         value = x_BTI.unflatten(-1, (-1, self.v_width))[:, :, self.heads].transpose(1, 2)
-        return query * self.scale[:, None, None], key, value
+        return self.scale_query(query), key, value
 
 
 class StreamMixerMixin(HybridMixerMixin):

@@ -60,13 +60,19 @@ class Splice(Section):
     )
     teacher: Teacher | None = Field(None, description="With `init: teacher`: Transformer whose attention is copied.")
     random_width: Positive = Field(32, description="With `init: random`: width of query and key.")
+    min_width: Positive | None = Field(
+        None,
+        description="With `init: ssm`: smallest width of query and key. The copies are as wide as the SSM state. Where "
+        "the state is smaller than `min_width`, new channels are added, which start without effect on the attention. "
+        "By default no channels are added.",
+    )
     state_size: Positive | None = Field(
         None,
         description="Cut the SSM state of every layer to this many channels before training: less memory per sequence. "
         "Keeps the channels of B and C that contribute most to the answers of located prompts. The control is cut the "
         "same way. By default the state is not cut.",
     )
-    new_keys: ClassVar[tuple[str, ...]] = ("state_size",)
+    new_keys: ClassVar[tuple[str, ...]] = ("min_width", "state_size")
 
     @model_validator(mode="after")
     def _list_and_select(self) -> Splice:
@@ -84,6 +90,9 @@ class Splice(Section):
                 if self.teacher is None
                 else f"`init: {self.init}` does not use `teacher`: remove it, or set `init: teacher`"
             )
+        if self.min_width is not None and self.init != "ssm":
+            hint = "set `random_width` instead" if self.init == "random" else "remove it, or set `init: ssm`"
+            raise ValueError(f"`init: {self.init}` does not use `min_width`: {hint}")
         if self.unit == "layer" and (self.init, self.mode) != ("teacher", "replace"):
             raise ValueError("`unit: layer` needs `init: teacher` and `mode: replace`")
         if self.with_block and self.unit != "layer":

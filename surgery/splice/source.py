@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,11 @@ class PlanSource:
         """`splice.random_width`."""
         return self.splice.random_width
 
+    @property
+    def min_width(self) -> int | None:
+        """`splice.min_width`."""
+        return self.splice.min_width
+
     def donor_fields(self) -> dict[str, Any]:
         """Return the fields of a branch that copies the teacher's attention.
 
@@ -95,13 +101,15 @@ class HeadSource:
     seed: int
     teacher: PreTrainedModel | None = None
 
-    def copy(self, target: nn.Module | None, *parts: str) -> None:
+    def copy(self, target: nn.Module | None, *parts: str, widths: Sequence[int] = ()) -> None:
         """Copy rows of the heads, weights and biases, into a linear layer or a convolution.
 
         Args:
             target: layer to fill.
             parts: fields of `HeadSlices` in the order of the target's rows. Those with `conv_` are rows of the mixer's
                 convolution, the others of `in_proj`.
+            widths: rows of a head in the target, for each part. Rows beyond those of the head are 0. By default the
+                target has the head's rows only.
 
         Raises:
             PlanError: the mixer has no such rows, or the target has another shape.
@@ -109,15 +117,20 @@ class HeadSource:
         structure = structure_of(self.graft.site)
         slices = [structure.weight_slices(self.graft.site, head) for head in self.graft.heads]
         rows = [getattr(head, part) for part in parts for head in slices]
+        rows_of_heads = [width for width in widths for _ in slices] or [0] * len(rows)
         source = self.mixer.conv1d if parts[0].startswith("conv_") else structure.in_proj(self.mixer)
         if target is None or source is None or None in rows:
             hint = f"Heads of {self.graft.site.kind} have no rows for {', '.join(parts)}. Use another branch."
             raise PlanError("splice.init", self.graft.init, hint)
-        target.weight.copy_(self._fitting(torch.cat([source.weight[r] for r in rows]), target.weight, *parts))
+
+        def gather(values: torch.Tensor) -> torch.Tensor:
+            return torch.cat([_padded(values[r], width) for r, width in zip(rows, rows_of_heads, strict=True)])
+
+        target.weight.copy_(self._fitting(gather(source.weight), target.weight, *parts))
         if target.bias is not None:
             target.bias.zero_()
         if source.bias is not None:
-            target.bias.copy_(torch.cat([source.bias[r] for r in rows]))
+            target.bias.copy_(gather(source.bias))
         gate_bias = structure.gate_bias(self.mixer)
         if parts == ("gate",) and gate_bias is not None:
             target.bias.add_(torch.cat([gate_bias[head.out] for head in slices]))
@@ -147,14 +160,17 @@ class HeadSource:
         """Draw weights with variance 1/fan-in, seeded by the plan, the layer and the tensor; biases are 0."""
         for name, parameter in branch.named_parameters():
             if name.endswith("weight"):
-                key = f"{self.seed}:L{self.graft.site.layer}:{name}"
-                seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % 2**63
-                generator = torch.Generator().manual_seed(seed)
-                fan_in = parameter[0].numel()
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * fan_in**-0.5)
+                parameter.copy_(self.draw(name, parameter.shape, fan_in=parameter[0].numel()))
             elif name.endswith("bias"):
                 parameter.zero_()
         branch.scale.fill_(branch.initial_scale)
+
+    def draw(self, name: str, shape: Sequence[int], fan_in: int) -> torch.Tensor:
+        """Draw values with variance 1/fan-in, seeded by the plan, the layer and the name of the tensor."""
+        key = f"{self.seed}:L{self.graft.site.layer}:{name}"
+        seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % 2**63
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(*shape, generator=generator) * fan_in**-0.5
 
     def _fitting(self, rows: torch.Tensor, weight: torch.Tensor, *parts: str) -> torch.Tensor:
         if rows.shape != weight.shape:
@@ -165,3 +181,8 @@ class HeadSource:
                 f"The heads' {', '.join(parts)} have shape {tuple(rows.shape)}. Use another branch.",
             )
         return rows
+
+
+def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Append rows of zeros up to `count` rows."""
+    return torch.cat([rows, rows.new_zeros(max(0, count - len(rows)), *rows.shape[1:])])

@@ -23,7 +23,7 @@ from transformers.utils.versions import require_version
 
 from .branches import register_branch
 from .packing import convolved
-from .sites import FLAG, Check, at_least
+from .sites import FLAG, Check, at_least, wrong
 from .splice_pass import SpliceRows
 
 # Older releases decode layers that have a convolution state, a recurrent state and keys and values at once wrongly,
@@ -64,7 +64,8 @@ class SplicedAttention(nn.Module):
     Args:
         config: the hybrid's config; `hidden_size` and `_attn_implementation` are read.
         site: this layer's entry of `config.splice`: `heads`, `mode`, `qk_width`, `v_width`, `activation` (`silu` or
-            None), `gate`, `bias`, `norm_eps` and the keys of `fields`; `gate_bias` where the gate has one of its own.
+            None), `gate`, `bias`, `norm_eps` and the keys of `fields`; `gate_bias` where the gate has one of its own;
+            `copied_width` where only the first channels of query and key are copies.
         layer_idx: index of the layer, which is also its slot in the cache.
 
     Attributes:
@@ -94,6 +95,9 @@ class SplicedAttention(nn.Module):
         Raises:
             ValueError: names the field, its value and what it needs.
         """
+        if site.get("copied_width", 1) > site["qk_width"]:
+            accepted = f"{site['qk_width']} or less, the width of query and key"
+            raise wrong(f"{name}.copied_width", site["copied_width"], accepted)
 
     @classmethod
     def plan_fields(cls, source: Any) -> dict[str, Any]:
@@ -103,8 +107,10 @@ class SplicedAttention(nn.Module):
             source: a `surgery.splice.source.PlanSource`.
         """
         site = source.site
+        width = max(site.state_size, source.min_width or 0)
         return {
-            "qk_width": site.state_size,
+            "qk_width": width,
+            **({"copied_width": site.state_size} if width > site.state_size else {}),
             "v_width": site.head_dim,
             "conv_kernel": site.conv_kernel,
             "gate": True,
@@ -124,6 +130,7 @@ class SplicedAttention(nn.Module):
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
         self.num_heads, self.qk_width, self.v_width = len(site["heads"]), site["qk_width"], site["v_width"]
+        self.copied_width = site.get("copied_width", self.qk_width)
         self.conv_kernel, self.mode, self.silu = site["conv_kernel"], site["mode"], site["activation"] == "silu"
         self.norm_eps = site["norm_eps"]
         self.initial_scale = 1.0 if self.unit_scale else self.qk_width**-0.5
@@ -158,9 +165,34 @@ class SplicedAttention(nn.Module):
             source: a `surgery.splice.source.HeadSource`, with the base's mixer and the teacher.
         """
         source.copy(self.gate_proj, "gate")
-        source.copy(self.qkv_proj, "query", "key", "value")
-        source.copy(self.conv1d, "conv_query", "conv_key", "conv_value")
+        widths = (self.qk_width, self.qk_width, self.v_width)
+        source.copy(self.qkv_proj, "query", "key", "value", widths=widths)
+        source.copy(self.conv1d, "conv_query", "conv_key", "conv_value", widths=widths)
+        self.fill_new_channels(source, "qkv_proj", "conv1d")
         source.copy_output(self.o_proj)
+
+    def fill_new_channels(self, source: Any, projection: str, *others: str) -> None:
+        """Draw the channels of query and key that are no copies, and set the new queries to 0.
+
+        The attention is that of the copies at first. New keys are not 0, so new queries have gradients at once.
+
+        Args:
+            source: as of `fill`.
+            projection: module that computes queries and keys.
+            others: modules that are applied to its channels.
+        """
+        if self.copied_width == self.qk_width:
+            return
+        for name in (projection, *others):
+            weight = self.get_submodule(name).weight
+            new = self.new_channels(weight)
+            new.copy_(source.draw(f"{name}.weight, new channels", new.shape, fan_in=weight[0].numel()))
+        self.new_channels(self.get_submodule(projection).weight)[0].zero_()
+
+    def new_channels(self, weight: Tensor) -> Tensor:
+        """Return a view (2,H,...) of the rows of query and key that are no copies; `weight` begins with both."""
+        rows = weight[: sum(self.widths[:2])].unflatten(0, (2, self.num_heads, self.qk_width))
+        return rows[:, :, self.copied_width :]
 
     def forward(
         self,
@@ -228,11 +260,30 @@ class SplicedAttention(nn.Module):
             )
         x_BCT = convolved(self.conv1d, self.conv_kernel, x_BCT, T, documents)
         # Contiguous channels: SDPA's fused kernels refuse a head whose last dimension has a stride.
-        x_BTC = (F.silu(x_BCT) if self.silu else x_BCT).transpose(1, 2).contiguous()
+        x_BTC = self.activate(x_BCT).transpose(1, 2).contiguous()
         query, key, value = (
             part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in x_BTC.split(self.widths, dim=-1)
         )
-        return query * self.scale[:, None, None], key, value
+        return self.scale_query(query), key, value
+
+    def activate(self, x_BCT: Tensor) -> Tensor:
+        """Apply SiLU, where the SSM has it, to values and to copied channels of query and key."""
+        if not self.silu:
+            return x_BCT
+        activated_BCT = F.silu(x_BCT)
+        if self.copied_width == self.qk_width:
+            return activated_BCT
+        is_new_C = torch.zeros(x_BCT.shape[1], dtype=torch.bool, device=x_BCT.device)
+        self.new_channels(is_new_C).fill_(True)
+        return torch.where(is_new_C[:, None], x_BCT, activated_BCT)
+
+    def scale_query(self, query_BHTK: Tensor) -> Tensor:
+        """Multiply by the learned scale of each head, and M new channels also by 1/sqrt(M)."""
+        query_BHTK = query_BHTK * self.scale[:, None, None]
+        if self.copied_width == self.qk_width:
+            return query_BHTK
+        copied, new = query_BHTK.tensor_split([self.copied_width], dim=-1)
+        return torch.cat([copied, new * new.shape[-1] ** -0.5], dim=-1)
 
 
 @register_branch("random")

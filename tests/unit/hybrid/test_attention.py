@@ -16,6 +16,7 @@ from surgery.hybrid.mixer import HybridMixerMixin
 from surgery.hybrid.sites import splice_sites
 from surgery.hybrid.splice_pass import SpliceRows
 from surgery.hybrid.streams import StreamAttention
+from surgery.recipe import Splice
 from surgery.splice.plan import splice_field
 from surgery.testing.pico import (
     HIDDEN,
@@ -37,6 +38,7 @@ SITES = [
     random_site(0, [0, 1, 3]),
     pico_site(0, [2], gate=False),
     pico_site(0, [0, 2], qk_width=3, v_width=5, activation=None),
+    {**pico_site(0, [1, 3], qk_width=7), "copied_width": 3},
 ]
 
 
@@ -51,12 +53,15 @@ def naive(branch: SplicedAttention, u: Tensor, real: Tensor) -> tuple[Tensor, Te
         for back in range(min(branch.conv_kernel, t + 1)):
             x = x + branch.conv1d.weight[:, 0, branch.conv_kernel - 1 - back] * before[t - back]
         x = x + bias
-        after.append(x * torch.sigmoid(x) if branch.silu else x)
+        activated = x * torch.sigmoid(x) if branch.silu else x
+        new = [c < 2 * H * K and c % K >= branch.copied_width for c in range(len(x))]  # channels that are no copies
+        after.append(torch.where(torch.tensor(new), x, activated))
     weights, outputs = torch.zeros(H, T, T, dtype=u.dtype), []
     for t in range(T):
         mixed = []
         for h in range(H):
             q = after[t][h * K : (h + 1) * K] * branch.scale[h]
+            q[branch.copied_width :] /= math.sqrt(K - branch.copied_width or 1)
             seen = [s for s in range(t + 1) if real[s]]
             scores = [float(q @ after[s][H * K + h * K : H * K + (h + 1) * K]) for s in seen]
             total = sum(math.exp(score - max(scores)) for score in scores) if seen else 1.0
@@ -140,6 +145,7 @@ def naive_stream(branch: StreamAttention, u: Tensor, x: Tensor, parameters: Tens
         mixed = []
         for h, group in enumerate(branch.heads):
             query = queries[h] @ streams[t] * branch.scale[h]
+            query[branch.copied_width :] /= math.sqrt(K - branch.copied_width or 1)
             weights = torch.stack([query @ (keys[h] @ streams[s]) for s in range(t + 1)]).softmax(0)
             y = weights @ x[: t + 1, group * V : (group + 1) * V]
             z = branch.gate_proj.weight[h * V : (h + 1) * V] @ u[t]
@@ -150,11 +156,15 @@ def naive_stream(branch: StreamAttention, u: Tensor, x: Tensor, parameters: Tens
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("width", [None, 6])
 @pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])
-def test_a_branch_of_streams_equals_the_naive_one(name: str, implementation: str, exact: None) -> None:
+def test_a_branch_of_streams_equals_the_naive_one(
+    name: str, width: int | None, implementation: str, exact: None
+) -> None:
     """It reads what the mixer's `x_proj` took and gave; Falcon-Mamba's is normalised."""
     base = pico_family(name)
-    site = splice_field(plan_of(base), base.config)[0]
+    site = splice_field(plan_of(base), base.config, Splice(min_width=width))[0]
+    assert site["qk_width"] == (width or 4)
     base.config._attn_implementation = implementation
     branch = randomise(StreamAttention(base.config, site, 0), 0).double().requires_grad_(False)
     assert (branch.stream_eps is None) == (name == "mamba")

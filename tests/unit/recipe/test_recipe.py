@@ -374,10 +374,12 @@ def test_the_shipped_recipe_is_the_one_of_the_checkout() -> None:
         shipped("no-such-recipe")
 
 
-def test_a_state_that_is_not_cut_changes_no_hash() -> None:
-    """`splice.state_size` is newer than version 0.1."""
+def test_a_splice_without_the_new_keys_has_the_same_hash() -> None:
+    """`splice.state_size` and `splice.min_width` are newer than version 0.1."""
     assert "state_size" not in keys_of_0_1(Splice, Splice().model_dump(mode="json"))
     assert keys_of_0_1(Splice, Splice(state_size=4).model_dump(mode="json"))["state_size"] == 4
+    assert "min_width" not in keys_of_0_1(Splice, Splice().model_dump(mode="json"))
+    assert keys_of_0_1(Splice, Splice(min_width=32).model_dump(mode="json"))["min_width"] == 32
     for size in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="state_size"):
             Splice.model_validate({"state_size": size})

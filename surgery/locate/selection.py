@@ -60,13 +60,13 @@ def rank(heads: Sequence[ScoredHead], select: str) -> tuple[ScoredHead, ...]:
 def ranking_of(splice: Splice, section: Locate) -> str:
     """Choose the ranking of the heads: `splice.select` if it ranks, otherwise a measured method that does.
 
-    Among the measured methods, a greedy one (`sharpen`, the oracle read) comes first.
+    Among the measured methods, that of the default `splice.select` comes first.
     """
     if splice.select in RANKINGS:
         return splice.select
-    measured = [METHODS[method] for method in section.methods if METHODS[method].ranks]
-    first = [*(method for method in measured if method.greedy), *measured]
-    return first[0].ranks if first else str(Splice.model_fields["select"].default)
+    default = str(Splice.model_fields["select"].default)
+    measured = [METHODS[method].ranks for method in section.methods if METHODS[method].ranks]
+    return measured[0] if measured and default not in measured else default
 
 
 def search_rounds(first: int, examples: int) -> list[int]:

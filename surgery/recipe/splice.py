@@ -35,9 +35,10 @@ class Splice(Section):
     """Heads to splice, and the attention that they get."""
 
     select: Select = Field(
-        "sharpen",
+        "aggregate",
         description="How to choose heads: a ranking of a locating method, `list` (the heads in `heads`), or a control: "
-        "`random`, `uniform` (evenly spaced).",
+        "`random`, `uniform` (evenly spaced). `aggregate` ranks by the margin lost when the head is ablated at the "
+        "query.",
     )
     num_heads: Positive = Field(1, description="Number of heads to splice.")
     heads: tuple[str, ...] = Field((), description="With `select: list`: names of the heads, such as L1H2.")

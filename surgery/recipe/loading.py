@@ -94,8 +94,13 @@ def check_recipe(data: dict[str, Any], kind: type[R] = Recipe) -> R:  # type: ig
         faults = error.errors(include_url=False)
         first = faults[0]
         where = ".".join(str(p) for p in first["loc"]) or "recipe"
-        value = "missing" if first["type"] == "missing" else repr(first["input"])[:120]
-        hint = "Unknown key. `surgery schema` lists all keys." if "extra" in first["type"] else first["msg"]
+        wrong = first["input"]
+        if not first["loc"] and isinstance(wrong, dict) and "name" in wrong:
+            wrong = wrong["name"]  # sections that do not fit together: the whole recipe would be its value
+        value = "missing" if first["type"] == "missing" else repr(wrong)[:120]
+        hint = first["msg"].removeprefix("Value error, ")
+        if "extra" in first["type"]:
+            hint = "Unknown key. `surgery schema` lists all keys."
         more = f" ({len(faults) - 1} more: {', '.join('.'.join(map(str, f['loc'])) for f in faults[1:6])})"
         raise RecipeError(where, value, hint + (more if len(faults) > 1 else "")) from None
 

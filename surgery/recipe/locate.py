@@ -108,8 +108,9 @@ class Locate(Section):
     methods: tuple[Method, ...] = Field(
         ("ablation", "query", "context", "sharpen"),
         min_length=1,
-        description="Measurements of every head (docs/LOCATE.md). `sharpen` is the oracle read. [query, sharpen] needs "
-        "one decode step per head, which suits large models on small machines. `gates` and `trial` train candidates, "
+        description="Measurements of every head (docs/LOCATE.md). `query` ranks heads for the default `splice.select`. "
+        "`sharpen`, the oracle read, finds the position that training supervises. [query, sharpen] needs one decode "
+        "step per head and column, which suits large models on small machines. `gates` and `trial` train candidates, "
         "and add `sharpen`.",
     )
     pairs: Pairs = Field(24, description="Key-value pairs per prompt. Choose it so that the base scores 0.6-0.95.")

@@ -8,7 +8,7 @@ from surgery.recipe.base import Base, Checkpoint, Teacher
 from surgery.recipe.evaluate import Evaluate
 from surgery.recipe.export import Export, Hardware
 from surgery.recipe.locate import Locate
-from surgery.recipe.methods import RANKINGS
+from surgery.recipe.methods import METHODS, RANKINGS
 from surgery.recipe.section import Plugins, Section, Seed
 from surgery.recipe.splice import Splice
 from surgery.recipe.train import Train
@@ -37,7 +37,9 @@ class Recipe(Section):
     def _choice_is_measured(self) -> Recipe:
         select = self.splice.select if self.splice is not None else ""
         if select in RANKINGS and RANKINGS[select].name not in self.locate.methods:
-            raise ValueError(f"splice.select: {select} needs {RANKINGS[select].name} in locate.methods. Add it")
+            measured = [METHODS[method].ranks for method in self.locate.methods if METHODS[method].ranks]
+            others = f", or set splice.select to {' or '.join(measured)}" if measured else ""
+            raise ValueError(f"splice.select: {select} needs {RANKINGS[select].name} in locate.methods. Add it{others}")
         return self
 
     @model_validator(mode="after")

@@ -38,7 +38,7 @@ class Splice(Section):
         "aggregate",
         description="How to choose heads: a ranking of a locating method, `list` (the heads in `heads`), or a control: "
         "`random`, `uniform` (evenly spaced). `aggregate` ranks by the margin lost when the head is ablated at the "
-        "query.",
+        "query, and needs `query` in `locate.methods`.",
     )
     num_heads: Positive = Field(1, description="Number of heads to splice.")
     heads: tuple[str, ...] = Field((), description="With `select: list`: names of the heads, such as L1H2.")

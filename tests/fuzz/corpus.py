@@ -21,6 +21,7 @@ RECIPES = ROOT / "recipes"
 TINY = (
     f"base.model={BASE}",
     "locate={pairs: 40, examples: 8, batch_size: 8, methods: [sharpen]}",
+    "splice.select=sharpen",
     "train.steps=4",
     "train.save_every=1",
     "train.sources=[{task: kv_retrieval, pairs: [4, 6], rows: 2, weights: {answer: 2.0, attention: 1.0}},"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from huggingface_hub import ModelCard
 from surgery.export.model_card import card_of, model_card
 from surgery.recipe import Recipe, check_recipe, to_yaml
 from surgery.recipe.public import public_name, public_recipe
-from tests.support.reports import plan, spliced
+from tests.support.reports import head_set, plan, spliced
 
 SHARE = {"accuracy": 0.5, "low": 0.4, "high": 0.6, "n": 100}
 TASKS = ("letter_choice", "option_text", "closed_book", "closed_book_seen")
@@ -214,3 +215,12 @@ def test_first_token_and_loss_are_rows_and_results_of_their_own(recipe: Recipe) 
     metrics = {(e.dataset_name, e.metric_type): e.metric_value for e in read(card).eval_results}
     assert metrics["rows.jsonl, held-out rows, loss in nats per answer token", "loss"] == 1.2345
     assert metrics["rows.jsonl, held-out rows, first token", "accuracy"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("method", "gloss"), [("aggregate", " (ablation at the query)"), ("sharpen", " (oracle read)"), ("gates", "")]
+)
+def test_the_way_to_select_heads_is_named_and_explained(method: str, gloss: str) -> None:
+    heads = replace(head_set(3, 4), method=method)
+    card = model_card(spliced("owner/base"), heads, plan(), RESULTS)
+    assert f"Heads were selected by `{method}`{gloss} on generated KV-retrieval prompts (seed 0)." in card

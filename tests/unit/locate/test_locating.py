@@ -167,7 +167,7 @@ class TestChoose:
     def test_sharpen_takes_the_next_given_the_first(self) -> None:
         """L0H1 is second alone, and adds nothing to the first; L0H0 does, by its other column."""
         gains = FakeGains()
-        first, second = choose(Splice(num_heads=2), gains=gains)
+        first, second = choose(Splice(select="sharpen", num_heads=2), gains=gains)
         assert (str(first.head), first.reads, first.given) == ("L1H1", "answer_token", ())
         assert (str(second.head), second.reads, second.given) == ("L0H0", "answer_token", (first.head,))
         gain = second.scores["gain_given"]
@@ -175,13 +175,14 @@ class TestChoose:
         assert gains.taken == [[(first.head, "answer_token")]]
 
     def test_sharpen_looks_at_the_top_alone(self) -> None:
-        _, second = choose(Splice(num_heads=2), PROMPTS.model_copy(update={"top_k": 2}), gains=FakeGains())
+        top = PROMPTS.model_copy(update={"top_k": 2})
+        _, second = choose(Splice(select="sharpen", num_heads=2), top, gains=FakeGains())
         assert str(second.head) == "L0H1"
         with pytest.raises(PlanError, match=r"num_heads: 3.*locate\.top_k"):
-            choose(Splice(num_heads=3), PROMPTS.model_copy(update={"top_k": 2}), gains=FakeGains())
+            choose(Splice(select="sharpen", num_heads=3), top, gains=FakeGains())
 
     def test_one_sharpen_head_needs_no_further_pass(self) -> None:
-        assert names(choose(Splice(num_heads=1))) == ["L1H1"]
+        assert names(choose(Splice(select="sharpen", num_heads=1))) == ["L1H1"]
 
     @pytest.mark.parametrize("select", ["sharpen", "ablation", "random", "gather", "aggregate"])
     def test_only_among_the_sites(self, select: Any) -> None:
@@ -294,7 +295,7 @@ class TestLocate:
             model,
             pico_tokenizer(),
             PROMPTS,
-            Splice(num_heads=2),
+            Splice(select="sharpen", num_heads=2),
             seed=3,
             name="pico",
             revision="r1",
@@ -317,6 +318,31 @@ class TestLocate:
         assert steps == [(i + 1, len(steps)) for i in range(len(steps))], "progress ends at its end"
         assert set(found.clean) == {"accuracy", "margin"} and found.clean["accuracy"].n == 6
         assert head_set_from_json(to_json(found)) == found
+
+    def test_the_default_chooses_by_ablation_at_the_query(self, any_accuracy: None) -> None:
+        """Further heads are the next of the ranking, with no further pass. Training still gets the position to read."""
+        model, steps = self._model(), []
+        one, two = (
+            locate_heads(model, pico_tokenizer(), PROMPTS, splice, seed=3, progress=lambda *at: steps.append(at))
+            for splice in (None, Splice(num_heads=2))
+        )
+        assert one.method == two.method == "aggregate" and one.heads == two.heads
+        lost = [s.scores["query"].value for s in two.heads]
+        assert lost == sorted(lost, reverse=True) and lost[0] > lost[-1]
+        assert one.chosen == two.heads[:1] and two.chosen == two.heads[:2]
+        assert all(s.reads in ("segment_end", "answer_token") and s.given == () for s in two.chosen)
+        assert steps[: len(steps) // 2] == steps[len(steps) // 2 :]
+
+    @pytest.mark.parametrize("select", ["random", "uniform"])
+    def test_without_a_ranking_heads_are_in_the_order_of_the_default(self, select: str, any_accuracy: None) -> None:
+        def order(*methods: str) -> tuple[HeadId, ...]:
+            section = PROMPTS.model_copy(update={"methods": methods})
+            found = locate_heads(self._model(), pico_tokenizer(), section, Splice(select=select))
+            assert names(found.heads) == names(rank(found.heads, by[methods]))
+            return tuple(s.head for s in found.heads)
+
+        by = {("sharpen", "query"): "aggregate", ("sharpen", "ablation"): "sharpen"}
+        assert len({order(*methods) for methods in by}) == 2
 
     def test_signs(self, any_accuracy: None) -> None:
         """Ablation columns are what is lost, sharpen columns what is gained: against one naive margin each."""
@@ -350,13 +376,14 @@ class TestLocate:
             assert head.role in ("aggregate", "neither")
         assert names(part.chosen) == names(part.heads)[:1] and len(part.heads) == 8
 
+    @pytest.mark.parametrize("select", ["aggregate", "sharpen"])
     @pytest.mark.parametrize("family", ["bamba", "zamba2", "falcon_h1", "llama"])
-    def test_attention_heads_are_measured_and_never_chosen(self, family: str, any_accuracy: None) -> None:
+    def test_attention_heads_are_measured_and_never_chosen(self, family: str, select: str, any_accuracy: None) -> None:
         model = pico_family(family, vocab_size=1024)
         mixers = family_of(model.config).mixers(model.config)
         sites = {spec.name for spec in family_of(model.config).sites(model.config)}
         assert any(not spec.is_ssm for spec in mixers)
-        found = locate_heads(model, pico_tokenizer(), PROMPTS, Splice(num_heads=2))
+        found = locate_heads(model, pico_tokenizer(), PROMPTS, Splice(select=select, num_heads=2))
         assert sorted(s.head for s in found.heads) == sorted(head for spec in mixers for head in spec.heads)
         assert {s.head.mixer for s in found.chosen} <= sites
         assert len(found.chosen) == (2 if sites else 0)

@@ -80,8 +80,9 @@ def test_on_a_model_the_groups_are_what_removing_them_costs() -> None:
     """Layers, backups and pairs of a run: the first backup is the best single head, and JSON holds all of it."""
     section = Locate(pairs=4, examples=6, batch_size=4, backups=2, layers=True)
     model, steps = pico_base(vocab_size=1024, layers=2), []
+    splice = Splice(select="sharpen", num_heads=2)
     found = locate_heads(
-        model, pico_tokenizer(), section, Splice(num_heads=2), any_accuracy=True, progress=lambda *at: steps.append(at)
+        model, pico_tokenizer(), section, splice, any_accuracy=True, progress=lambda *at: steps.append(at)
     )
     kinds = [group.kind for group in found.groups]
     assert kinds[:4] == ["layer", "layer", "backup", "backup"] and kinds[-1] == "chosen" and "pair" in kinds

@@ -127,5 +127,6 @@ class TestLocateWithASearch:
     def test_nothing_is_dropped_where_nothing_differs(self) -> None:
         section = self.SECTION.model_copy(update={"search": Search(first=8), "methods": ("query", "sharpen")})
         model = pico_base(vocab_size=1024, layers=1)
-        found = locate_heads(model, pico_tokenizer(), section, any_accuracy=True)
-        assert found.chosen[0].n == 24
+        for select in ("aggregate", "sharpen"):
+            found = locate_heads(model, pico_tokenizer(), section, Splice(select=select), any_accuracy=True)
+            assert found.method == select and found.chosen[0].n == 24

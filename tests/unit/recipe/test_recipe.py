@@ -55,7 +55,7 @@ def test_a_minimal_recipe_gets_the_defaults_of_the_schema(write: Write) -> None:
     assert recipe.name == "tiny"
     assert recipe.seed == 0
     assert (recipe.splice.select, recipe.splice.mode, recipe.splice.init, recipe.splice.num_heads) == (
-        "sharpen",
+        "aggregate",
         "add",
         "ssm",
         1,
@@ -326,9 +326,23 @@ def test_transplants_that_mean_nothing_are_refused(splice: str, says: str, write
 )
 def test_what_is_not_measured_cannot_choose(select: str, needed: str, write: Write) -> None:
     text = MINIMAL + f"splice: {{select: {select}}}\nlocate: {{methods: [query, sharpen%s]}}\n"
-    with pytest.raises(RecipeError, match=f"{select} needs {needed} in locate.methods"):
+    hint = "Add it, or set splice.select to aggregate or sharpen"
+    with pytest.raises(RecipeError, match=f"{select} needs {needed} in locate.methods. {hint}"):
         load_recipe(write(text % ""))
     assert load_recipe(write(text % f", {needed}")).splice.select == select
+
+
+def test_a_recipe_that_does_not_measure_the_default_choice_is_refused(write: Write) -> None:
+    """Until 0.1 the default was sharpen, so recipes that measured it alone did not have to set `select`."""
+    text = MINIMAL + "locate: {methods: [%s]}\n"
+    says = "splice.select: aggregate needs query in locate.methods. Add it"
+    for measured, others in (("sharpen", ", or set splice.select to sharpen"), ("retrieval_score", "$")):
+        with pytest.raises(RecipeError, match=says + others):
+            load_recipe(write(text % measured))
+    error = assert_refused(write(text % "sharpen"))
+    assert str(error) == f"recipe: 'tiny'. {says}, or set splice.select to sharpen"
+    assert load_recipe(write(text % "sharpen"), ["splice.select=sharpen"]).splice.select == "sharpen"
+    assert load_recipe(write(text % "sharpen, query")).splice.select == "aggregate"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from surgery.errors import RecipeError
-from surgery.recipe import Export, Recipe, Source, Train, Weights, load_recipe, to_yaml
+from surgery.recipe import Export, Locate, Recipe, Source, Splice, Train, Weights, load_recipe, to_yaml
 from surgery.recipe.section import RenamedKeyWarning, Section, current_keys, current_path, keys_of_0_1
 
 ROOT = Path(__file__).parents[3]
@@ -108,8 +108,11 @@ def test_what_is_written_has_the_present_names() -> None:
 def test_hashes_are_made_of_what_version_0_1_wrote() -> None:
     """Version 0.1 wrote every default into the recipe of an export."""
     with pytest.warns(RenamedKeyWarning):
-        train = load_recipe(RECIPE_OF_0_1).train
-    assert keys_of_0_1(Train, train.model_dump(mode="json")) == yaml.safe_load(RECIPE_OF_0_1.read_text())["train"]
+        recipe = load_recipe(RECIPE_OF_0_1)
+    stored = yaml.safe_load(RECIPE_OF_0_1.read_text())
+    assert keys_of_0_1(Train, recipe.train.model_dump(mode="json")) == stored["train"]
+    assert keys_of_0_1(Locate, recipe.locate.model_dump(mode="json")) == stored["locate"]
+    assert keys_of_0_1(Splice, recipe.splice.model_dump(mode="json")) == stored["splice"], "the default was sharpen"
 
 
 def test_hashes_of_an_export_know_no_format_but_another_one() -> None:

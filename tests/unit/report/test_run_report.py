@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def test_it_says_what_was_done_and_what_came_of_it(page: str) -> None:
     story = re.sub(r"<[^>]+>", "", page.split("</header>")[0].split("<header>")[1])
     for words in (
         "1 softmax-attention head was added to owner/base beside L1H2",
-        "Selection: sharpen (oracle read) on 128 prompts of 24 pairs.",
+        "Selection: aggregate (ablation at the query) on 128 prompts of 24 pairs.",
         "7 steps, all weights (5 min)",
         "The control went through the same training",
         "KV-retrieval, 8 pairs",
@@ -52,6 +53,18 @@ def test_it_says_what_was_done_and_what_came_of_it(page: str) -> None:
         assert words in story
     assert story.index("41.1%") < story.index("42.2%") < story.index("83.3%")
     assert "64 pairs" not in story, "training went up to 16"
+
+
+@pytest.mark.parametrize(
+    ("select", "says"), [("sharpen", "sharpen (oracle read) on"), ("ablation", "ablation on"), ("random", "random on")]
+)
+def test_it_says_how_heads_were_selected(select: str, says: str, tmp_path: Path) -> None:
+    given = inputs(tmp_path / "figures")
+    assert given.recipe.splice is not None
+    splice = given.recipe.splice.model_copy(update={"select": select})
+    changed = replace(given, recipe=given.recipe.model_copy(update={"splice": splice}))
+    text = re.sub(r"<[^>]+>", "", write_report(changed, tmp_path / "report.html").read_text())
+    assert f"Selection: {says} 128 prompts of 24 pairs." in text
 
 
 @pytest.mark.parametrize("number", ["0.411", "0.422", "0.833", "2.411", "2.833", "torch 2.x", "Seed 3"])

@@ -20,6 +20,7 @@ from surgery.run.stages import STAGES, Stage
 from surgery.types import HeadId, HeadSet, Interval, MixerSpec, ScoredHead, to_json
 
 BY_NAME = {stage.name: stage for stage in STAGES}
+SHARPEN = {"select": "sharpen"}
 SPEC = MixerSpec(0, "layers.0", "mamba2", 6, 4, 1, 4)
 
 
@@ -113,17 +114,20 @@ def test_without_a_control_there_is_nothing_to_take(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("measured", "wanted", "locate", "again"),
     [
-        ({"num_heads": 4}, {"num_heads": 2}, {}, True),
-        ({"num_heads": 2}, {"num_heads": 4}, {}, False),  # greedy: the third head is not measured
-        ({"num_heads": 2}, {"num_heads": 1}, {}, True),
+        ({**SHARPEN, "num_heads": 4}, {**SHARPEN, "num_heads": 2}, {}, True),
+        ({**SHARPEN, "num_heads": 2}, {**SHARPEN, "num_heads": 4}, {}, False),  # greedy: the third head is not measured
+        ({**SHARPEN, "num_heads": 2}, {**SHARPEN, "num_heads": 1}, {}, True),
+        ({"num_heads": 2}, {"num_heads": 4}, {}, True),
+        ({**SHARPEN, "num_heads": 1}, {"num_heads": 4}, {}, True),
+        ({"num_heads": 4}, {**SHARPEN, "num_heads": 2}, {}, False),
         ({"select": "ablation", "num_heads": 2}, {"select": "ablation", "num_heads": 4}, {}, True),
-        ({"num_heads": 4}, {"select": "ablation", "num_heads": 2}, {}, True),
-        ({"select": "ablation", "num_heads": 4}, {"num_heads": 2}, {}, False),
-        ({"select": "ablation", "num_heads": 4}, {"num_heads": 1}, {}, True),
-        ({"num_heads": 4}, {"select": "random", "num_heads": 5}, {}, True),
+        ({**SHARPEN, "num_heads": 4}, {"select": "ablation", "num_heads": 2}, {}, True),
+        ({"select": "ablation", "num_heads": 4}, {**SHARPEN, "num_heads": 2}, {}, False),
+        ({"select": "ablation", "num_heads": 4}, {**SHARPEN, "num_heads": 1}, {}, True),
+        ({**SHARPEN, "num_heads": 4}, {"select": "random", "num_heads": 5}, {}, True),
         ({"select": "random", "num_heads": 4}, {"num_heads": 1}, {}, False),  # the base's accuracy was not checked
-        ({"num_heads": 4}, {"num_heads": 2}, {"search": {}}, False),
-        ({"num_heads": 4}, {"num_heads": 2}, {"backups": 2}, False),
+        ({**SHARPEN, "num_heads": 4}, {**SHARPEN, "num_heads": 2}, {"search": {}}, False),
+        ({**SHARPEN, "num_heads": 4}, {**SHARPEN, "num_heads": 2}, {"backups": 2}, False),
     ],
 )
 def test_heads_are_chosen_again_only_where_nothing_new_is_measured(
@@ -141,14 +145,15 @@ def test_heads_are_chosen_again_only_where_nothing_new_is_measured(
 
 def test_a_choice_from_scores_equals_that_of_a_measurement() -> None:
     greedy = head_set("sharpen", 4)
-    two = choose_again(greedy, [SPEC], Splice(num_heads=2), Locate(), 0)
+    two = choose_again(greedy, [SPEC], Splice(select="sharpen", num_heads=2), Locate(), 0)
     assert two == head_set("sharpen", 2)
     ablated = choose_again(greedy, [SPEC], Splice(select="ablation", num_heads=3), Locate(), 0)
     assert [s.head.head for s in ablated.heads] == [5, 4, 3, 2, 1, 0]
     assert [s.head.head for s in ablated.chosen] == [5, 4, 3] and ablated.method == "ablation"
     listed = choose_again(greedy, [SPEC], Splice(select="list", heads=("L0H3",)), Locate(), 0)
     assert [str(s.head) for s in listed.chosen] == ["L0H3"]
-    assert to_json(choose_again(two, [SPEC], Splice(num_heads=1), Locate(), 0)) == to_json(head_set("sharpen", 1))
+    one = choose_again(two, [SPEC], Splice(select="sharpen", num_heads=1), Locate(), 0)
+    assert to_json(one) == to_json(head_set("sharpen", 1))
 
 
 def test_weights_are_linked_and_other_files_copied(tmp_path: Path) -> None:

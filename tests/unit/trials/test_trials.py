@@ -308,9 +308,9 @@ class TestLocate:
         assert "trial_given" not in first.scores
 
     def test_the_other_scores_do_not_change(self) -> None:
-        plain = SECTION.model_copy(update={"methods": ("sharpen",)})
+        plain, splice = SECTION.model_copy(update={"methods": ("sharpen",)}), Splice(select="sharpen")
         one, other = (
-            locate_heads(model(), pico_tokenizer(), section, any_accuracy=True) for section in (plain, SECTION)
+            locate_heads(model(), pico_tokenizer(), section, splice, any_accuracy=True) for section in (plain, SECTION)
         )
         assert [s.head for s in one.heads] == [s.head for s in other.heads]
         for before, after in zip(one.heads, other.heads, strict=True):
@@ -386,7 +386,7 @@ class TestRecipe:
         assert Locate(methods=("ablation",)).methods == ("ablation",)
 
     def test_copies_of_a_teacher_cannot_be_tried(self) -> None:
-        splice = {"init": "teacher", "teacher": {"model": "teacher"}}
+        splice = {"select": "sharpen", "init": "teacher", "teacher": {"model": "teacher"}}
         base = {
             "name": "x",
             "base": {"model": "base"},
@@ -400,7 +400,7 @@ class TestRecipe:
 
 
 def test_the_scores_have_a_unit_on_the_page(tmp_path: Path) -> None:
-    heads = locate_heads(model(), pico_tokenizer(), SECTION, any_accuracy=True)
+    heads = locate_heads(model(), pico_tokenizer(), SECTION, Splice(select="sharpen"), any_accuracy=True)
     assert isinstance(heads, HeadSet)
     write_page(heads, PromptAttention(), tmp_path / "locate.html")
     text = (tmp_path / "locate.html").read_text()

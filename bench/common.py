@@ -13,13 +13,18 @@ from transformers.utils import logging
 
 from surgery.files.atomic import read_json, write_json
 from surgery.models.loading import load_model, load_tokenizer
-from surgery.recipe import Base
+from surgery.models.lookup import geometry_of
+from surgery.recipe import Base, Splice
 from surgery.run.stages import versions
+from surgery.splice.graft import splice_model
+from surgery.splice.plan import make_plan
 from surgery.stats import wilson
+from surgery.types import HeadId, HeadSet, Plan, Reads, ScoredHead
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKPOINTS = ROOT / "checkpoints"
 SHIPPED = CHECKPOINTS / "pico-mamba2"
+FAR = CHECKPOINTS / "pico-far"
 TRANSFORMER = CHECKPOINTS / "pico-transformer"
 RUNS = ROOT / "runs"
 
@@ -40,6 +45,15 @@ def load(folder: Path | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model of a checkpoint, in evaluation mode, and its tokenizer."""
     base = Base(model=str(folder))
     return load_model(base).eval(), load_tokenizer(base)
+
+
+def spliced_at(base: PreTrainedModel, head: HeadId, reads: Reads = "answer_token") -> tuple[PreTrainedModel, Plan]:
+    """Hybrid with one attention head added beside this head, and its plan."""
+    scored = ScoredHead(head, "neither", reads, {})
+    heads = HeadSet("base", "", geometry_of(base.config), (scored,), (scored,), "list", 0)
+    section = Splice(select="list", heads=(str(head),))
+    plan = make_plan(heads, base.config, section, 0)
+    return splice_model(base, plan, section), plan
 
 
 def finished(path: Path, key: str) -> dict[str, Any] | None:

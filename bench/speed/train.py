@@ -23,18 +23,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from bench.common import CHECKPOINTS, SHIPPED, load, parser, quiet_on_one_thread
+from bench.common import SHIPPED, load, parser, quiet_on_one_thread, spliced_at
 from surgery.models.loading import load_tokenizer
-from surgery.models.lookup import geometry_of
 from surgery.models.meters import Meter
-from surgery.recipe import Base, Splice, Train
-from surgery.splice.graft import splice_model
-from surgery.splice.plan import make_plan
+from surgery.recipe import Base, Train
 from surgery.train.micro_batches import split_step, with_counts
 from surgery.train.targets import Targets
 from surgery.train.trainer import PreparedStage, prepare_stage
 from surgery.train.training import make_accelerator
-from surgery.types import HeadId, HeadSet, Plan, ScoredHead
+from surgery.types import HeadId, Plan
 
 GOAL = 1.15
 KV = {"task": "kv_retrieval", "pairs": (8, 32), "questions": 4, "rows": 32, "weights": {"answer": 1.0}}
@@ -95,15 +92,6 @@ def compare(first: PreparedStage, second: PreparedStage, rounds: int) -> dict[st
     }
 
 
-def in_last_layer(base: PreTrainedModel) -> tuple[PreTrainedModel, Plan]:
-    """Hybrid with one attention head added in the last layer."""
-    head = ScoredHead(HeadId(base.config.num_hidden_layers - 1, 0), "neither", "answer_token", {})
-    heads = HeadSet("base", "", geometry_of(base.config), (head,), (head,), "list", 0)
-    section = Splice(select="list", heads=(str(head.head),))
-    plan = make_plan(heads, base.config, section, 0)
-    return splice_model(base, plan, section), plan
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the ratios. Exit code 1 if a goal is missed."""
     options = parser(__doc__)
@@ -113,12 +101,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     quiet_on_one_thread()
     rounds = 2 if asked.quick else 15
     base, _ = load(SHIPPED)
-    hybrid, _ = load(CHECKPOINTS / "quickstart" / "export")
+    hybrid, _ = spliced_at(base, HeadId(0, 1))
     everything = {"sources": [KV], "trainable": "all"}
     found = {"hybrid against base": compare(
         prepared(load(SHIPPED)[0], base, None, everything), prepared(hybrid, base, None, everything), rounds
     )}  # fmt: skip
-    (spliced, plan), (other, _) = in_last_layer(base), in_last_layer(base)
+    last = HeadId(base.config.num_hidden_layers - 1, 0)
+    (spliced, plan), (other, _) = spliced_at(base, last), spliced_at(base, last)
     only_new = {"sources": [KEEP], "trainable": "new_heads"}
     alone = prepared(other, load(SHIPPED)[0], plan, only_new)
     alone = replace(alone, targets=replace(alone.targets, prefix=None))

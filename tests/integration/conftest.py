@@ -16,7 +16,8 @@ import surgery.export.reload as surgery_reload
 from tests.support.processes import Reloads, library, stock
 
 ROOT = Path(__file__).parents[2]
-BASE = ROOT / "checkpoints" / "pico-mamba2"
+BASE = ROOT / "checkpoints" / "pico-far"
+PICO_MAMBA2 = ROOT / "checkpoints" / "pico-mamba2"
 RECIPE = ROOT / "recipes" / "quickstart.yaml"
 
 # The quickstart with little of everything: the same code, a few steps.
@@ -24,14 +25,23 @@ SMALL = (
     f"base.model={BASE}",
     "locate.examples=16",
     "locate.batch_size=16",
+    "locate.pairs=16",
+    "locate.filler=[0, 4]",
     "train.steps=6",
     "train.save_every=2",
-    "train.sources.0.rows=4",
+    "train.sources.0.rows=2",
     "train.sources.0.pairs=[4, 6]",
-    "train.sources.1.rows=4",
+    "train.sources.0.filler=[0, 1]",
+    "train.sources.0.questions=4",
+    "train.sources.1.rows=2",
+    "train.sources.1.pairs=[4, 6]",
+    "train.sources.1.questions=4",
     "train.sources.2.rows=4",
     "train.sources.3.rows=4",
+    "train.sources.4.rows=4",
+    "evaluate.tasks=[kv_retrieval, letter_choice, closed_book, closed_book_seen, perplexity, perplexity_seen]",
     "evaluate.pairs=[4, 8]",
+    "evaluate.batch_size=64",
     "evaluate.examples=16",
     "evaluate.sentences=16",
     "evaluate.efficiency={lengths: [16], new_tokens: 1, repeats: 1}",

@@ -21,7 +21,8 @@ from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Base, Locate
 from surgery.scoring.ranking import answer_choices
 from surgery.types import HeadId
-from tests.integration.conftest import BASE, ROOT
+from tests.integration.conftest import PICO_MAMBA2 as BASE
+from tests.integration.conftest import ROOT
 
 EXAMPLE = ROOT / "checkpoints" / "quickstart"
 FAR = ROOT / "checkpoints" / "pico-far"
@@ -121,6 +122,6 @@ def test_the_documents_quote_the_results(page: str, arms: tuple[str, ...], pairs
     quoted = [
         " | ".join(interval(ARMS[arm]["kv_retrieval"][size]) for arm in arms).replace("0.", zero) for size in pairs
     ]
-    quoted.append(" | ".join(interval(ARMS[arm]["letter_choice"]) for arm in arms).replace("0.", zero))
+    quoted.append(" | ".join(interval(ARMS[arm]["phonebook"]["8"]) for arm in arms).replace("0.", zero))
     quoted.append(" | ".join(f"{ARMS[arm]['perplexity']:.3f}" for arm in arms))
     assert [row for row in quoted if row not in rows] == []

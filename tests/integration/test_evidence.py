@@ -39,7 +39,7 @@ from surgery.recipe import Base
 from surgery.testing.pico import pico_base, pico_hybrid, pico_site, prompts, tokens
 from surgery.train.optimizer import mark_trainable, spliced_parameters
 from surgery.types import HeadId
-from tests.integration.conftest import BASE
+from tests.integration.conftest import PICO_MAMBA2 as BASE
 
 TOY = Budget(
     steps=3, warmup=1, rows=2, keep_rows=2, pairs=(4, 5), evaluate_pairs=(4, 32), examples=6, sentences=4,

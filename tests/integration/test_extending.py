@@ -18,7 +18,8 @@ import yaml
 from safetensors.torch import load_file
 
 from surgery.testing.pico import pico_base, pico_tokenizer
-from tests.integration.conftest import BASE, ROOT
+from tests.integration.conftest import PICO_MAMBA2 as BASE
+from tests.integration.conftest import ROOT
 from tests.support.processes import library
 
 HEADINGS = (

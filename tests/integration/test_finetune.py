@@ -31,7 +31,7 @@ STAGES = ["train", "control", "evaluate", "export"]
 SMALL = (
     "train.steps=3",
     "train.sources.0.rows=4",
-    *(f"train.sources.{i}.rows=2" for i in (1, 2, 3)),
+    *(f"train.sources.{i}.rows=2" for i in (1, 2, 3, 4)),
     "train.sources.0.data.holdout=0.3",
     "evaluate={pairs: [4], examples: 12, sentences: 8}",
 )

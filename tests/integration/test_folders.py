@@ -162,7 +162,7 @@ def test_a_comparison_replaces_a_comparison(tmp_path: Path) -> None:
         done = surgery("compare", str(BASE), *few[:2], f"evaluate.examples={count}", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         results = json.loads((tmp_path / "runs" / "compare" / "results.json").read_text())
-        assert results["arms"]["pico-mamba2"]["kv_retrieval"]["2"]["n"] == count
+        assert results["arms"][BASE.name]["kv_retrieval"]["2"]["n"] == count
         assert [p.name for p in (tmp_path / "runs").iterdir()] == ["compare"]
     (tmp_path / "runs" / "compare" / MARK).unlink()  # as versions before the mark left it
     assert surgery("compare", str(BASE), *few, cwd=tmp_path).returncode == 0

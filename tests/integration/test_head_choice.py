@@ -21,7 +21,7 @@ from bench.studies.head_choice.tables import tables
 from bench.studies.site_selection.tables import tables_on
 from surgery.errors import RunError
 from surgery.files.atomic import read_json, write_json
-from tests.integration.conftest import BASE
+from tests.integration.conftest import PICO_MAMBA2 as BASE
 
 TOY = Budget(
     steps=2, warmup=1, rows=2, keep_rows=2, pairs=(4, 5), evaluate_pairs=(6,), examples=8, sentences=2,
@@ -78,11 +78,11 @@ class TestArms:
     def test_the_sections_have_the_options_of_the_base(self) -> None:
         budget = study.Experiment(Path("unused")).budget_of("far")
         retrieval, *kept = budget.train(attention=True, new_heads=False).sources
-        assert (retrieval.pairs, retrieval.filler) == ((8, 32), (0, 6))
+        assert (retrieval.pairs, retrieval.filler) == ((8, 32), (0, 20))
         assert [(source.task, source.split) for source in kept] == [("closed_book", 0), ("sentence", 0)]
         task = budget.evaluate.tasks[0]
-        assert (task.task, task.pairs, task.filler) == ("kv_retrieval", (32,), (0, 6))
-        assert budget.locate("gates").filler == (0, 6) and budget.answers == "kv_retrieval/32"
+        assert (task.task, task.pairs, task.filler) == ("kv_retrieval", (32,), (0, 20))
+        assert budget.locate("gates").filler == (0, 20) and budget.answers == "kv_retrieval/32"
 
 
 class TestRegret:
@@ -148,7 +148,7 @@ class TestRegret:
         assert rows["bases with a regret"] == ["1 of 2", *["0 of 2"] * 4, "1 of 10 cases", ""]
         assert found["bases"].startswith("### The shipped base\n") and "another" not in found["bases"]
         assert "| no splice | missing |" in found["bases"]
-        assert "| seed 0 | no seed; 0 of 9 of seed 0 |" in found["bases"]
+        assert "| seed 0 | no seed; 0 of 10 of seed 0 |" in found["bases"]
         paths = regret_by_chooser({("shipped", "1"): regrets(results, "shipped", "1")}, {"shipped": "x"}, tmp_path)
         assert [path.name for path in paths] == ["regret.png", "regret.svg", "regret.csv"]
         assert (tmp_path / "regret.csv").read_text().count("\n") == 1 + len(CHOOSERS)

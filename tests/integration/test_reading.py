@@ -16,7 +16,8 @@ from safetensors import safe_open
 
 from surgery.cli import main
 from surgery.models import mamba_ssm_format
-from tests.integration.conftest import BASE, surgery
+from tests.integration.conftest import PICO_MAMBA2 as BASE
+from tests.integration.conftest import surgery
 from tests.support.mamba2attn import attn_model
 from tests.support.mamba_ssm_files import PADDED, tiny, write
 from tests.support.processes import stock

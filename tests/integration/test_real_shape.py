@@ -9,7 +9,7 @@ import torch
 from bench.speed.real_shape import Shape, plant
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.recipe import Base
-from tests.integration.conftest import BASE
+from tests.integration.conftest import PICO_MAMBA2 as BASE
 
 
 @torch.no_grad()

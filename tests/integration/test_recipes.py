@@ -21,7 +21,7 @@ from tests.support.processes import library
 
 RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}
 LOADED = {name: load_any(path) for name, path in RECIPES.items()}
-ON_PICO = ("quickstart", "finetune", "far")
+ON_PICO = ("quickstart", "finetune")
 OPERATIONS = [name for name, recipe in LOADED.items() if isinstance(recipe, Recipe) and name not in ON_PICO]
 ANALYSES = [name for name, recipe in LOADED.items() if isinstance(recipe, AnalysisRecipe)]
 CONFIGS = sorted(path.parent.name for path in (ROOT / "recipes" / "configs").glob("*/config.json"))
@@ -144,7 +144,7 @@ def test_a_dry_run_at_true_size_is_quick_and_light(name: str, tmp_path: Path) ->
 
 def test_a_dry_run_says_what_does_not_fit(tmp_path: Path) -> None:
     path = RECIPES["quickstart"]
-    small = [f"base.model={BASE}", *(f"train.sources.{i}.rows=1" for i in range(4)), "train.sources.0.pairs=[4, 4]"]
+    small = [f"base.model={BASE}", *(f"train.sources.{i}.rows=1" for i in range(5)), "train.sources.0.pairs=[4, 4]"]
     tight = load_recipe(path, [*small, "hardware={gpu: toy, memory_gib: 0.001}"])
     found, silent = dry_run(tight, tmp_path / "x", path), dry_run(load_recipe(path, small), tmp_path / "x", path)
     assert found["fits"]["fits"] is False and found["fits"]["left"] < 0

@@ -21,7 +21,7 @@ SIZE = 4
 
 @pytest.fixture(scope="module")
 def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of a small quickstart whose state is cut from 8 to 4 channels."""
+    """The run folder of a small quickstart whose state is cut from 32 to 4 channels."""
     cwd = tmp_path_factory.mktemp("cut")
     done = run_small(cwd, f"splice.state_size={SIZE}")
     assert done.returncode == 0, done.stderr
@@ -41,7 +41,7 @@ def test_hybrid_and_control_have_the_same_cut_before_training(cut: Path) -> None
     )
     inner = base.intermediate_size
     for block in range(2):  # B, then C
-        ours, theirs = (m.in_proj.weight[2 * inner + block * n :][:n] for m, n in ((hybrid, SIZE), (base, 8)))
+        ours, theirs = (m.in_proj.weight[2 * inner + block * n :][:n] for m, n in ((hybrid, SIZE), (base, 32)))
         assert torch.equal(ours, theirs[list(kept)])
     assert torch.equal(hybrid.in_proj.weight[: 2 * inner], base.in_proj.weight[: 2 * inner])
 
@@ -51,7 +51,7 @@ def test_results_and_documents_name_the_cut(cut: Path, finished: Path) -> None:
     assert set(results["arms"]) == {"base", "no_splice", "hybrid", "hybrid_heads_off"}
     assert results["step_zero_gap"]["max_logit"] > 0
     for page in (cut / "report.html", cut / "export" / "README.md"):
-        assert "cut from 8 to 4 channels before training" in page.read_text()
+        assert "cut from 32 to 4 channels before training" in page.read_text()
         assert "with its state cut the same way" in page.read_text()
     assert "channels before training" not in (finished / "report.html").read_text()
     assert not (finished / "state.json").exists()
@@ -60,7 +60,7 @@ def test_results_and_documents_name_the_cut(cut: Path, finished: Path) -> None:
 def test_the_export_is_verified_and_reloaded(cut: Path) -> None:
     export = cut / "export"
     config = json.loads((export / "config.json").read_text())
-    assert (config["state_size"], config["base_state_size"], config["splice"][0]["qk_width"]) == (SIZE, 8, 8)
+    assert (config["state_size"], config["base_state_size"], config["splice"][0]["qk_width"]) == (SIZE, 32, 32)
     checked = surgery("verify", str(export), cwd=cut)
     assert checked.returncode == 0 and "agree on the splice" in checked.stdout, checked.stdout + checked.stderr
     models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (cut / "trained", export)]
@@ -103,7 +103,7 @@ def test_dry_runs_know_the_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        (("splice.state_size=8",), ("splice.state_size: 8.", "The model's state has 8 channels", "smaller number")),
+        (("splice.state_size=32",), ("splice.state_size: 32.", "The model's state has 32 channels", "smaller number")),
         (("splice.state_size=0",), ("splice.state_size: 0.", "greater than 0")),
     ],
 )

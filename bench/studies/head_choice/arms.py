@@ -15,7 +15,8 @@ from surgery.recipe import Evaluate, Locate, Optimizer, Source, Train, Weights
 from surgery.types import HeadId
 
 LAYER = "layer"
-COLUMNS = ("1", "2", "4", LAYER, "8")  # numbers of heads, and one whole layer; the most informative first
+COLUMNS = ("1", "2", "4", LAYER, "8")  # numbers of heads, and one whole layer
+ORDER = ("1", "4", LAYER, "2", "8")  # in which arms run: the most informative first
 NO_SPLICE = "no-splice"
 
 

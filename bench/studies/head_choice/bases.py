@@ -42,6 +42,6 @@ BASES: Mapping[str, StudyBase] = {
     "far": StudyBase(
         "the base with distant keys and values",
         CHECKPOINTS / "pico-far",
-        options={"pairs": (8, 32), "filler": (0, 6), "evaluate_pairs": (32,), "locate_pairs": 16},
+        options={"filler": (0, 20), "locate_pairs": 12, "rows": 8, "examples": 400},
     ),
 }

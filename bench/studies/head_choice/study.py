@@ -26,7 +26,7 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.common import ROOT, RUNS, finished, load, parser, quiet_on_one_thread
-from bench.studies.head_choice.arms import COLUMNS, SHORT, Arm, Budget, Choices, arms_of
+from bench.studies.head_choice.arms import COLUMNS, ORDER, SHORT, Arm, Budget, Choices, arms_of
 from bench.studies.head_choice.bases import BASES, StudyBase
 from bench.studies.head_choice.choosers import measure
 from bench.studies.head_choice.figures import regret_by_chooser
@@ -123,7 +123,7 @@ class Experiment:
         """All arms, or those of one base, the most informative first. Choices are measured when reached."""
         bases = self.available(only)
         for seed in self.seeds:
-            for column in COLUMNS:
+            for column in ORDER:
                 for base in bases:
                     yield from arms_of(self.choices(base, seed), base, seed, column)
 

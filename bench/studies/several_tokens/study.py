@@ -1,8 +1,8 @@
 """Supervise a new head at every token of an answer, at the first alone, or not at all. Values have three tokens.
 
-The quickstart's head is spliced into the shipped base. All weights train on lines of the user's data: a dictionary of 8
-pairs, a question, and the span of the answer. The table has, on other lines, the attention loss at each answer token,
-and the shares of lines whose first token and whole answer are generated.
+One attention head is spliced at L0H1 of checkpoints/pico-mamba2. All weights train on lines of the user's data: a
+dictionary of 8 pairs, a question, and the span of the answer. The table has, on other lines, the attention loss at each
+answer token, and the shares of lines whose first token and whole answer are generated.
 
 Shape legend: B documents, R reads (one for each answer token).
 """
@@ -22,19 +22,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bench.common import CHECKPOINTS, SHIPPED, load, parser, quiet_on_one_thread
+from bench.common import SHIPPED, load, parser, quiet_on_one_thread, spliced_at
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.data.user import read_documents
-from surgery.files.atomic import read_json
 from surgery.probes.documents import Document, Split
 from surgery.probes.words import key_words
-from surgery.recipe import Data, Source, Splice, Train
+from surgery.recipe import Data, Source, Train
 from surgery.scoring.generation import exact_answers
-from surgery.splice.graft import splice_model
 from surgery.train.targets import Targets
 from surgery.train.trainer import train_stage
 from surgery.train.training import make_accelerator
-from surgery.types import plan_from_json
+from surgery.types import HeadId
 
 ARMS = ("nothing", "first token", "every token")
 PAIRS, ROWS, TOKENS = 8, 16, 3
@@ -83,9 +81,7 @@ class FirstTokens(Targets):
 def run_arm(arm: str, options: argparse.Namespace, data: Data, held_out: list[Document]) -> list[float]:
     """Splice, train and measure: losses by answer token, and the shares of right first tokens and answers."""
     base, tokenizer = load(SHIPPED)
-    plan = plan_from_json(read_json(CHECKPOINTS / "quickstart" / "plan.json"))
-    grafts = tuple(replace(graft, reads=(options.reads,) * len(graft.heads)) for graft in plan.grafts)
-    model = splice_model(base, replace(plan, grafts=grafts), Splice())
+    model, plan = spliced_at(base, HeadId(0, 1), options.reads)
     weights = {"answer": 1.0, **({} if arm == "nothing" else {"attention": 1.0})}
     section = Train.model_validate(
         {
@@ -94,7 +90,7 @@ def run_arm(arm: str, options: argparse.Namespace, data: Data, held_out: list[Do
             "optimizer": {"lr": 2e-3, "new_heads_lr": 6e-3, "warmup": 10},
         }
     )
-    targets = (FirstTokens if arm == "first token" else Targets)(grafts=grafts)
+    targets = (FirstTokens if arm == "first token" else Targets)(grafts=plan.grafts)
     train_stage(model, tokenizer, section, options.seed, make_accelerator(), targets)
     answers = exact_answers(model, tokenizer, held_out, 64)
     shares = [float(x.double().mean()) for x in (answers.first_token, answers.correct)]

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bench.common import CHECKPOINTS, RUNS, SHIPPED, load, parser, save
+from bench.common import CHECKPOINTS, FAR, RUNS, load, parser, save
 from surgery.data.encoding import encode
 from surgery.errors import PlanError
 from surgery.locate.ablation_sweep import READS, Variant, change_at_query, run_clean
@@ -169,7 +169,7 @@ def line(row: Mapping[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print one row for each task as it is measured, and write all heads' gains to `--out`."""
     options = parser(__doc__)
-    options.add_argument("--model", default=str(SHIPPED))
+    options.add_argument("--model", default=str(FAR))
     options.add_argument("--heads", type=Path, default=CHECKPOINTS / "quickstart" / "heads.json")
     options.add_argument("--arm", action="append", metavar="NAME=MODEL", help="the shipped hybrid by default")
     options.add_argument("--examples", type=int, default=256)

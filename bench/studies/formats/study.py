@@ -1,0 +1,107 @@
+"""Train and evaluate between formats: heads chosen on dictionaries, spliced into checkpoints/pico-far.
+
+    python -m bench.studies.formats                     run the arms that are not finished, then write the tables
+    python -m bench.studies.formats --only records      run one arm
+    python -m bench.studies.formats --report            write the tables of the finished arms
+
+Each arm is a run of `recipes/quickstart.yaml` whose retrieval documents have one format, or all of them; it trains the
+hybrid and the control. All arms have the same heads, steps, documents in a step, and evaluation prompts. Arms are run
+folders in `--folder`: an interrupted one resumes. Results are one file for each arm in `--json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bench.common import ROOT, parser, quiet_on_one_thread, save
+from bench.studies.site_selection.tables import fill
+from surgery.files.atomic import read_json
+from surgery.recipe import Recipe, check_recipe, load_recipe
+from surgery.run.pipeline import run_pipeline
+from surgery.stats import wilson
+
+# Label, documents to train on, prompts to evaluate.
+FORMATS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "dictionary": (
+        "dictionary, 32",
+        {"task": "kv_retrieval", "pairs": [8, 32], "filler": [0, 12]},
+        {"task": "kv_retrieval", "pairs": [32], "filler": [0, 20]},
+    ),
+    "records": ("records in prose, 16", {"task": "records", "pairs": [4, 16]}, {"task": "records", "pairs": [16]}),
+    "phonebook": (
+        "phonebook, 16",
+        {"task": "phonebook", "pairs": [8, 16], "value_digits": [2, 6]},
+        {"task": "phonebook", "pairs": [16], "value_digits": [2, 6]},
+    ),
+}
+ALL = "all"
+ARMS = (*FORMATS, ALL)
+OF_RETRIEVAL = {"questions": 12, "train_eos": True, "weights": {"answer": 2.0, "attention": 1.0}}
+ROWS = 6  # documents of retrieval in a step
+
+
+def recipe_of(arm: str, overrides: tuple[str, ...] = ()) -> Recipe:
+    """The quickstart, trained on the format of the arm and evaluated on all."""
+    recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", overrides)
+    data = recipe.model_dump(mode="json")
+    trained = FORMATS if arm == ALL else [arm]
+    retrieval = [{**FORMATS[name][1], **OF_RETRIEVAL, "rows": ROWS // len(trained)} for name in trained]
+    kept = [source for source in data["train"]["sources"] if source["task"] != "kv_retrieval"]
+    data["train"]["sources"] = [*retrieval, *kept]
+    tasks = [*(evaluated for _, _, evaluated in FORMATS.values()), "closed_book", "perplexity"]
+    data["evaluate"] |= {"tasks": tasks, "generate": ["kv_retrieval", "records", "phonebook"], "efficiency": None}
+    data["name"] = arm
+    return check_recipe(data, Recipe)
+
+
+def run_arm(arm: str, folder: Path, json: Path, overrides: tuple[str, ...] = ()) -> None:
+    """Run one arm up to its evaluation, and keep its results."""
+    recipe = recipe_of(arm, overrides)
+    siblings = [folder / other for other in ARMS if other != arm and (folder / other).is_dir()]
+    run = run_pipeline(recipe, folder / arm, last="evaluate", siblings=siblings)
+    results = read_json(run.folder / "results.json")
+    kept = {key: results["arms"][key] for key in ("base", "no_splice", "hybrid_heads_off", "hybrid")}
+    save(json / f"{arm}.json", {"heads": results["heads"], "seed": recipe.seed, "arms": kept})
+
+
+def table(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Rows: what an arm trained on. Columns: accuracy of generated answers by format, control and hybrid."""
+    columns = " | ".join(label for label, _, _ in FORMATS.values())
+    lines = [f"| trained on | | {columns} | facts |", "|---|---|" + "---|" * (len(FORMATS) + 1)]
+    first = next(iter(results.values()))
+    rows = [("", "base", first["arms"]["base"])]
+    for arm, result in results.items():
+        rows += [(arm, "control", result["arms"]["no_splice"]), (arm, "hybrid", result["arms"]["hybrid"])]
+    for trained, label, arm in rows:
+        cells = [_cell(arm[task["task"]][str(task["pairs"][0])]["generated"]) for _, _, task in FORMATS.values()]
+        lines.append(f"| {trained} | {label} | {' | '.join(cells)} | {arm['closed_book']['accuracy']:.3f} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(entry: Mapping[str, Any]) -> str:
+    interval = wilson(round(entry["accuracy"] * entry["n"]), entry["n"])
+    return f"{interval.value:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
+
+
+def main() -> int:
+    """Parse the command line, run the arms, and write the tables."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--only", choices=ARMS)
+    arguments.add_argument("--report", action="store_true", help="run nothing")
+    arguments.add_argument("--folder", type=Path, default=ROOT / "runs" / "formats")
+    arguments.add_argument("--json", type=Path, default=ROOT / "docs" / "evidence" / "formats")
+    arguments.add_argument("--page", type=Path, help="page with `<!-- begin formats -->` and `<!-- end formats -->`")
+    options = arguments.parse_args()
+    quiet_on_one_thread()
+    for arm in () if options.report else ARMS if options.only is None else (options.only,):
+        if not (options.json / f"{arm}.json").is_file():
+            run_arm(arm, options.folder, options.json)
+    found = {arm: read_json(options.json / f"{arm}.json") for arm in ARMS if (options.json / f"{arm}.json").is_file()}
+    if found:
+        text = table(found)
+        print(text)
+        if options.page is not None:
+            fill(options.page, {"formats": text})
+    return 0

@@ -91,7 +91,7 @@ class TestArms:
     def test_every_arm_of_a_seed_has_a_file_of_its_own_or_is_the_same_arm(self) -> None:
         choices = made_up_choices()
         arms = [*main_arms(choices, SHIPPED, 0), *variant_arms(choices, SHIPPED, 0), *every_site(choices, SHIPPED, 0)]
-        assert len({arm.file for arm in arms}) == len(set(arms)) == len(set(HEADS)) + 1 + 2 + 13
+        assert len({arm.file for arm in arms}) == len(set(arms)) == len(set(HEADS)) + 1 + 2 + 17
 
     def test_all_heads_of_the_winning_layer_come_first(self) -> None:
         order = [arm.heads[0] for arm in every_site(made_up_choices("L2H4"), SHIPPED, 0, each=2)]

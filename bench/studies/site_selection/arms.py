@@ -74,7 +74,7 @@ class Arm:
         name: what the report calls it; unique within a base and seed.
         base: which pretrained model.
         heads, reads: the sites, and what each is to read.
-        width: of query and key where projections are random; None for the library's.
+        width: of query and key. With copies it includes new channels. None for the library's.
         kind: `none` trains without a splice; `hidden` too, but supervises the SSM head's own hidden attention.
     """
 
@@ -151,6 +151,10 @@ def variant_arms(choices: Choices, base: str, seed: int) -> Iterator[Arm]:
     yield arm("random-init-unsupervised", init="random", supervised=False)
     yield arm("linear-unsupervised", kind="linear", supervised=False)
     yield arm("replace-random-init", mode="replace", init="random")
+    if base in STATE:
+        for width in (2 * STATE[base], 4 * STATE[base], 8 * STATE[base]):
+            yield arm(f"widened-{width}", width=width)
+        yield arm(f"replace-widened-{4 * STATE[base]}", mode="replace", width=4 * STATE[base])
 
 
 def every_site(choices: Choices, base: str, seed: int, each: int | None = None) -> Iterator[Arm]:

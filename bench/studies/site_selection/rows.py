@@ -26,6 +26,8 @@ VARIANTS = {
     "random-init-unsupervised": "random projections, no supervision",
     "replace": "replaces the head",
     "replace-random-init": "replaces the head, random projections",
+    **{f"widened-{width}": f"copies widened to {width}" for width in (16, 32, 64, 128)},
+    **{f"replace-widened-{width}": f"replaces the head, copies widened to {width}" for width in (32, 64)},
     "linear": "linear attention",
     "linear-unsupervised": "linear attention, no supervision",
     "hidden-supervised": "no splice, hidden attention supervised",

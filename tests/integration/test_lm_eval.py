@@ -34,12 +34,12 @@ def samples(folder: Path, task: str, metric: str) -> list[bool]:
 
 
 def dulled(folder: Path) -> Path:
-    """The example with most of its new head's output taken away, and not knowing a newline: some of its answers are
+    """The example with a part of its new head's output taken away, and not knowing a newline: some of its answers are
     right, some are chosen rightly and said wrongly, and some are wrong.
     """
     shutil.copytree(EXPORT, folder)
     tensors = load_file(folder / "model.safetensors")
-    tensors["backbone.layers.0.mixer.attention.o_proj.weight"] *= 0.3
+    tensors["backbone.layers.3.mixer.attention.o_proj.weight"] *= 0.85
     tensors["backbone.embeddings.weight"][load_tokenizer(Base(model=str(EXPORT))).convert_tokens_to_ids("Ċ")] = 0
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -25,7 +25,7 @@ def test_results_of_another_form_are_named(tmp_path: Path, results: Any) -> None
 
 def test_keys_of_stages_know_the_form_of_located_prompts_only_where_it_is_set(tmp_path: Path) -> None:
     """A recipe without `locate.filler` keeps its finished stages."""
-    recipe = load_recipe(RECIPE)
+    recipe = load_recipe(RECIPE, ["locate.filler=null"])
     for name in ("heads.json", "plan.json", "spliced", "trained", "no_splice", "results.json", "report.html"):
         (tmp_path / name).write_text(name)
 

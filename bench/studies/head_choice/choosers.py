@@ -45,7 +45,7 @@ CHOOSERS: Mapping[str, Chooser] = {
     "oracle": Chooser("oracle read (`sharpen`)", "sharpen"),
     "greedy": Chooser("oracle read, greedy", "sharpen", greedy=True),
     "ablation": Chooser("ablation", "ablation"),
-    "aggregate": Chooser("ablation at the query (`aggregate`)", "aggregate"),
+    "aggregate": Chooser("aggregate", "aggregate"),
     "attribution": Chooser("attribution", "attribution"),
     "divergence": Chooser("KL-guided layer", "layer_divergence"),
     "random": Chooser("random", "random"),

@@ -89,7 +89,12 @@ def share(digits: str) -> float:
 
 def accuracy_cell(digits: str) -> str:
     """Accuracy with its 95% Wilson interval, as `0.835 [0.803, 0.863]`."""
-    interval = wilson(digits.count("1"), len(digits))
+    return share_cell(share(digits), len(digits))
+
+
+def share_cell(accuracy: float, n: int) -> str:
+    """Accuracy over n prompts with its 95% Wilson interval, as `0.835 [0.803, 0.863]`."""
+    interval = wilson(round(accuracy * n), n)
     return f"{interval.value:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
 
 

@@ -105,6 +105,7 @@ def ablation(batch: LocateBatch) -> Scores:
     [Column("query", "removed at the query token alone", effect="loss")],
     ranks="aggregate",
     decode_step=True,
+    gloss="ablation at the query",
 )
 def query(batch: LocateBatch) -> Scores:
     """Ablate each head at the query, where Aggregate heads act."""
@@ -134,6 +135,7 @@ def context(batch: LocateBatch) -> Scores:
     ranks=True,
     greedy=True,
     decode_step=True,
+    gloss="oracle read",
 )
 def sharpen(batch: LocateBatch) -> Scores:
     """Oracle read: let each head attend to exactly one token at the query."""

@@ -83,7 +83,7 @@ class Method:
     Attributes:
         measure: called with a `surgery.locate.methods.LocateBatch`, or with `Candidates` if the method trains.
         ranks: the value of `splice.select` that ranks heads by it; empty if it ranks none.
-        greedy, trains: see `register_method`.
+        greedy, trains, gloss: see `register_method`.
     """
 
     name: str
@@ -96,6 +96,7 @@ class Method:
     decode_step: bool = False
     needs_text: bool = False
     trains: bool = False
+    gloss: str = ""
 
     def __post_init__(self) -> None:
         for name in ("__module__", "__qualname__"):  # shown in the registry's errors
@@ -118,6 +119,11 @@ RANKINGS: Registry[Method] = Registry("way to select heads", _OURS)  # by the va
 UNRANKED = ("random", "uniform", "list")  # other values of splice.select
 
 
+def gloss_of(select: str) -> str:
+    """Explain a value of `splice.select` in a few words; empty if its method has no gloss."""
+    return RANKINGS[select].gloss if select in RANKINGS else ""
+
+
 def is_greedy(select: str) -> bool:
     """Whether this value of `splice.select` chooses heads one after the other; see `register_method`."""
     return select in RANKINGS and RANKINGS[select].greedy
@@ -134,6 +140,7 @@ def register_method(
     decode_step: bool = False,
     needs_text: bool = False,
     trains: bool = False,
+    gloss: str = "",
 ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     """Register a function that scores every head on one batch of prompts.
 
@@ -156,6 +163,7 @@ def register_method(
         trains: the function trains candidates. It is called once, after the other methods, with
             `surgery.locate.methods.Candidates`, and returns `TrainedScores`. Its columns have no effect. The first one
             ranks, and each further one decides between heads that are equal in those before.
+        gloss: the ranking in two to five words, for reports and cards that name it.
 
     Raises:
         RecipeError: another method has this name, ranking or one of the columns, or `columns` is empty or mixes columns
@@ -171,7 +179,7 @@ def register_method(
 
     def register(measure: Callable[[Any], Any]) -> Callable[[Any], Any]:
         costs = (passes, passes_per_mixer, decode_step, needs_text, trains)
-        method = Method(name, tuple(columns), measure, select, greedy, *costs)
+        method = Method(name, tuple(columns), measure, select, greedy, *costs, gloss)
         METHODS.check_free(name, method)  # before either registry changes
         _check_columns(name, columns)
         if select:

@@ -10,6 +10,7 @@ from typing import Any
 
 from surgery.files.atomic import write_text
 from surgery.recipe import Recipe, to_yaml
+from surgery.recipe.methods import gloss_of
 from surgery.recipe.public import public_name, public_recipe
 from surgery.report.results import (
     Place,
@@ -112,6 +113,7 @@ def _operation(inputs: ReportInputs) -> _Values:
         "heads": ", ".join(map(str, plan.heads)),
         "layers": ", ".join(str(graft.site.layer) for graft in plan.grafts),
         "select": splice.select if splice is not None else None,
+        "gloss": gloss_of(splice.select) if splice is not None else "",
         "prompts": prompts if inputs.heads is not None and inputs.heads.clean else None,
         "state": (plan.grafts[0].site.state_size, recipe.state_size) if recipe.state_size is not None else None,
         "steps": train.num_all_steps,

@@ -15,12 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.common import ROOT, parser, quiet_on_one_thread, save
+from bench.common import ROOT, markdown_table, parser, quiet_on_one_thread, save, share_cell
 from bench.studies.site_selection.tables import fill
 from surgery.files.atomic import read_json
 from surgery.recipe import Recipe, check_recipe, load_recipe
 from surgery.run.pipeline import run_pipeline
-from surgery.stats import wilson
 
 # Label, documents to train on, prompts to evaluate.
 FORMATS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -42,47 +41,45 @@ OF_RETRIEVAL = {"questions": 12, "train_eos": True, "weights": {"answer": 2.0, "
 ROWS = 6  # documents of retrieval in a step
 
 
-def recipe_of(arm: str, overrides: tuple[str, ...] = ()) -> Recipe:
+def recipe_of(arm: str) -> Recipe:
     """The quickstart, trained on the format of the arm and evaluated on all."""
-    recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", overrides)
-    data = recipe.model_dump(mode="json")
+    data = load_recipe(ROOT / "recipes" / "quickstart.yaml").model_dump(mode="json")
     trained = FORMATS if arm == ALL else [arm]
     retrieval = [{**FORMATS[name][1], **OF_RETRIEVAL, "rows": ROWS // len(trained)} for name in trained]
     kept = [source for source in data["train"]["sources"] if source["task"] != "kv_retrieval"]
     data["train"]["sources"] = [*retrieval, *kept]
-    tasks = [*(evaluated for _, _, evaluated in FORMATS.values()), "closed_book", "perplexity"]
-    data["evaluate"] |= {"tasks": tasks, "generate": ["kv_retrieval", "records", "phonebook"], "efficiency": None}
+    evaluated = [task for _, _, task in FORMATS.values()]
+    data["evaluate"] |= {
+        "tasks": [*evaluated, "closed_book", "perplexity"],
+        "generate": [task["task"] for task in evaluated],
+        "efficiency": None,
+    }
     data["name"] = arm
     return check_recipe(data, Recipe)
 
 
-def run_arm(arm: str, folder: Path, json: Path, overrides: tuple[str, ...] = ()) -> None:
+def run_arm(arm: str, folder: Path, json: Path) -> None:
     """Run one arm up to its evaluation, and keep its results."""
-    recipe = recipe_of(arm, overrides)
+    recipe = recipe_of(arm)
     siblings = [folder / other for other in ARMS if other != arm and (folder / other).is_dir()]
     run = run_pipeline(recipe, folder / arm, last="evaluate", siblings=siblings)
     results = read_json(run.folder / "results.json")
-    kept = {key: results["arms"][key] for key in ("base", "no_splice", "hybrid_heads_off", "hybrid")}
-    save(json / f"{arm}.json", {"heads": results["heads"], "seed": recipe.seed, "arms": kept})
+    save(json / f"{arm}.json", {"heads": results["heads"], "seed": recipe.seed, "arms": results["arms"]})
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Rows: what an arm trained on. Columns: accuracy of generated answers by format, control and hybrid."""
-    columns = " | ".join(label for label, _, _ in FORMATS.values())
-    lines = [f"| trained on | | {columns} | facts |", "|---|---|" + "---|" * (len(FORMATS) + 1)]
     first = next(iter(results.values()))
-    rows = [("", "base", first["arms"]["base"])]
-    for arm, result in results.items():
-        rows += [(arm, "control", result["arms"]["no_splice"]), (arm, "hybrid", result["arms"]["hybrid"])]
-    for trained, label, arm in rows:
-        cells = [_cell(arm[task["task"]][str(task["pairs"][0])]["generated"]) for _, _, task in FORMATS.values()]
-        lines.append(f"| {trained} | {label} | {' | '.join(cells)} | {arm['closed_book']['accuracy']:.3f} |")
-    return "\n".join(lines) + "\n"
-
-
-def _cell(entry: Mapping[str, Any]) -> str:
-    interval = wilson(round(entry["accuracy"] * entry["n"]), entry["n"])
-    return f"{interval.value:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
+    arms = [("", "base", first["arms"]["base"])]
+    for trained, result in results.items():
+        arms += [(trained, "control", result["arms"]["no_splice"]), (trained, "hybrid", result["arms"]["hybrid"])]
+    rows = []
+    for trained, label, arm in arms:
+        answers = [arm[task["task"]][str(task["pairs"][0])]["generated"] for _, _, task in FORMATS.values()]
+        cells = [share_cell(entry["accuracy"], entry["n"]) for entry in answers]
+        rows.append([trained, label, *cells, f"{arm['closed_book']['accuracy']:.3f}"])
+    header = ["trained on", "", *(label for label, _, _ in FORMATS.values()), "facts"]
+    return markdown_table(header, rows) + "\n"
 
 
 def main() -> int:

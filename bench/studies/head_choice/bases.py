@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.common import CHECKPOINTS, RUNS, SHIPPED
+from bench.common import FAR, RUNS, SHIPPED
 from bench.studies.site_selection.study import RECIPE
 
 
@@ -41,7 +41,7 @@ BASES: Mapping[str, StudyBase] = {
     "second": StudyBase("the second base", RUNS / "evidence" / "base", RECIPE, {"locate_pairs": 8}),
     "far": StudyBase(
         "the base with distant keys and values",
-        CHECKPOINTS / "pico-far",
+        FAR,
         options={"filler": (0, 20), "locate_pairs": 12, "rows": 8, "examples": 400},
     ),
 }

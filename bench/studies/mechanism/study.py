@@ -20,7 +20,8 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bench.common import CHECKPOINTS, ROOT, load, parser, quiet_on_one_thread, save
+from bench.common import FAR as PICO_FAR
+from bench.common import ROOT, load, markdown_table, parser, quiet_on_one_thread, save, share_cell
 from bench.studies.site_selection.tables import fill
 from surgery.evaluate.evaluation import evaluate_model
 from surgery.interventions.ablation import Ablation
@@ -30,7 +31,6 @@ from surgery.locate.locating import locate_heads
 from surgery.locate.redundancy import ablate_sets
 from surgery.models.lookup import family_of
 from surgery.recipe import Evaluate, Locate
-from surgery.stats import wilson
 from surgery.types import HeadId, HeadSet
 
 FAR = [1, 20]  # words between a key and its value
@@ -103,24 +103,28 @@ def first_layers(
 def tables(results: Mapping[str, Any]) -> str:
     """Render the tables as Markdown."""
 
-    def cell(share: float, n: int = results["examples"]) -> str:
-        interval = wilson(round(share * n), n)
-        return f"{share:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
-
-    lines = ["| format | records | right among the choices | answer generated |", "|---|---|---|---|"]
-    for name, size, ranked, generated, n in results["formats"]:
-        lines.append(f"| {name} | {size or ''} | {cell(ranked, n)} | {cell(generated, n)} |")
-    lines += ["", "| dictionary of 8, 1 to 20 words between | accuracy |", "|---|---|"]
-    lines += [f"| {name} | {cell(share)} |" for name, share in results["removals"]]
-    lines += ["", "| layers that run | accuracy |", "|---|---|"]
-    lines += [f"| {layers} | {cell(share)} |" for layers, share in results["layers"]]
-    return "\n".join(lines) + "\n"
+    examples = results["examples"]
+    formats = [
+        [name, str(size or ""), share_cell(ranked, n), share_cell(generated, n)]
+        for name, size, ranked, generated, n in results["formats"]
+    ]
+    parts = [
+        markdown_table(["format", "records", "right among the choices", "answer generated"], formats),
+        *(
+            markdown_table([title, "accuracy"], [[str(name), share_cell(share, examples)] for name, share in rows])
+            for title, rows in (
+                ("dictionary of 8, 1 to 20 words between", results["removals"]),
+                ("layers that run", results["layers"]),
+            )
+        ),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def main() -> int:
     """Parse the command line, measure, and write tables and numbers."""
     arguments = parser(__doc__)
-    arguments.add_argument("--base", type=Path, default=CHECKPOINTS / "pico-far")
+    arguments.add_argument("--base", type=Path, default=PICO_FAR)
     arguments.add_argument("--examples", type=int, default=400)
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument(

@@ -21,11 +21,12 @@ PIECES = r" ?\p{L}+|\p{N}{1,2}|\s|[^\s\p{L}\p{N}]"
 _REPEATS = 3000  # of each syllable. More than any pair in the corpus, so syllables are merged first
 
 
-def build_tokenizer(vocab_size: int = 1024) -> PreTrainedTokenizerFast:
-    """Train the tokenizer on generated text. The same size gives the same tokenizer, byte for byte.
+def build_tokenizer(vocab_size: int = 1024, text: str = "") -> PreTrainedTokenizerFast:
+    """Train the tokenizer on generated text. The same arguments give the same tokenizer, byte for byte.
 
     Args:
-        vocab_size: number of tokens, including special tokens and the 256 bytes; at most 2,000.
+        vocab_size: maximum number of tokens, including special tokens and the 256 bytes.
+        text: further text to train it on.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -42,7 +43,10 @@ def build_tokenizer(vocab_size: int = 1024) -> PreTrainedTokenizerFast:
         min_frequency=2,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_corpus(), trainer)
+    corpus = _corpus()
+    if text:  # its words are more frequent than numbers, which must stay one token
+        corpus += [str(n) for n in range(100)] * _REPEATS + text.splitlines()
+    tokenizer.train_from_iterator(corpus, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,

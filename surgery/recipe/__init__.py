@@ -6,7 +6,7 @@ from surgery.recipe.evaluate import Efficiency, Evaluate, EvaluationTask, LmEval
 from surgery.recipe.export import Export, Hardware
 from surgery.recipe.loading import check_recipe, load_any, load_recipe, shipped, to_yaml
 from surgery.recipe.locate import Gates, Locate, Search, Trial
-from surgery.recipe.pretrain import PretrainRecipe, TinyMamba2, TinyTransformer
+from surgery.recipe.pretrain import PretrainRecipe, TinyMamba, TinyMamba2, TinyTransformer
 from surgery.recipe.run import Recipe
 from surgery.recipe.sources import Columns, Data, Source, Task, Weights
 from surgery.recipe.splice import Splice
@@ -40,6 +40,7 @@ __all__ = [
     "Sweep",
     "Task",
     "Teacher",
+    "TinyMamba",
     "TinyMamba2",
     "TinyTransformer",
     "Train",

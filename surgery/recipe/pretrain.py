@@ -11,6 +11,14 @@ from surgery.recipe.objectives import OBJECTIVES
 from surgery.recipe.section import Plugins, Positive, Section, Seed
 from surgery.recipe.train import Train
 
+VocabSize = Annotated[int, Field(ge=300, le=8192, description="Maximum number of tokens in the vocabulary.")]
+
+
+def _positive_range(value: tuple[float, float]) -> tuple[float, float]:
+    if not 0 < value[0] <= value[1]:
+        raise ValueError("the range must satisfy 0 < low <= high")
+    return value
+
 
 class TinyMamba2(Section):
     """Shape of a small Mamba-2."""
@@ -26,7 +34,7 @@ class TinyMamba2(Section):
     decay: tuple[float, float] = Field(
         (0.02, 1.0), description="Initial -A of the first and the last head (log-spaced)."
     )
-    vocab_size: int = Field(1024, ge=300, le=2000, description="Maximum number of tokens in the vocabulary.")
+    vocab_size: VocabSize = 1024
 
     @model_validator(mode="after")
     def _heads_fit(self) -> TinyMamba2:
@@ -36,12 +44,20 @@ class TinyMamba2(Section):
             )
         return self
 
-    @field_validator("time_step", "decay")
-    @classmethod
-    def _positive_range(cls, value: tuple[float, float]) -> tuple[float, float]:
-        if not 0 < value[0] <= value[1]:
-            raise ValueError("the range must satisfy 0 < low <= high")
-        return value
+    _positive_range = field_validator("time_step", "decay")(_positive_range)
+
+
+class TinyMamba(Section):
+    """Shape of a small Mamba-1."""
+
+    kind: Literal["mamba"]
+    hidden_size: Positive = 128
+    num_hidden_layers: Positive = 4
+    state_size: Positive = 16
+    time_step: tuple[float, float] = Field((0.001, 0.1), description="Range of the initial dt (log-uniform).")
+    vocab_size: VocabSize = 1024
+
+    _positive_range = field_validator("time_step")(_positive_range)
 
 
 class TinyTransformer(Section):
@@ -59,7 +75,7 @@ class TinyTransformer(Section):
         description="Initialise heads of the first layer to read the token this many positions back, one number per "
         "head, as the short convolution of a Mamba does. Adds biases to the projections.",
     )
-    vocab_size: int = Field(1024, ge=300, le=2000, description="Maximum number of tokens in the vocabulary.")
+    vocab_size: VocabSize = 1024
 
     @model_validator(mode="after")
     def _heads_fit(self) -> TinyTransformer:
@@ -82,7 +98,10 @@ def _kind(value: Any) -> str:
 
 
 TinyModel = Annotated[
-    Annotated[TinyMamba2, Tag("mamba2")] | Annotated[TinyTransformer, Tag("llama")], Discriminator(_kind)
+    Annotated[TinyMamba2, Tag("mamba2")]
+    | Annotated[TinyMamba, Tag("mamba")]
+    | Annotated[TinyTransformer, Tag("llama")],
+    Discriminator(_kind),
 ]
 
 
@@ -92,6 +111,10 @@ class PretrainRecipe(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")
     seed: Seed = 0
     model: TinyModel = TinyMamba2()
+    tokenizer_text: str | None = Field(
+        None,
+        description="UTF-8 text file to train the tokenizer on, besides generated text. For `data` with real text.",
+    )
     train: Train
     evaluate: Evaluate = Evaluate()
     plugins: Plugins = ()

@@ -19,6 +19,8 @@ from transformers import (
     LlamaForCausalLM,
     Mamba2Config,
     Mamba2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -32,7 +34,7 @@ from surgery.files.atomic import new_folder, read_json, write_json, write_text
 from surgery.files.lock import hold
 from surgery.files.ownership import check_replaceable, mark
 from surgery.probes.registry import PROBES
-from surgery.recipe import PretrainRecipe, TinyMamba2, TinyTransformer, to_yaml
+from surgery.recipe import PretrainRecipe, TinyMamba, TinyMamba2, TinyTransformer, to_yaml
 from surgery.recipe.inputs import inputs_of
 from surgery.report.figures.curves import training_curve
 from surgery.report.results import entries, label_of
@@ -41,7 +43,19 @@ from surgery.train.training import make_accelerator, train_model
 Progress = Callable[[int, int, str], None]
 
 
-def build_model(shape: TinyMamba2 | TinyTransformer, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+def _tokenizer_text(path: str | None) -> str:
+    """Read the text that the tokenizer is trained on, besides generated text."""
+    if path is None:
+        return ""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as fault:
+        raise RunError("tokenizer_text", path, f"Set a text file in UTF-8 ({fault}).") from None
+
+
+def build_model(
+    shape: TinyMamba2 | TinyMamba | TinyTransformer, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> PreTrainedModel:
     """Initialise a small model from its shape and a seed.
 
     Args:
@@ -50,7 +64,16 @@ def build_model(shape: TinyMamba2 | TinyTransformer, tokenizer: PreTrainedTokeni
         seed: seed of the initial weights.
     """
     torch.manual_seed(seed)
-    return _mamba2(shape, tokenizer) if isinstance(shape, TinyMamba2) else _transformer(shape, tokenizer)
+    if isinstance(shape, TinyMamba2):
+        return _mamba2(shape, tokenizer)
+    return _mamba1(shape, tokenizer) if isinstance(shape, TinyMamba) else _transformer(shape, tokenizer)
+
+
+def _mamba1(shape: TinyMamba, tokenizer: PreTrainedTokenizerBase) -> MambaForCausalLM:
+    """Initialise a Mamba-1 as transformers does."""
+    sizes = shape.model_dump(exclude={"kind", "vocab_size", "time_step"})
+    low, high = shape.time_step
+    return MambaForCausalLM(MambaConfig(**sizes, time_step_min=low, time_step_max=high, **_ids(tokenizer)))
 
 
 def _transformer(shape: TinyTransformer, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
@@ -150,7 +173,7 @@ def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -
         raise RunError(
             "num_processes", accelerator.num_processes, "Pretraining runs in one process. Launch it without torchrun."
         )
-    tokenizer = build_tokenizer(recipe.model.vocab_size)
+    tokenizer = build_tokenizer(recipe.model.vocab_size, _tokenizer_text(recipe.tokenizer_text))
     model = build_model(recipe.model, tokenizer, recipe.seed)
     steps = folder.with_name(folder.name + ".steps")
     for entry in steps.glob("*"):
@@ -209,17 +232,19 @@ def base_card(
         lines.append(f"| {step} | {' | '.join(f'{cell:.3f}' for cell in cells)} |")
     tasks = dict.fromkeys(s.task for stage in recipe.train.sequence for s in stage.sources if s.task is not None)
     kinds = [PROBES[task].label.split(", ")[0] for task in tasks]  # without the half that an evaluation uses
+    files = dict.fromkeys(s.data.path for stage in recipe.train.sequence for s in stage.sources if s.data is not None)
+    texts = ([f"generated text: {', '.join(kinds)}"] if kinds else []) + [f"documents of {file}" for file in files]
     versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers_version}
     purpose = (
         "It is small on purpose: its state holds a few pairs, so it has the retrieval gap of a large state-space model."
-        if isinstance(recipe.model, TinyMamba2)
+        if not isinstance(recipe.model, TinyTransformer)
         else "It is the teacher of the small Mamba-2 of this repository, with its width, depth and tokenizer."
     )
     return (
         "---\n" + yaml.safe_dump(front, sort_keys=False) + "---\n\n"
         f"# {recipe.name}\n\n"
-        f"{model.num_parameters():,} parameters (`{type(model).__name__}`), trained from scratch on generated text: "
-        f"{', '.join(kinds)}. {purpose} Its only use is to try "
+        f"{model.num_parameters():,} parameters (`{type(model).__name__}`), trained from scratch on "
+        f"{'; '.join(texts)}. {purpose} Its only use is to try "
         "the toolkit.\n\n"
         f"Made with `surgery pretrain` and the recipe below, seed {recipe.seed}, in "
         f"{minutes:.0f} minutes with {torch.get_num_threads()} threads ({json.dumps(versions)}).\n\n"

@@ -73,6 +73,14 @@ def test_it_has_no_more_entries_than_asked_for(size: int) -> None:
     assert max(tokenizer.get_vocab().values()) == len(tokenizer) - 1
 
 
+def test_further_text_adds_its_words_and_keeps_numbers_whole() -> None:
+    text = "In the beginning was a wonderful firmament.\n" * 4000
+    tokenizer = build_tokenizer(1024, text)
+    word = tokenizer(" firmament")["input_ids"]
+    assert len(word) == 1 and len(build_tokenizer(1024)(" firmament")["input_ids"]) > 1
+    assert all(len(tokenizer(str(number))["input_ids"]) == 1 for number in range(100))
+
+
 def test_pad_and_end_are_set_and_differ() -> None:
     tokenizer = pico_tokenizer()
     assert (tokenizer.pad_token, tokenizer.eos_token) == (PAD, END)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from torch.nn.functional import softplus
+from transformers import LlamaForCausalLM, MambaForCausalLM
 
-from surgery.errors import RecipeError
-from surgery.recipe import PretrainRecipe, TinyTransformer, check_recipe
-from surgery.run.pretrain import base_card, build_model
+from surgery.errors import RecipeError, RunError
+from surgery.recipe import PretrainRecipe, TinyMamba, TinyTransformer, check_recipe
+from surgery.run.pretrain import base_card, build_model, pretrain
 from surgery.testing.pico import pico_tokenizer
 
 SHAPE = {"kind": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
@@ -64,3 +67,32 @@ def test_the_card_has_every_task_of_the_evaluation_and_of_training() -> None:
         "| 20 | 0.200 | 0.500 | 2.500 |",
         "| 100 | 1.000 | 0.500 | 2.500 |",
     ]
+
+
+def test_a_mamba1_has_the_shape_and_the_range_of_dt() -> None:
+    shape = TinyMamba.model_validate(
+        {"kind": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "state_size": 4, "time_step": [0.01, 0.2]}
+    )
+    model = build_model(shape, pico_tokenizer(), 0)
+    assert isinstance(model, MambaForCausalLM)
+    assert (model.config.hidden_size, model.config.num_hidden_layers, model.config.state_size) == (64, 2, 4)
+    for block in model.backbone.layers:
+        dt = softplus(block.mixer.dt_proj.bias)
+        assert dt.min() >= 0.01 and dt.max() <= 0.2 + 1e-4
+
+
+def test_a_missing_text_of_the_tokenizer_is_refused(tmp_path: Path) -> None:
+    train = {"sources": [{"task": "copying", "rows": 1, "weights": {"answer": 1.0}}]}
+    given = {"name": "t", "model": SHAPE, "train": train, "tokenizer_text": str(tmp_path / "no.txt")}
+    with pytest.raises(RunError, match="tokenizer_text"):
+        pretrain(check_recipe(given, PretrainRecipe), tmp_path / "base")
+    assert not (tmp_path / "base").exists()
+
+
+def test_the_card_of_a_base_with_data_names_the_file() -> None:
+    sources = [{"data": {"path": "text.jsonl"}, "rows": 1, "weights": {"lm": 1.0}}]
+    recipe = check_recipe({"name": "t", "model": SHAPE, "train": {"sources": sources}}, PretrainRecipe)
+    card = base_card(
+        recipe, {"1": {"perplexity": 2.5}}, [{"seconds": 60.0}], build_model(recipe.model, pico_tokenizer(), 0)
+    )
+    assert "trained from scratch on documents of text.jsonl." in card

@@ -12,7 +12,21 @@ import pytest
 
 from bench.studies.head_choice import choosers as choosers_module
 from bench.studies.head_choice import study
-from bench.studies.head_choice.arms import COLUMNS, LAYER, NO_SPLICE, SHORT, Budget, Choices, arm_of, arms_of
+from bench.studies.head_choice.arms import (
+    COLUMNS,
+    DEFAULT_CHOOSER,
+    DESIGN,
+    DESIGNS,
+    LAYER,
+    NO_SPLICE,
+    PLAIN,
+    SHORT,
+    Budget,
+    Choices,
+    arm_of,
+    arms_of,
+    design_of,
+)
 from bench.studies.head_choice.bases import BASES, StudyBase
 from bench.studies.head_choice.choosers import CHOOSERS, Chooser
 from bench.studies.head_choice.figures import regret_by_chooser
@@ -84,6 +98,14 @@ class TestArms:
         assert (task.task, task.pairs, task.filler) == ("kv_retrieval", (32,), (0, 20))
         assert budget.locate("gates").filler == (0, 20) and budget.answers == "kv_retrieval/32"
 
+    def test_designs_share_the_head_of_the_default_chooser_and_the_plain_one_is_its_arm(self) -> None:
+        choices = made_up_choices({DEFAULT_CHOOSER: ("L0H5",)})
+        arms = list(arms_of(choices, "shipped", 0, DESIGN))
+        assert [design_of(arm) for arm in arms] == list(DESIGNS) and {arm.heads for arm in arms} == {("L0H5",)}
+        assert arms[0] == arm_of(choices, "shipped", 0, ["L0H5"]) and design_of(arms[0]) == PLAIN
+        assert len({arm.file for arm in arms}) == len({arm.identity(TOY, "r") for arm in arms}) == len(DESIGNS)
+        assert design_of(next(arms_of(choices, "shipped", 0, "1"))) is None
+
 
 class TestRegret:
     def results(self, answers: Mapping[int, Mapping[tuple[str, ...], Any]]) -> Results:
@@ -153,6 +175,13 @@ class TestRegret:
         assert [path.name for path in paths] == ["regret.png", "regret.svg", "regret.csv"]
         assert (tmp_path / "regret.csv").read_text().count("\n") == 1 + len(CHOOSERS)
         assert regret_by_chooser({}, {"shipped": "x"}, tmp_path / "none") == []
+
+    def test_a_design_is_shown_beside_the_plain_branch_and_is_no_set_of_a_chooser(self) -> None:
+        results = self.results({0: self.sets(90, 80, 30)})
+        with_design = replace(results, designs={("shipped", 0): {"replace": right(95)}})
+        assert regrets(with_design, "shipped", "1") == regrets(results, "shipped", "1")
+        (row,) = cells(tables(with_design, {"shipped": "the shipped base"}, {})["designs"]).values()
+        assert [cell.split(" ")[0] for cell in row] == ["L0H2", "missing", "0.800", "0.950", *["missing"] * 3]
 
 
 def cells(table: str) -> dict[str, list[str]]:
@@ -243,7 +272,7 @@ class TestRun:
         page, folder = tmp_path / "HEAD_CHOICE.md", tmp_path / "evidence"
         study.report(experiment, page, folder)
         written = tables_on(page)
-        assert written.keys() == {"settings", "worst", "bases"}
+        assert written.keys() == {"settings", "worst", "designs", "bases"}
         done = sorted((experiment.folder / "arms").glob("*.json"))
         assert f"| finished arms | {len(done)} |" in written["settings"]
         control = read_json(experiment.folder / "arms" / f"shipped-{NO_SPLICE}_seed0.json")

@@ -16,7 +16,17 @@ from surgery.types import HeadId
 
 LAYER = "layer"
 COLUMNS = ("1", "2", "4", LAYER, "8")  # numbers of heads, and one whole layer
-ORDER = ("1", "4", LAYER, "2", "8")  # in which arms run: the most informative first
+DESIGN = "design"  # other branches at the head of the default chooser
+ORDER = ("1", DESIGN, "4", LAYER, "2", "8")  # in which arms run: the most informative first
+DESIGNS: Mapping[str, Mapping[str, Any]] = {  # fields of an arm by name; see `splice` in recipes
+    "add": {},
+    "replace": {"mode": "replace"},
+    "add, min_width 64": {"width": 64},
+    "replace, min_width 64": {"mode": "replace", "width": 64},
+    "add, random": {"init": "random"},
+}
+PLAIN = "add"  # the design of all other arms
+DEFAULT_CHOOSER = "aggregate"
 NO_SPLICE = "no-splice"
 
 
@@ -110,8 +120,26 @@ def arm_of(choices: Choices, base: str, seed: int, heads: Sequence[str]) -> Arm:
     return site_arm(choices, base, seed, "-".join(ordered), ordered)
 
 
+def design_of(arm: Arm) -> str | None:
+    """The name of an arm's branch in `DESIGNS`; None for an arm without a splice."""
+    fields = {"mode": arm.mode, "init": arm.init, "width": arm.width}
+    plain = {"mode": "add", "init": "ssm", "width": None}
+    return next((name for name, given in DESIGNS.items() if arm.heads and fields == {**plain, **given}), None)
+
+
+def design_arms(choices: Choices, base: str, seed: int) -> Iterator[Arm]:
+    """One arm a design, at the head that the default chooser takes first. The plain one is the arm of that chooser."""
+    head = choices["choosers"][DEFAULT_CHOOSER]["heads"]["1"][0]
+    for name, fields in DESIGNS.items():
+        label = head if not fields else f"{head}-{name.replace(', ', '-').replace(' ', '-')}"
+        yield site_arm(choices, base, seed, label, [head], **fields)
+
+
 def arms_of(choices: Choices, base: str, seed: int, column: str) -> Iterator[Arm]:
     """The arms of all choosers in one column, each set once. The first column begins with the control."""
+    if column == DESIGN:
+        yield from design_arms(choices, base, seed)
+        return
     if column == COLUMNS[0]:
         yield Arm(base, NO_SPLICE, seed)
     sets = (heads_chosen(choices, chooser, column) for chooser in choices["choosers"])

@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.common import FAR, RUNS, SHIPPED
-from bench.studies.site_selection.study import RECIPE
+from bench.common import FAR, ROOT, RUNS, SHIPPED
+
+RECIPES = Path(__file__).parent / "recipes"
+FOLDERS = RUNS / "head_choice" / "bases"
+DISTANT: Mapping[str, Any] = {"filler": (0, 20), "locate_pairs": 12, "rows": 8, "examples": 400}
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,7 @@ class StudyBase:
         folder: checkpoint.
         recipe: recipe of `surgery pretrain` that makes the checkpoint. None if it cannot be made here: a missing
             folder then skips the base.
+        overrides: of the recipe, such as `seed=1`.
         options: fields of `arms.Budget` that differ: the task of training and evaluation with its pairs and filler,
             the pairs of locating, and the kinds of text that are kept. Choose `locate_pairs` so that the base scores
             0.6 to 0.95.
@@ -28,6 +32,7 @@ class StudyBase:
     label: str
     folder: Path
     recipe: Path | None = None
+    overrides: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -38,10 +43,20 @@ class StudyBase:
 
 BASES: Mapping[str, StudyBase] = {
     "shipped": StudyBase("the shipped base", SHIPPED, options={"locate_pairs": 24}),
-    "second": StudyBase("the second base", RUNS / "evidence" / "base", RECIPE, {"locate_pairs": 8}),
-    "far": StudyBase(
-        "the base with distant keys and values",
-        FAR,
-        options={"filler": (0, 20), "locate_pairs": 12, "rows": 8, "examples": 400},
+    "far": StudyBase("the base with distant keys and values", FAR, options=DISTANT),
+    "again": StudyBase(
+        "the base with distant keys and values, pretrained with seed 1",
+        FOLDERS / "again",
+        ROOT / "recipes" / "pretrain-pico-far.yaml",
+        ("seed=1",),
+        options=DISTANT,
     ),
+    "deep": StudyBase("six layers", FOLDERS / "deep", RECIPES / "deep.yaml", options={"locate_pairs": 8}),
+    "mamba1": StudyBase(
+        "Mamba-1",
+        FOLDERS / "mamba1",
+        RECIPES / "mamba1.yaml",
+        options={"locate_pairs": 8, "rows": 8, "examples": 400},
+    ),
+    "english": StudyBase("English text", FOLDERS / "english", RECIPES / "english.yaml", options={"locate_pairs": 8}),
 }

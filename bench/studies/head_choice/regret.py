@@ -6,7 +6,7 @@ Shape legend: N evaluation prompts, the same for every arm and seed of a base.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +27,12 @@ class Results:
     Attributes:
         choices: (base, seed) -> content of the file; see `choosers.measure`.
         answers: (base, seed) -> heads -> answers. No heads: trained without a splice.
+        designs: (base, seed) -> name in `DESIGNS` -> answers, at the head of the default chooser.
     """
 
     choices: Mapping[tuple[str, int], Choices]
     answers: Mapping[tuple[str, int], Mapping[Heads, Answers]]
+    designs: Mapping[tuple[str, int], Mapping[str, Answers]] = field(default_factory=dict)
 
     def seeds(self, base: str) -> list[int]:
         """Seeds for which heads were chosen."""

@@ -26,7 +26,7 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.common import ROOT, RUNS, finished, load, parser, quiet_on_one_thread
-from bench.studies.head_choice.arms import COLUMNS, ORDER, SHORT, Arm, Budget, Choices, arms_of
+from bench.studies.head_choice.arms import COLUMNS, ORDER, PLAIN, SHORT, Arm, Budget, Choices, arms_of, design_of
 from bench.studies.head_choice.bases import BASES, StudyBase
 from bench.studies.head_choice.choosers import measure
 from bench.studies.head_choice.figures import regret_by_chooser
@@ -78,7 +78,7 @@ class Experiment:
                 if entry.recipe is None:
                     raise RunError("base", base, f"There is no folder {entry.folder}. Make this checkpoint first.")
                 print(f"pretraining {entry.label}", flush=True)
-                pretrain(load_recipe(entry.recipe, (), PretrainRecipe), entry.folder)
+                pretrain(load_recipe(entry.recipe, entry.overrides, PretrainRecipe), entry.folder)
             model, tokenizer = load(entry.folder)
             self._loaded[base] = (in_short_chunks(model), tokenizer, self.revision(base))
         return self._loaded[base]
@@ -164,6 +164,7 @@ def collected(experiment: Experiment) -> tuple[Results, dict[str, list[Path]]]:
     """
     choices: dict[tuple[str, int], Choices] = {}
     answers: dict[tuple[str, int], dict[tuple[str, ...], Any]] = {}
+    designs: dict[tuple[str, int], dict[str, Any]] = {}
     files: dict[str, list[Path]] = {"arms": [], "choices": []}
     for path in _json_files(experiment, "choices"):
         content = read_json(path)
@@ -178,8 +179,10 @@ def collected(experiment: Experiment) -> tuple[Results, dict[str, list[Path]]]:
     for path in _json_files(experiment, "arms"):
         content = read_json(path)
         arm = Arm(**{k: tuple(v) if isinstance(v, list) else v for k, v in content["arm"].items()})
-        by_heads = answers.setdefault((arm.base, arm.seed), {})
-        if arm.base not in experiment.bases or arm.heads in by_heads:
+        place, design = (arm.base, arm.seed), design_of(arm)
+        by_heads, by_design = answers.setdefault(place, {}), designs.setdefault(place, {})
+        known = design in by_design if design not in (None, PLAIN) else arm.heads in by_heads
+        if arm.base not in experiment.bases or known:
             continue
         budget = experiment.budget_of(arm.base)
         there = experiment.bases[arm.base].folder.is_dir()
@@ -187,9 +190,13 @@ def collected(experiment: Experiment) -> tuple[Results, dict[str, list[Path]]]:
             continue
         if content["budget"] != json.loads(json.dumps(asdict(budget))):
             continue
-        by_heads[arm.heads] = np.array([float(x) for x in content["correct"][budget.answers]])
+        right = np.array([float(x) for x in content["correct"][budget.answers]])
+        if design in (None, PLAIN):
+            by_heads[arm.heads] = right
+        else:
+            by_design[design] = right
         files["arms"].append(path)
-    return Results(choices, answers), files
+    return Results(choices, answers, designs), files
 
 
 def _json_files(experiment: Experiment, part: str) -> Iterator[Path]:

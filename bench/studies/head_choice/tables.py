@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from bench.common import markdown_table
-from bench.studies.head_choice.arms import COLUMNS, LAYER
+from bench.studies.head_choice.arms import COLUMNS, DEFAULT_CHOOSER, DESIGNS, LAYER, PLAIN
 from bench.studies.head_choice.choosers import CHOOSERS
 from bench.studies.head_choice.regret import (
     Results,
@@ -37,8 +37,26 @@ def tables(results: Results, labels: Mapping[str, str], settings: Mapping[str, s
     return {
         "settings": markdown_table(["setting", "value"], list(settings.items())) + "\n",
         "worst": _worst(results, list(labels)) + "\n",
+        "designs": _designs(results, labels) + "\n",
         "bases": "\n".join(sections),
     }
+
+
+def _designs(results: Results, labels: Mapping[str, str]) -> str:
+    """Accuracy of every design at the default chooser's head, and of the control, by base."""
+    rows = []
+    for base in (base for base in labels if results.seeds(base)):
+        seeds, trained = results.seeds(base), [results.answers.get((base, seed), {}) for seed in results.seeds(base)]
+        heads = [results.chosen(base, seed, "1")[DEFAULT_CHOOSER] for seed in seeds]
+        by_design = [results.designs.get((base, seed), {}) for seed in seeds]
+        cells = [[arms.get(()) for arms in trained]]
+        for name in DESIGNS:
+            plain = [arms.get(head) if head else None for arms, head in zip(trained, heads, strict=True)]
+            cells.append(plain if name == PLAIN else [arms.get(name) for arms in by_design])
+        found = [mean_over_seeds([x for x in cell if x is not None]) for cell in cells]
+        where = " / ".join("-".join(head or ()) for head in heads)
+        rows.append([labels[base], where, *map(_accuracy_cell, found)])
+    return markdown_table(["base", "head", "no splice", *(f"`{name}`" for name in DESIGNS)], rows)
 
 
 def _of_base(results: Results, base: str) -> str:

@@ -388,9 +388,11 @@ def _resume(
 
 
 def _identity(model: nn.Module, section: Train, number: int, seed: int) -> str:
-    """Hash that identifies the training of a checkpoint."""
+    """Hash that identifies the training of a checkpoint. Later stages are no part of it, so they may change."""
     shapes = {name: list(p.shape) for name, p in model.named_parameters()}
     data = keys_of_0_1(Train, section.model_dump(mode="json"))
+    if data["stages"]:
+        data["stages"] = data["stages"][: number + 1]
     return fingerprint([{k: v for k, v in data.items() if k not in _NOT_IN_IDENTITY}, number, seed, shapes])
 
 

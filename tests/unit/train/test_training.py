@@ -125,6 +125,19 @@ class TestStages:
         assert moved(weights(whole), again) == set()
         assert [h["step"] for h in history] == [1, 2, 3, 4, 5, 6]
 
+    def test_later_stages_may_change_and_earlier_ones_may_not(self, tmp_path: Path) -> None:
+        short = section(stages=[stage("align", trainable="new_heads"), stage("distil", steps=3)])
+        fit(hybrid(), short, folder=tmp_path)
+        seen: list[int] = []
+        grown, whole = hybrid(), hybrid()
+        history = fit(grown, self.SECTION, folder=tmp_path, on_step=lambda step, _: seen.append(step))
+        fit(whole, self.SECTION)
+        assert seen[-1] == 6 and len(seen) < 6 and [h["step"] for h in history] == [1, 2, 3, 4, 5, 6]
+        assert moved(weights(whole), grown) == set()
+        other = section(stages=[stage("align"), stage("distil", steps=3), stage("last", steps=1)])
+        with pytest.raises(RunError, match="It belongs to another training"):
+            fit(hybrid(), other, folder=tmp_path)
+
     def test_a_control_leaves_out_what_trains_new_heads(self) -> None:
         base = pico_base(**SHAPE)
         history = fit(base, self.SECTION, control=True)

@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m bench.speed.mamba1
 
-Prints the seconds of one forward and backward pass with either scan, and their ratio, by number of tokens. The model has
-random weights, 4 layers of width 128 and a state of 16; a batch has 8 documents.
+Prints the seconds of one forward and backward pass with either scan, and their ratio, by number of tokens. The model
+has random weights, 4 layers of width 128 and a state of 16. A batch has 8 documents.
 """
 
 from __future__ import annotations

@@ -101,6 +101,7 @@ def _sizes(
     options = Options(
         hops=entry.hops,
         needles=entry.needles,
+        groups=entry.groups,
         filler=entry.filler,
         value_digits=entry.value_digits,
         tokenizer=tokenizer,

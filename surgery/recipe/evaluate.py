@@ -9,8 +9,10 @@ from pydantic import Field, model_serializer, model_validator
 from surgery.probes.registry import PROBES, Probe
 from surgery.recipe.section import (
     FILLER_DESCRIPTION,
+    GROUPS_DESCRIPTION,
     VALUE_DIGITS_DESCRIPTION,
     Filler,
+    Groups,
     Pairs,
     Positive,
     Section,
@@ -59,13 +61,14 @@ class EvaluationTask(Section):
     hops: Annotated[int, Field(ge=2, le=20, strict=True)] = Field(
         2, description="multi_hop: lines from the question to its answer."
     )
+    groups: Groups | None = Field(None, description=GROUPS_DESCRIPTION)
     filler: Filler | None = Field(None, description=FILLER_DESCRIPTION)
     value_digits: ValueDigits | None = Field(None, description=VALUE_DIGITS_DESCRIPTION)
     examples: Positive | None = Field(None, description="Prompts per size. By default `evaluate.examples`.")
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,99}$")] | None = Field(
         None,
         description="Name in results. By default the task. Set it to list a task again with another `filler`, "
-        "`value_digits`, `hops` or `needles`.",
+        "`value_digits`, `groups`, `hops` or `needles`.",
     )
 
     @property
@@ -93,6 +96,7 @@ class EvaluationTask(Section):
             "depths": "tokens" in options,
             "needles": "needles" in options,
             "hops": "hops" in options,
+            "groups": "groups" in options,
             "filler": "filler" in options,
             "value_digits": "value_digits" in options,
             "examples": self.probe.evaluation_set() is None,

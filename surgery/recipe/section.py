@@ -45,6 +45,18 @@ VALUE_DIGITS_DESCRIPTION = (
 )
 
 
+def _long_enough(groups: tuple[int, ...]) -> tuple[int, ...]:
+    if sum(groups) < 4 or groups[0] < 3:
+        raise ValueError("`groups` needs at least 4 digits, and at least 3 in the first group")
+    return groups
+
+
+Groups = Annotated[tuple[Positive, ...], Field(min_length=1), AfterValidator(_long_enough)]
+GROUPS_DESCRIPTION = (
+    "json_kv: digits in each group of a key and of a value, such as [4] for short ones. By default those of a UUID."
+)
+
+
 def check_value_digits(pairs: int, digits: tuple[int, int] | None) -> None:
     """Raise ValueError if fewer numbers than `pairs` have so many digits."""
     if digits is not None and num_values(digits[1]) < pairs:

@@ -12,8 +12,10 @@ from surgery.probes.registry import PROBES, Probe
 from surgery.recipe.objectives import OBJECTIVES, RENAMED, needs_of
 from surgery.recipe.section import (
     FILLER_DESCRIPTION,
+    GROUPS_DESCRIPTION,
     VALUE_DIGITS_DESCRIPTION,
     Filler,
+    Groups,
     PairsRange,
     Positive,
     Section,
@@ -157,11 +159,7 @@ class Source(Section):
     questions: Positive = Field(
         1, description="kv_retrieval, phonebook, json_kv, mqar, records: maximum number of questions per document."
     )
-    groups: tuple[Positive, ...] | None = Field(
-        None,
-        description="json_kv: digits in each group of a key and of a value, such as [4] for short ones. By default "
-        "those of a UUID.",
-    )
+    groups: Groups | None = Field(None, description=GROUPS_DESCRIPTION)
     filler: Filler | None = Field(None, description=FILLER_DESCRIPTION)
     value_digits: ValueDigits | None = Field(None, description=VALUE_DIGITS_DESCRIPTION)
     train_eos: bool = Field(
@@ -235,8 +233,6 @@ class Source(Section):
             raise ValueError(f"{self.name} has one question per document. Remove `questions`")
         if self.groups is not None and "groups" not in options:
             raise ValueError(f"{self.name} has no groups of digits. Remove `groups`")
-        if self.groups is not None and (sum(self.groups) < 4 or self.groups[0] < 3):
-            raise ValueError("`groups` needs at least 4 digits, and at least 3 in the first group")
         for name, content in (("filler", "words between key and value"), ("value_digits", "values of other lengths")):
             if getattr(self, name) is not None and name not in options:
                 raise ValueError(f"{self.name} has no {content}. Remove `{name}`")

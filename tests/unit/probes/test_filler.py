@@ -241,3 +241,16 @@ def test_hashes_have_the_new_keys_only_where_they_are_set(section: Any, given: d
     assert not {"filler", "value_digits"} & plain.keys()
     more = section.model_validate({**given, "filler": [0, 4], "value_digits": [2, 4]}).model_dump(mode="json")
     assert keys_of_0_1(section, more) == {**plain, "filler": [0, 4], "value_digits": [2, 4]}
+
+
+def test_json_of_an_evaluation_has_the_digits_of_its_groups() -> None:
+    task = {"task": "json_kv", "name": "json_short", "pairs": [4], "groups": [4]}
+    section = Evaluate.model_validate({"tasks": [task], "examples": 3})
+    for prompt in make_prompts(section, 0, tokenizer=pico_tokenizer()).choices["json_short/4"]:
+        assert all(re.fullmatch(r"[0-9a-f]{4}", choice) for choice in prompt.questions[0].choices)
+    for wrong, message in (
+        ({"task": "records", "groups": [4]}, "does not use `groups`"),
+        ({**task, "groups": [2, 2]}, "first"),
+    ):
+        with pytest.raises(ValidationError, match=message):
+            Evaluate.model_validate({"tasks": [wrong]})

@@ -107,6 +107,10 @@ def print_plan(estimate: dict[str, Any]) -> None:
     )
     table.add_row("heads", f"{', '.join(heads)} ({origin})")
     for site in estimate["sites"]:
+        if "form" in site:
+            text = f"{site['form']} of {len(site['heads'])} heads before layer {site['before']} of the base"
+            table.add_row(f"layer {site['layers'][0]}", text)
+            continue
         copied = f" ({site['copied_width']} copied)" if "copied_width" in site else ""
         text = (
             f"{len(site['heads'])} heads, {site['mode']}, init {site['init']}, query/key {site['qk_width']}{copied}, "
@@ -178,10 +182,14 @@ def print_model(name: str, geometry: str, config: Any, family: Any, sizes: Any) 
     where = f"can be spliced into {len(sites)} layers" if sites else f"cannot be spliced: {family.refuses}"
     out.print(f"attention {where}", highlight=False)
     spliced = {site["layer"]: site for site in getattr(config, "splice", None) or []}
+    from surgery.models.inserted import inserted_entries  # imports torch
+
+    inserted = {layer: entry for entry in inserted_entries(config) for layer in entry["layers"]}
     table = Table("mixer", "module", "kind", "heads", "head width", "groups", "state", "spliced heads")
     for spec in family.mixers(config):
         site = spliced.get(spec.layer) if spec.is_ssm else None
         note = f"{site['heads']} {site['mode']}, init {site['init']}" if site else ""
+        note = f"inserted, {inserted[spec.layer]['form']}" if spec.layer in inserted else note
         heads = str(spec.num_heads) if spec.native_heads else f"{spec.num_heads} groups of channels"
         numbers = (str(n) for n in (spec.head_dim, spec.num_groups, spec.state_size))
         table.add_row(spec.name, spec.path, spec.kind, heads, *numbers, note)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import cache
+from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from surgery.errors import PlanError, reading
@@ -23,6 +24,7 @@ Where = Literal["everywhere", "context", "segment", "segment_end", "answer_token
 Fill = Literal["zero", "mean", "resample"]
 Mode = Literal["add", "replace"]
 Unit = Literal["head", "layer"]
+Form = Literal["head", "block", "pair"]
 
 Letter = Literal["H", "A"]
 
@@ -212,6 +214,10 @@ class Graft:
         init: the kind of branch, a name of `surgery.hybrid.branches.BRANCHES`; looked up where the branch is built.
         unit: `layer` replaces the whole mixer by a teacher's attention; `heads` are then the teacher's.
         donors: with `init: teacher`, the teacher's head for each head, or its layer, such as `L17`.
+        form: `head` adds to the mixer of the heads. `block` inserts an attention block into the stack of layers, and
+            `pair` an SSM layer followed by such a block. `site` and `heads` are then the located heads, of which the
+            block has as many.
+        before: layer of the base that follows the inserted layers; None with `form: head`.
     """
 
     site: MixerSpec
@@ -221,11 +227,14 @@ class Graft:
     reads: tuple[Reads, ...]
     unit: Unit = "head"
     donors: tuple[str, ...] = ()
+    form: Form = "head"
+    before: int | None = None
 
     def __post_init__(self) -> None:
         for name, allowed, values in (
             ("mode", Mode, (self.mode,)),
             ("unit", Unit, (self.unit,)),
+            ("form", Form, (self.form,)),
             ("reads", Reads, self.reads),
         ):
             for value in values:
@@ -233,11 +242,18 @@ class Graft:
                     raise PlanError(f"graft.{name}", repr(value), f"Use one of {', '.join(get_args(allowed))}.")
         if len(self.reads) != len(self.heads):
             raise PlanError("graft.reads", f"{len(self.reads)} for {len(self.heads)} heads", "Set one for each head.")
+        if (self.form == "head") != (self.before is None):
+            raise PlanError("graft.before", self.before, "Set it with form block or pair, and only with these.")
         if self.unit == "layer":
             return
         if len(set(self.heads)) < len(self.heads) or not all(0 <= h < self.site.num_heads for h in self.heads):
             hint = f"Use different heads from 0 to {self.site.num_heads - 1}."
             raise PlanError(f"graft.heads of layer {self.site.layer}", list(self.heads), hint)
+
+    @property
+    def how(self) -> str:
+        """The mode, or the form with its place, for tables: `add`, `replace`, `pair before layer 0`."""
+        return self.mode if self.form == "head" else f"{self.form} before layer {self.before}"
 
 
 @dataclass(frozen=True)
@@ -263,7 +279,7 @@ def to_json(value: HeadSet | Plan) -> dict[str, Any]:
         if isinstance(x, HeadId):
             return str(x)
         if isinstance(x, (HeadSet, Plan, ScoredHead, ScoredGroup, Graft, MixerSpec, Interval)):
-            return {k: plain(getattr(x, k)) for k in x.__dataclass_fields__ if k != "cost"}
+            return {k: plain(getattr(x, k)) for k in x.__dataclass_fields__ if k not in _omitted(x)}
         if isinstance(x, Mapping):
             return {k: plain(v) for k, v in x.items()}
         return [plain(v) for v in x] if isinstance(x, (tuple, list)) else x
@@ -271,6 +287,11 @@ def to_json(value: HeadSet | Plan) -> dict[str, Any]:
     result = plain(value)
     assert isinstance(result, dict)
     return result
+
+
+def _omitted(value: Any) -> tuple[str, ...]:
+    """Fields that the JSON form omits: the cost, and those of inserted layers where there are none."""
+    return ("cost", "form", "before") if isinstance(value, Graft) and value.form == "head" else ("cost",)
 
 
 def _intervals(data: Mapping[str, Any]) -> dict[str, Interval]:
@@ -317,6 +338,8 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
                 tuple(g["reads"]),
                 g.get("unit", "head"),
                 tuple(g.get("donors", ())),
+                g.get("form", "head"),
+                g.get("before"),
             )
             for g in data["grafts"]
         )
@@ -345,8 +368,8 @@ def _check_types(value: Any, kind: Any, name: str = "") -> None:
             _check_types(entry, parts[1], name)
     elif origin is Literal:
         fits = value in parts
-    elif origin is Union:
-        fits = value is None or value in get_args(parts[0])
+    elif origin in (Union, UnionType):
+        fits = value is None or (type(value) is parts[0] if parts[0] is int else value in get_args(parts[0]))
     elif kind is float:
         fits = type(value) in (float, int) and math.isfinite(value)
     else:

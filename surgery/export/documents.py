@@ -56,7 +56,7 @@ def _check_plan(written: Plan, plan: Plan) -> None:
 
 
 def _grafts(plan: Plan) -> str:
-    grafts = (f"{g.site.name} heads {list(g.heads)} {g.mode} {g.init} {g.unit} {list(g.reads)}" for g in plan.grafts)
+    grafts = (f"{g.site.name} heads {list(g.heads)} {g.how} {g.init} {g.unit} {list(g.reads)}" for g in plan.grafts)
     return "; ".join(grafts)
 
 
@@ -101,7 +101,7 @@ def check_card(rows: list[dict[str, str]], plan: Plan) -> None:
             expected.append((f"L{graft.site.layer}, the whole layer", graft.mode))
             continue
         for head, reads in zip(graft.heads, graft.reads, strict=True):
-            expected.append((f"L{graft.site.layer}H{head}", graft.mode, graft.init, reads.replace("_", " ")))
+            expected.append((f"L{graft.site.layer}H{head}", graft.how, graft.init, reads.replace("_", " ")))
     listed: list[tuple[str, ...]] = []
     for cells in rows:
         columns = ("mode",) if "whole layer" in cells["spliced head"] else ("mode", "init", "reads")

@@ -203,3 +203,47 @@ the Hub. With `pip install ssm-surgery` and `import surgery.hybrid`, transformer
         from surgery.export.transformers_folder import plan_in
 
         return plan_in(folder, trust_remote_code)
+
+
+@register_export("nemotron_h")
+class NemotronHFormat(ExportFormat):
+    """A Nemotron-H of transformers itself: safetensors, config and tokenizer, without modelling files."""
+
+    summary = "safetensors of transformers' own Nemotron-H, without modelling files"
+    library = "transformers"
+    limits = (
+        "transformers refuses assisted decoding for stateful models.",
+        "In bfloat16 and float16, Nemotron-H rounds its norms and the residual stream more than Mamba-2 does.",
+    )
+    usage = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+FOLDER = "."  # this folder, or its id on the Hub
+model = AutoModelForCausalLM.from_pretrained(FOLDER)
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+inputs = tokenizer("The value of", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=8)[0]))
+```
+
+The folder holds no code: the model is transformers' own class `NemotronHForCausalLM`. `surgery verify FOLDER` checks a
+copy."""
+
+    def write(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, section: Export) -> None:
+        from surgery.export.nemotron_h_folder import write_folder
+
+        write_folder(model, tokenizer, folder, section.max_shard_size)
+
+    def verify(self, folder: Path, trust_remote_code: bool = False) -> dict[str, Any]:
+        from surgery.export.nemotron_h_folder import verify_copy
+
+        return verify_copy(folder)
+
+    def check(self, folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        from surgery.export.transformers_folder import compare_with_model
+
+        return compare_with_model(folder, model, tokenizer, remote_code=False)
+
+    def read_plan(self, folder: Path, trust_remote_code: bool = False) -> tuple[str, Plan] | None:
+        from surgery.export.nemotron_h_folder import plan_in
+
+        return plan_in(folder)

@@ -66,6 +66,7 @@ def model_card(
         "name": recipe.name,
         "base": public_name(recipe.base.model),
         "spliced": recipe.splice is not None,
+        "form": plan.grafts[0].form,
         "data": " and ".join(own_data(recipe)),
         "heads": _spliced_heads(heads, plan),
         "method": heads.method if heads is not None else None,
@@ -161,7 +162,7 @@ def _spliced_heads(heads: HeadSet | None, plan: Plan) -> list[tuple[str, ...]]:
             continue
         for head, reads in zip(graft.heads, graft.reads, strict=True):
             role = roles.get(HeadId(graft.site.layer, head), "unknown")
-            rows.append((f"L{graft.site.layer}H{head}", graft.mode, graft.init, reads.replace("_", " "), role))
+            rows.append((f"L{graft.site.layer}H{head}", graft.how, graft.init, reads.replace("_", " "), role))
     return rows
 
 

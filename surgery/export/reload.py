@@ -41,7 +41,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-folder, ids, out, sample, *dtypes = sys.argv[1:]
+folder, ids, out, sample, remote_code, *dtypes = sys.argv[1:]
 ids, results = load_file(ids)["ids"], {}
 settings = os.path.join(folder, "tokenizer_config.json")
 if os.path.isfile(settings) and not json.load(open(settings, encoding="utf-8")).get("auto_map"):
@@ -52,7 +52,7 @@ if os.path.isfile(settings) and not json.load(open(settings, encoding="utf-8")).
     results["tokenizer"] = torch.tensor(tokens, dtype=torch.int64)
 for dtype in dtypes:
     model, info = AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=True, use_safetensors=True, dtype=dtype, output_loading_info=True
+        folder, trust_remote_code=remote_code == "yes", use_safetensors=True, dtype=dtype, output_loading_info=True
     )
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[fault]:
@@ -73,7 +73,7 @@ def prompt_ids(vocab_size: int) -> Tensor:
     return torch.randint(0, vocab_size, (_PROMPTS, _PROMPT_TOKENS), generator=generator)
 
 
-def reload(folder: Path, ids_BT: Tensor, dtypes: Sequence[str]) -> dict[str, Tensor]:
+def reload(folder: Path, ids_BT: Tensor, dtypes: Sequence[str], remote_code: bool = True) -> dict[str, Tensor]:
     """Load model and tokenizer in a new process and compute logits there. This runs the folder's own code.
 
     The process is offline, and its environment contains no secrets.
@@ -82,6 +82,7 @@ def reload(folder: Path, ids_BT: Tensor, dtypes: Sequence[str]) -> dict[str, Ten
         folder: the export.
         ids_BT: prompts.
         dtypes: `auto` for the stored precision, or `float32`, which takes four bytes per parameter.
+        remote_code: pass `trust_remote_code=True` for the model.
 
     Returns:
         For each dtype `DTYPE.logits` (B,T,V), `DTYPE.text` (1,T+N) and `DTYPE.steps` (N,V) in fp32; and `tokenizer`,
@@ -93,7 +94,8 @@ def reload(folder: Path, ids_BT: Tensor, dtypes: Sequence[str]) -> dict[str, Ten
     with tempfile.TemporaryDirectory() as scratch:
         prompts, results = Path(scratch, "ids.safetensors"), Path(scratch, "results.safetensors")
         save_file({"ids": ids_BT}, prompts)
-        command = [sys.executable, "-c", RELOAD, str(folder.resolve()), str(prompts), str(results), SAMPLE, *dtypes]
+        command = [sys.executable, "-c", RELOAD, str(folder.resolve()), str(prompts), str(results), SAMPLE]
+        command += ["yes" if remote_code else "no", *dtypes]
         extra = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(Path(scratch, "modules"))}
         done = subprocess.run(command, capture_output=True, text=True, env=_environment(extra), cwd=scratch)
         if done.returncode != 0:

@@ -48,10 +48,18 @@ def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fol
     shutil.rmtree(folder / "__pycache__", ignore_errors=True)
 
 
-def compare_with_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def compare_with_model(
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, remote_code: bool = True
+) -> dict[str, Any]:
     """Reload the folder in a process that cannot import `surgery`, and compare logits and tokens with the model's.
 
     Writes the reference that `verify_copy` compares with later.
+
+    Args:
+        folder: the written folder.
+        model: the model that it was written from.
+        tokenizer: the model's.
+        remote_code: let the folder's modelling files run, as `trust_remote_code=True` does.
 
     Returns:
         `checked_without_surgery`, `max_logit_difference`, `generated_tokens` (number compared), `tensors` (number).
@@ -59,10 +67,10 @@ def compare_with_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrain
     Raises:
         ModelError: they differ, a tensor is missing or not finite, or a replaced head is not silent.
     """
-    tensors = _check_tensors(folder, model.config)
+    tensors = check_tensors(folder, model.config)
     ids = prompt_ids(model.config.vocab_size)
     exact = "auto" if all(p.dtype == torch.float32 for p in model.parameters()) else "float32"
-    reloaded = reload(folder, ids, tuple(dict.fromkeys(("auto", exact))))
+    reloaded = reload(folder, ids, tuple(dict.fromkeys(("auto", exact))), remote_code)
     with torch.no_grad():
         logits = model(ids, use_cache=False).logits
         text = model.generate(ids[:1], max_new_tokens=8, do_sample=False, pad_token_id=0)
@@ -109,14 +117,36 @@ def verify_copy(folder: Path, trust_remote_code: bool = False) -> dict[str, Any]
         raise ModelError(
             "FOLDER", f"{folder} ({config.model_type})", "It is a plain model: nothing is spliced into it."
         )
-    report: dict[str, Any] = {"tensors": _check_tensors(folder, config)}
-    not_checked = []
-    _check_generation_config(folder)
+    report: dict[str, Any] = {"tensors": check_tensors(folder, config)}
+    check_generation_config(folder)
     modules = check_code(folder, config, trust_remote_code)
+    with nullcontext(folder) if trust_remote_code else private_copy(folder, config, modules) as checked:
+        return {**report, **reload_and_compare(folder, checked, config)}
+
+
+def reload_and_compare(
+    folder: Path, checked: Path, config: PreTrainedConfig, remote_code: bool = True
+) -> dict[str, Any]:
+    """Reload a copy and compare it with the reference of the export.
+
+    Args:
+        folder: holds the reference, unless an older version wrote it.
+        checked: the folder to load, whose code may run.
+        config: of the copy.
+        remote_code: let the modelling files run.
+
+    Returns:
+        As `verify_copy`, without `tensors`.
+
+    Raises:
+        ModelError: the copy does not load or computes something else.
+    """
+    report: dict[str, Any] = {}
+    not_checked = []
     has_reference = (folder / REFERENCE).is_file()
     reference = read_reference(folder / REFERENCE, config.vocab_size) if has_reference else {}
-    with nullcontext(folder) if trust_remote_code else private_copy(folder, config, modules) as checked:
-        reloaded = reload(checked, reference.get("ids", prompt_ids(config.vocab_size)), ("float32",))
+    ids = reference.get("ids", prompt_ids(config.vocab_size))
+    reloaded = reload(checked, ids, ("float32",), remote_code)
     if has_reference:
         report["max_logit_difference"], report["generated_tokens"] = compare(reference, reloaded, "float32")
     else:
@@ -164,7 +194,7 @@ class _AnyBranch(SplicedAttention):
     fields: Mapping[str, Any] = {}
 
 
-def _check_generation_config(folder: Path) -> None:
+def check_generation_config(folder: Path) -> None:
     """Raise ModelError if transformers cannot use generation_config.json."""
     name = "generation_config.json"
     if not (folder / name).is_file():
@@ -178,7 +208,7 @@ def _check_generation_config(folder: Path) -> None:
                 raise TypeError(f"{key} is {str(value)[:40]!r}, expected a token id")
 
 
-def _check_tensors(folder: Path, config: PreTrainedConfig) -> int:
+def check_tensors(folder: Path, config: PreTrainedConfig) -> int:
     """Check the tensors and return their number.
 
     Raises:
@@ -224,7 +254,7 @@ def _check_index(folder: Path, stored: Mapping[str, Stored]) -> None:
 def _check_silence(config: PreTrainedConfig, stored: Mapping[str, Stored]) -> None:
     """Check that the columns of `out_proj` that belong to replaced heads are zero."""
     specs = {spec.layer: spec for spec in family_of(config).mixers(config) if spec.is_ssm}
-    for site in config.splice or ():
+    for site in getattr(config, "splice", None) or ():
         spec = specs.get(site["layer"])
         if site["mode"] != "replace" or spec is None:  # a replaced layer has no SSM heads left
             continue

@@ -30,6 +30,7 @@ import surgery.hybrid  # noqa: F401  (registers the hybrid classes)
 from surgery.errors import ModelError, reading
 from surgery.files.atomic import digest
 from surgery.models import mamba_ssm_format, tensor_files
+from surgery.models.inserted import as_inserted
 from surgery.models.lookup import family_of, has_family, unknown_type
 from surgery.models.runtime import check_release, shorten_chunks
 from surgery.recipe import Base
@@ -274,7 +275,7 @@ def load_model(base: Base) -> PreTrainedModel:
         torch.no_grad(),
     ):
         model.eval()(torch.zeros(1, 3, dtype=torch.long, device=model.device))
-    return model
+    return as_inserted(model)
 
 
 def _refuse_larger(stored: StoredModel, trust_remote_code: bool) -> None:

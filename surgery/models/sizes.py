@@ -16,6 +16,7 @@ from surgery.errors import reading
 from surgery.hybrid.attention import SplicedAttention
 from surgery.hybrid.branches import BRANCHES
 from surgery.hybrid.sites import is_whole
+from surgery.models.inserted import inserted_blocks
 from surgery.models.lookup import family_of, structure_of
 
 
@@ -25,7 +26,7 @@ class Sizes:
 
     Attributes:
         parameters: number of parameters. Tied ones count once.
-        new_parameters: number of parameters in spliced heads.
+        new_parameters: number of parameters in spliced heads and inserted layers.
         state_bytes: convolution and recurrent states, including the convolution states of spliced heads. Independent of
             length.
         kv_bytes_per_token: keys and values of one token, in the spliced layers and in the model's own attention.
@@ -61,7 +62,7 @@ def sizes_of(model: PreTrainedModel, itemsize: int = 4) -> Sizes:
         itemsize: bytes per cached value.
     """
     branches = [m for m in model.modules() if isinstance(m, SplicedAttention)]
-    new = sum(p.numel() for branch in branches for p in branch.parameters())
+    new = sum(p.numel() for module in (*branches, *inserted_blocks(model)) for p in module.parameters())
     splice: Sequence[dict[str, Any]] = getattr(model.config, "splice", None) or []
     return Sizes(
         parameters=sum(p.numel() for p in model.parameters()),

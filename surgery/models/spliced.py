@@ -7,6 +7,7 @@ import copy
 from transformers import PreTrainedConfig
 
 from surgery.errors import PlanError
+from surgery.models.inserted import base_config_of, grafts_of, has_inserted
 from surgery.models.lookup import family_of, geometry_of
 from surgery.types import Graft, Plan
 
@@ -25,6 +26,10 @@ def plan_of_hybrid(config: PreTrainedConfig, name: str) -> Plan:
     Raises:
         PlanError: nothing is spliced into the model, or an entry is for a layer that cannot be spliced.
     """
+    if has_inserted(config):
+        base = base_config_of(config)
+        sites = {site.layer: site for site in family_of(base).sites(base)}
+        return Plan(name, geometry_of(base), grafts_of(config, sites), 0)
     entries = getattr(config, "splice", None)
     if not entries:
         raise PlanError(

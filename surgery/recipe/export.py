@@ -17,7 +17,9 @@ class Export(Section):
     """The exported folder: its format and the precision of its weights."""
 
     format: Annotated[str, NameOf(EXPORT_FORMATS)] = Field(
-        "transformers", description="A registered export format. Default: safetensors for stock transformers."
+        "transformers",
+        description="A registered export format. Default: safetensors with modelling files for transformers, or "
+        "`nemotron_h` with `splice.form: block` or `pair`: safetensors of transformers' own class, without code.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Precision of the stored weights.")
     license: str | None = Field(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pydantic import Field, model_validator
 
 from surgery.recipe.base import Base, Checkpoint, Teacher
@@ -9,9 +12,15 @@ from surgery.recipe.evaluate import Evaluate
 from surgery.recipe.export import Export, Hardware
 from surgery.recipe.locate import Locate
 from surgery.recipe.methods import METHODS, RANKINGS
+from surgery.recipe.objectives import OBJECTIVES
 from surgery.recipe.section import Plugins, Section, Seed
 from surgery.recipe.splice import Splice
 from surgery.recipe.train import Train
+
+_LAYER_FORMS = ("block", "pair")  # values of `splice.form` that insert layers
+_STOCK = "nemotron_h"  # their export format
+# Outputs that are compared head by head or layer by layer, which inserted layers would shift.
+_LAYER_BY_LAYER = frozenset({"model.full_attention", "model.hidden_states", "teacher.attention"})
 
 
 class Recipe(Section):
@@ -32,6 +41,41 @@ class Recipe(Section):
     export: Export = Export()
     hardware: Hardware = Hardware()
     plugins: Plugins = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _inserted_layers_are_exported_as_such(cls, data: Any) -> Any:
+        """`export.format` is `nemotron_h` by default with `splice.form: block` or `pair`."""
+        splice = data.get("splice") if isinstance(data, Mapping) else None
+        form = splice.get("form") if isinstance(splice, Mapping) else getattr(splice, "form", None)
+        export = data.get("export", {}) if form in _LAYER_FORMS else None
+        return {**data, "export": {"format": _STOCK, **export}} if isinstance(export, Mapping) else data
+
+    @model_validator(mode="after")
+    def _form_is_supported(self) -> Recipe:
+        if self.splice is None:
+            return self
+        form, export = f"splice.form: {self.splice.form}", self.export.format
+        if self.splice.form == "head":
+            if export == _STOCK:
+                raise ValueError(f"export.format: {export} needs splice.form block or pair. Remove it, or set the form")
+            return self
+        if export == "transformers":
+            raise ValueError(f"{form} needs export.format: {_STOCK}. Set it, or remove export.format")
+        if self.locate.trained:
+            raise ValueError(f"locate.methods: {self.locate.trained[0]} trains spliced heads. Remove it with {form}")
+        if self.train.compile:
+            raise ValueError(f"{form} does not support train.compile. Remove it")
+        for stage in self.train.sequence:
+            if stage.trainable in ("spliced_layers", "lora"):
+                raise ValueError(f"{form} does not support trainable: {stage.trainable}. Set all or new_heads")
+            for name in stage.objectives:
+                compared = _LAYER_BY_LAYER & set(OBJECTIVES[name].needs)
+                if compared:
+                    raise ValueError(
+                        f"{form} does not support the objective {name} ({min(compared)}). Set its weight to 0"
+                    )
+        return self
 
     @model_validator(mode="after")
     def _choice_is_measured(self) -> Recipe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
@@ -11,7 +12,7 @@ from surgery.recipe.base import Teacher
 from surgery.recipe.locate import Select
 from surgery.recipe.section import Positive, Section
 from surgery.registry import NameOf, Registry
-from surgery.types import HeadId, Mode, Unit
+from surgery.types import Form, HeadId, Mode, Unit
 
 
 class _Branches(Registry[Any]):
@@ -73,7 +74,52 @@ class Splice(Section):
         "Keeps the channels of B and C that contribute most to the answers of located prompts. The control is cut the "
         "same way. By default the state is not cut.",
     )
-    new_keys: ClassVar[tuple[str, ...]] = ("min_width", "state_size")
+    form: Form = Field(
+        "head",
+        description="Where the attention goes. `head`: into the mixers of the chosen heads. `block`: into new blocks, "
+        "each `h + attention(norm(h))` without a position code, inserted between layers. `pair`: a new Mamba-2 layer, "
+        "which begins as a delay line of the tokens before, followed by such a block. `block` and `pair` need a plain "
+        "Mamba-2. Their export is a Nemotron-H of transformers itself.",
+    )
+    before: int | None = Field(
+        None,
+        ge=0,
+        le=10**9,
+        strict=True,
+        description="With `form: block` or `pair`: layer of the base before which to insert. By default the layer of "
+        "the chosen heads.",
+    )
+    head_dim: Positive | None = Field(
+        None,
+        description="With `form: block` or `pair`: width of query, key and value of an attention head. By default 64. "
+        "vLLM takes 32, 64, 80, 96, 112 or 128, for example, and not every width.",
+    )
+    new_keys: ClassVar[tuple[str, ...]] = ("min_width", "state_size", "form", "before", "head_dim")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _new_layers_are_random(cls, data: Any) -> Any:
+        """`init` is `random` by default with `form: block` or `pair`."""
+        if isinstance(data, Mapping) and data.get("form") in ("block", "pair"):
+            return {"init": "random", **data}
+        return data
+
+    @model_validator(mode="after")
+    def _form(self) -> Splice:
+        if self.form == "head":
+            for key in ("before", "head_dim"):
+                if getattr(self, key) is not None:
+                    raise ValueError(f"`{key}` needs `form: block` or `form: pair`: set it, or remove `{key}`")
+            return self
+        needed = {"mode": "add", "init": "random", "unit": "head"}
+        for key, value in needed.items():
+            if getattr(self, key) != value:
+                hint = f"remove it, or set `{key}: {value}`"
+                raise ValueError(f"`form: {self.form}` does not support `{key}: {getattr(self, key)}`: {hint}")
+        for key in ("teacher", "min_width", "state_size"):
+            if getattr(self, key) is not None:
+                raise ValueError(f"`form: {self.form}` does not support `{key}`: remove it, or set `form: head`")
+        return self
 
     @model_validator(mode="after")
     def _list_and_select(self) -> Splice:

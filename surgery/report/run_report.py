@@ -104,7 +104,10 @@ def _operation(inputs: ReportInputs) -> _Values:
     if recipe.locate.filler is not None:
         low, high = recipe.locate.filler
         prompts += f" with {low} to {high} words between key and value"
-    kind = "fine-tuning" if splice is None else "layer" if splice.unit == "layer" else splice.mode
+    kind: str = "fine-tuning"
+    if splice is not None:
+        form = splice.form if splice.form != "head" else None
+        kind = form or ("layer" if splice.unit == "layer" else splice.mode)
     return {
         "kind": kind,
         "base": public_name(recipe.base.model),
@@ -112,6 +115,7 @@ def _operation(inputs: ReportInputs) -> _Values:
         "attention": f"{len(plan.heads)} softmax-attention head{'s' if len(plan.heads) > 1 else ''}",
         "heads": ", ".join(map(str, plan.heads)),
         "layers": ", ".join(str(graft.site.layer) for graft in plan.grafts),
+        "places": ", ".join(str(graft.before) for graft in plan.grafts),
         "select": splice.select if splice is not None else None,
         "gloss": gloss_of(splice.select) if splice is not None else "",
         "prompts": prompts if inputs.heads is not None and inputs.heads.clean else None,
@@ -223,7 +227,7 @@ def _spliced(plan: Plan, heads: HeadSet | None) -> list[list[str]]:
             texts = [f"{k.replace('_', ' ')} {v.value:+.2f} [{v.low:+.2f}, {v.high:+.2f}]" for k, v in scores.items()]
             margins = "; ".join(text for text in texts if "accuracy" not in text)
             role = located[head].role if head in located else "unknown"
-            rows.append([str(head), graft.mode, graft.init, role, margins])
+            rows.append([str(head), graft.how, graft.init, role, margins])
     return rows
 
 

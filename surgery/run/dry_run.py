@@ -16,6 +16,7 @@ from surgery.data.tokenizer import build_tokenizer
 from surgery.errors import ModelError
 from surgery.files.atomic import read_json
 from surgery.models.cache import CacheBytes, cache_bytes
+from surgery.models.inserted import as_inserted, has_inserted, inserted_entries
 from surgery.models.loading import load_config, load_tokenizer
 from surgery.models.lookup import family_of, geometry_of
 from surgery.models.runtime import shorten_chunks
@@ -27,6 +28,7 @@ from surgery.run.context import Run
 from surgery.run.folder import RunDir
 from surgery.run.memory_estimate import SourceSample, StepCost, sample_sources, step_cost
 from surgery.run.stages import STAGES
+from surgery.splice.inserted import inserted_config
 from surgery.splice.plan import hybrid_config, make_plan, splice_field
 from surgery.train.teacher import Teacher
 from surgery.train.training import make_accelerator
@@ -58,7 +60,7 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
     config = load_config(base)
     plan, fields, heads_from = _planned(recipe, config, folder, path)
     plain = _as_loaded(meta_model(config, base.trust_remote_code), recipe.base)
-    hybrid = _hybrid(config, fields, recipe)
+    hybrid = _hybrid(config, plan, fields, recipe)
     before, after = sizes_of(plain), sizes_of(hybrid)
     caches = {"base": _cache(cache_bytes(plain)), "hybrid": _cache(cache_bytes(hybrid))}
     if recipe.splice is None:  # the base is the hybrid
@@ -92,11 +94,14 @@ def _planned(
 ) -> tuple[Plan, list[dict[str, Any]], str]:
     """Return the plan, the config field `splice`, and the origin of the heads."""
     if recipe.splice is None:
-        return plan_of_hybrid(config, recipe.base.model), config.splice, "in the hybrid"
+        fields = inserted_entries(config) or config.splice
+        return plan_of_hybrid(config, recipe.base.model), fields, "in the hybrid"
     heads = _located(recipe, folder)
     teacher = load_config(_at_hand(as_base(recipe.splice.teacher), path)[0]) if recipe.splice.teacher else None
     plan = make_plan(heads or _stand_in(recipe, recipe.splice, config), config, recipe.splice, recipe.seed, teacher)
     origin = "located" if heads else "listed" if recipe.splice.heads else "stand-in"
+    if recipe.splice.form != "head":
+        return plan, inserted_entries(inserted_config(plan, config, recipe.splice)), origin
     return plan, splice_field(plan, config, recipe.splice, teacher), origin
 
 
@@ -164,7 +169,10 @@ def _stand_in(recipe: Recipe, splice: Splice, config: PreTrainedConfig) -> HeadS
     return HeadSet(recipe.base.model, "", geometry_of(config), (), scored, "stand-in", recipe.seed)
 
 
-def _hybrid(config: PreTrainedConfig, fields: list[dict[str, Any]], recipe: Recipe) -> PreTrainedModel:
+def _hybrid(config: PreTrainedConfig, plan: Plan, fields: list[dict[str, Any]], recipe: Recipe) -> PreTrainedModel:
+    if plan.grafts[0].form != "head":
+        config = config if has_inserted(config) else inserted_config(plan, config, recipe.splice)
+        return _as_loaded(as_inserted(meta_model(config)), recipe.base)
     with torch.device("meta"):
         hybrid = family_of(config).build_hybrid(hybrid_config(config, fields, recipe.state_size))
     return _as_loaded(hybrid, recipe.base)

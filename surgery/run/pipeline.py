@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import broadcast_object_list
 
 from surgery.data.user import open_source
@@ -20,6 +21,7 @@ from surgery.evaluate.evaluation import held_out_documents
 from surgery.evaluate.prompts import make_prompts
 from surgery.files.lock import hold
 from surgery.models.donors import donor_mixers
+from surgery.models.inserted import has_inserted
 from surgery.models.loading import check_finite, check_vocabulary, load_config, load_tokenizer
 from surgery.models.lookup import family_of
 from surgery.models.spliced import plan_of_hybrid
@@ -30,6 +32,7 @@ from surgery.report.results import answer_spans_text
 from surgery.run.context import Reporter, Run, Silent
 from surgery.run.sharing import find_origin, take_stage
 from surgery.run.stages import Stage, stages_of
+from surgery.splice.inserted import check_inserts, check_place
 from surgery.splice.plan import check_in_range, check_not_spliced, check_splices, check_state_size
 from surgery.train.compiling import check_compiler
 from surgery.train.training import make_accelerator
@@ -123,7 +126,13 @@ def check_configs(run: Run) -> None:
 def _check_hybrid(run: Run) -> None:
     """Check that the base is a hybrid, and that the control has the same tokenizer and no splice."""
     recipe = run.recipe
-    plan_of_hybrid(load_config(recipe.base), recipe.base.model)
+    config = load_config(recipe.base)
+    plan_of_hybrid(config, recipe.base.model)
+    wrong = "transformers" if has_inserted(config) else "nemotron_h"
+    if recipe.export.format == wrong:
+        kind = "layers that were inserted" if has_inserted(config) else "heads that were spliced into its layers"
+        hint = f"The base has {kind}. Set {'nemotron_h' if has_inserted(config) else 'transformers'}."
+        raise RecipeError("export.format", wrong, hint)
     if recipe.control is None:
         return
     try:
@@ -169,6 +178,10 @@ def _check_base(run: Run, splice: Splice) -> None:
     if not only_locate:
         check_splices(config)
         check_state_size(splice.state_size, config)
+        if splice.form != "head":
+            dtype = config.dtype if recipe.base.dtype == "auto" else getattr(torch, recipe.base.dtype)
+            check_inserts(config, dtype)
+            check_place(splice.before or 0, config)
     if only_locate and not family_of(config).sites(config):
         return
     measures_reads = [name for name, method in METHODS.items() if method.measures_reads]

@@ -322,8 +322,10 @@ def _write_results(run: Run, arms: dict[str, Arm], began: float, skipped: dict[s
         costs = _efficiency(run, figures)
     before = [stage.name for stage in stages_of(recipe) if stage.name not in ("evaluate", "export")]
     seconds = {name: (run.rundir.manifest(name) or {}).get("seconds", 0.0) for name in before}
+    inserted = [{"form": g.form, "before": g.before} for g in run.plan().grafts if g.form != "head"]
     results = {
         "heads": [str(h) for h in run.plan().heads],
+        **({"inserted": inserted} if inserted else {}),
         "arms": summaries,
         "p_values": p_values(arms, "base"),
         **compare_arms(arms, recipe.seed),

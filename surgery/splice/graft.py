@@ -20,6 +20,7 @@ from surgery.interventions.silence import silence
 from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of, structure_of
 from surgery.models.runtime import requires_grad
 from surgery.recipe import Splice
+from surgery.splice.inserted import insert_layers
 from surgery.splice.plan import check_state_size, hybrid_config, splice_field
 from surgery.splice.source import HeadSource, donor_of
 from surgery.splice.state_size import StateCut
@@ -47,12 +48,14 @@ def splice_model(
 
     Returns:
         The hybrid in eval mode, in the base's dtype. With `mode: add` and no cut, its logits equal the base's bit for
-        bit.
+        bit. With `form: block` or `pair` it is a Nemotron-H (`insert_layers`).
 
     Raises:
         PlanError: the plan was made for another geometry, the cut is not the section's, or `splice_field` or the
             branch's `fill` fails.
     """
+    if any(graft.form != "head" for graft in plan.grafts):
+        return insert_layers(model, plan, section)
     family = family_of(model.config)
     if plan.geometry != geometry_of(model.config):
         raise PlanError("plan.json geometry", plan.geometry, "The plan was made for another model. Plan again.")

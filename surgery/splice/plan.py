@@ -10,11 +10,13 @@ from surgery.errors import PlanError
 from surgery.hybrid.branches import BRANCHES
 from surgery.hybrid.shipping import module_of
 from surgery.models.donors import donor_mixers
+from surgery.models.inserted import has_inserted
 from surgery.models.layouts import Family
 from surgery.models.lookup import family_of, geometry_of
 from surgery.models.registry import families
 from surgery.models.spliced import BASE_STATE_SIZE
 from surgery.recipe import Splice
+from surgery.splice.inserted import check_inserts, check_place
 from surgery.splice.source import PlanSource
 from surgery.types import Graft, HeadId, HeadSet, MixerSpec, Plan, ScoredHead
 
@@ -52,6 +54,9 @@ def make_plan(
     check_not_spliced(config)
     check_splices(config)
     check_state_size(splice.state_size, config)
+    if splice.form != "head":
+        check_inserts(config)
+        check_place(splice.before or 0, config)
     if splice.unit == "layer" and not _takes_layers(family_of(config)):
         names = ", ".join(family.name for family in families() if _takes_layers(family))
         raise PlanError("splice.unit", "layer", f"Only {names} models support whole layers. Set it to head.")
@@ -81,6 +86,9 @@ def _graft(site: MixerSpec, heads: list[ScoredHead], splice: Splice, teacher: Pr
             raise PlanError("heads.json", str(scored.head), hint)
         reads.append(scored.reads)
     numbers = tuple(scored.head.head for scored in heads)
+    if splice.form != "head":
+        before = site.layer if splice.before is None else splice.before
+        return Graft(site, numbers, splice.mode, splice.init, tuple(reads), form=splice.form, before=before)
     if not branch_of(splice.init).needs_teacher:
         return Graft(site, numbers, splice.mode, splice.init, tuple(reads))
     assert teacher is not None and splice.teacher is not None
@@ -114,7 +122,7 @@ def branch_of(init: str) -> type[Any]:
 
 def check_not_spliced(config: PreTrainedConfig) -> None:
     """Raise PlanError if the model is a hybrid already."""
-    if getattr(config, "splice", None):
+    if getattr(config, "splice", None) or has_inserted(config):
         hint = "The model is a hybrid already. Splice all heads into its base at once (splice.num_heads)."
         raise PlanError("base.model", config.model_type, hint)
 

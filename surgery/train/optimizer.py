@@ -12,14 +12,16 @@ from transformers import PreTrainedModel
 
 from surgery.errors import RunError
 from surgery.hybrid.attention import SplicedAttention
+from surgery.models.inserted import inserted_blocks
 from surgery.models.lookup import block_of, family_of
 from surgery.recipe import Optimizer, TrainStage
 from surgery.train.lora import adapter_parameters
 
 
 def spliced_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters of the spliced heads, each once, in the model's order."""
-    return [p for m in model.modules() if isinstance(m, SplicedAttention) for p in m.parameters()]
+    """Parameters of the spliced heads and of inserted layers, each once, in the model's order."""
+    branches = [m for m in model.modules() if isinstance(m, SplicedAttention)]
+    return [p for module in (*branches, *inserted_blocks(model)) for p in module.parameters()]
 
 
 def mark_trainable(model: PreTrainedModel, stage: TrainStage, layers: Sequence[int] = ()) -> list[nn.Parameter]:

@@ -23,7 +23,7 @@ from surgery.types import HeadId, HeadSet, ScoredHead
 from tests.support.battery import base, logits, plan_of, trained
 
 
-def in_this_process(folder: Path, ids: Tensor, dtypes: Any) -> dict[str, Tensor]:
+def in_this_process(folder: Path, ids: Tensor, dtypes: Any, remote_code: bool = True) -> dict[str, Tensor]:
     """The twin of `reload` with this library's own classes."""
     found = {"tokenizer": torch.tensor(AutoTokenizer.from_pretrained(folder)(SAMPLE)["input_ids"])}
     for dtype in dtypes:

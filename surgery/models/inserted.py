@@ -1,0 +1,187 @@
+"""Hybrids with inserted layers: transformers' own Nemotron-H, whose config lists the new layers in `inserted`.
+
+The files of such a model need no code of this library. In memory its class is `InsertedForCausalLM`, which also returns
+the attention rows that training supervises.
+
+Shape legend: B batch, T tokens, H attention heads of a block, P their width, Q requested rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import Mamba2Config, NemotronHConfig, NemotronHForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from surgery.errors import ModelError
+from surgery.hybrid.causal_lm import HybridCausalLMOutput
+from surgery.hybrid.splice_pass import SpliceRows
+from surgery.types import Graft, MixerSpec
+
+FIELD = "inserted"  # field of the config: one entry for each graft, from below
+
+
+def has_inserted(config: PreTrainedConfig) -> bool:
+    """Return whether layers were inserted into the base of this model."""
+    return bool(getattr(config, FIELD, None))
+
+
+def inserted_entries(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Return the checked entries of the field `inserted`; empty if nothing was inserted.
+
+    An entry has `form`, `layers` (indices of the new layers in the hybrid, the attention block last), `before` (layer
+    of the base that follows them), `site` (layer of the located heads), `heads`, and `reads`.
+
+    Raises:
+        ModelError: an entry is malformed, or does not fit the layers of the config.
+    """
+    entries = getattr(config, FIELD, None) or []
+    hint = "The field lists the layers that were inserted into the base. Export the model again."
+    kinds = list(getattr(config, "layers_block_type", None) or [])
+    if not isinstance(entries, list):
+        raise ModelError(f"config.json {FIELD}", str(entries)[:80], hint)
+    last, removed = -1, 0
+    for entry in entries:
+        value = str(entry)[:120]
+        if not isinstance(entry, dict) or set(entry) != {"form", "layers", "before", "site", "heads", "reads"}:
+            raise ModelError(f"config.json {FIELD}", value, hint)
+        layers, numbers = entry["layers"], (entry["before"], entry["site"])
+        expected = {"block": ["full_attention"], "pair": ["linear_attention", "full_attention"]}.get(entry["form"])
+        lists = all(isinstance(entry[name], list) for name in ("layers", "heads", "reads"))
+        fits = lists and all(type(n) is int and n >= 0 for n in (*layers, *numbers, *entry["heads"]))
+        fits = fits and layers == list(range(layers[0], layers[0] + len(layers))) if fits and layers else False
+        if not fits or layers[0] <= last or [*kinds[layers[0] : layers[-1] + 1]] != expected:
+            raise ModelError(f"config.json {FIELD}", value, hint)
+        if entry["before"] != layers[0] - removed or not 0 < len(entry["heads"]) == len(entry["reads"]):
+            raise ModelError(f"config.json {FIELD}", value, hint)
+        last, removed = layers[-1], removed + len(layers)
+    return entries
+
+
+def new_layers(config: PreTrainedConfig) -> tuple[int, ...]:
+    """Return the indices of the inserted layers in the hybrid."""
+    return tuple(layer for entry in inserted_entries(config) for layer in entry["layers"])
+
+
+def attention_layers(config: PreTrainedConfig) -> tuple[int, ...]:
+    """Return the indices of the inserted attention blocks in the hybrid."""
+    return tuple(entry["layers"][-1] for entry in inserted_entries(config))
+
+
+def base_config_of(config: PreTrainedConfig) -> Mamba2Config:
+    """Return the config of the Mamba-2 that layers were inserted into: its shapes, not its token ids."""
+    return Mamba2Config(
+        num_hidden_layers=len(config.layers_block_type) - len(new_layers(config)),
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        num_heads=config.mamba_num_heads,
+        head_dim=config.mamba_head_dim,
+        expand=config.expand,
+        state_size=config.ssm_state_size,
+        n_groups=config.n_groups,
+        conv_kernel=config.conv_kernel,
+    )
+
+
+def grafts_of(config: PreTrainedConfig, sites: Mapping[int, MixerSpec]) -> tuple[Graft, ...]:
+    """Return the grafts of a hybrid with inserted layers.
+
+    Args:
+        config: config of the hybrid.
+        sites: SSM mixers of the base, by layer.
+
+    Raises:
+        ModelError: as `inserted_entries`, or an entry names a layer that the base lacks.
+    """
+    grafts = []
+    for entry in inserted_entries(config):
+        if entry["site"] not in sites:
+            hint = f"Layers of the base: {sorted(sites)}. Export the model again."
+            raise ModelError(f"config.json {FIELD}", f"site {entry['site']}", hint)
+        heads, reads = tuple(entry["heads"]), tuple(entry["reads"])
+        site, form, before = sites[entry["site"]], entry["form"], entry["before"]
+        grafts.append(Graft(site, heads, "add", "random", reads, form=form, before=before))
+    return tuple(grafts)
+
+
+def inserted_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the inserted blocks of a model, from below; empty if nothing was inserted."""
+    config = getattr(model, "config", None)
+    if not has_inserted(config):
+        return []
+    return [model.get_submodule(f"model.layers.{layer}") for layer in new_layers(config)]
+
+
+class InsertedForCausalLM(NemotronHForCausalLM):
+    """`NemotronHForCausalLM` in memory. It is saved as transformers' own class."""
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        splice_queries: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As Nemotron-H's own forward.
+
+        Args:
+            splice_queries: (B,Q) token indices, -1 for none. Their attention rows (B,H,Q,T) in the inserted blocks are
+                returned as `splice_attentions`.
+        """
+        if splice_queries is None:
+            return super().forward(input_ids, attention_mask=attention_mask, **kwargs)
+        if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+            raise ValueError("splice_queries: rows are computed without a cache only. Set use_cache=False.")
+        projected: dict[str, Tensor] = {}
+        documents: list[Tensor | None] = []
+        handles = [
+            self.model.register_forward_pre_hook(
+                lambda _, __, arguments: documents.append(arguments.get("seq_idx")), with_kwargs=True
+            )
+        ]
+        # Queries and keys are recorded inside the blocks and compared outside: gradient checkpointing runs a block
+        # again, and its second run must save the same tensors.
+        for layer in attention_layers(self.config):
+            mixer = self.model.layers[layer].mixer
+            for name in ("q_proj", "k_proj"):
+
+                def record(_: nn.Module, __: Any, output: Tensor, key: str = f"{layer}.{name}") -> None:
+                    projected.setdefault(key, output)
+
+                handles.append(getattr(mixer, name).register_forward_hook(record))
+        try:
+            output = super().forward(input_ids, attention_mask=attention_mask, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        rows = SpliceRows(splice_queries)
+        for entry in inserted_entries(self.config):
+            layer, heads = entry["layers"][-1], len(entry["heads"])
+            mixer = self.model.layers[layer].mixer
+            query, key = (
+                projected[f"{layer}.{name}"].unflatten(-1, (-1, mixer.head_dim)).transpose(1, 2)
+                for name in ("q_proj", "k_proj")
+            )
+            key = key.repeat_interleave(mixer.num_key_value_groups, dim=1)
+            rows.collect(layer, query[:, :heads] * mixer.scaling, key[:, :heads], attention_mask, documents[0])
+        return HybridCausalLMOutput(**output, splice_attentions=rows.take())
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Save as transformers' own class, without code of this library."""
+        self.__class__ = NemotronHForCausalLM
+        try:
+            return self.save_pretrained(*args, **kwargs)
+        finally:
+            self.__class__ = InsertedForCausalLM
+
+
+def as_inserted(model: PreTrainedModel) -> PreTrainedModel:
+    """Turn a Nemotron-H with inserted layers into an `InsertedForCausalLM` in place. Returns any model.
+
+    Raises:
+        ModelError: as `inserted_entries`.
+    """
+    if has_inserted(model.config) and isinstance(model.config, NemotronHConfig) and inserted_entries(model.config):
+        model.__class__ = InsertedForCausalLM
+    return model

@@ -1,0 +1,174 @@
+"""A run with `splice.form: pair`, from locating to a verified export that holds no code."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, NemotronHForCausalLM
+
+from surgery.models.lookup import geometry_of
+from surgery.recipe.loading import load_recipe
+from surgery.types import head_set_from_json, plan_from_json
+from tests.integration.conftest import BASE, RECIPE, SMALL, run_small, surgery
+from tests.support.errors import assert_refused
+
+PAIR = "splice={select: list, heads: [L3H2, L3H0], form: pair, before: 0, head_dim: 16}"
+QUICK = ("locate.examples=4", "locate.methods=[query, sharpen]", "train.steps=2", "evaluate.examples=4")
+# The quickstart's recipe says how heads are ranked, which the list does not need.
+LIGHT = (*QUICK, "evaluate.sentences=4", "evaluate.pairs=[4]", "evaluate.tasks=[kv_retrieval, perplexity]")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of a small quickstart that inserts a pair before layer 0."""
+    cwd = tmp_path_factory.mktemp("pair")
+    done = run_small(cwd, PAIR, *LIGHT)
+    assert done.returncode == 0, done.stderr
+    return cwd / "runs" / "quickstart"
+
+
+def test_it_starts_as_the_base(pair: Path) -> None:
+    assert json.loads((pair / "splice.json").read_text()) == {"max_logit": 0.0, "kl": 0.0, "same_top": 1.0}
+
+
+def test_the_control_has_no_new_layers(pair: Path) -> None:
+    assert json.loads((pair / "no_splice" / "config.json").read_text())["model_type"] == "mamba2"
+    history = [json.loads((pair / name).read_text()) for name in ("training.json", "no_splice_training.json")]
+    assert {"attention", "answer", "base_kl"} <= set(history[0][0]) and "attention" not in history[1][0]
+
+
+def test_plan_heads_results_config_report_and_card_say_what_was_inserted(pair: Path) -> None:
+    plan = plan_from_json(json.loads((pair / "plan.json").read_text()))
+    (graft,) = plan.grafts
+    assert (graft.form, graft.before, graft.site.layer, graft.heads) == ("pair", 0, 3, (2, 0))
+    assert plan.geometry == geometry_of(AutoModelForCausalLM.from_pretrained(BASE).config)
+    heads = head_set_from_json(json.loads((pair / "heads.json").read_text()))
+    assert [str(scored.head) for scored in heads.chosen] == ["L3H2", "L3H0"]
+    results = json.loads((pair / "results.json").read_text())
+    assert results["inserted"] == [{"form": "pair", "before": 0}] and results["heads"] == ["L3H2", "L3H0"]
+    assert list(results["arms"]) == ["base", "no_splice", "hybrid_heads_off", "hybrid"]
+    config = json.loads((pair / "export" / "config.json").read_text())
+    (entry,) = config["inserted"]
+    assert (entry["form"], entry["layers"], entry["before"], entry["site"]) == ("pair", [0, 1], 0, 3)
+    card, page = ((pair / name).read_text() for name in ("export/README.md", "report.html"))
+    for text in (card, page):
+        assert "pair before layer 0" in text
+    assert "| L3H2 | pair before layer 0 | random |" in card and "trust_remote_code" not in card.split("## Recipe")[0]
+
+
+def test_the_config_is_one_that_other_programs_read(pair: Path) -> None:
+    config = json.loads((pair / "export" / "config.json").read_text())
+    base = json.loads((BASE / "config.json").read_text())
+    assert config["hybrid_override_pattern"] == "M*" + "M" * base["num_hidden_layers"]
+    assert config["num_hidden_layers"] == base["num_hidden_layers"] + 2 and "layers_block_type" not in config
+    assert config["n_groups"] == config["mamba_n_groups"] == base["n_groups"]
+    assert config["conv_kernel"] == config["mamba_d_conv"] == base["conv_kernel"]
+    assert config["time_step_min"] == 1e-30 and config["tie_word_embeddings"] is False
+    assert not [key for key in config if "expert" in key or "moe" in key or "mtp" in key]
+    weights = load_file(pair / "export" / "model.safetensors")  # with the names of NVIDIA's own checkpoints
+    assert weights["lm_head.weight"].shape == weights["backbone.embeddings.weight"].shape
+
+
+ALONE = """
+import sys
+sys.modules["surgery"] = None
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+folder, out = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(folder).eval()
+assert type(model).__module__ == "transformers.models.nemotron_h.modeling_nemotron_h", type(model)
+ids = torch.randint(3, 900, (3, 17), generator=torch.Generator().manual_seed(0))
+mask = torch.ones_like(ids)
+for row, padding in enumerate((0, 5, 9)):
+    ids[row, :padding], mask[row, :padding] = 0, 0
+options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+with torch.no_grad():
+    texts = {"logits": model(ids, attention_mask=mask, use_cache=False).logits}
+    texts["cached"] = model.generate(ids, attention_mask=mask, **options)[:, -8:].contiguous()
+    texts["uncached"] = model.generate(ids, attention_mask=mask, use_cache=False, **options)[:, -8:].contiguous()
+    alone = [model.generate(ids[row : row + 1, p:], **options)[:, -8:] for row, p in enumerate((0, 5, 9))]
+texts["alone"] = torch.cat(alone).contiguous()
+save_file({**texts, "ids": ids, "mask": mask}, out)
+"""
+
+
+def test_it_loads_and_generates_in_a_process_without_this_library(pair: Path, tmp_path: Path) -> None:
+    export = pair / "export"
+    assert not list(export.rglob("*.py"))
+    command = [sys.executable, "-c", ALONE, str(export), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = load_file(tmp_path / "out")
+    assert torch.equal(found["cached"], found["uncached"]) and torch.equal(found["cached"], found["alone"])
+    trained = AutoModelForCausalLM.from_pretrained(pair / "trained").eval()
+    assert type(trained) is NemotronHForCausalLM
+    with torch.no_grad():
+        logits = trained(found["ids"], attention_mask=found["mask"], use_cache=False).logits
+    assert torch.equal(logits, found["logits"])
+
+
+def test_a_copy_is_verified(pair: Path, tmp_path: Path) -> None:
+    checked = surgery("verify", str(pair / "export"), cwd=tmp_path)
+    assert checked.returncode == 0 and "agree on the splice" in checked.stdout, checked.stdout + checked.stderr
+    copy = tmp_path / "copy"
+    shutil.copytree(pair / "export", copy)
+    (copy / "export.json").write_text(json.dumps({"format": "nemotron_h"}))  # of a version without hashes
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModelForCausalLM": "evil.Evil"}}))
+    assert_refused(surgery("verify", str(copy), cwd=tmp_path), "config.json", "auto_map")
+    (copy / "config.json").write_text(json.dumps(config | {"inserted": [{**config["inserted"][0], "before": 1}]}))
+    assert_refused(surgery("verify", str(copy), cwd=tmp_path), "inserted")
+    (copy / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "inserted"}))
+    assert_refused(surgery("verify", str(copy), cwd=tmp_path), "plain model")
+    (copy / "config.json").write_text(json.dumps(config))
+    weights = load_file(copy / "model.safetensors")
+    weights["backbone.layers.1.mixer.o_proj.weight"] += 1
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    assert_refused(surgery("verify", str(copy), cwd=tmp_path), "reloading", "differ")
+
+
+def test_it_is_trained_further_in_the_same_format(pair: Path, tmp_path: Path) -> None:
+    words = [word for word in (*SMALL, *LIGHT) if not word.startswith("base.model")]
+    tune = ("run", str(RECIPE), *words, f"base.model={pair / 'export'}", "splice=null")
+    assert_refused(surgery(*tune, cwd=tmp_path), "export.format", "nemotron_h")
+    done = surgery(*tune, "export.format=nemotron_h", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    export = tmp_path / "runs" / "quickstart" / "export"
+    config = json.loads((export / "config.json").read_text())
+    assert config["inserted"] == json.loads((pair / "export" / "config.json").read_text())["inserted"]
+    assert config["architectures"] == ["NemotronHForCausalLM"]
+
+
+def test_a_dry_run_counts_the_new_layers(tmp_path: Path) -> None:
+    done = run_small(tmp_path, PAIR, *LIGHT, options=("--dry-run",))
+    assert done.returncode == 0, done.stderr
+    assert "pair of 2 heads before layer 0 of the base" in done.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_base_that_cannot_be_expressed_is_refused_before_locating(tmp_path: Path) -> None:
+    base = tmp_path / "limited"
+    shutil.copytree(BASE, base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"time_step_limit": [0.001, 0.1]}))
+    words = [word for word in (*SMALL, *LIGHT) if not word.startswith("base.model")]
+    refused = surgery("run", str(RECIPE), *words, PAIR, f"base.model={base}", cwd=tmp_path)
+    assert_refused(refused, "time_step_limit", "0.001", "splice.form: head")
+    half = run_small(tmp_path, PAIR, *LIGHT, "base.dtype=bfloat16")
+    assert_refused(half, "base.dtype", "bfloat16", "float32")
+    far = run_small(tmp_path, PAIR.replace("before: 0", "before: 99"), *LIGHT)
+    assert_refused(far, "splice.before", "99")
+    assert not (tmp_path / "runs" / "quickstart" / "heads.json").exists()
+
+
+def test_the_recipe_in_the_export_is_one(pair: Path) -> None:
+    recipe = load_recipe(pair / "export" / "recipe.yaml")
+    assert recipe.splice is not None and (recipe.splice.form, recipe.export.format) == ("pair", "nemotron_h")

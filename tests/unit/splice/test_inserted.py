@@ -1,0 +1,400 @@
+"""Inserted attention blocks and pairs (`splice.form`): the base at first, and a Nemotron-H of transformers itself."""
+
+from __future__ import annotations
+
+import copy
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, NemotronHForCausalLM
+
+from surgery.errors import ModelError, PlanError
+from surgery.interventions.heads_off import heads_off
+from surgery.models.inserted import InsertedForCausalLM, as_inserted, inserted_blocks, inserted_entries
+from surgery.models.lookup import family_of, geometry_of
+from surgery.models.sizes import sizes_of
+from surgery.models.spliced import plan_of_hybrid
+from surgery.recipe import Splice, Train
+from surgery.splice.graft import splice_model, step_zero_gap
+from surgery.splice.inserted import insert_layers
+from surgery.splice.plan import check_not_spliced, make_plan
+from surgery.testing.pico import pad, pico_base, pico_tokenizer, prompts, randomise, tokens
+from surgery.train.optimizer import mark_trainable
+from surgery.train.packing import separate_documents
+from surgery.train.training import train_model
+from surgery.types import HeadId, HeadSet, Plan, ScoredHead, plan_from_json, to_json
+from tests.support.battery import assert_cache_is_as_large_as_said, logits
+
+every_form = pytest.mark.parametrize("form", ["block", "pair"])
+HEADS = ("L1H2", "L2H0", "L2H1")  # one head in layer 1, two in layer 2
+
+
+def located(model: Any, *names: str) -> HeadSet:
+    chosen = tuple(ScoredHead(HeadId.parse(name), "neither", "answer_token", {}) for name in names or HEADS)
+    return HeadSet("pico", "", geometry_of(model.config), (), chosen, "list", 0)
+
+
+def section(form: Any, **more: Any) -> Splice:
+    return Splice(form=form, head_dim=16, **more)
+
+
+def planned(model: Any, form: Any, *names: str, **more: Any) -> Plan:
+    return make_plan(located(model, *names), model.config, section(form, **more), seed=3)
+
+
+@cache
+def base(**config: Any) -> Any:
+    return pico_base(**config).requires_grad_(False)
+
+
+def inserted(form: Any, *names: str, before: int | None = None, **config: Any) -> Any:
+    """The hybrid at step 0."""
+    plan = planned(base(**config), form, *names, before=before)
+    return splice_model(base(**config), plan, section(form, before=before))
+
+
+@cache
+def trained(form: Any) -> Any:
+    """A hybrid as training could leave it."""
+    model = randomise(inserted(form).requires_grad_(False), 7)
+    model.get_input_embeddings().weight.mul_(0.1)
+    return model
+
+
+class TestStepZero:
+    @every_form
+    @pytest.mark.parametrize(
+        "config",
+        [{}, {"n_groups": 2}, {"use_bias": True, "use_conv_bias": False}, {"tie_word_embeddings": True}],
+        ids=str,
+    )
+    def test_logits_are_the_bases_bit_for_bit(self, form: str, config: dict[str, Any]) -> None:
+        hybrid = inserted(form, **config)
+        assert torch.equal(logits(hybrid, tokens(2, 40)), logits(base(**config), tokens(2, 40)))
+        ids, mask = pad([tokens(1, 9)[0], tokens(1, 21)[0]], "left")
+        gap = step_zero_gap(base(**config), hybrid, ids, mask)
+        assert gap.max_logit <= 1e-6 and gap.same_top == 1
+
+    def test_small_steps_of_dt_stay_small(self) -> None:
+        """Nemotron-H's own limit of dt in prefill, 0.001, is another model."""
+        slow = copy.deepcopy(base())
+        for block in slow.backbone.layers:
+            block.mixer.dt_bias.fill_(-9)  # dt of about 1e-4
+        hybrid = splice_model(slow, planned(slow, "block"), section("block"))
+        ids = tokens(2, 40)
+        assert torch.equal(logits(hybrid, ids), logits(slow, ids))
+        for block in hybrid.model.layers:
+            if block.block_type == "linear_attention":
+                block.mixer.time_step_limit = (1e-3, float("inf"))
+        assert not torch.allclose(logits(hybrid, ids), logits(slow, ids), atol=1e-4)
+
+    @every_form
+    def test_new_layers_are_where_the_plan_puts_them(self, form: str) -> None:
+        new = ["linear_attention", "full_attention"] if form == "pair" else ["full_attention"]
+        ssm = "linear_attention"
+        assert inserted(form).config.layers_block_type == [ssm, *new, ssm, *new, ssm]
+        assert inserted(form, before=0).config.layers_block_type == [*new, *new, ssm, ssm, ssm]
+
+    @every_form
+    def test_base_and_hybrid_share_no_memory(self, form: str) -> None:
+        hybrid = inserted(form, tie_word_embeddings=True)
+        owned = [p.data_ptr() for p in hybrid.parameters()]
+        assert len(set(owned)) == len(owned), "lm_head is a tensor of its own"
+        assert not set(owned) & {p.data_ptr() for p in base(tie_word_embeddings=True).parameters()}
+        assert not hybrid.training
+
+    @every_form
+    def test_the_same_plan_gives_the_same_weights_and_another_seed_others(self, form: str) -> None:
+        one, same = inserted(form).state_dict(), inserted(form).state_dict()
+        plan = planned(base(), form)
+        other = insert_layers(base(), Plan(plan.base, plan.geometry, plan.grafts, 4), section(form)).state_dict()
+        assert all(torch.equal(one[name], same[name]) for name in one)
+        changed = {name for name in one if not torch.equal(one[name], other[name])}
+        assert {name.split(".mixer.")[1] for name in changed} >= {"q_proj.weight", "k_proj.weight", "v_proj.weight"}
+
+    def test_a_base_of_two_groups_keeps_the_norm_of_each(self) -> None:
+        """The gated norm takes one mean square for each group in both models."""
+        assert inserted("block", n_groups=2).model.layers[0].mixer.norm.group_size == 32
+
+
+class TestDelayLine:
+    def test_channels_hold_the_tokens_before_and_the_scan_adds_nothing(self) -> None:
+        mixer = inserted("pair", before=0).model.layers[0].mixer
+        seen: dict[str, Tensor] = {}
+        mixer.in_proj.register_forward_hook(lambda _, __, output: seen.update(projected=output))
+        mixer.norm.register_forward_pre_hook(lambda _, inputs: seen.update(scan=inputs[0]))
+        with torch.no_grad():
+            mixer(torch.randn(2, 13, 32, generator=torch.Generator().manual_seed(0)))
+        x, inner = seen["projected"][..., 64:128], 64  # after z
+        for channel in range(inner):
+            lag = 1 + channel % 3
+            late = torch.nn.functional.pad(x[:, :-lag, channel], (lag, 0))
+            assert torch.allclose(seen["scan"][..., channel], torch.nn.functional.silu(late), atol=1e-6), channel
+
+    def test_the_scan_can_be_learned(self) -> None:
+        mixer = inserted("pair", before=0).model.layers[0].mixer.train().requires_grad_(True)
+        with torch.no_grad():
+            mixer.out_proj.weight.normal_(generator=torch.Generator().manual_seed(0))
+        mixer(torch.randn(2, 13, 32, generator=torch.Generator().manual_seed(0))).square().sum().backward()
+        rows_of_C = mixer.in_proj.weight.grad[2 * 64 + 8 : 2 * 64 + 16]
+        assert bool(rows_of_C.abs().sum(1).gt(0).all())
+
+    def test_the_output_has_gradients_at_the_first_step(self) -> None:
+        model = inserted("pair", before=0).requires_grad_(True)
+        model(tokens(2, 13), use_cache=False).logits.square().sum().backward()
+        for block in inserted_blocks(model):
+            out = block.mixer.out_proj if block.block_type == "linear_attention" else block.mixer.o_proj
+            assert float(out.weight.grad.abs().max()) > 0
+
+
+class TestStock:
+    """Saved, it is transformers' own class."""
+
+    @every_form
+    def test_what_is_saved_names_no_class_of_ours(self, form: str, tmp_path: Path) -> None:
+        model = trained(form)
+        model.save_pretrained(tmp_path)
+        assert type(model) is InsertedForCausalLM, "saving leaves the model as it is"
+        config = json.loads((tmp_path / "config.json").read_text())
+        assert config["architectures"] == ["NemotronHForCausalLM"] and "auto_map" not in config
+        assert not list(tmp_path.glob("*.py"))
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert type(loaded) is NemotronHForCausalLM
+        assert torch.equal(logits(loaded, tokens(2, 30)), logits(model, tokens(2, 30)))
+        assert type(as_inserted(loaded)) is InsertedForCausalLM
+
+    @every_form
+    def test_cached_text_is_the_uncached_one(self, form: str) -> None:
+        model, ids = trained(form), tokens(2, 21)
+        options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+        cached = model.generate(ids, use_cache=True, **options)
+        assert torch.equal(cached, model.generate(ids, use_cache=False, **options))
+        assert len(set(cached[0, 21:].tolist())) > 2, "a text of one token would hide a fault"
+
+    @every_form
+    def test_left_padded_batches_are_single_prompts(self, form: str) -> None:
+        model, rows = trained(form), [tokens(1, n, n)[0] for n in (5, 17, 11)]
+        ids, mask = pad(rows, "left")
+        together = logits(model, ids, mask)
+        options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+        texts = model.generate(ids, attention_mask=mask, **options)
+        for index, row in enumerate(rows):
+            alone = logits(model, row[None])
+            assert torch.allclose(together[index, -len(row) :], alone[0], atol=1e-5)
+            assert torch.equal(texts[index, -8:], model.generate(row[None], **options)[0, -8:])
+
+    @every_form
+    def test_prefill_in_chunks_is_prefill_at_once(self, form: str) -> None:
+        model, ids = trained(form), tokens(2, 23)
+        with torch.no_grad():
+            first = model(ids[:, :9], use_cache=True)
+            second = model(ids[:, 9:], past_key_values=first.past_key_values, use_cache=True)
+        assert torch.allclose(torch.cat([first.logits, second.logits], 1), logits(model, ids), atol=1e-5)
+
+    @every_form
+    def test_the_cache_is_as_large_as_said(self, form: str) -> None:
+        assert_cache_is_as_large_as_said(trained(form))
+        model = trained(form)
+        counted = sum(p.numel() for block in inserted_blocks(model) for p in block.parameters())
+        assert sizes_of(model).new_parameters == counted > 0
+
+    @every_form
+    def test_attention_off_is_a_zero_output(self, form: str) -> None:
+        model, ids = trained(form), tokens(2, 15)
+        off = copy.deepcopy(model)
+        for block in inserted_blocks(off):
+            if block.block_type == "full_attention":
+                block.mixer.o_proj.weight.zero_()
+        with heads_off(model):
+            disabled = logits(model, ids)
+        assert torch.equal(disabled, logits(off, ids)) and not torch.equal(disabled, logits(model, ids))
+
+
+class TestRows:
+    @every_form
+    def test_they_are_the_weights_of_the_blocks(self, form: str) -> None:
+        model, batch = copy.deepcopy(trained(form)), prompts()
+        model.set_attn_implementation("eager")
+        call = {"attention_mask": batch.attention_mask, "use_cache": False}
+        output = model(batch.input_ids, splice_queries=batch.query, **call)
+        whole = model(batch.input_ids, output_attentions=True, **call).attentions
+        assert [rows.shape[1] for rows in output.splice_attentions] == [1, 2], "a head that fills a block up has none"
+        for rows, weights in zip(output.splice_attentions, whole, strict=True):
+            assert torch.allclose(rows[:, :, 0], weights[:, : rows.shape[1], -1], atol=1e-6)
+        assert torch.equal(output.logits, model(batch.input_ids, **call).logits)
+
+    def test_checkpointing_changes_no_gradient(self) -> None:
+        batch, gradients = prompts(), []
+        for checkpointing in (False, True):
+            model = copy.deepcopy(trained("pair")).requires_grad_(True).train()
+            if checkpointing:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            call = {"attention_mask": batch.attention_mask, "use_cache": False}
+            rows = model(batch.input_ids, splice_queries=batch.query, **call).splice_attentions
+            sum(r[..., 3].sum() for r in rows).backward()
+            gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        plain, recomputed = gradients
+        assert plain.keys() == recomputed.keys() and "model.layers.2.mixer.q_proj.weight" in plain
+        assert all(torch.allclose(plain[name], recomputed[name], atol=1e-7) for name in plain)
+
+    def test_they_stay_inside_a_document(self) -> None:
+        model, ids = copy.deepcopy(trained("block")), tokens(1, 12)
+        documents = (torch.arange(12) >= 5).int()[None]
+        for block in model.model.layers:  # the scan refuses `seq_idx` without its kernels
+            if block.block_type == "linear_attention":
+                block.mixer.register_forward_pre_hook(
+                    lambda _, args, kwargs: (args, {k: v for k, v in kwargs.items() if k != "seq_idx"}),
+                    with_kwargs=True,
+                )
+        with separate_documents(model, documents), torch.no_grad():
+            output = model(ids, use_cache=False, splice_queries=torch.tensor([[9]]))
+        for rows in output.splice_attentions:
+            assert not rows[..., :5].any() and torch.allclose(rows[..., 5:10].sum(-1), torch.ones(1, rows.shape[1], 1))
+
+    def test_a_cache_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="use_cache=False"):
+            trained("block")(tokens(1, 5), use_cache=True, splice_queries=torch.tensor([[4]]))
+
+
+class TestTraining:
+    SHAPE = {"vocab_size": 1024}
+    KV = {"task": "kv_retrieval", "rows": 2, "pairs": (2, 2), "weights": {"answer": 1.0, "attention": 1.0}}
+    KEEP = {"task": "sentence", "rows": 2, "weights": {"base_kl": 1.0}}
+
+    def fitted(self, **more: Any) -> tuple[Any, Any, list[dict[str, float]]]:
+        plan = planned(base(**self.SHAPE), "pair")
+        model = splice_model(base(**self.SHAPE), plan, section("pair")).requires_grad_(True)
+        before = copy.deepcopy(model)
+        recipe = {"steps": 2, "sources": [self.KV, self.KEEP], "optimizer": {"warmup": 0}, **more}
+        frozen = copy.deepcopy(base(**self.SHAPE))
+        history = train_model(model, pico_tokenizer(), Train.model_validate(recipe), plan, frozen)
+        return before, model, history
+
+    def test_attention_and_base_kl_are_trained(self) -> None:
+        before, model, history = self.fitted()
+        assert history[0]["base_kl"] == 0 < history[1]["base_kl"]
+        assert history[0]["attention"] > 1
+        changed = {n for (n, a), b in zip(before.named_parameters(), model.parameters(), strict=True) if (a != b).any()}
+        assert {"model.layers.2.mixer.o_proj.weight", "model.layers.1.mixer.out_proj.weight"} <= changed
+        assert "model.layers.0.mixer.in_proj.weight" in changed
+
+    def test_new_heads_are_the_inserted_layers(self) -> None:
+        before, model, _ = self.fitted(trainable="new_heads")
+        new = ("model.layers.1.", "model.layers.2.", "model.layers.4.", "model.layers.5.")
+        for (name, old), weight in zip(before.named_parameters(), model.parameters(), strict=True):
+            assert name.startswith(new) or torch.equal(old, weight), name
+        stage = Train.model_validate({"trainable": "new_heads", "sources": [self.KEEP]})
+        assert {id(p) for p in mark_trainable(model, stage)} == {
+            id(p) for name, p in model.named_parameters() if name.startswith(new)
+        }
+
+    def test_heads_that_fill_a_block_up_stay_zero(self) -> None:
+        _, model, _ = self.fitted()
+        one = model.model.layers[2].mixer  # of L1H2 alone, beside a block of two heads
+        for name in ("q_proj", "k_proj", "v_proj"):
+            weight = getattr(one, name).weight
+            assert weight[:16].any() and not weight[16:].any(), name
+        assert one.o_proj.weight[:, :16].any() and not one.o_proj.weight[:, 16:].any()
+
+
+class TestPlan:
+    @every_form
+    def test_it_is_in_the_config_and_survives_json(self, form: str) -> None:
+        plan = planned(base(), form)
+        assert plan_from_json(json.loads(json.dumps(to_json(plan)))) == plan
+        recovered = plan_of_hybrid(inserted(form).config, plan.base)
+        assert (recovered.geometry, recovered.grafts) == (plan.geometry, plan.grafts)
+        assert [graft.how for graft in plan.grafts] == [f"{form} before layer 1", f"{form} before layer 2"]
+
+    def test_the_json_of_head_splices_has_no_new_keys(self) -> None:
+        plan = make_plan(located(base()), base().config, Splice())
+        assert not {"form", "before"} & set(to_json(plan)["grafts"][0])
+        assert plan_from_json(to_json(plan)) == plan
+
+    def test_a_hybrid_is_no_base(self) -> None:
+        with pytest.raises(PlanError, match="hybrid already"):
+            check_not_spliced(inserted("block").config)
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("layers", [0]),  # an SSM layer of the base
+            ("layers", [1, 2]),
+            ("layers", "1"),
+            ("layers", []),
+            ("before", 2),
+            ("before", None),
+            ("form", "head"),
+            ("heads", []),
+            ("heads", [-1]),
+            ("reads", []),
+            ("surplus", 1),
+        ],
+    )
+    def test_a_wrong_entry_of_a_config_is_refused(self, key: str, value: Any) -> None:
+        config = copy.deepcopy(inserted("block").config)
+        assert len(inserted_entries(config)) == 2
+        config.inserted[0][key] = value
+        with pytest.raises(ModelError, match="inserted"):
+            inserted_entries(config)
+
+    @pytest.mark.parametrize("value", [3, "pair", {"form": "block"}, [1]])
+    def test_what_is_no_list_of_entries_is_refused(self, value: Any) -> None:
+        config = copy.deepcopy(inserted("block").config)
+        config.inserted = value
+        with pytest.raises(ModelError, match="inserted"):
+            inserted_entries(config)
+
+
+class TestRefused:
+    def refused(self, model: Any, **more: Any) -> PlanError:
+        with pytest.raises(PlanError) as caught:
+            make_plan(located(model), model.config, section("pair", **more))
+        return caught.value
+
+    def test_a_limit_of_dt(self) -> None:
+        error = self.refused(pico_base(time_step_limit=(0.01, 0.1)))
+        assert "time_step_limit" in error.field and "0.01" in str(error.value) and "form: head" in error.hint
+
+    def test_another_family(self) -> None:
+        from tests.support.battery import base as of_family
+
+        model = of_family("bamba")
+        sites = family_of(model.config).sites(model.config)
+        heads = located(model, f"L{sites[0].layer}H0")
+        with pytest.raises(PlanError, match="mamba2 only"):
+            make_plan(heads, model.config, section("block"))
+
+    def test_a_place_that_the_base_lacks(self) -> None:
+        error = self.refused(base(), before=3)
+        assert (error.field, error.value) == ("splice.before", 3) and "0 to 2" in error.hint
+
+    @pytest.mark.parametrize("residual_in_fp32", [True, False])
+    def test_weights_of_fewer_bits(self, residual_in_fp32: bool) -> None:
+        half = pico_base(residual_in_fp32=residual_in_fp32).to(torch.bfloat16)
+        with pytest.raises(PlanError, match=r"base\.dtype: bfloat16") as caught:
+            splice_model(half, planned(half, "block"), section("block"))
+        assert "Set base.dtype: float32" in caught.value.hint
+
+    def test_both_forms_in_one_plan(self) -> None:
+        plan = planned(base(), "block")
+        heads = make_plan(located(base()), base().config, Splice())
+        mixed = Plan(plan.base, plan.geometry, (heads.grafts[0], plan.grafts[1]), 0)
+        with pytest.raises(PlanError, match="for every graft"):
+            splice_model(base(), mixed, section("block"))
+
+    def test_a_plan_out_of_order(self) -> None:
+        plan = planned(base(), "block")
+        turned = Plan(plan.base, plan.geometry, plan.grafts[::-1], 0)
+        with pytest.raises(PlanError, match="Order the grafts"):
+            splice_model(base(), turned, section("block"))
+
+    def test_a_plan_of_another_model(self) -> None:
+        plan = planned(base(), "block")
+        with pytest.raises(PlanError, match="another model"):
+            splice_model(base(n_groups=2), plan, section("block"))

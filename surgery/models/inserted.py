@@ -70,9 +70,14 @@ def attention_layers(config: PreTrainedConfig) -> tuple[int, ...]:
 
 
 def base_config_of(config: PreTrainedConfig) -> Mamba2Config:
-    """Return the config of the Mamba-2 that layers were inserted into: its shapes, not its token ids."""
+    """Return the config of the Mamba-2 that layers were inserted into: its shapes, not its token ids.
+
+    Raises:
+        ModelError: as `inserted_entries`.
+    """
+    new = new_layers(config)
     return Mamba2Config(
-        num_hidden_layers=len(config.layers_block_type) - len(new_layers(config)),
+        num_hidden_layers=len(config.layers_block_type) - len(new),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         num_heads=config.mamba_num_heads,

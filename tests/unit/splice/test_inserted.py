@@ -136,6 +136,19 @@ class TestDelayLine:
             late = torch.nn.functional.pad(x[:, :-lag, channel], (lag, 0))
             assert torch.allclose(seen["scan"][..., channel], torch.nn.functional.silu(late), atol=1e-6), channel
 
+    @pytest.mark.parametrize("before", [0, 2])
+    def test_the_gate_is_about_the_same_at_every_token(self, before: int) -> None:
+        model = inserted("pair", before=before, vocab_size=24)  # fewer tokens than channels
+        mixer = model.model.layers[before].mixer
+        seen: list[Tensor] = []
+        mixer.in_proj.register_forward_hook(lambda _, __, output: seen.append(output[..., :64]))
+        model(tokens(2, 30) % 24, use_cache=False)
+        drawn = seen[0][..., 0]
+        assert torch.equal(seen[0], drawn[..., None].expand_as(seen[0])), "all channels have one gate"
+        assert float(drawn.mean()) > 0.5
+        if before == 0:
+            assert float(drawn.mean()) == pytest.approx(2, abs=0.1) and float(drawn.std()) < 0.1
+
     def test_the_scan_can_be_learned(self) -> None:
         mixer = inserted("pair", before=0).model.layers[0].mixer.train().requires_grad_(True)
         with torch.no_grad():
@@ -342,6 +355,12 @@ class TestPlan:
         config.inserted[0][key] = value
         with pytest.raises(ModelError, match="inserted"):
             inserted_entries(config)
+
+    def test_a_field_in_the_config_of_another_class_is_refused(self) -> None:
+        config = copy.deepcopy(base().config)
+        config.inserted = inserted("block").config.inserted
+        with pytest.raises(ModelError, match="inserted"):
+            plan_of_hybrid(config, "x")
 
     @pytest.mark.parametrize("value", [3, "pair", {"form": "block"}, [1]])
     def test_what_is_no_list_of_entries_is_refused(self, value: Any) -> None:

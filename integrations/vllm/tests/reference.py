@@ -1,0 +1,152 @@
+"""Write hybrids, prompts and transformers' answers to them, for `compare.py`. Runs in the repository's environment.
+
+    python integrations/vllm/tests/reference.py .serve/cases [--only NAME ...] [--keep]
+
+Every case is a folder with a checkpoint and `reference.json`: prompts as token ids, and for each the greedy tokens of
+transformers in fp32 with their log-probabilities and the margins to the second choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, Mamba2Config, Mamba2ForCausalLM
+
+import surgery.hybrid  # noqa: F401  (registers the hybrid classes)
+from surgery.hybrid import Mamba2HybridConfig, Mamba2HybridForCausalLM
+from surgery.probes.kv_retrieval import kv_prompts
+from surgery.testing.pico import randomise
+
+EXPORT, BASE = ROOT / "checkpoints/quickstart/export", ROOT / "checkpoints/pico-far"
+LENGTHS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 64, 100, 127, 200, 256, 433, 600)
+GROWING = tuple(range(236, 252))  # 16 prompts that need a second block of 256 tokens while they generate
+NEW_TOKENS = 24
+SHARED, TAILS = 530, (1, 2, 3, 5, 20, 60)  # prompts with the same first 530 tokens
+PAIRS, RETRIEVALS = 32, 100
+
+SMALL = {"hidden_size": 128, "num_heads": 8, "head_dim": 32, "state_size": 32, "chunk_size": 16, "n_groups": 1}
+SMALL |= {"num_hidden_layers": 4, "vocab_size": 973, "tie_word_embeddings": True}
+REAL = {"hidden_size": 768, "num_heads": 24, "head_dim": 64, "state_size": 128, "chunk_size": 256, "n_groups": 1}
+REAL |= {"num_hidden_layers": 24, "vocab_size": 50288, "tie_word_embeddings": True}
+
+
+def site(layer: int, heads: Sequence[int], shape: dict[str, Any], mode: str = "add", **fields: Any) -> dict[str, Any]:
+    """Return an entry of `config.splice` for copies of heads of a model."""
+    copied = {"qk_width": shape["state_size"], "v_width": shape["head_dim"], "head_dim": shape["head_dim"]}
+    branch = {"init": "ssm", "activation": "silu", "gate": True, "bias": False, "conv_kernel": 4, "conv_bias": True}
+    place = {"layer": layer, "heads": list(heads), "mode": mode, "reads": ["segment_end"] * len(heads), "unit": "head"}
+    return {**place, **copied, **branch, "norm_eps": 1e-5, **fields}
+
+
+def random_model(shape: dict[str, Any], splice: list[dict[str, Any]] | None) -> Any:
+    """Return a model whose every weight is random, so that no part of it can be left out without a difference."""
+    tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+    if splice is None:
+        return randomise(Mamba2ForCausalLM(Mamba2Config(**shape, **tokens)), 0).eval()
+    return randomise(Mamba2HybridForCausalLM(Mamba2HybridConfig(**shape, **tokens, splice=splice)), 0).eval()
+
+
+def random_case(shape: dict[str, Any], splice: list[dict[str, Any]] | None) -> Callable[[Path], None]:
+    """Return a function that writes a random model."""
+    return lambda folder: random_model(shape, splice).save_pretrained(folder)
+
+
+def copy_of(source: Path) -> Callable[[Path], None]:
+    """Return a function that copies a checkpoint as it is."""
+    return lambda folder: shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.html", "figures", "*.png"))
+
+
+UNEQUAL = [
+    site(0, [3], SMALL, "replace"),
+    site(1, [0, 5, 6], SMALL, qk_width=48, copied_width=32),
+    site(3, [7], SMALL, init="random", qk_width=40, activation=None, gate=False),
+]
+CASES: dict[str, Callable[[Path], None]] = {
+    "quickstart": copy_of(EXPORT),
+    "quickstart-base": copy_of(BASE),
+    "replace": random_case(SMALL, [site(2, [4], SMALL, "replace")]),
+    "two-layers": random_case(SMALL, [site(1, [0, 5], SMALL), site(3, [2, 7], SMALL)]),
+    "unequal-layers": random_case(SMALL | {"n_groups": 2, "conv_kernel": 3}, UNEQUAL),
+    "130m": random_case(REAL, [site(6, [3, 11], REAL), site(12, [20], REAL, "replace")]),
+    "130m-base": random_case(REAL, None),
+}
+
+
+def random_prompts(lengths: Sequence[int], vocab: int, seed: int) -> list[list[int]]:
+    rng = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocab, (length,), generator=rng).tolist() for length in lengths]
+
+
+def retrieval_prompts(folder: Path) -> list[tuple[list[int], list[int]]]:
+    """Return prompts with 32 pairs, and the tokens of their answers."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = []
+    for document in kv_prompts("serve", 0, RETRIEVALS, PAIRS, filler=(0, 20)):
+        start, end = document.questions[0].answer
+        prompt, whole = (tokenizer(document.text[:stop])["input_ids"] for stop in (start, end))
+        rows.append((prompt, whole[len(prompt) :]))
+    return rows
+
+
+@torch.no_grad()
+def answer(model: Any, prompt: list[int], new_tokens: int) -> dict[str, Any]:
+    """Generate greedily, one prompt at a time without padding."""
+    tokens, logprobs, margins, cache = [], [], [], None
+    ids = torch.tensor([prompt])
+    for _ in range(new_tokens):
+        output = model(ids, cache_params=cache, use_cache=True, logits_to_keep=1)
+        cache = output.cache_params
+        best = output.logits[0, -1].double().log_softmax(-1).topk(2)
+        tokens.append(int(best.indices[0]))
+        logprobs.append(float(best.values[0]))
+        margins.append(float(best.values[0] - best.values[1]))
+        ids = best.indices[None, :1]
+    return {"prompt": prompt, "tokens": tokens, "logprobs": logprobs, "margins": margins}
+
+
+def write_case(name: str, folder: Path) -> None:
+    """Write the checkpoint and `reference.json` of a case."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    CASES[name](folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    vocab = model.config.vocab_size
+    sets = {"lengths": [answer(model, p, NEW_TOKENS) for p in random_prompts(LENGTHS, vocab, 0)]}
+    if not name.startswith("130m"):
+        sets["growing"] = [answer(model, p, NEW_TOKENS) for p in random_prompts(GROWING, vocab, 1)]
+        (prefix,), tails = random_prompts([SHARED], vocab, 2), random_prompts(TAILS, vocab, 3)
+        sets["shared"] = [answer(model, prefix + tail, NEW_TOKENS) for tail in tails]
+    if name == "quickstart":
+        rows = retrieval_prompts(folder)
+        sets["retrieval"] = [{**answer(model, p, len(gold)), "gold": gold} for p, gold in rows]
+    versions = {"torch": torch.__version__, "transformers": sys.modules["transformers"].__version__}
+    text = json.dumps({"case": name, "versions": versions, "sets": sets})
+    (folder / "reference.json").write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    """Write all cases, or those of `--only`."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", nargs="+", default=list(CASES))
+    parser.add_argument("--keep", action="store_true", help="skip cases that are there")
+    options, _ = parser.parse_known_args()  # `make serve-test` passes the options of compare.py too
+    for name in [name for name in CASES if name in options.only]:
+        if not options.keep or not (options.folder / name / "reference.json").exists():
+            write_case(name, options.folder / name)
+        print(f"{name}: ready", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""The vLLM plugin's config, weight names, branch and refusals, without vLLM. `make serve-test` runs it inside vLLM."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from shutil import copytree
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+
+from surgery.testing.pico import HEAD_DIM, HIDDEN, pico_hybrid, pico_site, random_site
+
+PLUGIN = Path(__file__).resolve().parents[3] / "integrations/vllm"
+EXPORT = PLUGIN.parents[1] / "checkpoints/quickstart/export"
+sys.path.insert(0, str(PLUGIN))
+
+from ssm_surgery_vllm.branch import AttentionBranch
+from ssm_surgery_vllm.config import OTHER_TYPES, Mamba2HybridConfig, refusing
+from ssm_surgery_vllm.engine import EngineChecks, reasons
+from ssm_surgery_vllm.names import plugin_name
+from ssm_surgery_vllm.splice import Site, attention_shape, conv_state_shape, read_sites
+
+WIDER = {**pico_site(0, [0, 3], qk_width=12), "copied_width": 8}
+BIASED = {**pico_site(1, [1], "replace"), "bias": True, "conv_bias": False}
+
+
+def sites_of(*splice: dict[str, Any], version: int = 1) -> dict[int, Site]:
+    """Sites of the tiny model."""
+    return read_sites(list(splice), version, num_layers=3, num_heads=4, head_dim=HEAD_DIM)
+
+
+def test_the_shipped_export_is_read() -> None:
+    config = Mamba2HybridConfig.from_pretrained(EXPORT)
+    (site,) = config.sites.values()
+    assert (site.layer, site.heads, site.mode, site.widths) == (3, (2,), "add", (32, 32, 32))
+    assert config.attention_shape == (1, 32)
+    assert config.conv_state_shape == (96, 3)
+    assert config.time_step_limit[1] == float("inf")
+
+
+def test_shapes_cover_all_layers() -> None:
+    sites = sites_of(WIDER, random_site(2, [1]))
+    assert attention_shape(sites) == (2, 32)
+    assert conv_state_shape(sites) == (2 * (12 + 12 + HEAD_DIM), 3)
+    assert attention_shape(sites_of(random_site(0) | {"qk_width": 65})) == (1, 80)
+
+
+def test_replaced_channels_are_those_of_the_heads() -> None:
+    assert sites_of(pico_site(0, [1]))[0].replaced_channels == []
+    replaced = sites_of(pico_site(0, [3, 1], "replace"))[0].replaced_channels
+    assert sorted(replaced) == [*range(HEAD_DIM, 2 * HEAD_DIM), *range(3 * HEAD_DIM, 4 * HEAD_DIM)]
+
+
+def test_every_tensor_of_the_shipped_export_has_a_place() -> None:
+    config = Mamba2HybridConfig.from_pretrained(EXPORT)
+    with safe_open(EXPORT / "model.safetensors", "pt") as tensors:
+        names = {plugin_name(name): tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    mixer = {"A", "D", "conv1d.bias", "conv1d.weight", "dt_bias", "in_proj.weight", "norm.weight", "out_proj.weight"}
+    expected = {f"backbone.layers.{layer}.mixer.{name}" for layer in range(4) for name in mixer}
+    expected |= {f"backbone.layers.{layer}.norm.weight" for layer in range(4)}
+    expected |= {"backbone.embeddings.weight", "backbone.norm_f.weight"}
+    branch = AttentionBranch(config.hidden_size, config.sites[3], *config.attention_shape).state_dict()
+    assert set(names) == expected | {f"backbone.layers.3.branch.{name}" for name in branch}
+    for name, tensor in branch.items():
+        assert names[f"backbone.layers.3.branch.{name}"] == tensor.shape
+
+
+def convolve(x_NC: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    padded = F.pad(x_NC.T, (weight.shape[1] - 1, 0))
+    return F.conv1d(padded, weight[:, None], bias, groups=weight.shape[0]).T
+
+
+def attend(width: int) -> Any:
+    """Causal attention of one text, with vLLM's shapes."""
+
+    def run(*parts: torch.Tensor) -> torch.Tensor:
+        query, key, value = (part.unflatten(1, (-1, width)).transpose(0, 1) for part in parts)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=1.0).transpose(0, 1).flatten(1)
+
+    return run
+
+
+@pytest.mark.parametrize("entry", [WIDER, BIASED, pico_site(0, [0, 1, 2]), random_site(1, [2])])
+@torch.no_grad()
+def test_the_branch_is_that_of_the_hybrid(entry: dict[str, Any]) -> None:
+    hybrid = pico_hybrid([entry])
+    attention = hybrid.backbone.layers[entry["layer"]].mixer.attention
+    width = 32
+    branch = AttentionBranch(HIDDEN, sites_of(entry)[entry["layer"]], 4, width)
+    branch.load_state_dict(attention.state_dict())
+    u = torch.randn(11, HIDDEN, generator=torch.Generator().manual_seed(0))
+    expected, _ = attention(u[None], causal_mask=torch.full((11, 11), -torch.inf).triu(1))
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(branch(u, convolve, attend(width)), expected[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mode": "mix"}, r"splice\[0\]\.mode: 'mix'\. The plugin needs add or replace \(splice version 1\)"),
+        ({"init": "teacher"}, r"splice\[0\]\.init: 'teacher'\. The plugin needs ssm or random"),
+        ({"unit": "layer"}, r"splice\[0\]\.unit: 'layer'\. The plugin needs 'head'"),
+        ({"window": 4}, r"splice\[0\]\.window: unknown in splice version 1\. Install a newer plugin"),
+        ({"layer": 3}, r"splice\[0\]\.layer: 3\. The plugin needs a layer from 0 to 2"),
+        ({"heads": [4]}, r"splice\[0\]\.heads: \[4\]\. The plugin needs heads from 0 to 3"),
+        ({"heads": [1, 1]}, r"splice\[0\]\.heads: \[1, 1\]\. The plugin needs at least one head, none twice"),
+        ({"head_dim": 8}, r"splice\[0\]\.head_dim: 8\. The plugin needs 16"),
+        ({"conv_kernel": 5}, r"splice\[0\]\.conv_kernel: 5\. The plugin needs one of 2, 3, 4"),
+        ({"activation": "gelu"}, r"splice\[0\]\.activation: 'gelu'\. The plugin needs 'silu' or null"),
+        ({"copied_width": 99}, r"splice\[0\]\.copied_width: 99\. The plugin needs 1 to 8"),
+        ({"v_width": 0}, r"splice\[0\]\.v_width: 0\. The plugin needs a whole number of at least 1"),
+    ],
+)
+def test_a_splice_that_is_not_served_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        sites_of(pico_site(0) | fields)
+    assert "\n" not in str(error.value)
+
+
+def test_version_missing_field_and_plain_base_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"splice_version: 2\. This plugin serves version 1\."):
+        sites_of(pico_site(0), version=2)
+    entry = {name: value for name, value in pico_site(0).items() if name != "gate"}
+    with pytest.raises(ValueError, match=r"splice\[0\]\.gate is missing"):
+        sites_of(entry)
+    with pytest.raises(ValueError, match=r"splice: \[\]\. The plugin needs a list"):
+        sites_of()
+    with pytest.raises(ValueError, match=r"splice\[1\]\.layer: 0\. .*none twice"):
+        sites_of(pico_site(0), pico_site(0))
+    with pytest.raises(ValueError, match=r"heads of width 600\. vLLM's attention takes at most 512"):
+        attention_shape(sites_of(random_site(0) | {"qk_width": 600}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act: 'gelu'. The plugin needs 'silu'"),
+        ({"time_step_limit": [0.001, 0.1]}, r"time_step_limit: \[0.001, 0.1\]. The plugin needs \[0, inf\]"),
+        ({"splice_version": 7}, "splice_version: 7"),
+    ],
+)
+def test_a_config_that_is_not_served_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    config = json.loads((EXPORT / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | fields), encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        Mamba2HybridConfig.from_pretrained(tmp_path)
+
+
+def test_other_families_are_refused() -> None:
+    import surgery.hybrid
+
+    types = {config.model_type for config, _, _ in surgery.hybrid.CLASSES}
+    assert types == {*OTHER_TYPES, Mamba2HybridConfig.model_type}
+    with pytest.raises(ValueError, match=r"model_type: 'bamba_hybrid'\. The plugin needs 'mamba2_hybrid'"):
+        refusing("bamba_hybrid").from_dict({})
+
+
+def engine(**changes: Any) -> SimpleNamespace:
+    """The parts of vLLM's config that are checked, for an engine that is served; names are PART__FIELD or a field."""
+    parts = {
+        "model_config": {"enforce_eager": True, "quantization": None, "dtype": "torch.float32"},
+        "cache_config": {"use_replayssm": False, "mamba_cache_mode": "align", "cache_dtype": "auto"},
+        "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1},
+        "device_config": {"device_type": "cuda"},
+    }
+    others = {"speculative_config": None, "lora_config": None, "kv_transfer_config": None}
+    for name, value in changes.items():
+        part, _, field = name.partition("__")
+        if field:
+            parts[f"{part}_config"][field] = value
+        else:
+            others[name] = value
+    return SimpleNamespace(**{name: SimpleNamespace(**fields) for name, fields in parts.items()}, **others)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"parallel__tensor_parallel_size": 2}, "tensor_parallel_size 2 is not supported"),
+        ({"parallel__pipeline_parallel_size": 4}, "pipeline_parallel_size 4 is not supported"),
+        ({"parallel__decode_context_parallel_size": 2}, "decode_context_parallel_size 2 is not supported"),
+        ({"speculative_config": object()}, "speculative decoding is not supported"),
+        ({"model__enforce_eager": False}, "CUDA graphs were not tested. Set --enforce-eager."),
+        ({"model__quantization": "fp8"}, "quantization fp8 is not supported"),
+        ({"lora_config": object()}, "LoRA adapters are not supported"),
+        ({"kv_transfer_config": object()}, "KV transfer between engines is not supported"),
+        ({"cache__use_replayssm": True}, "ReplaySSM is not supported"),
+        ({"cache__mamba_cache_mode": "all"}, "mamba_cache_mode all is not supported"),
+        ({"cache__cache_dtype": "fp8"}, "kv_cache_dtype fp8 is not supported"),
+    ],
+)
+def test_an_engine_that_was_not_tested_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"ssm-surgery-vllm: {message}"):
+        EngineChecks.verify_and_update_config(engine(**change))
+
+
+def test_a_tested_engine_is_accepted() -> None:
+    assert reasons(engine()) == []
+    assert reasons(engine(model__enforce_eager=False, device__device_type="cpu")) == []
+    assert reasons(engine(cache__cache_dtype="float32", cache__mamba_cache_mode="none")) == []
+
+
+def test_the_plugin_imports_nothing_of_the_toolkit() -> None:
+    allowed = {"torch", "transformers", "vllm", *sys.stdlib_module_names}
+    for path in (PLUGIN / "ssm_surgery_vllm").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            assert {name.split(".")[0] for name in names} <= allowed, path.name
+
+
+def test_the_wheel_has_the_entry_point(tmp_path: Path) -> None:
+    source = copytree(PLUGIN, tmp_path / "source", ignore=lambda *_: ["__pycache__", "build"])
+    code = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", code, tmp_path], cwd=source, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("ssm_surgery_vllm-*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        names = set(files.namelist())
+        entry = next(name for name in names if name.endswith("entry_points.txt"))
+        text = files.read(entry).decode()
+    modules = {f"ssm_surgery_vllm/{path.name}" for path in (PLUGIN / "ssm_surgery_vllm").glob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == modules
+    assert "[vllm.general_plugins]\nssm_surgery = ssm_surgery_vllm:register" in text

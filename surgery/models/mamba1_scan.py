@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -75,11 +74,14 @@ def linear_backward(model: PreTrainedModel) -> Iterator[None]:
     if family not in ("mamba", "falcon_mamba") or config_has_one or find_spec("mamba_ssm") is not None:
         yield
         return
-    module = import_module(f"transformers.models.{family}.modeling_{family}")
+    module: Any = import_module(f"transformers.models.{family}.modeling_{family}")
     stock: Scan = module.mamba_selective_scan
 
     def scan(*args: Any, **kwargs: Any) -> Any:
         return (stock if torch.compiler.is_compiling() else selective_scan)(*args, **kwargs)
 
-    with patch.object(module, "mamba_selective_scan", scan):
+    module.mamba_selective_scan = scan
+    try:
         yield
+    finally:
+        module.mamba_selective_scan = stock

@@ -54,10 +54,13 @@ class TinyMamba(Section):
     hidden_size: Positive = 128
     num_hidden_layers: Positive = 4
     state_size: Positive = 16
-    time_step: tuple[float, float] = Field((0.001, 0.1), description="Range of the initial dt (log-uniform).")
+    time_step: tuple[float, float] = Field((0.05, 0.5), description="Range of the initial dt (log-uniform).")
+    decay: tuple[float, float] = Field(
+        (0.02, 1.0), description="Initial -A of the first and the last state of a channel (log-spaced)."
+    )
     vocab_size: VocabSize = 1024
 
-    _positive_range = field_validator("time_step")(_positive_range)
+    _positive_range = field_validator("time_step", "decay")(_positive_range)
 
 
 class TinyTransformer(Section):

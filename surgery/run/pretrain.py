@@ -70,10 +70,14 @@ def build_model(
 
 
 def _mamba1(shape: TinyMamba, tokenizer: PreTrainedTokenizerBase) -> MambaForCausalLM:
-    """Initialise a Mamba-1 as transformers does."""
-    sizes = shape.model_dump(exclude={"kind", "vocab_size", "time_step"})
+    """Initialise a Mamba-1 with a larger dt and a smaller A than usual, as `_mamba2` does."""
+    sizes = shape.model_dump(exclude={"kind", "vocab_size", "time_step", "decay"})
     low, high = shape.time_step
-    return MambaForCausalLM(MambaConfig(**sizes, time_step_min=low, time_step_max=high, **_ids(tokenizer)))
+    model = MambaForCausalLM(MambaConfig(**sizes, time_step_min=low, time_step_max=high, **_ids(tokenizer)))
+    with torch.no_grad():
+        for block in model.backbone.layers:
+            block.mixer.A_log.copy_(torch.linspace(*(math.log(a) for a in shape.decay), shape.state_size))
+    return model
 
 
 def _transformer(shape: TinyTransformer, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:

@@ -71,7 +71,14 @@ def test_the_card_has_every_task_of_the_evaluation_and_of_training() -> None:
 
 def test_a_mamba1_has_the_shape_and_the_range_of_dt() -> None:
     shape = TinyMamba.model_validate(
-        {"kind": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "state_size": 4, "time_step": [0.01, 0.2]}
+        {
+            "kind": "mamba",
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "state_size": 4,
+            "time_step": [0.01, 0.2],
+            "decay": [0.1, 0.8],
+        }
     )
     model = build_model(shape, pico_tokenizer(), 0)
     assert isinstance(model, MambaForCausalLM)

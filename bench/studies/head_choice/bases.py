@@ -52,11 +52,5 @@ BASES: Mapping[str, StudyBase] = {
         options=DISTANT,
     ),
     "deep": StudyBase("six layers", FOLDERS / "deep", RECIPES / "deep.yaml", options={"locate_pairs": 8}),
-    "mamba1": StudyBase(
-        "Mamba-1",
-        FOLDERS / "mamba1",
-        RECIPES / "mamba1.yaml",
-        options={"locate_pairs": 8, "rows": 8, "examples": 400},
-    ),
     "english": StudyBase("English text", FOLDERS / "english", RECIPES / "english.yaml", options={"locate_pairs": 8}),
 }

@@ -51,6 +51,5 @@ BASES: Mapping[str, StudyBase] = {
         ("seed=1",),
         options=DISTANT,
     ),
-    "deep": StudyBase("six layers", FOLDERS / "deep", RECIPES / "deep.yaml", options={"locate_pairs": 8}),
     "english": StudyBase("English text", FOLDERS / "english", RECIPES / "english.yaml", options={"locate_pairs": 8}),
 }

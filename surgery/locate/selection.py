@@ -29,9 +29,16 @@ Gains = Callable[[Sequence[Candidate], Sequence[Candidate]], np.ndarray]
 
 
 def better_read(scores: Mapping[str, Interval]) -> Reads | None:
-    """Position whose oracle read gains more; None if not measured."""
-    measured: list[Reads] = [reads for reads in READS if reads in scores]
-    return max(measured, key=lambda reads: scores[str(reads)].value, default=None)
+    """Position that a spliced head should read: the segment's end if an oracle read there gains margin, and more than
+    one of the answer token. Otherwise the answer token. None if not measured.
+
+    Where both lose margin, the smaller loss says nothing: on a base of docs/HEAD_CHOICE.md the head reached .73 trained
+    on the segment's end, and .85 on the answer token.
+    """
+    values = {reads: scores[str(reads)].value for reads in READS if reads in scores}
+    if values.get("segment_end", 0.0) > max(0.0, values.get("answer_token", 0.0)):
+        return "segment_end"
+    return "answer_token" if values else None
 
 
 def rank(heads: Sequence[ScoredHead], select: str) -> tuple[ScoredHead, ...]:

@@ -55,8 +55,9 @@ def choice(*ranking: str) -> dict[str, Any]:
 def made_up_choices(rankings: Mapping[str, tuple[str, ...]], default: tuple[str, ...] = ("L0H1", "L0H2")) -> Choices:
     """All choosers rank as `default`, unless listed."""
     choosers = {name: choice(*rankings.get(name, default)) for name in CHOOSERS}
-    reads = {f"L{layer}H{head}": "answer_token" for layer in range(2) for head in range(8)}
-    return {"base": "shipped", "seed": 0, "choosers": choosers, "reads": reads, "clean": 0.7}
+    gains = {"segment_end": -0.5, "answer_token": -1.0}  # both lose, so the answer token is read
+    choosers["oracle"]["scores"] = {f"L{layer}H{head}": gains for layer in range(2) for head in range(8)}
+    return {"base": "shipped", "seed": 0, "choosers": choosers, "clean": 0.7}
 
 
 def right(count: int, of: int = 100, start: int = 0) -> np.ndarray[Any, Any]:
@@ -73,6 +74,15 @@ class TestArms:
         assert [arm.heads for arm in arms_of(choices, "shipped", 0, "2")] == [("L0H1", "L0H2"), ("L0H1", "L1H3")]
         one, other = (arm_of(choices, "shipped", 0, heads) for heads in (("L0H2", "L0H1"), ("L0H1", "L0H2")))
         assert one == other and one.identity(TOY, "r") == other.identity(TOY, "r")
+
+    def test_a_head_reads_the_segment_end_only_where_that_gains(self) -> None:
+        choices = made_up_choices({})
+        choices["choosers"]["oracle"]["scores"] |= {
+            "L0H1": {"segment_end": 0.2, "answer_token": 0.1},
+            "L0H2": {"segment_end": 0.2, "answer_token": 0.3},
+        }
+        arm = arm_of(choices, "shipped", 0, ["L0H0", "L0H1", "L0H2"])
+        assert arm.reads == ("answer_token", "segment_end", "answer_token")
 
     def test_eight_heads_of_one_layer_are_the_arm_of_that_layer(self) -> None:
         choices = made_up_choices({}, tuple(LAYER_0))
@@ -207,7 +217,8 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> study.Experiment:
 class TestRun:
     def test_every_chooser_chooses_every_number_of_heads(self, experiment: study.Experiment) -> None:
         choices = read_json(experiment.folder / "choices" / "shipped_seed0.json")
-        assert list(choices["choosers"]) == list(CHOOSERS) and len(choices["reads"]) == 32
+        assert list(choices["choosers"]) == list(CHOOSERS)
+        assert len(choices["choosers"]["oracle"]["scores"]) == 32
         for chosen in choices["choosers"].values():
             assert {c: len(set(heads)) for c, heads in chosen["heads"].items()} == {
                 "1": 1, "2": 2, "4": 4, LAYER: 8, "8": 8,

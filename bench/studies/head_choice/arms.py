@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.studies.site_selection import arms
-from bench.studies.site_selection.arms import Arm, site_arm
+from bench.studies.site_selection.arms import Arm
 from surgery.recipe import Evaluate, Locate, Optimizer, Source, Train, Weights
-from surgery.types import HeadId
+from surgery.types import HeadId, Reads
 
 LAYER = "layer"
 COLUMNS = ("1", "2", "4", LAYER, "8")  # numbers of heads, and one whole layer
@@ -114,10 +114,23 @@ def heads_chosen(choices: Choices, chooser: str, column: str) -> tuple[str, ...]
     return None if heads is None else in_order(heads)
 
 
+def reads_of(choices: Choices, heads: Sequence[str]) -> tuple[Reads, ...]:
+    """The position that the library lets each head read, by its oracle reads (`selection.better_read`)."""
+    gains = [choices["choosers"]["oracle"]["scores"][head] for head in heads]
+    return tuple(
+        "segment_end" if gain["segment_end"] > max(0.0, gain["answer_token"]) else "answer_token" for gain in gains
+    )
+
+
 def arm_of(choices: Choices, base: str, seed: int, heads: Sequence[str]) -> Arm:
     """The arm of a set of heads. It depends on the set, not on the chooser or the order."""
     ordered = in_order(heads)
-    return site_arm(choices, base, seed, "-".join(ordered), ordered)
+    return arm_at(choices, base, seed, "-".join(ordered), ordered)
+
+
+def arm_at(choices: Choices, base: str, seed: int, name: str, heads: Sequence[str], **more: Any) -> Arm:
+    """Arm with a splice at these heads."""
+    return Arm(base, name, seed, tuple(heads), reads_of(choices, heads), **{"kind": "softmax", **more})
 
 
 def design_of(arm: Arm) -> str | None:
@@ -132,7 +145,7 @@ def design_arms(choices: Choices, base: str, seed: int) -> Iterator[Arm]:
     head = choices["choosers"][DEFAULT_CHOOSER]["heads"]["1"][0]
     for name, fields in DESIGNS.items():
         label = head if not fields else f"{head}-{name.replace(', ', '-').replace(' ', '-')}"
-        yield site_arm(choices, base, seed, label, [head], **fields)
+        yield arm_at(choices, base, seed, label, [head], **fields)
 
 
 def arms_of(choices: Choices, base: str, seed: int, column: str) -> Iterator[Arm]:

@@ -64,8 +64,7 @@ def measure(
         earlier: the content so far; empty at first.
 
     Yields:
-        `reads`: head -> the gold position whose oracle read gains more, which training supervises; `clean`: accuracy of
-        the base on the prompts; `choosers`: name -> `heads` (column -> names in the order of choice), `scores` (of the
+        `clean`: accuracy of the base on the prompts; `choosers`: name -> `heads` (column -> names in the order of choice), `scores` (of the
         heads, if it ranks), `seconds` and `cpu_seconds`, `passes` (full forward passes of one prompt) and training
         `steps`.
     """
@@ -82,7 +81,6 @@ def measure(
             heads = _first(model, [str(s.head) for s in ranking if _can_be_spliced(model, s.head)])
             cost = {"passes": found.cost["passes"], "steps": found.cost.get(f"{method}_steps", 0.0)}
             if name == "oracle":
-                content["reads"] = {str(s.head): s.reads for s in sorted(found.heads, key=lambda s: s.head)}
                 content["clean"] = found.clean["accuracy"].value
         else:
             heads, found, cost = _unscored(model, chooser.select, seed), None, {"passes": 0.0, "steps": 0.0}

@@ -26,7 +26,18 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.common import ROOT, RUNS, finished, load, parser, quiet_on_one_thread
-from bench.studies.head_choice.arms import COLUMNS, ORDER, PLAIN, SHORT, Arm, Budget, Choices, arms_of, design_of
+from bench.studies.head_choice.arms import (
+    COLUMNS,
+    ORDER,
+    PLAIN,
+    SHORT,
+    Arm,
+    Budget,
+    Choices,
+    arms_of,
+    design_of,
+    reads_of,
+)
 from bench.studies.head_choice.bases import BASES, StudyBase
 from bench.studies.head_choice.choosers import measure
 from bench.studies.head_choice.figures import regret_by_chooser
@@ -183,6 +194,8 @@ def collected(experiment: Experiment) -> tuple[Results, dict[str, list[Path]]]:
         by_heads, by_design = answers.setdefault(place, {}), designs.setdefault(place, {})
         known = design in by_design if design not in (None, PLAIN) else arm.heads in by_heads
         if arm.base not in experiment.bases or known:
+            continue
+        if arm.heads and (place not in choices or arm.reads != reads_of(choices[place], arm.heads)):
             continue
         budget = experiment.budget_of(arm.base)
         there = experiment.bases[arm.base].folder.is_dir()

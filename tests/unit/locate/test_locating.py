@@ -134,6 +134,11 @@ class TestRole:
         assert choosing.better_read({**gains, "segment_end": Interval(0.31, 0, 1, 5)}) == "segment_end"
         assert choosing.better_read({"query": Interval(1, 0, 1, 5)}) is None
 
+    def test_the_answer_token_is_read_where_both_lose_margin(self) -> None:
+        losses = {"segment_end": Interval(-0.1, -1, 0, 5), "answer_token": Interval(-0.3, -1, 0, 5)}
+        assert choosing.better_read(losses) == "answer_token"
+        assert choosing.better_read({"segment_end": Interval(0.1, 0, 1, 5)}) == "segment_end"
+
 
 class TestChoose:
     def test_list_keeps_its_order(self) -> None:

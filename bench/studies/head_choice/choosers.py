@@ -64,9 +64,9 @@ def measure(
         earlier: the content so far; empty at first.
 
     Yields:
-        `clean`: accuracy of the base on the prompts; `choosers`: name -> `heads` (column -> names in the order of choice), `scores` (of the
-        heads, if it ranks), `seconds` and `cpu_seconds`, `passes` (full forward passes of one prompt) and training
-        `steps`.
+        `clean`: accuracy of the base on the prompts; `choosers`: name -> `heads` (column -> names in the order of
+        choice), `scores` (of the heads, if it ranks), `seconds` and `cpu_seconds`, `passes` (full forward passes of one
+        prompt) and training `steps`.
     """
     content: dict[str, Any] = {"choosers": {}, **earlier}
     for name, chooser in CHOOSERS.items():

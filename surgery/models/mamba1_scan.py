@@ -33,7 +33,6 @@ def selective_scan(
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
     return_last_state: bool = False,
-    **_: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run the scan of arXiv 2312.00752 token by token, with the arguments of `mamba_ssm.selective_scan_fn`.
 
@@ -77,8 +76,10 @@ def linear_backward(model: PreTrainedModel) -> Iterator[None]:
     module: Any = import_module(f"transformers.models.{family}.modeling_{family}")
     stock: Scan = module.mamba_selective_scan
 
-    def scan(*args: Any, **kwargs: Any) -> Any:
-        return (stock if torch.compiler.is_compiling() else selective_scan)(*args, **kwargs)
+    def scan(*given: Any, use_mambapy: bool = False, use_associative_scan: bool = False, **named: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return stock(*given, use_mambapy=use_mambapy, use_associative_scan=use_associative_scan, **named)
+        return selective_scan(*given, **named)
 
     module.mamba_selective_scan = scan
     try:

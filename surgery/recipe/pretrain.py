@@ -44,7 +44,10 @@ class TinyMamba2(Section):
             )
         return self
 
-    _positive_range = field_validator("time_step", "decay")(_positive_range)
+    @field_validator("time_step", "decay")
+    @classmethod
+    def _positive_ranges(cls, value: tuple[float, float]) -> tuple[float, float]:
+        return _positive_range(value)
 
 
 class TinyMamba(Section):
@@ -60,7 +63,10 @@ class TinyMamba(Section):
     )
     vocab_size: VocabSize = 1024
 
-    _positive_range = field_validator("time_step", "decay")(_positive_range)
+    @field_validator("time_step", "decay")
+    @classmethod
+    def _positive_ranges(cls, value: tuple[float, float]) -> tuple[float, float]:
+        return _positive_range(value)
 
 
 class TinyTransformer(Section):

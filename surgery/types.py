@@ -31,6 +31,22 @@ Letter = Literal["H", "A"]
 _HEAD_NAME = re.compile(r"L(\d+)([HA])(\d+)")
 
 
+def better_read(gains: Mapping[str, float]) -> Reads | None:
+    """Choose the position that a spliced head reads, by the gains in margin from oracle reads there.
+
+    Where both lose margin, the smaller loss says nothing: on a base of docs/HEAD_CHOICE.md the head reached .73 trained
+    on the segment's end, and .85 on the answer token.
+
+    Returns:
+        The segment's end if it gains margin, and more than the answer token. Otherwise the answer token. None if
+        neither was measured.
+    """
+    if not {"segment_end", "answer_token"} & gains.keys():
+        return None
+    end_gains_more = gains.get("segment_end", 0.0) > max(0.0, gains.get("answer_token", 0.0))
+    return "segment_end" if end_gains_more else "answer_token"
+
+
 @dataclass(frozen=True, order=True)
 class HeadId:
     """Head of a mixer. `str()` and `parse()` are inverse: `HeadId.parse("L1H2") == HeadId(1, 2)`.

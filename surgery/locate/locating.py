@@ -25,7 +25,6 @@ from surgery.locate.scores import Array, Record, Table, plain, roles_of, scores_
 from surgery.locate.selection import (
     CANDIDATES_BY,
     Candidate,
-    better_read,
     choose,
     rank,
     ranking_of,
@@ -38,7 +37,7 @@ from surgery.recipe.methods import METHODS, RANKINGS, Method, is_greedy
 from surgery.registry import plugin_errors
 from surgery.scoring.ranking import ChoiceScores
 from surgery.stats import bootstrap_mean, wilson
-from surgery.types import HeadId, HeadSet, Interval, MixerSpec, ScoredGroup, ScoredHead
+from surgery.types import HeadId, HeadSet, Interval, MixerSpec, ScoredGroup, ScoredHead, better_read
 
 Progress = Callable[[int, int], None]
 Item = tuple[HeadId, ...]  # heads that are changed together
@@ -350,7 +349,10 @@ def _scored(
     scores = scores_of(table, seed)
     by_item = [{name: column[i] for name, column in scores.items() if column[i].n > 0} for i in range(len(items))]
     roles = roles_of(table, alive, len(heads))
-    scored = [ScoredHead(head, roles[i], better_read(by_item[i]), by_item[i]) for i, (head,) in enumerate(heads)]
+    scored = [
+        ScoredHead(head, roles[i], better_read({k: x.value for k, x in by_item[i].items()}), by_item[i])
+        for i, (head,) in enumerate(heads)
+    ]
     groups = [ScoredGroup("layer", items[i], by_item[i]) for i in range(len(heads), len(items))]
     return scored, groups
 

@@ -6,7 +6,7 @@ Shape legend: C heads, A arms (a head may enter by several columns), N prompts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,25 +20,12 @@ from surgery.probes.documents import rng_of
 from surgery.recipe import Locate, Splice
 from surgery.recipe.methods import METHODS, RANKINGS, is_greedy
 from surgery.stats import bootstrap_mean
-from surgery.types import HeadId, HeadSet, Interval, MixerSpec, Reads, ScoredHead
+from surgery.types import HeadId, HeadSet, MixerSpec, Reads, ScoredHead
 
 CANDIDATES_BY = "sharpen"  # the ranking that chooses the candidates of methods that train
 Candidate = tuple[HeadId, Reads]
 # Takes candidates and the oracle reads made already. Returns (candidates,N) further gains in logits.
 Gains = Callable[[Sequence[Candidate], Sequence[Candidate]], np.ndarray]
-
-
-def better_read(scores: Mapping[str, Interval]) -> Reads | None:
-    """Position that a spliced head should read: the segment's end if an oracle read there gains margin, and more than
-    one of the answer token. Otherwise the answer token. None if not measured.
-
-    Where both lose margin, the smaller loss says nothing: on a base of docs/HEAD_CHOICE.md the head reached .73 trained
-    on the segment's end, and .85 on the answer token.
-    """
-    values = {reads: scores[str(reads)].value for reads in READS if reads in scores}
-    if values.get("segment_end", 0.0) > max(0.0, values.get("answer_token", 0.0)):
-        return "segment_end"
-    return "answer_token" if values else None
 
 
 def rank(heads: Sequence[ScoredHead], select: str) -> tuple[ScoredHead, ...]:

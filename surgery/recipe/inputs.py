@@ -7,7 +7,7 @@ from typing import Any
 
 from surgery.recipe.section import Section
 
-_READ = ("model", "tokenizer", "path", "heads")  # recipe keys whose value may be a file or folder
+_READ = ("model", "tokenizer", "tokenizer_text", "path", "heads")  # recipe keys whose value may be a file or folder
 
 
 def inputs_of(recipe: Section, file: Path | None = None) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from surgery.recipe.evaluate import Evaluate
 from surgery.recipe.objectives import OBJECTIVES
@@ -20,6 +20,10 @@ def _positive_range(value: tuple[float, float]) -> tuple[float, float]:
     return value
 
 
+PositiveRange = Annotated[tuple[float, float], AfterValidator(_positive_range)]
+TimeStep = Annotated[PositiveRange, Field(description="Range of the initial dt (log-uniform).")]
+
+
 class TinyMamba2(Section):
     """Shape of a small Mamba-2."""
 
@@ -30,10 +34,8 @@ class TinyMamba2(Section):
     state_size: Positive = 16
     n_groups: Positive = 1
     chunk_size: Positive = 32
-    time_step: tuple[float, float] = Field((0.05, 0.5), description="Range of the initial dt (log-uniform).")
-    decay: tuple[float, float] = Field(
-        (0.02, 1.0), description="Initial -A of the first and the last head (log-spaced)."
-    )
+    time_step: TimeStep = (0.05, 0.5)
+    decay: PositiveRange = Field((0.02, 1.0), description="Initial -A of the first and the last head (log-spaced).")
     vocab_size: VocabSize = 1024
 
     @model_validator(mode="after")
@@ -44,11 +46,6 @@ class TinyMamba2(Section):
             )
         return self
 
-    @field_validator("time_step", "decay")
-    @classmethod
-    def _positive_ranges(cls, value: tuple[float, float]) -> tuple[float, float]:
-        return _positive_range(value)
-
 
 class TinyMamba(Section):
     """Shape of a small Mamba-1."""
@@ -57,16 +54,11 @@ class TinyMamba(Section):
     hidden_size: Positive = 128
     num_hidden_layers: Positive = 4
     state_size: Positive = 16
-    time_step: tuple[float, float] = Field((0.05, 0.5), description="Range of the initial dt (log-uniform).")
-    decay: tuple[float, float] = Field(
+    time_step: TimeStep = (0.05, 0.5)
+    decay: PositiveRange = Field(
         (0.02, 1.0), description="Initial -A of the first and the last state of a channel (log-spaced)."
     )
     vocab_size: VocabSize = 1024
-
-    @field_validator("time_step", "decay")
-    @classmethod
-    def _positive_ranges(cls, value: tuple[float, float]) -> tuple[float, float]:
-        return _positive_range(value)
 
 
 class TinyTransformer(Section):

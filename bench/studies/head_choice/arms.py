@@ -12,7 +12,7 @@ from typing import Any
 from bench.studies.site_selection import arms
 from bench.studies.site_selection.arms import Arm
 from surgery.recipe import Evaluate, Locate, Optimizer, Source, Train, Weights
-from surgery.types import HeadId, Reads
+from surgery.types import HeadId, Reads, better_read
 
 LAYER = "layer"
 COLUMNS = ("1", "2", "4", LAYER, "8")  # numbers of heads, and one whole layer
@@ -115,11 +115,9 @@ def heads_chosen(choices: Choices, chooser: str, column: str) -> tuple[str, ...]
 
 
 def reads_of(choices: Choices, heads: Sequence[str]) -> tuple[Reads, ...]:
-    """The position that the library lets each head read, by its oracle reads (`selection.better_read`)."""
-    gains = [choices["choosers"]["oracle"]["scores"][head] for head in heads]
-    return tuple(
-        "segment_end" if gain["segment_end"] > max(0.0, gain["answer_token"]) else "answer_token" for gain in gains
-    )
+    """The position that the library lets each head read, by its oracle reads."""
+    gains = choices["choosers"]["oracle"]["scores"]
+    return tuple(better_read(gains[head]) or "answer_token" for head in heads)
 
 
 def arm_of(choices: Choices, base: str, seed: int, heads: Sequence[str]) -> Arm:

@@ -19,7 +19,7 @@ from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Locate, Splice
 from surgery.recipe.methods import all_columns
 from surgery.testing.pico import pico_base, pico_family, pico_tokenizer
-from surgery.types import HeadId, HeadSet, Interval, MixerSpec, ScoredHead, head_set_from_json, to_json
+from surgery.types import HeadId, HeadSet, Interval, MixerSpec, ScoredHead, better_read, head_set_from_json, to_json
 from tests.support.errors import NO_MEMORY, failing
 from tests.support.oracles import naive_ablate, naive_change_at_query
 
@@ -129,15 +129,14 @@ class TestRole:
         assert roles(2, "query", "context") == ["neither", "neither"] and roles(4, "query")[0] == "neither"
 
     def test_the_better_column_is_read(self) -> None:
-        gains = {"segment_end": Interval(0.1, 0, 1, 5), "answer_token": Interval(0.3, 0, 1, 5)}
-        assert choosing.better_read(gains) == "answer_token"
-        assert choosing.better_read({**gains, "segment_end": Interval(0.31, 0, 1, 5)}) == "segment_end"
-        assert choosing.better_read({"query": Interval(1, 0, 1, 5)}) is None
+        gains = {"segment_end": 0.1, "answer_token": 0.3}
+        assert better_read(gains) == "answer_token"
+        assert better_read({**gains, "segment_end": 0.31}) == "segment_end"
+        assert better_read({"query": 1.0}) is None
 
     def test_the_answer_token_is_read_where_both_lose_margin(self) -> None:
-        losses = {"segment_end": Interval(-0.1, -1, 0, 5), "answer_token": Interval(-0.3, -1, 0, 5)}
-        assert choosing.better_read(losses) == "answer_token"
-        assert choosing.better_read({"segment_end": Interval(0.1, 0, 1, 5)}) == "segment_end"
+        assert better_read({"segment_end": -0.1, "answer_token": -0.3}) == "answer_token"
+        assert better_read({"segment_end": 0.1}) == "segment_end"
 
 
 class TestChoose:

@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM, MambaForCausalLM
 
 from surgery.errors import RecipeError, RunError
 from surgery.recipe import PretrainRecipe, TinyMamba, TinyTransformer, check_recipe
+from surgery.recipe.inputs import inputs_of
 from surgery.run.pretrain import base_card, build_model, pretrain
 from surgery.testing.pico import pico_tokenizer
 
@@ -94,6 +95,13 @@ def test_a_missing_text_of_the_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="tokenizer_text"):
         pretrain(check_recipe(given, PretrainRecipe), tmp_path / "base")
     assert not (tmp_path / "base").exists()
+
+
+def test_the_text_of_the_tokenizer_is_an_input_that_is_never_removed() -> None:
+    sources = [{"data": {"path": "text.jsonl", "columns": {"text": "text"}}, "rows": 1, "weights": {"lm": 1.0}}]
+    given = {"name": "t", "model": SHAPE, "train": {"sources": sources}, "tokenizer_text": "text.txt"}
+    inputs = inputs_of(check_recipe(given, PretrainRecipe))
+    assert inputs == {"tokenizer_text": "text.txt", "train.sources.0.data.path": "text.jsonl"}
 
 
 def test_the_card_of_a_base_with_data_names_the_file() -> None:

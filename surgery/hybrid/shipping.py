@@ -23,11 +23,16 @@ _ABSOLUTE = re.compile(rb"^([ \t]*from[ \t]+)surgery\.hybrid(\.\w+[ \t]+import\b
 
 
 def auto_map(config: Any) -> dict[str, str]:
-    """Return the config's `auto_map`: the module and class of config, model and causal language model."""
+    """Return the config's `auto_map`: the module and class of config, model and causal language model.
+
+    `AutoModelForDecision` names the causal language model too: `transformers serve` 5.23 finds a folder's code by that
+    entry only.
+    """
     module, stem = type(config).__module__.rsplit(".", 1)[-1], type(config).__name__.removesuffix("Config")
     if _outside_branches(config):
         module = ENTRY
-    names = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
+    names = {"AutoConfig": "Config", "AutoModel": "Model"}
+    names |= dict.fromkeys(("AutoModelForCausalLM", "AutoModelForDecision"), "ForCausalLM")
     return {auto: f"{module}.{stem}{suffix}" for auto, suffix in names.items()}
 
 

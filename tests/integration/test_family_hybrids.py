@@ -313,7 +313,7 @@ class TestExport:
         for file, content in shipped.items():
             assert content == (plugged.get(file) or (LIBRARY / file).read_bytes()), file
         maps = json.loads((folder / "config.json").read_text())["auto_map"]
-        assert set(maps) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
+        assert set(maps) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForDecision"}
 
     def test_loads_here_with_one_tensor_where_one_was(self, name: str, exports: Any) -> None:
         folder, _ = exports[name]

@@ -66,7 +66,7 @@ def test_a_name_belongs_to_one_class() -> None:
 def test_classes_of_the_library_need_no_more_files(name: str) -> None:
     config = trained(name).config
     assert outside_modules(config) == {}
-    assert set(auto_map(config)) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
+    assert set(auto_map(config)) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForDecision"}
     assert auto_map(config)["AutoConfig"].endswith(f".{type(config).__name__}")
 
 

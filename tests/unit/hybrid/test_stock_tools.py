@@ -197,8 +197,9 @@ class TestSavingWithCode:
             classes = (type(model.config), type(model.base_model), type(model))
             module = classes[0].__module__.rsplit(".", 1)[-1]
             assert f"{module}.py" in found
-            autos = ("AutoConfig", "AutoModel", "AutoModelForCausalLM")
-            assert config["auto_map"] == {a: f"{module}.{c.__name__}" for a, c in zip(autos, classes, strict=True)}
+            autos = dict(zip(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), classes, strict=True))
+            autos["AutoModelForDecision"] = classes[-1]  # which `transformers serve` loads
+            assert config["auto_map"] == {auto: f"{module}.{cls.__name__}" for auto, cls in autos.items()}
 
     def test_the_library_comes_before_the_code(self, name: str, tmp_path: Path, monkeypatch: Any) -> None:
         """Where it is imported, no question is asked and its own classes are used."""

@@ -23,7 +23,7 @@ from surgery.export.reload import SAMPLE, compare, make_reference, prompt_ids, r
 from surgery.export.shipped_code import check_code, private_copy
 from surgery.hybrid.attention import SplicedAttention
 from surgery.hybrid.branches import BRANCHES
-from surgery.models.loading import load_config
+from surgery.models.loading import SPLICE_VERSION, load_config
 from surgery.models.lookup import family_of, structure_of
 from surgery.models.spliced import plan_of_hybrid
 from surgery.models.tensor_files import Stored, inventory, read_tensors, weight_files
@@ -40,6 +40,8 @@ def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fol
     config = copy.deepcopy(model.generation_config) or GenerationConfig()
     config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
     model.generation_config = config
+    if getattr(model.config, "splice", None):
+        model.config.splice_version = SPLICE_VERSION
     try:
         model.save_pretrained(folder, max_shard_size=max_shard_size)
     except ValueError as error:  # a plugin's class whose file cannot be shipped

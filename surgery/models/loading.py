@@ -39,6 +39,7 @@ from surgery.registry import load_plugins
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _CONFIG_HINT = "Correct config.json, or download it again."
+SPLICE_VERSION = 1  # format of the config field `splice`; exports name it in `splice_version`
 _LARGEST, _LAYERS = 2**31 - 1, 256
 _CHUNKS = ("chunk_size", "mamba_chunk_size")
 _LAYER_COUNTS, _LAYER_LISTS = ("num_hidden_layers", "n_layer"), ("layers_block_type", "layer_types")
@@ -149,6 +150,7 @@ def open_checkpoint(base: Base) -> StoredModel:
     with reading("base.model", f"{base.model}, config.json", hint):
         data, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
         check_sizes(data)
+        check_splice_version(data)
         if not base.trust_remote_code:
             _refuse_kernels(data)
         packed = data.get("quantization_config")
@@ -201,6 +203,14 @@ def check_sizes(data: Any) -> None:
         layers = len(value) if key in _LAYER_LISTS and isinstance(value, list) else value if key in _LAYER_COUNTS else 0
         if isinstance(layers, int) and layers > _LAYERS:
             raise ModelError(f"config.json: {key}", layers, f"A model has at most {_LAYERS} layers. {_CONFIG_HINT}")
+
+
+def check_splice_version(data: Mapping[str, Any]) -> None:
+    """Refuse a config.json whose field `splice` has another format. Raises ModelError."""
+    version = data.get("splice_version", SPLICE_VERSION)  # exports of 0.1 have no version; it is 1
+    if data.get("splice") and version != SPLICE_VERSION:
+        hint = f"This release reads version {SPLICE_VERSION}. Install the release that wrote it."
+        raise ModelError("config.json: splice_version", version, hint)
 
 
 def _refuse_kernels(data: Mapping[str, Any]) -> None:

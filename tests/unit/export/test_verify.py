@@ -211,6 +211,18 @@ class TestContent:
         message = refusal(copy)
         assert name in message or (name == "config.json" and "plan.json" in message)
 
+    def test_a_splice_version_of_another_release(self, copy: Path) -> None:
+        assert json.loads((copy / "config.json").read_text())["splice_version"] == 1
+        edit(copy, "config.json", lambda config: config.update(splice_version=2))
+        list_again(copy)
+        message = refusal(copy)
+        assert "config.json: splice_version" in message and "This release reads version 1." in message
+
+    def test_an_export_without_a_splice_version(self, copy: Path) -> None:
+        edit(copy, "config.json", lambda config: config.pop("splice_version"))
+        list_again(copy)
+        verify_folder(copy)
+
     @pytest.mark.parametrize(
         ("old", "new"), [("L0H3", "L0H2"), ("| replace |", "| add |"), ("segment end", "answer token")]
     )

@@ -12,7 +12,9 @@ from typing import Any
 
 from surgery.errors import ModelError, reading
 
-RECORD, REFERENCE = "export.json", "reference.safetensors"
+RECORD = "export.json"
+# Not a *.safetensors file: vLLM loads every one in a folder as weights.
+REFERENCE, EARLIER_REFERENCE = "reference.json", "reference.safetensors"
 AGAIN = "Download it again, or export again."
 # Suffixes of files that transformers or torch could load.
 LOADABLE = (".py", ".json", ".safetensors", ".bin", ".pt", ".pth", ".jinja")

@@ -8,6 +8,7 @@ Shape legend: B prompts, T tokens, V vocabulary, K stored vocabulary entries, N 
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -20,8 +21,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from surgery.errors import ModelError
-from surgery.export.files import AGAIN
+from surgery.errors import ModelError, reading
+from surgery.export.files import AGAIN, read_object
+from surgery.files.atomic import write_text
 from surgery.files.secret_scan import SECRET_NAME
 
 # As a fraction of the logits' standard deviation. Other summation orders and fp64 differ by at most 4e-5; scaling the
@@ -132,16 +134,32 @@ def make_reference(ids_BT: Tensor, reloaded: Mapping[str, Tensor], dtype: str) -
     }
 
 
+def write_reference(file: Path, reference: Mapping[str, Tensor]) -> None:
+    """Write the result of `make_reference` as JSON, with as many digits as fp32 needs."""
+    lists = {
+        name: (tensor.numpy().astype(str).astype(float) if tensor.is_floating_point() else tensor).tolist()
+        for name, tensor in reference.items()
+    }
+    write_text(file, json.dumps(lists) + "\n")
+
+
 def read_reference(file: Path, vocab_size: int) -> dict[str, Tensor]:
     """Load and check a reference that `make_reference` computed.
+
+    Args:
+        file: JSON, or safetensors as earlier versions wrote it.
+        vocab_size: of the model.
 
     Raises:
         ModelError: the file is damaged, has unexpected tensors, shapes or dtypes, or has token ids out of range.
     """
-    try:
-        reference = load_file(file)
-    except SafetensorError as error:
-        raise ModelError(file.name, str(error), f"The file is damaged. {AGAIN}") from None
+    if file.suffix == ".json":
+        reference = _from_lists(file)
+    else:
+        try:
+            reference = load_file(file)
+        except SafetensorError as error:
+            raise ModelError(file.name, str(error), f"The file is damaged. {AGAIN}") from None
     if set(reference) != {"ids", "vocabulary", "logits", "text", "margins"}:
         raise ModelError(file.name, sorted(reference), f"These are not the tensors of a reference. {AGAIN}")
     B, T, K, N = _PROMPTS, _PROMPT_TOKENS, reference["vocabulary"].numel(), reference["text"].numel()
@@ -156,6 +174,15 @@ def read_reference(file: Path, vocab_size: int) -> dict[str, Tensor]:
             value = f"{name} from {tensor.min()} to {tensor.max()}"
             raise ModelError(file.name, value, f"Token ids are 0 to {vocab_size - 1}. {AGAIN}")
     return reference
+
+
+def _from_lists(file: Path) -> dict[str, Tensor]:
+    """Read nested lists of numbers. Raises ModelError if an entry is something else."""
+    lists = read_object(file.parent, file.name)
+    with reading(file.name, None, f"The file is damaged. {AGAIN}"):
+        tensors = {name: torch.tensor(numbers) for name, numbers in lists.items()}
+        # Numbers without a fraction and with one have different types in JSON.
+        return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 
 def compare(reference: Mapping[str, Tensor], reloaded: Mapping[str, Tensor], dtype: str) -> tuple[float, int]:
@@ -175,7 +202,7 @@ def compare(reference: Mapping[str, Tensor], reloaded: Mapping[str, Tensor], dty
     spread = max(float(reference["logits"].std()), 1e-30)
     difference = float((logits_BTK - reference["logits"]).abs().max()) / spread
     if not difference <= TOLERANCE:
-        value = f"logits differ from reference.safetensors by {difference:.2g} of their standard deviation"
+        value = f"logits differ from the stored reference by {difference:.2g} of their standard deviation"
         hint = f"Rounding stays below {TOLERANCE:g}, so weights, code or libraries differ from those of the export."
         raise ModelError("reloading", value, hint)
     new, agree = reloaded[f"{dtype}.text"][0, reference["ids"].shape[1] :].tolist(), 0
@@ -183,7 +210,7 @@ def compare(reference: Mapping[str, Tensor], reloaded: Mapping[str, Tensor], dty
         if margin <= 2 * TOLERANCE * spread:
             break
         if new[agree : agree + 1] != [expected]:
-            value = f"generated token {agree} differs from reference.safetensors"
+            value = f"generated token {agree} differs from the stored reference"
             raise ModelError(
                 "reloading", value, "Decoding differs from that at export: check the versions in export.json."
             )

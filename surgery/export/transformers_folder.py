@@ -14,12 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import ModelError, reading
-from surgery.export.files import AGAIN, REFERENCE, read_object
-from surgery.export.reload import SAMPLE, compare, make_reference, prompt_ids, read_reference, reload
+from surgery.export.files import AGAIN, EARLIER_REFERENCE, REFERENCE, read_object
+from surgery.export.reload import (
+    SAMPLE,
+    compare,
+    make_reference,
+    prompt_ids,
+    read_reference,
+    reload,
+    write_reference,
+)
 from surgery.export.shipped_code import check_code, private_copy
 from surgery.hybrid.attention import SplicedAttention
 from surgery.hybrid.branches import BRANCHES
@@ -84,7 +91,7 @@ def compare_with_model(
     if "tokenizer" in reloaded and reloaded["tokenizer"].tolist() != tokenizer(SAMPLE)["input_ids"]:
         value = f"the reloaded tokenizer encodes {SAMPLE!r} as other tokens"
         raise ModelError("tokenizer", value, "Set base.tokenizer to one that transformers saves without loss.")
-    save_file(make_reference(ids, reloaded, exact), folder / REFERENCE)
+    write_reference(folder / REFERENCE, make_reference(ids, reloaded, exact))
     return {
         "checked_without_surgery": True,
         "max_logit_difference": difference,
@@ -145,11 +152,11 @@ def reload_and_compare(
     """
     report: dict[str, Any] = {}
     not_checked = []
-    has_reference = (folder / REFERENCE).is_file()
-    reference = read_reference(folder / REFERENCE, config.vocab_size) if has_reference else {}
+    files = [folder / name for name in (REFERENCE, EARLIER_REFERENCE) if (folder / name).is_file()]
+    reference = read_reference(files[0], config.vocab_size) if files else {}
     ids = reference.get("ids", prompt_ids(config.vocab_size))
     reloaded = reload(checked, ids, ("float32",), remote_code)
-    if has_reference:
+    if reference:
         report["max_logit_difference"], report["generated_tokens"] = compare(reference, reloaded, "float32")
     else:
         not_checked.append(f"logits and generation: {REFERENCE} is absent. The folder loads and generates")
@@ -221,7 +228,7 @@ def check_tensors(folder: Path, config: PreTrainedConfig) -> int:
     files = weight_files(regular.get)
     if not files or any(file.suffix != ".safetensors" for file in files):
         raise ModelError("weights", "no model*.safetensors", f"An export stores its weights there. {AGAIN}")
-    for name in sorted(set(regular) - {file.name for file in files} - {REFERENCE}):
+    for name in sorted(set(regular) - {file.name for file in files} - {EARLIER_REFERENCE}):
         if name.endswith(".safetensors"):
             raise ModelError(name, "not part of the weights", "A loader could load it in their place. Remove it.")
     stored = inventory(files)

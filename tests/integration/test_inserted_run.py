@@ -103,6 +103,7 @@ save_file({**texts, "ids": ids, "mask": mask}, out)
 def test_it_loads_and_generates_in_a_process_without_this_library(pair: Path, tmp_path: Path) -> None:
     export = pair / "export"
     assert not list(export.rglob("*.py"))
+    assert [path.name for path in export.glob("*.safetensors")] == ["model.safetensors"]  # vLLM loads every one
     command = [sys.executable, "-c", ALONE, str(export), str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -191,7 +191,7 @@ class Mamba2HybridForCausalLM(nn.Module, HasInnerState, IsHybrid):
     """Mamba-2 language model with spliced attention heads."""
 
     hf_to_vllm_mapper = WeightsMapper(orig_to_new_substr=RENAMED)
-    allow_patterns_overrides = ["model*.safetensors"]  # an export has one more, reference.safetensors
+    allow_patterns_overrides = ["model*.safetensors"]  # earlier exports have one more, reference.safetensors
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:

@@ -13,17 +13,17 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from surgery import cli
 from surgery.errors import ModelError
 from surgery.export import transformers_folder
 from surgery.export.documents import card_table, check_card
-from surgery.export.files import RECORD, REFERENCE, fingerprints
+from surgery.export.files import EARLIER_REFERENCE, RECORD, REFERENCE, fingerprints
 from surgery.export.folder import export_model
 from surgery.export.formats import ExportFormat
-from surgery.export.reload import TOLERANCE, compare, make_reference, prompt_ids
+from surgery.export.reload import TOLERANCE, compare, make_reference, prompt_ids, read_reference
 from surgery.export.verify import verify_folder
 from surgery.models.lookup import family_of
 from surgery.recipe.export import EXPORT_FORMATS
@@ -58,6 +58,15 @@ def make_old(folder: Path) -> None:
     )
 
 
+def with_earlier_reference(folder: Path) -> dict[str, Tensor]:
+    """Store the reference as earlier versions did, and return it."""
+    reference = read_reference(folder / REFERENCE, 10**6)
+    save_file(reference, folder / EARLIER_REFERENCE)
+    (folder / REFERENCE).unlink()
+    list_again(folder)
+    return reference
+
+
 class TestWhole:
     def test_a_copy_verifies(self, whole: Path, copy: Path) -> None:
         """Wherever it lies; what download tools leave beside it does no harm."""
@@ -88,6 +97,21 @@ class TestWhole:
         assert found["files"] is None and "max_logit_difference" not in found and found["tensors"] > 40
         hashes, reference = found["not_checked"]
         assert "hashes" in hashes and REFERENCE in reference
+
+    def test_the_weights_are_the_only_safetensors_file(self, whole: Path) -> None:
+        """vLLM loads every *.safetensors file of a folder that has no index as weights."""
+        assert [path.name for path in whole.glob("*.safetensors")] == ["model.safetensors"]
+
+    def test_a_reference_of_an_earlier_version(self, copy: Path) -> None:
+        reference = with_earlier_reference(copy)
+        assert verify_folder(copy)["generated_tokens"] == 8
+        for name, tensor in reference.items():
+            save_file({**reference, name: tensor.flatten()[:0]}, copy / EARLIER_REFERENCE)
+            list_again(copy)
+            assert refusal(copy).startswith(f"{EARLIER_REFERENCE}: ")
+        (copy / EARLIER_REFERENCE).write_bytes(b"no tensors")
+        list_again(copy)
+        assert refusal(copy).startswith(f"{EARLIER_REFERENCE}: ")
 
     def test_documents_that_are_not_there_are_named(self, tmp_path: Path) -> None:
         export_model(trained("mamba2"), pico_tokenizer(), tmp_path / "bare")
@@ -374,7 +398,7 @@ class TestMalformed:
     @pytest.mark.parametrize(
         "change",
         [
-            lambda t: t.to(torch.float16),
+            lambda t: t.to(torch.bool),
             lambda t: t[:0],
             lambda t: t[None],
             lambda t: t.flatten()[0],
@@ -383,19 +407,29 @@ class TestMalformed:
         ],
     )
     def test_a_reference_that_does_not_fit(self, name: str, change: Any, copy: Path) -> None:
-        def apply(tensors: dict[str, Tensor]) -> None:
-            new = change(tensors.pop(name))
+        def apply(lists: dict[str, Any]) -> None:
+            new = change(torch.tensor(lists.pop(name)))
             if new is not None:
-                tensors[name] = new.contiguous()
+                lists[name] = new.tolist()
 
         edit(copy, REFERENCE, apply)
         list_again(copy)
         assert refusal(copy).startswith(f"{REFERENCE}: ")
 
+    @pytest.mark.parametrize("numbers", [None, "one", ["one"], [[1], [1, 2]], [None], [10**99], {"0": 1}], ids=repr)
+    def test_a_reference_without_numbers(self, numbers: Any, copy: Path) -> None:
+        edit(copy, REFERENCE, lambda lists: lists.update(ids=numbers))
+        list_again(copy)
+        assert refusal(copy).startswith(f"{REFERENCE}: ") and len(refusal(copy).splitlines()) == 1
+
     @pytest.mark.parametrize("name", ["ids", "vocabulary", "text"])
     @pytest.mark.parametrize("token", [-1, 10**9])
     def test_tokens_of_a_reference_that_the_model_lacks(self, name: str, token: int, copy: Path) -> None:
-        edit(copy, REFERENCE, lambda tensors: tensors[name].view(-1)[:1].fill_(token))
+        def apply(lists: dict[str, Any]) -> None:
+            row = lists[name][0] if name == "ids" else lists[name]
+            row[0] = token
+
+        edit(copy, REFERENCE, apply)
         list_again(copy)
         assert refusal(copy).startswith(f"{REFERENCE}: {name} from ")
 

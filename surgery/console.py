@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
+from surgery.recipe.methods import UNRANKED
 from surgery.recipe.section import RenamedKeyWarning
 
 out = Console(width=None if sys.stdout.isatty() else 140)  # a pipe has no width: names must not be truncated
@@ -206,7 +207,8 @@ def print_heads(folder: Path, most: int = 10) -> None:
     cost = json.loads((folder / "locate.json").read_text(encoding="utf-8"))
     chosen = {scored["head"] for scored in heads["chosen"]}
     columns = [name for name in heads["heads"][0]["scores"] if not name.endswith("_accuracy")]
-    table = Table(title=f"{folder}: heads, best first; * selected by {heads['method']}")
+    selected = UNRANKED.get(heads["method"], f"selected by {heads['method']}")
+    table = Table(title=f"{folder}: heads, best first; * {selected}")
     for name in ("head", "role", "reads", *columns):
         table.add_column(name.replace("_", " "), justify="left" if name in ("head", "role", "reads") else "right")
     for scored in heads["heads"][:most]:

@@ -20,7 +20,7 @@ from surgery.errors import SurgeryError, reading
 from surgery.export.formats import ExportFormat
 from surgery.recipe import Recipe, to_yaml
 from surgery.recipe.export import EXPORT_FORMATS
-from surgery.recipe.methods import gloss_of
+from surgery.recipe.methods import UNRANKED, gloss_of
 from surgery.recipe.public import public_name, public_recipe, source_of
 from surgery.recipe.yaml import load_yaml
 from surgery.report.results import arm_label, cell_of, entries, label_of, limits_of, ordered_arms, own_data
@@ -70,6 +70,7 @@ def model_card(
         "data": " and ".join(own_data(recipe)),
         "heads": _spliced_heads(heads, plan),
         "method": heads.method if heads is not None else None,
+        "ranked": heads is not None and heads.method not in UNRANKED,
         "gloss": gloss_of(heads.method) if heads is not None else "",
         "head_seed": heads.seed if heads is not None else None,
         "gap": (results.get("step_zero_gap") or {}).get("max_logit"),

@@ -13,7 +13,7 @@ from surgery.registry import NameOf
 from surgery.types import Fill, Where
 
 Method = Annotated[str, NameOf(METHODS)]
-Select = Annotated[str, NameOf(RANKINGS, extra=UNRANKED)]
+Select = Annotated[str, NameOf(RANKINGS, extra=tuple(UNRANKED))]
 
 
 class Search(Section):

@@ -116,12 +116,16 @@ class Method:
 _OURS = ("surgery.locate.methods", "surgery.trials.methods")
 METHODS: Registry[Method] = Registry("locating method", _OURS)
 RANKINGS: Registry[Method] = Registry("way to select heads", _OURS)  # by the value of splice.select
-UNRANKED = ("random", "uniform", "list")  # other values of splice.select
+UNRANKED = {  # other values of splice.select, each with how it selects heads
+    "random": "drawn at random",
+    "uniform": "spaced evenly over the model",
+    "list": "listed in the recipe",
+}
 
 
 def gloss_of(select: str) -> str:
     """Explain a value of `splice.select` in a few words; empty if its method has no gloss."""
-    return RANKINGS[select].gloss if select in RANKINGS else ""
+    return UNRANKED.get(select) or (RANKINGS[select].gloss if select in RANKINGS else "")
 
 
 def is_greedy(select: str) -> bool:

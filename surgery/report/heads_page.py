@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surgery.files.atomic import write_text
-from surgery.recipe.methods import Column, all_columns, unit_of
+from surgery.recipe.methods import UNRANKED, Column, all_columns, unit_of
 from surgery.report.figures.canvas import require
 from surgery.types import HeadId, HeadSet, Interval, ScoredHead
 
@@ -169,6 +169,7 @@ def _head_data(heads: HeadSet) -> dict[str, Any]:
     facts = {name: getattr(heads, name) for name in ("model", "revision", "method", "seed")}
     return {
         **facts,
+        "selected": UNRANKED.get(heads.method),  # null for a ranking
         "clean": {name: _rounded(value) for name, value in heads.clean.items()},
         "columns": [_column_data(column) for column in columns],
         "units": {column.unit: asdict(unit_of(column.unit)) for column in columns},

@@ -142,7 +142,7 @@ function open(name, byHand = true) {
   if (byHand && location.hash !== `#${name}`) history.replaceState(null, "", `#${name}`);
   byId("head-title").textContent = name;
   const facts = [
-    ["rank ", `${head.rank}`, ` of ${DATA.heads.length} by ${DATA.method}`],
+    ["rank ", `${head.rank}`, ` of ${DATA.heads.length}${DATA.selected ? "" : ` by ${DATA.method}`}`],
     ["role: ", head.role, ""],
   ];
   if (head.reads) facts.push(["better oracle read: ", head.reads.replace("_", " "), ""]);
@@ -269,7 +269,7 @@ function buildGroups() {
 }
 
 function buildFacts() {
-  const facts = [["model", DATA.model], ["revision", DATA.revision], ["ranked by", DATA.method], ["probe seed", `${DATA.seed}`]];
+  const facts = [["model", DATA.model], ["revision", DATA.revision], DATA.selected ? ["heads", DATA.selected] : ["ranked by", DATA.method], ["probe seed", `${DATA.seed}`]];
   for (const [name, score] of Object.entries(DATA.clean)) facts.push([`clean ${name}`, `${number(score[0], 2)} ${interval(score, 2)}, ${score[3]} prompts`]);
   byId("facts").replaceChildren(...facts.filter((fact) => fact[1]).flatMap(([name, value], i) => [i ? " · " : "", `${name} `, el("b", {}, value)]));
 }

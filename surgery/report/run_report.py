@@ -10,7 +10,7 @@ from typing import Any
 
 from surgery.files.atomic import write_text
 from surgery.recipe import Recipe, to_yaml
-from surgery.recipe.methods import gloss_of
+from surgery.recipe.methods import UNRANKED, gloss_of
 from surgery.recipe.public import public_name, public_recipe
 from surgery.report.results import (
     Place,
@@ -108,6 +108,7 @@ def _operation(inputs: ReportInputs) -> _Values:
     if splice is not None:
         form = splice.form if splice.form != "head" else None
         kind = form or ("layer" if splice.unit == "layer" else splice.mode)
+    is_ranked = splice is not None and splice.select not in UNRANKED
     return {
         "kind": kind,
         "base": public_name(recipe.base.model),
@@ -118,7 +119,7 @@ def _operation(inputs: ReportInputs) -> _Values:
         "places": ", ".join(str(graft.before) for graft in plan.grafts),
         "select": splice.select if splice is not None else None,
         "gloss": gloss_of(splice.select) if splice is not None else "",
-        "prompts": prompts if inputs.heads is not None and inputs.heads.clean else None,
+        "prompts": prompts if is_ranked and inputs.heads is not None and inputs.heads.clean else None,
         "state": (plan.grafts[0].site.state_size, recipe.state_size) if recipe.state_size is not None else None,
         "steps": train.num_all_steps,
         "trained": _TRAINED.get(in_order, in_order) if len(trained) == 1 else in_order,

@@ -224,3 +224,9 @@ def test_the_way_to_select_heads_is_named_and_explained(method: str, gloss: str)
     heads = replace(head_set(3, 4), method=method)
     card = model_card(spliced("owner/base"), heads, plan(), RESULTS)
     assert f"Heads were selected by `{method}`{gloss} on generated KV-retrieval prompts (seed 0)." in card
+
+
+@pytest.mark.parametrize(("method", "how"), [("random", "drawn at random"), ("list", "listed in the recipe")])
+def test_heads_without_a_ranking_were_not_selected_by_scores(method: str, how: str) -> None:
+    card = model_card(spliced("owner/base"), replace(head_set(3, 4), method=method), plan(), RESULTS)
+    assert f"Heads were {how} (`splice.select: {method}`, seed 0)." in card and "selected by" not in card

@@ -68,6 +68,12 @@ def test_holds_the_scores_of_every_head(tmp_path: Path) -> None:
     assert places == {str(s.head): i + 1 for i, s in enumerate(heads.chosen)}
 
 
+@pytest.mark.parametrize(("method", "selected"), [("ablation", None), ("random", "drawn at random")])
+def test_says_how_heads_were_selected_if_not_by_the_ranking(method: str, selected: str | None, tmp_path: Path) -> None:
+    _, data, _ = written(tmp_path, replace(head_set(), method=method))
+    assert (data["method"], data["selected"]) == (method, selected)
+
+
 def test_shares_keep_three_digits_of_the_largest(tmp_path: Path) -> None:
     heads = head_set()
     given = prompt(heads)

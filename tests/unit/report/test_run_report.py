@@ -56,7 +56,12 @@ def test_it_says_what_was_done_and_what_came_of_it(page: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("select", "says"), [("sharpen", "sharpen (oracle read) on"), ("ablation", "ablation on"), ("random", "random on")]
+    ("select", "says"),
+    [
+        ("sharpen", "sharpen (oracle read) on 128 prompts of 24 pairs."),
+        ("ablation", "ablation on 128 prompts of 24 pairs."),
+        ("random", "random (drawn at random)."),
+    ],
 )
 def test_it_says_how_heads_were_selected(select: str, says: str, tmp_path: Path) -> None:
     given = inputs(tmp_path / "figures")
@@ -64,7 +69,7 @@ def test_it_says_how_heads_were_selected(select: str, says: str, tmp_path: Path)
     splice = given.recipe.splice.model_copy(update={"select": select})
     changed = replace(given, recipe=given.recipe.model_copy(update={"splice": splice}))
     text = re.sub(r"<[^>]+>", "", write_report(changed, tmp_path / "report.html").read_text())
-    assert f"Selection: {says} 128 prompts of 24 pairs." in text
+    assert f"Selection: {says}" in text
 
 
 @pytest.mark.parametrize("number", ["0.411", "0.422", "0.833", "2.411", "2.833", "torch 2.x", "Seed 3"])

@@ -17,6 +17,7 @@ from transformers import __version__ as transformers_version
 
 from surgery import __version__
 from surgery.errors import ModelError
+from surgery.export.chat_template import with_chat_template
 from surgery.export.documents import check_documents
 from surgery.export.files import RECORD, fingerprints
 from surgery.export.formats import ExportFormat, plugin_of
@@ -49,9 +50,9 @@ def export_model(
 
     Args:
         model: the hybrid. It is copied to the CPU and not changed.
-        tokenizer: the model's.
+        tokenizer: the model's. It is not changed.
         folder: new or empty. An earlier export in it is replaced. Any other folder is refused.
-        section: the recipe's section `export`: format and precision. Its defaults if None.
+        section: the recipe's section `export`: format, precision, chat template. Its defaults if None.
         card: text of README.md.
         plan: stored as plan.json.
         heads: stored as heads.json.
@@ -74,7 +75,7 @@ def export_model(
     Raises:
         RunError: the folder holds something else, or another process writes into it.
         ModelError: a weight is not finite, or the written folder does not verify.
-        RecipeError: the format is not registered.
+        RecipeError: the format is not registered, or the chat template cannot be used.
     """
     if overwrite is not None:
         message = "overwrite has no effect and will be removed in 0.3: an earlier export is replaced, nothing else is."
@@ -82,6 +83,7 @@ def export_model(
     section, folder = section or Export(), Path(folder)
     format_class: type[ExportFormat] = EXPORT_FORMATS[section.format]
     export_format = format_class()
+    tokenizer = with_chat_template(tokenizer, section.chat_template)
     documents = {"plan.json": plan and to_json(plan), "heads.json": heads and to_json(heads), "results.json": results}
     texts = {"recipe.yaml": recipe_yaml, "README.md": card or None}
     with hold(folder):

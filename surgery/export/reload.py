@@ -48,10 +48,12 @@ ids, results = load_file(ids)["ids"], {}
 settings = os.path.join(folder, "tokenizer_config.json")
 if os.path.isfile(settings) and not json.load(open(settings, encoding="utf-8")).get("auto_map"):
     try:
-        tokens = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)(sample)["input_ids"]
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokens = tokenizer(sample)["input_ids"]
     except BaseException as error:  # a panic in Rust is not an Exception
         sys.exit(f"the tokenizer does not load: {type(error).__name__}: {' '.join(str(error).split())}")
     results["tokenizer"] = torch.tensor(tokens, dtype=torch.int64)
+    results["chat_template"] = torch.tensor(list(json.dumps(tokenizer.chat_template).encode()), dtype=torch.uint8)
 for dtype in dtypes:
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, trust_remote_code=remote_code == "yes", use_safetensors=True, dtype=dtype, output_loading_info=True
@@ -87,8 +89,9 @@ def reload(folder: Path, ids_BT: Tensor, dtypes: Sequence[str], remote_code: boo
         remote_code: pass `trust_remote_code=True` for the model.
 
     Returns:
-        For each dtype `DTYPE.logits` (B,T,V), `DTYPE.text` (1,T+N) and `DTYPE.steps` (N,V) in fp32; and `tokenizer`,
-        the token ids of `SAMPLE`, unless the folder has no tokenizer or one that needs code.
+        For each dtype `DTYPE.logits` (B,T,V), `DTYPE.text` (1,T+N) and `DTYPE.steps` (N,V) in fp32. Unless the folder
+        has no tokenizer or one that needs code: `tokenizer`, the token ids of `SAMPLE`, and `chat_template`, the bytes
+        of the template in JSON.
 
     Raises:
         ModelError: model or tokenizer do not load, or tensors are missing, unexpected or misshapen.

@@ -7,6 +7,7 @@ this library's.
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -91,6 +92,9 @@ def compare_with_model(
     if "tokenizer" in reloaded and reloaded["tokenizer"].tolist() != tokenizer(SAMPLE)["input_ids"]:
         value = f"the reloaded tokenizer encodes {SAMPLE!r} as other tokens"
         raise ModelError("tokenizer", value, "Set base.tokenizer to one that transformers saves without loss.")
+    if "chat_template" in reloaded and json.loads(bytes(reloaded["chat_template"].tolist())) != tokenizer.chat_template:
+        hint = "transformers does not save it without loss. Set export.chat_template to a file with the template."
+        raise ModelError("chat template", "the reloaded tokenizer has another one", hint)
     write_reference(folder / REFERENCE, make_reference(ids, reloaded, exact))
     return {
         "checked_without_surgery": True,

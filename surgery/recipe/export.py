@@ -30,7 +30,13 @@ class Export(Section):
         pattern=r"^[1-9][0-9]{0,5}(KB|MB|GB|TB)$",
         description="Larger weights are split into files of this size.",
     )
-    new_keys: ClassVar[tuple[str, ...]] = ("format",)
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        description="Chat template of the exported tokenizer, for chat endpoints of servers: `plain`, which joins the "
+        "messages as text, or the path of a Jinja file. Default: the base's, if it has one.",
+    )
+    new_keys: ClassVar[tuple[str, ...]] = ("format", "chat_template")
 
 
 class Hardware(Section):

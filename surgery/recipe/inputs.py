@@ -7,11 +7,12 @@ from typing import Any
 
 from surgery.recipe.section import Section
 
-_READ = ("model", "tokenizer", "tokenizer_text", "path", "heads")  # recipe keys whose value may be a file or folder
+# Recipe keys whose value may be a file or folder.
+_READ = ("model", "tokenizer", "tokenizer_text", "path", "heads", "chat_template")
 
 
 def inputs_of(recipe: Section, file: Path | None = None) -> dict[str, str]:
-    """List the models, tokenizers, heads and data that a recipe names.
+    """List the models, tokenizers, heads, data and chat templates that a recipe names.
 
     Args:
         recipe: any kind of recipe.

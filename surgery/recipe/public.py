@@ -68,7 +68,10 @@ def public_recipe(recipe: Recipe) -> Recipe:
             "teacher": _named(recipe.train.teacher) if recipe.train.teacher else None,
         }
     )
-    update = {"base": base, "splice": splice, "control": _named(control) if control else None, "train": train}
+    template = Path(recipe.export.chat_template).name if recipe.export.chat_template else None
+    export = recipe.export.model_copy(update={"chat_template": template})
+    control = _named(control) if control else None
+    update = {"base": base, "splice": splice, "control": control, "train": train, "export": export}
     return recipe.model_copy(update=update)
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from surgery.data.tokenizer import build_tokenizer
 from surgery.errors import ModelError
+from surgery.export.chat_template import with_chat_template
 from surgery.files.atomic import read_json
 from surgery.models.cache import CacheBytes, cache_bytes
 from surgery.models.inserted import as_inserted, has_inserted, inserted_entries
@@ -66,6 +67,7 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
     if recipe.splice is None:  # the base is the hybrid
         del caches["base"]
     tokenizer, counted_with = _tokenizer(recipe.base, online=not shapes_from)
+    with_chat_template(tokenizer, recipe.export.chat_template)
     processes = recipe.hardware.count
     costs, trainable = [], 0
     for number, stage in enumerate(recipe.train.sequence):

@@ -19,6 +19,7 @@ from surgery.data.user import open_source
 from surgery.errors import PlanError, RecipeError, RunError
 from surgery.evaluate.evaluation import held_out_documents
 from surgery.evaluate.prompts import make_prompts
+from surgery.export.chat_template import with_chat_template
 from surgery.files.lock import hold
 from surgery.models.donors import donor_mixers
 from surgery.models.inserted import has_inserted
@@ -113,6 +114,8 @@ def check_inputs(run: Run) -> None:
         probes = tuple(p.model_copy(update={"examples": None}) for p in run.recipe.evaluate.tasks)
         few = run.recipe.evaluate.model_copy(update={"tasks": probes, "examples": 1, "sentences": 1})
         make_prompts(few, run.recipe.seed, tokenizer=run.tokenizer())
+    if "export" in run.stages:
+        with_chat_template(run.tokenizer(), run.recipe.export.chat_template)
 
 
 def check_configs(run: Run) -> None:

@@ -25,6 +25,7 @@ from surgery.evaluate.efficiency import efficiency
 from surgery.evaluate.evaluation import Arm, compare_arms, evaluate_model, held_out_documents, p_values
 from surgery.evaluate.held_out import advice_of, side_by_side
 from surgery.evaluate.prompts import make_prompts
+from surgery.export.chat_template import template_revision
 from surgery.export.folder import export_model
 from surgery.export.model_card import card_of, model_card
 from surgery.files.atomic import digest, fingerprint, new_folder, read_json, write_json
@@ -99,6 +100,8 @@ class Stage:
                 parts[part] = recipe[section][name]
         if "control" in parts:
             parts["control revision"] = run.control_revision
+        if "export" in parts and settings.export.chat_template is not None:
+            parts["chat template"] = template_revision(settings.export.chat_template)
         if "train" in parts and run.data_revision:
             parts["data revision"] = run.data_revision
         if self.name in ("splice", "control") and settings.state_size is not None:

@@ -31,6 +31,7 @@ from tests.support.errors import assert_refused
         ("splice.num_heads=99", ("splice.num_heads", "99", "32 heads")),
         ("evaluate.tasks=[kv_retrieval, {task: needle_single, tokens: [9]}]", ("tokens", "9")),
         ("nonsense", ("nonsense", "key.path=value")),
+        ("export.chat_template=chat.jinja", ("export.chat_template", "chat.jinja", "No such template. Use plain")),
         ("base.model=no/such/folder", ("base.model", "no/such/folder", "no such folder")),
     ],
 )

@@ -25,7 +25,9 @@ from tests.support.battery import base, logits, plan_of, trained
 
 def in_this_process(folder: Path, ids: Tensor, dtypes: Any, remote_code: bool = True) -> dict[str, Tensor]:
     """The twin of `reload` with this library's own classes."""
-    found = {"tokenizer": torch.tensor(AutoTokenizer.from_pretrained(folder)(SAMPLE)["input_ids"])}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = {"tokenizer": torch.tensor(tokenizer(SAMPLE)["input_ids"])}
+    found["chat_template"] = torch.tensor(list(json.dumps(tokenizer.chat_template).encode()), dtype=torch.uint8)
     for dtype in dtypes:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "output_logits": True}

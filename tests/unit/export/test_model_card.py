@@ -105,6 +105,15 @@ def test_pinned_revisions_are_published(written: bool) -> None:
         assert public_recipe(shared) == shared and check_recipe(yaml.safe_load(to_yaml(shared))) == shared
 
 
+def test_a_chat_template_is_named_without_its_folder(recipe: Recipe, tmp_path: Path) -> None:
+    own = recipe.export.model_copy(update={"chat_template": str(tmp_path / "own" / "chat.jinja")})
+    changed = recipe.model_copy(update={"export": own})
+    assert public_recipe(changed).export.chat_template == "chat.jinja"
+    card = model_card(changed, None, plan(), RESULTS)
+    assert "The chat template (`chat.jinja`) was set for the export." in card and str(tmp_path) not in card
+    assert "The chat template" not in model_card(recipe, None, plan(), RESULTS)
+
+
 def test_an_export_folder_is_called_by_its_runs_name(tmp_path: Path) -> None:
     assert public_name(str(tmp_path / "quick" / "export")) == "quick"
     assert public_name(str(tmp_path / "quick" / "other")) == "other"

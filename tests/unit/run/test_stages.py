@@ -8,7 +8,8 @@ import pytest
 
 from surgery.errors import RunError
 from surgery.files.atomic import write_json
-from surgery.recipe import load_recipe
+from surgery.recipe import Recipe, load_recipe
+from surgery.recipe.section import keys_of_0_1
 from surgery.run import stages
 from surgery.run.context import Run
 from surgery.train.training import make_accelerator
@@ -66,6 +67,24 @@ def test_keys_of_stages_know_the_state_only_where_it_is_cut(tmp_path: Path) -> N
     assert changed(plain, keys(examples=9)) == {"locate", "export"}
     assert changed(cut, keys(examples=9, state_size=4)) == {"locate", "splice", "control", "export"}
     assert "control" not in changed(cut, keys(state_size=4, num_heads=2)), "one control for any number of heads"
+
+
+def test_the_key_of_the_export_knows_the_text_of_a_chat_template(tmp_path: Path) -> None:
+    """A recipe without `export.chat_template` keeps its finished export."""
+    recipe, template = load_recipe(RECIPE), tmp_path / "chat.jinja"
+    template.write_text("one")
+
+    def keys(name: str | None) -> dict[str, str]:
+        given = recipe.model_copy(update={"export": recipe.export.model_copy(update={"chat_template": name})})
+        run: Any = SimpleNamespace(recipe=given, revision="r", control_revision="", data_revision="", folder=tmp_path)
+        return {stage.name: stage.key(run) for stage in stages.stages_of(given)}
+
+    found = [keys(name) for name in (None, "plain", str(template))]
+    template.write_text("two")
+    found.append(keys(str(template)))
+    assert len({key["export"] for key in found}) == 4
+    assert all({**key, "export": ""} == {**found[0], "export": ""} for key in found)
+    assert "chat_template" not in keys_of_0_1(Recipe, recipe.model_dump(mode="json"))["export"]
 
 
 def test_the_channels_of_the_state_are_read_from_the_folder(tmp_path: Path) -> None:

@@ -1,0 +1,147 @@
+"""The chat template of an export: the base's is kept, `plain` continues text, and a faulty file is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+from surgery.errors import ModelError, RecipeError
+from surgery.export import transformers_folder
+from surgery.export.chat_template import with_chat_template
+from surgery.export.folder import export_model
+from surgery.export.verify import verify_folder
+from surgery.models.loading import load_tokenizer
+from surgery.recipe import Base, Export
+from surgery.testing.pico import pico_hybrid, pico_site, pico_tokenizer
+from tests.support.exports import in_this_process
+
+BASES_OWN = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}>{% endif %}\n"
+)
+CHAT = [
+    {"role": "system", "content": "Answer with a word."},
+    {"role": "user", "content": "The colour of the sky is"},
+    {"role": "assistant", "content": " blue."},
+    {"role": "user", "content": "The colour of grass is"},
+]
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_folder, "reload", in_this_process)
+
+
+def exported(folder: Path, tokenizer: Any, template: str | None = None) -> Any:
+    export_model(
+        pico_hybrid([pico_site(0, [1, 3])], vocab_size=1024, seed=1), tokenizer, folder, Export(chat_template=template)
+    )
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
+def test_the_bases_template_is_kept(place: str, tmp_path: Path) -> None:
+    """Wherever the base has it. It is written and listed as a file of its own."""
+    base = tmp_path / "base"
+    pico_tokenizer().save_pretrained(base)
+    if place == "chat_template.jinja":
+        (base / place).write_text(BASES_OWN)
+    else:
+        config = json.loads((base / place).read_text())
+        (base / place).write_text(json.dumps({**config, "chat_template": BASES_OWN}))
+    tokenizer = load_tokenizer(Base(model=str(base)))
+    loaded = exported(tmp_path / "export", tokenizer)
+    assert loaded.chat_template == tokenizer.chat_template == BASES_OWN
+    assert (tmp_path / "export" / "chat_template.jinja").read_text() == BASES_OWN
+    record = json.loads((tmp_path / "export" / "export.json").read_text())
+    assert "chat_template.jinja" in record["files"]
+    text = loaded.apply_chat_template(CHAT[:2], tokenize=False, add_generation_prompt=True)
+    assert text == "<system>Answer with a word.\n<user>The colour of the sky is\n>"
+
+
+def test_without_one_there_is_none(tmp_path: Path) -> None:
+    assert exported(tmp_path / "export", pico_tokenizer()).chat_template is None
+    assert not (tmp_path / "export" / "chat_template.jinja").exists()
+
+
+def test_a_file_replaces_the_bases(tmp_path: Path) -> None:
+    tokenizer, file = pico_tokenizer(), tmp_path / "own.jinja"
+    tokenizer.chat_template = BASES_OWN
+    file.write_text("{{ messages[0]['content'] }}: Ü\n", encoding="utf-8")
+    assert exported(tmp_path / "export", tokenizer, str(file)).chat_template == "{{ messages[0]['content'] }}: Ü\n"
+    assert tokenizer.chat_template == BASES_OWN, "the base's own object"
+
+
+def test_plain_is_the_text_of_the_conversation() -> None:
+    tokenizer = with_chat_template(pico_tokenizer(), "plain")
+    text = "Answer with a word.\nThe colour of the sky is blue.\nThe colour of grass is"
+    for prompt in (True, False):
+        assert tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=prompt) == text
+    ids = tokenizer.apply_chat_template(CHAT[1:2], add_generation_prompt=True)["input_ids"]
+    assert ids == tokenizer(CHAT[1]["content"])["input_ids"], "one message: the tokens of a completion"
+
+
+def test_plain_starts_as_the_tokenizer_starts_a_text() -> None:
+    tokenizer = pico_tokenizer()
+    tokenizer.bos_token = tokenizer.eos_token
+    start = (tokenizer.bos_token, tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{start[0]} $A", special_tokens=[start])
+    found = with_chat_template(tokenizer, "plain").apply_chat_template(CHAT[1:2], add_generation_prompt=True)
+    assert found["input_ids"] == tokenizer(CHAT[1]["content"])["input_ids"] and found["input_ids"][0] == start[1]
+
+
+def test_a_chat_answers_as_the_text(tmp_path: Path) -> None:
+    """In stock transformers' pipeline, with `plain`: greedy, the tokens that follow the text itself."""
+    tokenizer = exported(tmp_path / "export", pico_tokenizer(), "plain")
+    verify_folder(tmp_path / "export")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    ids = tokenizer("The colour of the sky is", return_tensors="pt")
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        new = model.generate(**ids, **options)[0, ids["input_ids"].shape[1] :]
+    answer = pipeline("text-generation", model=model, tokenizer=tokenizer)(CHAT[1:2], **options)
+    expected = {"role": "assistant", "content": tokenizer.decode(new, skip_special_tokens=True)}
+    assert answer[0]["generated_text"][-1] == expected and expected["content"].strip()
+
+
+def test_a_template_that_is_not_saved_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reload(folder: Path, *arguments: Any) -> dict[str, Any]:
+        (folder / "chat_template.jinja").write_text("other")
+        return in_this_process(folder, *arguments)
+
+    monkeypatch.setattr(transformers_folder, "reload", reload)
+    with pytest.raises(ModelError, match=r"^chat template: the reloaded tokenizer has another one\. .*export\.chat_t"):
+        exported(tmp_path / "export", pico_tokenizer(), "plain")
+    assert not (tmp_path / "export").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"No such template\. Use plain, or the path of a Jinja file\."),
+        ("folder", r"The file cannot be read\. Use a Jinja file in UTF-8\."),
+        (b"\xff\xfe{{ messages }}", r"The file cannot be read\. Use a Jinja file in UTF-8\."),
+        (b" \n", r"The file is empty\."),
+        (b"a\n{% for m in messages %}\nb", r"line [23] \(TemplateSyntaxError: .*\)\. Jinja cannot render one message"),
+        (b"{{ raise_exception('Roles must alternate') }}", r"\(TemplateError: Roles must alternate\)\. Jinja cannot"),
+        (b"{{ messages[0].content.nothing.at.all }}", r"\(UndefinedError: .*\)\. Jinja cannot render"),
+        (b"{{ messages[0].content.index('!') }}", r"\(substring not found\)\. Jinja cannot render"),
+        (b"{{ ''.__class__.__mro__ }}", r"\(SecurityError: .*\)\. Jinja cannot render"),
+        (b"{% if false %}x{% endif %}", r"It renders no text for one message of a user\. Correct the template\."),
+    ],
+)
+def test_what_is_no_template_is_refused(content: bytes | str | None, message: str, tmp_path: Path) -> None:
+    """Before anything is written."""
+    file = tmp_path / "chat.jinja"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif content:
+        file.mkdir()
+    with pytest.raises(RecipeError, match=rf"^export\.chat_template: \S*chat\.jinja.*{message}"):
+        exported(tmp_path / "export", pico_tokenizer(), str(file))
+    assert not (tmp_path / "export").exists()

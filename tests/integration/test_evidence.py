@@ -359,7 +359,7 @@ def test_missing_bases_are_made_once_and_train_as_arms(tmp_path: Path) -> None:
     recipe = tmp_path / "short.yaml"
     recipe.write_text(short + "evaluate: {pairs: [4], examples: 2, sentences: 2}\n")
     made = study.Experiment(tmp_path / "run", TOY, (0,), second=recipe)
-    later = replace(made, second=tmp_path / "none", _loaded={})
+    later = replace(made, second=tmp_path / "none")
     for base, kind in ((SECOND, "mamba2"), (TRANSFORMER, "llama")):
         model, tokenizer, revision = made.model(base)
         assert model.config.model_type == kind and later.model(base)[2] == revision

@@ -209,7 +209,7 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> study.Experiment:
     }
     made = study.Experiment(tmp_path_factory.mktemp("head_choice"), TOY, (0,), bases)
     assert made.run(most=2) == 2
-    again = replace(made, _loaded={})
+    again = replace(made)
     assert again.run(most=1) == 1
     return again
 

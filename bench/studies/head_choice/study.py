@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bench.common import ROOT, RUNS, finished, load, parser, quiet_on_one_thread
+from bench.common import ROOT, RUNS, parser, quiet_on_one_thread, share
+from bench.studies.experiment import ArmExperiment, pretrained
 from bench.studies.head_choice.arms import (
     COLUMNS,
     ORDER,
@@ -44,65 +44,52 @@ from bench.studies.head_choice.figures import regret_by_chooser
 from bench.studies.head_choice.regret import Results, regrets
 from bench.studies.head_choice.tables import tables
 from bench.studies.site_selection.arms import PROMPTS_SEED
-from bench.studies.site_selection.study import in_short_chunks
 from bench.studies.site_selection.tables import fill
 from bench.studies.site_selection.train import run_arm
 from surgery.errors import RunError
 from surgery.evaluate.prompts import make_prompts
 from surgery.files.atomic import fingerprint, read_json, write_json
 from surgery.models.loading import revision_of
-from surgery.recipe import Base, PretrainRecipe, load_recipe
-from surgery.run.pretrain import pretrain
+from surgery.recipe import Base
 
-SEEDS = (0, 1, 2)
 PAGE = ROOT / "docs" / "HEAD_CHOICE.md"
 PUBLISHED = PAGE.parent / "evidence" / "head_choice"
 VERSION = 1  # raised when choices change for the same definition
 
-Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase, str]  # with the revision of the weights
-
 
 @dataclass
-class Experiment:
+class Experiment(ArmExperiment):
     """A folder of results, and the budget, seeds and bases of its arms.
 
     Attributes:
         published: folder of earlier results with the same layout; None for none. It is only read.
     """
 
-    folder: Path
     budget: Budget = field(default_factory=Budget)
-    seeds: tuple[int, ...] = SEEDS
     bases: Mapping[str, StudyBase] = field(default_factory=lambda: BASES)
     published: Path | None = None
-    _loaded: dict[str, Loaded] = field(default_factory=dict)
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Folders with results: this one and the published one."""
+        return (self.folder,) if self.published is None else (self.folder, self.published)
 
     def budget_of(self, base: str) -> Budget:
         """The budget with the options of a base."""
         return replace(self.budget, **self.bases[base].options)
 
-    def model(self, base: str) -> Loaded:
-        """The pretrained model, its tokenizer, and its revision. Pretrain it first if it does not exist."""
-        if base not in self._loaded:
-            entry = self.bases[base]
-            if not entry.folder.is_dir():
-                if entry.recipe is None:
-                    raise RunError("base", base, f"There is no folder {entry.folder}. Make this checkpoint first.")
-                print(f"pretraining {entry.label}", flush=True)
-                pretrain(load_recipe(entry.recipe, entry.overrides, PretrainRecipe), entry.folder)
-            model, tokenizer = load(entry.folder)
-            self._loaded[base] = (in_short_chunks(model), tokenizer, self.revision(base))
-        return self._loaded[base]
+    def checkpoint(self, base: str) -> Path:
+        """Folder of a base. Pretrain it first if it does not exist."""
+        entry = self.bases[base]
+        if entry.recipe is not None:
+            return pretrained(entry.folder, entry.label, entry.recipe, entry.overrides)
+        if not entry.folder.is_dir():
+            raise RunError("base", base, f"There is no folder {entry.folder}. Make this checkpoint first.")
+        return entry.folder
 
     def revision(self, base: str) -> str:
         """Identify the weights of an existing checkpoint."""
         return revision_of(Base(model=str(self.bases[base].folder)))
-
-    def find(self, part: str, name: str, key: str) -> dict[str, Any] | None:
-        """A result with this key: of this folder, or a published one."""
-        folders = [self.folder] if self.published is None else [self.folder, self.published]
-        results = (finished(folder / part / name, key) for folder in folders)
-        return next((result for result in results if result is not None), None)
 
     def choices(self, base: str, seed: int) -> Choices:
         """The choices of all choosers. Those that are not on disk are measured, and written one after the other."""
@@ -138,31 +125,19 @@ class Experiment:
                 for base in bases:
                     yield from arms_of(self.choices(base, seed), base, seed, column)
 
-    def result(self, arm: Arm) -> dict[str, Any] | None:
-        """The finished result of an arm, if there is one."""
-        return self.find("arms", arm.file, arm.identity(self.budget_of(arm.base), self.model(arm.base)[2]))
+    def run_arm(self, arm: Arm) -> dict[str, Any]:
+        """Train an arm and evaluate it. Returns plain data."""
+        (base, tokenizer, _), budget = self.model(arm.base), self.budget_of(arm.base)
+        prompts = make_prompts(budget.evaluate, PROMPTS_SEED, tokenizer=tokenizer)
+        began = time.process_time()
+        outcome = run_arm(arm, base, tokenizer, budget, prompts)
+        return {**outcome, "cpu_seconds": round(time.process_time() - began, 1)}
 
-    def run(self, most: int | None = None, only: str | None = None) -> int:
-        """Run the arms that have no result, at most `most`, of the base `only`. Returns the number of arms run."""
-        ran = 0
-        for arm in self.arms(only):
-            if ran == most:
-                break
-            if self.result(arm) is not None:
-                continue
-            base, tokenizer, revision = self.model(arm.base)
-            budget = self.budget_of(arm.base)
-            prompts = make_prompts(budget.evaluate, PROMPTS_SEED, tokenizer=tokenizer)
-            began = time.process_time()
-            outcome = run_arm(arm, base, tokenizer, budget, prompts)
-            cpu_seconds = round(time.process_time() - began, 1)
-            result = {"key": arm.identity(budget, revision), **outcome, "cpu_seconds": cpu_seconds}
-            write_json(self.folder / "arms" / arm.file, result)
-            ran += 1
-            right = outcome["correct"][budget.answers]
-            shown = f"{right.count('1') / len(right):.3f} at {budget.answers}, {cpu_seconds} CPU seconds"
-            print(f"{arm.base} {arm.name} seed {arm.seed}: {shown}", flush=True)
-        return ran
+    def describe(self, arm: Arm, outcome: dict[str, Any]) -> str:
+        """The line to print for a finished arm."""
+        answers = self.budget_of(arm.base).answers
+        shown = f"{share(outcome['correct'][answers]):.3f} at {answers}, {outcome['cpu_seconds']} CPU seconds"
+        return f"{arm.base} {arm.name} seed {arm.seed}: {shown}"
 
 
 def collected(experiment: Experiment) -> tuple[Results, dict[str, list[Path]]]:
@@ -177,7 +152,7 @@ def collected(experiment: Experiment) -> tuple[Results, dict[str, list[Path]]]:
     answers: dict[tuple[str, int], dict[tuple[str, ...], Any]] = {}
     designs: dict[tuple[str, int], dict[str, Any]] = {}
     files: dict[str, list[Path]] = {"arms": [], "choices": []}
-    for path in _json_files(experiment, "choices"):
+    for path in experiment.files("choices"):
         content = read_json(path)
         base, seed = content["base"], content["seed"]
         if base not in experiment.bases or (base, seed) in choices:
@@ -187,7 +162,7 @@ def collected(experiment: Experiment) -> tuple[Results, dict[str, list[Path]]]:
             continue
         choices[base, seed] = content
         files["choices"].append(path)
-    for path in _json_files(experiment, "arms"):
+    for path in experiment.files("arms"):
         content = read_json(path)
         arm = Arm(**{k: tuple(v) if isinstance(v, list) else v for k, v in content["arm"].items()})
         place, design = (arm.base, arm.seed), design_of(arm)
@@ -210,13 +185,6 @@ def collected(experiment: Experiment) -> tuple[Results, dict[str, list[Path]]]:
             by_design[design] = right
         files["arms"].append(path)
     return Results(choices, answers, designs), files
-
-
-def _json_files(experiment: Experiment, part: str) -> Iterator[Path]:
-    """Files of this folder, then published ones."""
-    for folder in (experiment.folder, experiment.published):
-        if folder is not None:
-            yield from sorted((folder / part).glob("*.json"))
 
 
 def report(experiment: Experiment, page: Path, folder: Path) -> None:

@@ -14,18 +14,16 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
-
-from bench.common import ROOT, RUNS, finished, load, parser, quiet_on_one_thread
+from bench.common import ROOT, RUNS, finished, parser, quiet_on_one_thread
 from bench.common import SHIPPED as SHIPPED_MODEL
 from bench.common import TRANSFORMER as TRANSFORMER_MODEL
+from bench.studies.experiment import ArmExperiment, pretrained
 from bench.studies.site_selection.arms import (
     AGAIN,
     PROMPTS_SEED,
@@ -46,39 +44,26 @@ from bench.studies.site_selection.train import run_arm
 from surgery.errors import RunError
 from surgery.evaluate.prompts import PromptSet, make_prompts
 from surgery.files.atomic import fingerprint, new_folder, read_json, write_json
-from surgery.models.loading import revision_of
-from surgery.recipe import Base, PretrainRecipe, load_recipe
-from surgery.run.pretrain import pretrain
 
 RECIPE = Path(__file__).with_name("base.yaml")
-SEEDS = (0, 1, 2)
 FACTS, TEXTS = "closed_book", "perplexity"  # the halves that no training showed
 
 
 @dataclass
-class Experiment:
+class Experiment(ArmExperiment):
     """A folder of results, and the budget, seeds and base models of its arms."""
 
-    folder: Path
-    budget: Budget = field(default_factory=Budget)
-    seeds: tuple[int, ...] = SEEDS
     shipped: Path = SHIPPED_MODEL
     second: Path = RECIPE
     transformer: Path = TRANSFORMER_MODEL
-    _loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase, str]] = field(default_factory=dict)
 
-    def model(self, base: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
-        """The pretrained model, its tokenizer, and its revision. Pretrain it first if it does not exist."""
-        if base not in self._loaded:
-            pretrained = {SECOND: self.folder / "base", AGAIN: self.folder / "again"}
-            where = {SHIPPED: self.shipped, TRANSFORMER: self.transformer, **pretrained}[base]
-            if base in pretrained and not where.exists():
-                print(f"pretraining the {base} base", flush=True)
-                changes = ("seed=1",) if base == AGAIN else ()
-                pretrain(load_recipe(self.second, changes, PretrainRecipe), where)
-            model, tokenizer = load(where)
-            self._loaded[base] = (in_short_chunks(model), tokenizer, revision_of(Base(model=str(where))))
-        return self._loaded[base]
+    def checkpoint(self, base: str) -> Path:
+        """Folder of a base. Pretrain it first if it does not exist."""
+        if base == SECOND:
+            return pretrained(self.folder / "base", f"the {base} base", self.second)
+        if base == AGAIN:
+            return pretrained(self.folder / "again", f"the {base} base", self.second, ("seed=1",))
+        return {SHIPPED: self.shipped, TRANSFORMER: self.transformer}[base]
 
     def choices(self, base: str, seed: int) -> Choices:
         """The choice of each method, measured once."""
@@ -100,45 +85,31 @@ class Experiment:
         for base, seed in product(bases, self.seeds):
             yield from every_site(self.choices(base, seed), base, seed)
 
-    def result(self, arm: Arm) -> dict[str, Any] | None:
-        """The finished result of an arm, if there is one."""
-        return finished(self.folder / "arms" / arm.file, arm.identity(self.budget, self.model(arm.base)[2]))
+    @cached_property
+    def prompts(self) -> PromptSet:
+        """The prompts of every arm."""
+        return questions(self.budget)
 
-    def run(self, most: int | None = None, only: str | None = None) -> int:
-        """Run the arms that have no result, at most `most`, of the base `only`. Returns the number of arms run."""
-        prompts, ran = questions(self.budget), 0
-        for arm in self.arms(only):
-            if ran == most:
-                break
-            if self.result(arm) is not None:
-                continue
-            base, tokenizer, revision = self.model(arm.base)
-            outcome = run_arm(arm, base, tokenizer, self.budget, prompts)
-            write_json(self.folder / "arms" / arm.file, {"key": arm.identity(self.budget, revision), **outcome})
-            ran += 1
-            shown = {k: round(v["accuracy"], 3) for k, v in outcome["summary"]["kv_retrieval"].items()}
-            print(f"{arm.base} {arm.name} {list(arm.heads)} seed {arm.seed}: {shown} {outcome['seconds']}", flush=True)
-        return ran
+    def run_arm(self, arm: Arm) -> dict[str, Any]:
+        """Train an arm and evaluate it. Returns plain data."""
+        base, tokenizer, _ = self.model(arm.base)
+        return run_arm(arm, base, tokenizer, self.budget, self.prompts)
 
-
-def in_short_chunks(model: PreTrainedModel) -> PreTrainedModel:
-    """Set a shorter chunk. It changes the results by rounding only, and the scan is a fifth faster without kernels."""
-    for mixer in [m for m in model.modules() if isinstance(m, Mamba2Mixer)]:
-        mixer.chunk_size = 16
-    return model
+    def describe(self, arm: Arm, outcome: dict[str, Any]) -> str:
+        """The line to print for a finished arm."""
+        shown = {k: round(v["accuracy"], 3) for k, v in outcome["summary"]["kv_retrieval"].items()}
+        return f"{arm.base} {arm.name} {list(arm.heads)} seed {arm.seed}: {shown} {outcome['seconds']}"
 
 
 def collected(experiment: Experiment) -> Results:
     """Results on disk with the present budget. Choices are read, not measured."""
     budget = json.loads(json.dumps(asdict(experiment.budget)))
     arms: dict[tuple[str, str], dict[int, Any]] = {}
-    for path in sorted((experiment.folder / "arms").glob("*.json")):
+    for path in experiment.files("arms"):
         found = read_json(path)
         if found["budget"] == budget:
             arms.setdefault((found["arm"]["base"], found["arm"]["name"]), {})[found["arm"]["seed"]] = found
-    choices = {
-        (c["base"], c["seed"]): c for c in map(read_json, sorted((experiment.folder / "choices").glob("*.json")))
-    }
+    choices = {(c["base"], c["seed"]): c for c in map(read_json, experiment.files("choices"))}
     return Results(arms, choices)
 
 
@@ -152,7 +123,7 @@ def report(experiment: Experiment, page: Path) -> None:
     draw(results, figures)
     for part in ("arms", "choices"):
         with new_folder(figures / part) as folder:
-            for path in sorted((experiment.folder / part).glob("*.json")):
+            for path in experiment.files(part):
                 shutil.copyfile(path, folder / path.name)
 
 

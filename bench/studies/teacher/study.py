@@ -32,8 +32,8 @@ from bench.common import (
     quiet_on_one_thread,
     save,
 )
+from bench.studies.experiment import in_short_chunks
 from bench.studies.site_selection.arms import Budget
-from bench.studies.site_selection.study import in_short_chunks
 from surgery.data.encoding import encode
 from surgery.files.atomic import read_json
 from surgery.models.lookup import geometry_of

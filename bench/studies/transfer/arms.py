@@ -34,8 +34,8 @@ from bench.common import (
     save,
     share,
 )
+from bench.studies.experiment import in_short_chunks
 from bench.studies.site_selection.arms import Arm, Budget
-from bench.studies.site_selection.study import in_short_chunks
 from bench.studies.site_selection.train import prepared
 from bench.studies.transfer.study import Task, line, measured, tasks
 from surgery.data.encoding import encode

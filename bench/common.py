@@ -15,7 +15,7 @@ from surgery.files.atomic import read_json, write_json
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.lookup import geometry_of
 from surgery.recipe import Base, Splice
-from surgery.run.stages import versions
+from surgery.run.evaluate_stage import versions
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
 from surgery.stats import wilson

@@ -15,24 +15,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from surgery.data.encoding import EncodedBatch
 from surgery.interventions.ablation import Ablation, ablated, fill_values, token_mask
-from surgery.interventions.hooks import ActivationCache, from_block, from_mixer, only_logits, record
+from surgery.interventions.hooks import from_block, from_mixer
 from surgery.interventions.oracle_read import OracleRead, intervene, mixed_at_query, values_at
+from surgery.locate.clean_run import CleanPass, CleanRun, run_pass, scores_by_variant
 from surgery.models.cache import expand_cache
-from surgery.models.lookup import family_of, mixer_of, structure_of
-from surgery.models.sizes import own_kv_bytes_per_token, state_bytes
-from surgery.scoring.choices import Paths, arguments, branched, completed, likelihoods, paths_of, row_bytes, snapshot
-from surgery.scoring.ranking import ChoiceScores, check_logits, choice_scores, compared
+from surgery.models.lookup import mixer_of, structure_of
+from surgery.scoring.choices import branched, completed
+from surgery.scoring.ranking import ChoiceScores
 from surgery.types import Fill, HeadId, MixerSpec, Reads
 
 T = TypeVar("T")
@@ -50,174 +49,6 @@ class Variant:
 
     ablate: tuple[HeadId, ...] = ()
     oracle: tuple[tuple[HeadId, Reads], ...] = ()
-
-
-@dataclass(frozen=True)
-class CleanPass:
-    """Pass of the clean model over some tokens: the whole prompts, their query alone, or the next token of every path.
-
-    Attributes:
-        batch: `input_ids` and `attention_mask` of these tokens.
-        mask: (rows, past + tokens); None without padding.
-        past: number of tokens before these.
-        activations: may include tokens before these.
-        cache: keys and values after these tokens, if there are paths.
-    """
-
-    batch: EncodedBatch
-    mask: Tensor | None
-    past: int
-    activations: ActivationCache
-    cache: Cache | None
-
-    def residual(self, layer: int, variants: int) -> Tensor:
-        """(W*rows,tokens,D) input of the block of `layer` in the clean model."""
-        return self.activations.residual[layer][:, -self.batch.input_ids.shape[1] :].repeat(variants, 1, 1)
-
-
-@dataclass
-class CleanRun:
-    """Run of the clean model on one batch of prompts. All changed runs reuse it.
-
-    Attributes:
-        specs: mixers of the model.
-        prompt: all tokens of the prompts.
-        query: their last token alone.
-        steps: the tokens of the paths, one pass each.
-        paths: tokens to decode to score choices of several tokens; None if every choice has one token.
-        before_query: states and keys before the query.
-        narrowed: the tokens that are choices of some prompt, and the batch with choices that index them; None if the
-            logits of the whole vocabulary are needed.
-        scores: of the clean model.
-        passes: work so far, in full forward passes of one prompt.
-    """
-
-    model: PreTrainedModel
-    specs: tuple[MixerSpec, ...]
-    prompt: CleanPass
-    query: CleanPass
-    steps: list[CleanPass]
-    paths: Paths | None
-    before_query: Cache
-    narrowed: tuple[Tensor, EncodedBatch] | None
-    scores: ChoiceScores
-    passes: float
-
-    @property
-    def batch(self) -> EncodedBatch:
-        """The prompts."""
-        return self.prompt.batch
-
-    @property
-    def path_passes(self) -> float:
-        """Work to decode the paths of all prompts, in full forward passes of one prompt."""
-        return 0.0 if self.paths is None else self.paths.ids.numel() / self.batch.input_ids.shape[1]
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of the states and keys of one prompt."""
-        config, tokens = self.model.config, self.batch.input_ids.shape[1]
-        return state_bytes(config) + tokens * own_kv_bytes_per_token(config)
-
-    @property
-    def path_bytes(self) -> int:
-        """Bytes to decode the paths of one prompt: the states at its end, and those of the paths."""
-        if self.paths is None:
-            return 0
-        tokens = self.batch.input_ids.shape[1] + self.paths.ids.shape[1]
-        return self.cache_bytes + row_bytes(self.model, tokens) * -(-len(self.paths) // len(self.batch))
-
-
-@torch.no_grad()
-def run_clean(model: PreTrainedModel, batch: EncodedBatch, stepwise: bool = False) -> CleanRun:
-    """Run the clean model on a batch, and record the activations and caches that changed runs need.
-
-    They take about 4 * (D + 5 I) bytes per token and layer, with I the inner width of a mixer.
-
-    Args:
-        batch: left-padded prompts that end at the query (`encode(..., padding_side="left", until_answer=True)`).
-        stepwise: run the query as a decode step after the other tokens. This halves the work if only `change_at_query`
-            follows. Results of `ablate` differ by rounding only.
-
-    Raises:
-        ModelError: a logit is NaN or infinite, or a hook never fired.
-    """
-    family, T, paths = family_of(model.config), batch.input_ids.shape[1], paths_of(batch)
-    specs = family.mixers(model.config)
-    mask = None if bool(batch.attention_mask.all()) else batch.attention_mask
-    narrowed = _narrowed(batch) if paths is None else None
-    tokens = None if narrowed is None else narrowed[0]
-    last = replace(batch, input_ids=batch.input_ids[:, -1:], attention_mask=batch.attention_mask[:, -1:])
-    prompt = CleanPass(batch, mask, 0, ActivationCache(), None)
-    query = CleanPass(last, mask, T - 1, ActivationCache(), None)
-
-    def run_recorded(part: CleanPass, cache: Cache | None = None) -> tuple[CleanPass, Tensor]:
-        with record(model, specs) as activations:
-            logits, cache = run_pass(model, part, 1, cache, tokens, cache is not None or paths is not None)
-        return replace(part, activations=activations, cache=None if cache is None else snapshot(cache)), logits
-
-    def run_before_query() -> Cache:
-        inputs = arguments(model, batch.input_ids[:, :-1], None if mask is None else mask[:, :-1])
-        cache: Cache = getattr(model(**inputs, use_cache=True, logits_to_keep=1), family.cache_argument)
-        return cache
-
-    if stepwise:
-        with record(model, specs) as before:
-            before_query = run_before_query()
-        query, logits = run_recorded(query, expand_cache(before_query, 1))
-        prompt = replace(prompt, activations=before.followed_by(query.activations), cache=query.cache)
-    else:
-        prompt, logits = run_recorded(prompt)
-        query = replace(query, activations=prompt.activations, cache=prompt.cache)
-        before_query = run_before_query()
-    check_logits(model, logits)
-    steps, all_logits = [], [logits]
-    if paths is not None and prompt.cache is not None:
-        cache = branched(prompt.cache, paths.owner)
-        step_mask = None if mask is None else mask[paths.owner]
-        for c in range(paths.ids.shape[1]):
-            token, real = paths.ids[:, c : c + 1], paths.real[:, c : c + 1].long()
-            step_mask = None if step_mask is None else torch.cat([step_mask, torch.ones_like(real)], 1)
-            next_token = replace(batch, input_ids=token, attention_mask=real)
-            step, logits = run_recorded(CleanPass(next_token, step_mask, T + c, ActivationCache(), None), cache)
-            steps.append(step)
-            all_logits.append(logits)
-    scores = scores_by_variant(all_logits, batch if narrowed is None else narrowed[1], paths)[0]
-    run = CleanRun(model, specs, prompt, query, steps, paths, before_query, narrowed, scores, 0.0)
-    run.passes = len(batch) * (1.0 if stepwise else 2.0) + run.path_passes
-    return run
-
-
-def _narrowed(batch: EncodedBatch) -> tuple[Tensor, EncodedBatch]:
-    """Collect the tokens that are choices of some prompt, (U,), and the batch with choices that index them."""
-    tokens, places = batch.choice_ids.clamp(min=0).unique(return_inverse=True)
-    return tokens, replace(batch, choice_ids=places.where(batch.choice_ids >= 0, -1))
-
-
-def run_pass(
-    model: PreTrainedModel,
-    part: CleanPass,
-    variants: int,
-    cache: Cache | None,
-    tokens: Tensor | None,
-    use_cache: bool,
-) -> tuple[Tensor, Any]:
-    """Run the tokens of a pass, repeated for each variant.
-
-    Args:
-        tokens: (U,) compute the logits of these tokens only; of the whole vocabulary if None.
-
-    Returns:
-        (W*rows,U) or (W*rows,V) logits at the last token, and the cache; None without `use_cache`.
-    """
-    name = family_of(model.config).cache_argument
-    mask = None if part.mask is None else part.mask.repeat(variants, 1)
-    inputs = arguments(model, part.batch.input_ids.repeat(variants, 1), mask, part.past)
-    if cache is not None:
-        inputs[name] = cache
-    with nullcontext() if tokens is None else only_logits(model, tokens):
-        output = model(**inputs, use_cache=use_cache, logits_to_keep=1)
-    return output.logits[:, -1], getattr(output, name) if use_cache else None
 
 
 def run_changed(
@@ -256,18 +87,6 @@ def run_changed(
         cache = completed(cache, step.cache, variants, lowest)
         all_logits.append(logits)
     return scores_by_variant(all_logits, batch, paths)
-
-
-def scores_by_variant(logits: list[Tensor], batch: EncodedBatch, paths: Paths | None) -> list[ChoiceScores]:
-    """Compare each prompt's choices in every variant.
-
-    Args:
-        logits: logits at the query, then at each token of the paths.
-    """
-    if paths is None:
-        return [choice_scores(x, batch) for x in logits[0].split(len(batch))]
-    _, gold_B = batch.last_question()
-    return [compared(scores_BK, gold_B) for scores_BK in likelihoods(paths, logits)]
 
 
 def _memory(model: PreTrainedModel) -> int:

@@ -28,7 +28,7 @@ from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import ModelError, ProbeError, RecipeError
 from surgery.interventions.hooks import ActivationCache, from_mixer, record
 from surgery.interventions.scaling import scaled, scaled_output
-from surgery.locate.ablation_sweep import CleanRun
+from surgery.locate.clean_run import CleanRun
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import Document
 from surgery.scoring.choices import arguments

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import ModelError, SurgeryError, fitting
-from surgery.locate.ablation_sweep import CleanRun, Variant, change_at_query, run_clean
+from surgery.locate.ablation_sweep import Variant, change_at_query
+from surgery.locate.clean_run import CleanRun, run_clean
 from surgery.locate.scores import Record, plain
 from surgery.models.loading import check_vocabulary
 from surgery.probes.documents import Document

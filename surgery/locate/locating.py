@@ -17,8 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.data.encoding import EncodedBatch
 from surgery.errors import ModelError, PlanError, ProbeError, RecipeError, fitting
 from surgery.interventions.ablation import Ablation
-from surgery.locate.ablation_sweep import CleanRun, Variant, change_at_query
+from surgery.locate.ablation_sweep import Variant, change_at_query
 from surgery.locate.batches import ROUNDING, PromptBatches
+from surgery.locate.clean_run import CleanRun
 from surgery.locate.methods import Candidates, LocateBatch, TrainedScores
 from surgery.locate.redundancy import ablate_in_turn, ablate_pairs, ablate_sets, ablate_together
 from surgery.locate.scores import Array, Record, Table, plain, roles_of, scores_of, spread

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from surgery.locate.ablation_sweep import CleanRun
+    from surgery.locate.clean_run import CleanRun
     from surgery.probes.documents import Document
     from surgery.recipe import Locate, Splice
     from surgery.scoring.ranking import ChoiceScores

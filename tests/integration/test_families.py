@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from surgery.errors import ModelError, PlanError
 from surgery.interventions.ablation import Ablation
 from surgery.interventions.hooks import ActivationCache, record
-from surgery.locate.ablation_sweep import READS, CleanRun, Variant, ablate, change_at_query, run_clean
+from surgery.locate.ablation_sweep import READS, Variant, ablate, change_at_query
+from surgery.locate.clean_run import CleanRun, run_clean
 from surgery.models.loading import load_model
 from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of, structure_of
 from surgery.models.runtime import check_release

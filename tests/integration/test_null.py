@@ -9,7 +9,8 @@ import torch
 from bench.studies.null.study import allowed, calls, shuffled_labels
 from bench.studies.stability.study import Effects, agreement, halves, measure, probe_seeds, table
 from surgery.locate import scores
-from surgery.locate.ablation_sweep import Variant, change_at_query, run_clean
+from surgery.locate.ablation_sweep import Variant, change_at_query
+from surgery.locate.clean_run import run_clean
 from surgery.testing.planted import answers, plant, planted_prompts, planted_tokenizer, scored_heads
 from surgery.types import HeadId
 

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from surgery.recipe import check_recipe
 from surgery.recipe.yaml import read_mapping
 from surgery.run.context import Run
-from surgery.run.stages import _teacher_arm
+from surgery.run.evaluate_stage import _teacher_arm
 from surgery.testing.pico import pico_family
 from tests.integration.conftest import BASE, RECIPE, SMALL, run_small
 

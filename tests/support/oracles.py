@@ -17,15 +17,9 @@ from surgery.interventions.ablation import Ablation
 from surgery.interventions.hooks import hooked
 from surgery.interventions.oracle_read import intervene
 from surgery.interventions.scaling import scaled
-from surgery.locate.ablation_sweep import (
-    CleanPass,
-    CleanRun,
-    Variant,
-    ablated_while_running,
-    changes_by_mixer,
-    run_changed,
-)
+from surgery.locate.ablation_sweep import Variant, ablated_while_running, changes_by_mixer, run_changed
 from surgery.locate.baselines import bias_alone, head_factors, logits_at_query, margin_slopes
+from surgery.locate.clean_run import CleanPass, CleanRun
 from surgery.models.lookup import mixer_of
 from surgery.probes.documents import Document
 from surgery.scoring.generation import GeneratedAnswers, answer_list, expected_answers, is_match, max_answer_tokens

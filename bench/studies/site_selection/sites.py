@@ -12,8 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.studies.site_selection.arms import Budget
 from surgery.data.encoding import encode
-from surgery.locate.ablation_sweep import READS, run_clean
+from surgery.locate.ablation_sweep import READS
 from surgery.locate.baselines import attribution, layer_divergence
+from surgery.locate.clean_run import run_clean
 from surgery.locate.locating import locate_heads
 from surgery.locate.selection import rank
 from surgery.models.lookup import family_of

@@ -20,7 +20,7 @@ from surgery.evaluate.evaluation import evaluate_model
 from surgery.evaluate.prompts import PromptSet
 from surgery.models.lookup import geometry_of
 from surgery.recipe import Source, Splice
-from surgery.run.stages import versions
+from surgery.run.evaluate_stage import versions
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
 from surgery.train.losses import attention_loss

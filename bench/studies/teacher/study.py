@@ -41,7 +41,7 @@ from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Splice, Train, Weights
 from surgery.recipe.objectives import OBJECTIVES
-from surgery.run.stages import versions
+from surgery.run.evaluate_stage import versions
 from surgery.scoring.ranking import answer_choices
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan

@@ -27,7 +27,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from bench.common import CHECKPOINTS, FAR, RUNS, load, parser, save
 from surgery.data.encoding import encode
 from surgery.errors import PlanError
-from surgery.locate.ablation_sweep import READS, Variant, change_at_query, run_clean
+from surgery.locate.ablation_sweep import READS, Variant, change_at_query
+from surgery.locate.clean_run import run_clean
 from surgery.models.lookup import family_of, geometry_of
 from surgery.probes.documents import Document, rng_of
 from surgery.probes.json_kv import UUID, json_kv_document

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,19 +15,17 @@ from surgery.interventions.hooks import record
 from surgery.locate import ablation_sweep
 from surgery.locate.ablation_sweep import (
     READS,
-    CleanRun,
     Variant,
     ablate,
     change_at_query,
     contribution,
     oracle_values,
     run_changed,
-    run_clean,
 )
+from surgery.locate.clean_run import CleanRun, run_clean
 from surgery.models.lookup import mixer_of, structure_of
-from surgery.scoring.choices import row_bytes
 from surgery.scoring.ranking import ChoiceScores, choice_scores
-from surgery.testing.pico import HEAD_DIM, HEADS, pico_base, pico_family, pico_hybrid, pico_site, prompts, random_site
+from surgery.testing.pico import HEAD_DIM, HEADS, pico_base, pico_hybrid, pico_site, prompts, random_site
 from surgery.types import HeadId, MixerSpec
 from tests.support.long_choices import long_prompts
 from tests.support.oracles import naive_ablate, naive_change_at_query
@@ -298,28 +295,6 @@ def test_passes_count_the_blocks_that_ran() -> None:
         change_at_query(run, [Variant(ablate=(HeadId(2, 0),)), Variant(oracle=((HeadId(2, 1), "segment_end"),))])
         assert run.passes - before == pytest.approx((B / T + paths) * 2 / 3)
         assert run_clean(run.model, batch, stepwise=True).passes == pytest.approx(B + paths)
-
-
-def test_the_bytes_of_a_prompt_are_those_of_its_cache() -> None:
-    model, batch = pico_family("bamba"), prompts((11, 11))  # states, and keys of its own
-    run = run_clean(model, batch)
-    with torch.no_grad():
-        cache = model(batch.input_ids, use_cache=True).past_key_values
-    held = 0
-    for layer in cache.layers:
-        tensors = [getattr(layer, name, None) for name in ("keys", "values")]
-        for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
-            tensors += states.values()
-        held += sum(x.nbytes for x in tensors if isinstance(x, Tensor))
-    assert held == len(batch) * run.cache_bytes and run.path_bytes == 0
-
-
-def test_the_bytes_of_paths_are_those_of_the_prompt_and_of_its_share_of_paths() -> None:
-    run = run_clean(pico_family("bamba"), long_prompts(3))
-    assert run.paths is not None
-    tokens, share = 14 + run.paths.ids.shape[1], math.ceil(len(run.paths) / 4)
-    assert share > len(run.paths) / 4 and run.paths.ids.shape[1] > 1
-    assert run.path_bytes == run.cache_bytes + share * row_bytes(run.model, tokens)
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 3, 5])

@@ -20,8 +20,8 @@ from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import ModelError, ProbeError, RecipeError
 from surgery.interventions.hooks import record
 from surgery.locate import baselines
-from surgery.locate.ablation_sweep import CleanRun, run_clean
 from surgery.locate.baselines import attribution, integrated_gradients, layer_divergence, retrieval_score
+from surgery.locate.clean_run import CleanRun, run_clean
 from surgery.models.lookup import block_of, family_of, mixer_of, structure_of
 from surgery.probes.documents import Document, Question, Writer, rng_of
 from surgery.probes.kv_retrieval import kv_document

@@ -16,7 +16,8 @@ from surgery.data.encoding import encode
 from surgery.interventions.ablation import Ablation
 from surgery.interventions.hooks import hooked, record
 from surgery.interventions.oracle_read import OracleRead, intervene
-from surgery.locate.ablation_sweep import CleanRun, Variant, ablate, change_at_query, changes_by_mixer, run_clean
+from surgery.locate.ablation_sweep import Variant, ablate, change_at_query, changes_by_mixer
+from surgery.locate.clean_run import CleanRun, run_clean
 from surgery.locate.locating import locate_heads
 from surgery.models.lookup import mixer_of, structure_of
 from surgery.probes.documents import rng_of

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from surgery.recipe import Recipe, check_recipe
-from surgery.run.stages import _Watch
+from surgery.run.watch import Watch
 from surgery.testing.pico import pico_base, pico_tokenizer
 
 LOSSES = {"step": 1, "tokens": 100, "seconds": 0.5, "loss": 2.0, "answer": 1.5}
 
 
-def watched(check_every: int | None, seen: list[str]) -> tuple[_Watch, Any]:
+def watched(check_every: int | None, seen: list[str]) -> tuple[Watch, Any]:
     source = {"task": "kv_retrieval", "rows": 1, "weights": {"answer": 1.0}}
     train = {"steps": 4, "sources": [source], "check_every": check_every}
     recipe = check_recipe({"name": "t", "base": {"model": "m"}, "train": train, "locate": {"pairs": 3}}, Recipe)
@@ -26,7 +26,7 @@ def watched(check_every: int | None, seen: list[str]) -> tuple[_Watch, Any]:
         tokenizer=pico_tokenizer,
     )
     model = pico_base(vocab_size=len(pico_tokenizer()), layers=1).train()
-    return _Watch(run, model, "t"), model  # type: ignore[arg-type]
+    return Watch(run, model, "t"), model  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("every", "first"), [(2, 2), (3, 3), (None, 9)])
@@ -45,6 +45,6 @@ def test_it_is_the_share_of_prompts_that_are_answered_right(monkeypatch: pytest.
     seen: list[str] = []
     watch, _ = watched(1, seen)
     found = SimpleNamespace(correct=torch.arange(64) < 48)
-    monkeypatch.setattr("surgery.run.stages.answer_choices", lambda *given: found)
+    monkeypatch.setattr("surgery.run.watch.answer_choices", lambda *given: found)
     watch(1, LOSSES)
     assert ", KV 0.75" in seen[0]

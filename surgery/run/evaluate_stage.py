@@ -1,0 +1,153 @@
+"""The stage evaluate: measure every arm, and write the results and the report."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import __version__ as accelerate_version
+from transformers import PreTrainedModel
+from transformers import __version__ as transformers_version
+
+from surgery import __version__
+from surgery.evaluate.efficiency import efficiency
+from surgery.evaluate.evaluation import Arm, compare_arms, evaluate_model, held_out_documents, p_values
+from surgery.evaluate.held_out import advice_of, side_by_side
+from surgery.evaluate.prompts import make_prompts
+from surgery.files.atomic import new_folder, read_json, write_json
+from surgery.interventions.heads_off import HEADS_OFF, heads_off
+from surgery.models.loading import load_model, load_tokenizer
+from surgery.recipe import as_base
+from surgery.report.figures.attention import attention_map
+from surgery.report.figures.costs import costs_by_length
+from surgery.report.figures.curves import accuracy_by_pairs
+from surgery.report.run_report import ReportInputs, write_report
+from surgery.run.context import Run
+from surgery.run.located_prompts import sample_batch
+
+
+def evaluate_run(run: Run, before: Sequence[str]) -> None:
+    """Evaluate every arm on the same prompts, and write results.json, report.html and the figures.
+
+    Args:
+        run: the run, whose arms are trained.
+        before: names of the earlier stages, whose times the results list.
+    """
+    began = time.perf_counter()
+    recipe = run.recipe
+    held_out = held_out_documents(recipe.train, run.tokenizer(), recipe.evaluate.examples)
+    prompts = make_prompts(recipe.evaluate, recipe.seed, held_out, run.tokenizer())
+    models: dict[str, Callable[[], PreTrainedModel]] = {"base": run.base}
+    if recipe.has_control:
+        models["no_splice"] = lambda: run.model("no_splice")
+    models |= {name: lambda: run.model("trained") for name in (HEADS_OFF, "hybrid")}
+    teacher, skipped = _teacher_arm(run)
+    models |= teacher
+    arms: dict[str, Arm] = {}
+    for index, (name, load) in enumerate(models.items()):
+
+        def progress(done: int, total: int, name: str = name, index: int = index) -> None:
+            run.reporter.progress(index * total + done, len(models) * total, name)
+
+        model = load()
+        with heads_off(model) if name == HEADS_OFF else nullcontext():
+            arms[name] = evaluate_model(model, run.tokenizer(), recipe.evaluate, recipe.seed, prompts, progress)
+    _write_results(run, arms, before, began, skipped)
+
+
+def _teacher_arm(run: Run) -> tuple[dict[str, Callable[[], PreTrainedModel]], dict[str, str]]:
+    """Return the teacher (of training, or of the splice) as an arm, or the reason to skip it, by the arm's name."""
+    teacher = run.recipe.train.teacher or run.recipe.teacher
+    if teacher is None:
+        return {}, {}
+    vocabularies = [tokenizer.get_vocab() for tokenizer in (load_tokenizer(as_base(teacher)), run.tokenizer())]
+    if vocabularies[0] != vocabularies[1]:
+        return {}, {"teacher": "its tokenizer differs from the base's, so the prompts would be different tokens"}
+    return {"teacher": lambda: load_model(as_base(teacher)).to(run.accelerator.device)}, {}
+
+
+def _write_results(
+    run: Run, arms: dict[str, Arm], before: Sequence[str], began: float, skipped: dict[str, str]
+) -> None:
+    recipe = run.recipe
+    summaries = {name: arm.summary for name, arm in arms.items()}
+    sources = [source for stage in recipe.train.sequence for source in stage.sources]
+    trained = [source.pairs for source in sources if source.task == "kv_retrieval" and source.weights.uses("answer")]
+    span = (min(p[0] for p in trained), max(p[1] for p in trained)) if trained else None
+    with new_folder(run.folder / "figures" / "evaluate") as figures:
+        if summaries["base"]["kv_retrieval"]:
+            accuracy_by_pairs({name: arm["kv_retrieval"] for name, arm in summaries.items()}, figures, span)
+        _draw_attention(run, figures)
+        costs = _efficiency(run, figures)
+    seconds = {name: (run.rundir.manifest(name) or {}).get("seconds", 0.0) for name in before}
+    inserted = [{"form": g.form, "before": g.before} for g in run.plan().grafts if g.form != "head"]
+    results = {
+        "heads": [str(h) for h in run.plan().heads],
+        **({"inserted": inserted} if inserted else {}),
+        "arms": summaries,
+        "p_values": p_values(arms, "base"),
+        **compare_arms(arms, recipe.seed),
+        **({"skipped": skipped} if skipped else {}),
+        **{key: value for key, value in _own_data(run, arms).items() if value},
+        "step_zero_gap": read_json(run.folder / "splice.json") if recipe.splice is not None else None,
+        "seconds": {**seconds, "evaluate": round(time.perf_counter() - began, 2)},
+        "seed": recipe.seed,
+        "versions": versions(),
+        **({"efficiency": costs} if costs else {}),
+    }
+    write_json(run.folder / "results.json", results)
+    write_report(
+        ReportInputs(recipe, run.plan(), run.heads(), results, run.folder / "figures"), run.folder / "report.html"
+    )
+
+
+def _own_data(run: Run, arms: Mapping[str, Arm]) -> dict[str, Any]:
+    """Entries of results.json on the user's data, in addition to the accuracies. They may be empty."""
+    summaries = {name: arm.summary for name, arm in arms.items()}
+    return {
+        "answer_spans": run.answer_spans,
+        "advice": advice_of(run.recipe.train, summaries, run.answer_spans),
+        "held_out_examples": side_by_side({name: arm.examples for name, arm in arms.items()}),
+    }
+
+
+def _efficiency(run: Run, figures: Path) -> dict[str, Any] | None:
+    """Measure time and memory of the base, the hybrid and a Transformer, if `evaluate.efficiency` is set."""
+    section = run.recipe.evaluate.efficiency
+    if section is None:
+        return None
+    costs = efficiency({"base": run.base(), "hybrid": run.model("trained")}, section)
+    costs_by_length(costs["arms"], figures, costs["where"])
+    return costs
+
+
+def _draw_attention(run: Run, figures: Path) -> None:
+    """Draw the attention of the first spliced head from the query over one prompt, before and after training."""
+    batch = sample_batch(run, 1, pairs=min(16, run.recipe.locate.pairs))
+    plan, rows = run.plan(), {}
+    untrained = run.base if run.recipe.splice is None else partial(run.model, "spliced")
+    for label, load in (("before training", untrained), ("after training", partial(run.model, "trained"))):
+        with torch.no_grad():
+            output = load()(batch.input_ids, use_cache=False, splice_queries=batch.query)
+        rows[label] = output.splice_attentions[0][0, 0, 0].cpu().numpy()
+    tokens = [run.tokenizer().decode([i]) for i in batch.input_ids[0].tolist()]
+    marks = {"segment end": batch.segment_end, "answer token": batch.answer_token, "query": batch.query}
+    places = {name: int(position[0, 0]) for name, position in marks.items()}
+    attention_map(rows, tokens, places, figures, str(plan.heads[0]))
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that results depend on."""
+    return {
+        "surgery": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers_version,
+        "accelerate": accelerate_version,
+    }

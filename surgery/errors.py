@@ -116,3 +116,9 @@ def fitting(field: str, value: object, hint: str = "Lower it.") -> Iterator[None
         if not is_out_of_memory(error):
             raise
         raise RunError(field, value, f"Out of memory. {hint}") from error
+
+
+def short_repr(value: object) -> str:
+    """Format a value for an error message, in at most 60 characters."""
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -25,29 +25,12 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.data.answer_spans import find_answer
 from surgery.data.files import Row
-from surgery.errors import DataError
+from surgery.data.pieces import Piece, cut, part
+from surgery.errors import DataError, short_repr
 from surgery.probes.documents import Document, Question, Span
 from surgery.recipe import Data
 
 _TOKENIZE_TOGETHER = 64  # rows to tokenize at once
-_CUT_TRIES = 32  # token boundaries to try for a cut that leaves the tokens unchanged
-_AFTER_CUT = 8  # tokens after a cut to compare with those of the whole text
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A document, or a piece of a long text.
-
-    Attributes:
-        row: index of its row, from 0.
-        span: its characters [start, end) in the text of the row.
-        tokens: number of tokens.
-    """
-
-    document: Document
-    row: int
-    span: Span
-    tokens: int
 
 
 @dataclass
@@ -198,11 +181,11 @@ class Reader:
         value = _field(row, fields, columns.messages)
         hint = "Use a list of {role, content}, both text, whose last message has the role assistant."
         if not isinstance(value, list) or len(value) < 2 or not all(isinstance(m, dict) for m in value):
-            raise DataError(row.where, f"`{columns.messages}`: {_short(value)}", hint)
+            raise DataError(row.where, f"`{columns.messages}`: {short_repr(value)}", hint)
         messages = [{k: v for k, v in m.items() if v is not None} for m in value]  # Arrow adds None for missing keys
         for m in messages:
             if not isinstance(m.get("role"), str) or not isinstance(m.get("content"), str):
-                raise DataError(row.where, f"message {_short(m)}", hint)
+                raise DataError(row.where, f"message {short_repr(m)}", hint)
         if messages[-1]["role"] != "assistant":
             raise DataError(row.where, f"the last message has the role {messages[-1]['role']!r}", hint)
         return messages
@@ -239,59 +222,6 @@ def is_held_out(prompt: str, share: float) -> bool:
     return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:8], "big") < share * 2**64
 
 
-def part(document: Document, span: Span) -> Document:
-    """Return the characters `span` of a plain text as a document, or the document itself if that is all of it."""
-    if span == (0, len(document.text)):
-        return document
-    return Document(document.task, document.text[slice(*span)])
-
-
-def cut(
-    text: str, ids: Sequence[int], offsets: Sequence[Span], limit: int, tokens: Callable[[str], list[int]]
-) -> list[tuple[Span, int]]:
-    """Cut a text into pieces of at most `limit` tokens.
-
-    A cut is at the last token boundary before the limit at which the pieces have the tokens of the whole text. If there
-    is none (some tokenizers start every text with a space), the piece is as long as possible and has other tokens.
-
-    Args:
-        ids, offsets: token ids and character offsets of the whole text.
-        limit: maximum tokens of a piece.
-        tokens: function from a text to its token ids.
-
-    Returns:
-        (characters [start, end), number of tokens) of every piece.
-
-    Raises:
-        DataError: `limit` is too small for any piece.
-    """
-    pieces: list[tuple[Span, int]] = []
-    start, at = 0, 0  # token, character
-    while start < len(ids):
-        best: tuple[int, int, int] | None = None
-        ends = (
-            end
-            for end in range(min(start + limit, len(ids)), start, -1)
-            if end == len(offsets) or offsets[end - 1][1] <= offsets[end][0]  # the two tokens share no character
-        )
-        for end in islice(ends, _CUT_TRIES):
-            stop = offsets[end][0] if end < len(ids) else len(text)
-            piece = tokens(text[at:stop])
-            after = text[stop : offsets[min(end + _AFTER_CUT, len(ids)) - 1][1]]
-            if piece == list(ids[start:end]) and tokens(after)[:1] == list(ids[end : end + 1]):
-                best = (end, stop, len(piece))
-                break
-            if best is None and len(piece) <= limit:
-                best = (end, stop, len(piece))
-        if best is None:
-            raise DataError(
-                "max_tokens", limit, f"Too small to cut {_short(text[at:])} between its tokens. Increase it."
-            )
-        pieces.append(((at, best[1]), best[2]))
-        start, at = best[:2]
-    return pieces
-
-
 def check_documents(
     documents: Sequence[Document],
     tokenizer: PreTrainedTokenizerBase,
@@ -301,7 +231,7 @@ def check_documents(
     """Raise DataError for the first document that does not fit the model's vocabulary or context."""
     encoded = tokenizer([d.text for d in documents], add_special_tokens=False, return_offsets_mapping=True)
     for document, ids, offsets in zip(documents, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-        where = f"{document.task}, {_short(document.text)}"
+        where = f"{document.task}, {short_repr(document.text)}"
         _check_tokens(where, document, ids, offsets, vocab_size)
         if context is not None and len(ids) > context:
             raise DataError(where, f"{len(ids)} tokens", f"The model takes at most {context}. Shorten it.")
@@ -360,7 +290,7 @@ def _string(row: Row, fields: Mapping[str, Any], name: str) -> str:
     value = _field(row, fields, name)
     if not isinstance(value, str):
         hint = f"It has type {type(value).__name__}. Use text, in quotes."
-        raise DataError(row.where, f"`{name}`: {_short(value)}", hint)
+        raise DataError(row.where, f"`{name}`: {short_repr(value)}", hint)
     return value
 
 
@@ -377,7 +307,7 @@ def _value(row: Row, span: Any, request: str, prompt: str, answer: str) -> Span:
     where = row.where
     if not (isinstance(span, (list, tuple)) and len(span) == 2 and all(type(n) is int for n in span)):
         auto = ", or set `data.columns.answer_span: auto`" if span is None else ""
-        raise DataError(where, f"the span is {_short(span)}", f"Use [start, end), two integers{auto}.")
+        raise DataError(where, f"the span is {short_repr(span)}", f"Use [start, end), two integers{auto}.")
     start, end = span
     if not 0 <= start < end <= len(request):
         hint = f"It must be inside the prompt of {len(request)} characters, and not empty."
@@ -386,7 +316,7 @@ def _value(row: Row, span: Any, request: str, prompt: str, answer: str) -> Span:
     if text.strip() != expected:
         at = request.find(expected)
         place = f"has the answer at [{at}, {at + len(expected)})" if at >= 0 else "does not contain the answer"
-        value = f"the span [{start}, {end}) is {_short(text)}, but the answer is {_short(answer)}"
+        value = f"the span [{start}, {end}) is {short_repr(text)}, but the answer is {short_repr(answer)}"
         raise DataError(where, value, f"The prompt {place}. Correct the span, or remove the row.")
     start += len(text) - len(text.lstrip())
     lead = len(request) - len(request.lstrip())
@@ -394,9 +324,3 @@ def _value(row: Row, span: Any, request: str, prompt: str, answer: str) -> Span:
     if prompt[start + shift : end + shift] != request[start:end] or shift < -lead:
         raise DataError(where, "the chat template changes the prompt", "Remove the span: it cannot be found again.")
     return start + shift, end + shift
-
-
-def _short(value: object) -> str:
-    """Format a value for an error message."""
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."

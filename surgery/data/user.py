@@ -14,9 +14,10 @@ from itertools import count, islice
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from surgery.data.documents import Piece, Reader, check_documents, part
+from surgery.data.documents import Reader, check_documents
 from surgery.data.files import ShuffledEpochs, open_rows, rows_in_order
 from surgery.data.generated import GeneratedStream, Stream
+from surgery.data.pieces import Piece, part
 from surgery.probes.documents import Document, rng_of
 from surgery.recipe import Data, Source, Train
 

@@ -11,37 +11,25 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import distributed
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.encoding import EncodedBatch
-from surgery.errors import ModelError, PlanError, ProbeError, RecipeError, fitting
+from surgery.errors import ModelError, PlanError, ProbeError, RecipeError
 from surgery.interventions.ablation import Ablation
 from surgery.locate.ablation_sweep import Variant, change_at_query
 from surgery.locate.batches import ROUNDING, PromptBatches
-from surgery.locate.clean_run import CleanRun
-from surgery.locate.methods import Candidates, LocateBatch, TrainedScores
+from surgery.locate.measuring import items_of, measure_heads, train_candidates
+from surgery.locate.methods import TrainedScores
 from surgery.locate.redundancy import ablate_in_turn, ablate_pairs, ablate_sets, ablate_together
-from surgery.locate.scores import Array, Record, Table, plain, roles_of, scores_of, spread
-from surgery.locate.selection import (
-    CANDIDATES_BY,
-    Candidate,
-    choose,
-    rank,
-    ranking_of,
-    search_rounds,
-    still_candidates,
-)
+from surgery.locate.scores import Array, Table, plain, roles_of, scores_of
+from surgery.locate.selection import CANDIDATES_BY, Candidate, choose, rank, ranking_of
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Locate, Splice
-from surgery.recipe.methods import METHODS, RANKINGS, Method, is_greedy
-from surgery.registry import plugin_errors
-from surgery.scoring.ranking import ChoiceScores
+from surgery.recipe.methods import METHODS, RANKINGS, is_greedy
 from surgery.stats import bootstrap_mean, wilson
 from surgery.types import HeadId, HeadSet, Interval, MixerSpec, ScoredGroup, ScoredHead, better_read
 
 Progress = Callable[[int, int], None]
-Item = tuple[HeadId, ...]  # heads that are changed together
 
 
 def locate_heads(
@@ -171,161 +159,6 @@ def peak_bytes() -> float:
         return float(torch.cuda.max_memory_allocated())
     unit = 1 if sys.platform == "darwin" else 1024
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-
-
-def items_of(specs: Sequence[MixerSpec], layers: bool) -> list[Item]:
-    """List the items to measure: every single head and, with `layers`, every mixer as a whole."""
-    heads: list[Item] = [(head,) for spec in specs for head in spec.heads]
-    return heads + ([spec.heads for spec in specs] if layers else [])
-
-
-def measure_heads(
-    prompts: PromptBatches,
-    specs: Sequence[MixerSpec],
-    sites: Sequence[MixerSpec],
-    splice: Splice,
-    tick: Callable[[], None],
-) -> tuple[Table, list[int]]:
-    """Measure all items on all prompts. A search measures in rounds and drops heads between them.
-
-    Args:
-        specs: all mixers.
-        sites: the mixers that can be spliced.
-
-    Returns:
-        The scores, and the items that were measured on all prompts.
-    """
-    section = prompts.section
-    items = items_of(specs, section.layers)
-    heads = [head for spec in specs for head in spec.heads]
-    sizes = [len(batch) for batch in prompts.batches]
-    rounds = search_rounds(section.search.first, sum(sizes)) if section.search else [sum(sizes)]
-    alive, begin = list(range(len(items))), 0
-    records: list[Record] = []
-    for number, count in enumerate(rounds, start=1):
-        end = begin
-        while end < len(sizes) and sum(sizes[:end]) < count:
-            end += 1
-        with prompts.gathered() as measured:
-            for index, run in prompts.clean_runs(range(begin, end)):
-                documents = prompts.documents(index)
-                batch = LocateBatch(run, [items[i] for i in alive], section, prompts.tokenizer, documents)
-                measured[index] = measure_batch(batch, index, alive, len(items), tick)
-        records += measured.values()
-        begin = end
-        if number < len(rounds):
-            alive = still_candidates(Table(records), alive, heads, sites, section, splice, len(rounds) - 1)
-    return Table(records), alive
-
-
-def measure_batch(
-    batch: LocateBatch, index: int, alive: Sequence[int], num_items: int, tick: Callable[[], None]
-) -> Record:
-    """Run every method of the recipe on one batch.
-
-    Args:
-        index: index of the batch.
-        alive: indices of the batch's items among all items. The other items get NaN.
-        num_items: number of all items.
-        tick: called after each column, or after each method that scores all heads at once.
-    """
-    run = batch.run
-    record = Record(index, plain(run.scores))
-    shares = [1 - spec.layer / run.model.config.num_hidden_layers for spec in run.specs]
-    for method in (METHODS[name] for name in batch.section.per_batch):
-        with plugin_errors(f"locating method {method.name}", method):
-            scores = method.measure(batch)
-        names = [column.name for column in method.columns]
-        if not isinstance(scores, Mapping):
-            hint = f"Return a dict with the columns {', '.join(names)}."
-            raise ModelError("locate.methods", f"{method.name} returned {type(scores).__name__}", hint)
-        if set(scores) != set(names):
-            hint = f"It was registered with the columns {', '.join(names)}. Return exactly these."
-            raise ModelError("locate.methods", f"{method.name} returned {', '.join(scores) or 'nothing'}", hint)
-        for column in method.columns:
-            if column.effect is not None:
-                changed = scores[column.name]
-                if len(changed) != len(batch.items) or not all(isinstance(x, ChoiceScores) for x in changed):
-                    hint = (
-                        f"A column with an effect is a list of {len(batch.items)} `ChoiceScores`, as of `batch.items`."
-                    )
-                    raise ModelError("locate.methods", f"{method.name} returned something else", hint)
-                values = [plain(scored) for scored in changed]
-                record.columns[column.name] = spread(values, alive, num_items)
-                tick()
-            else:
-                record.estimates[column.name] = _estimate(method, scores[column.name], run, num_items)
-        run.passes += (method.passes + method.passes_per_mixer * sum(shares)) * len(run.batch)
-        if not method.changes_heads:
-            tick()
-    return record
-
-
-def _estimate(method: Method, values: object, run: CleanRun, num_items: int) -> Array:
-    """(C,B) estimates of all items from those of the heads, (heads,B). Layers get NaN."""
-    heads, B = sum(spec.num_heads for spec in run.specs), len(run.batch)
-    array = torch.as_tensor(values).detach().double().cpu().numpy()
-    if array.shape != (heads, B):
-        hint = f"Return one number for each head and prompt: shape ({heads}, {B})."
-        raise ModelError("locate.methods", f"{method.name} returned shape {array.shape}", hint)
-    whole = np.full((num_items, B), np.nan)
-    whole[:heads] = array
-    return whole
-
-
-def train_candidates(
-    prompts: PromptBatches,
-    heads: Sequence[ScoredHead],
-    sites: Sequence[MixerSpec],
-    splice: Splice,
-    seed: int,
-    tick: Callable[[], None],
-) -> tuple[dict[str, TrainedScores], dict[str, float]]:
-    """Run the methods that train candidates: the heads with the best oracle reads among those that can be spliced.
-
-    Every process does the same work, and takes the result of the first one.
-
-    Args:
-        heads: with the scores of the other methods.
-        sites: the mixers that can be spliced.
-
-    Returns:
-        Scores by method, and entries for the cost: seconds, passes and steps of each method.
-
-    Raises:
-        PlanError: nothing can be spliced into this model.
-    """
-    section, trained, cost = prompts.section, {}, {}
-    mixers = {spec.name for spec in sites}
-    for method in (METHODS[name] for name in section.trained):
-        began, count = time.perf_counter(), section.candidates_of(method.name)
-        ranked = [s for s in rank(heads, CANDIDATES_BY) if s.head.mixer in mixers]
-        if not ranked:
-            hint = "It splices heads to try them, and no head of this model can be spliced. Remove it."
-            raise PlanError("locate.methods", method.name, hint)
-        held_out = sum(map(len, prompts.batches))
-        candidates = Candidates(
-            prompts.model, prompts.tokenizer, tuple(ranked[:count]), section, splice, seed, held_out, tick
-        )
-        hint = f"Lower it, or lower locate.{method.name}.rows."
-        with (
-            fitting(f"locate.{method.name}.candidates", count, hint),
-            plugin_errors(f"locating method {method.name}", method),
-        ):
-            result = method.measure(candidates)
-        names = [column.name for column in method.columns]
-        if not isinstance(result, TrainedScores) or set(result.columns) != set(names):
-            hint = f"Return `TrainedScores` with the columns {', '.join(names)}."
-            raise ModelError("locate.methods", f"{method.name} returned something else", hint)
-        if distributed.is_available() and distributed.is_initialized():
-            shared = [result]
-            distributed.broadcast_object_list(shared)
-            result = shared[0]
-        prompts.passes += result.passes
-        trained[method.name] = result
-        cost[f"{method.name}_seconds"] = time.perf_counter() - began
-        cost[f"{method.name}_passes"], cost[f"{method.name}_steps"] = result.passes, float(result.steps)
-    return trained, cost
 
 
 def _with_trained_scores(

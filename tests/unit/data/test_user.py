@@ -20,10 +20,11 @@ from tokenizers.models import BPE, WordPiece
 from tokenizers.pre_tokenizers import ByteLevel, Whitespace
 from transformers import AddedToken, PreTrainedTokenizerFast
 
-from surgery.data.documents import Reader, check_documents, cut
+from surgery.data.documents import Reader, check_documents
 from surgery.data.encoding import encode
 from surgery.data.files import Row, open_rows, rows_in_order
 from surgery.data.generated import Stream
+from surgery.data.pieces import cut
 from surgery.data.user import count_answer_spans, open_source, read_documents
 from surgery.errors import DataError, ProbeError
 from surgery.probes.documents import Document, Question, rng_of

@@ -2,7 +2,7 @@
 
     python integrations/vllm/tests/reference.py .serve/cases [--only NAME ...] [--keep]
 
-Every case is a folder with a checkpoint and `reference.json`: prompts as token ids, and for each the greedy tokens of
+Every case is a folder with a checkpoint and `answers.json`: prompts as token ids, and for each the greedy tokens of
 transformers in fp32 with their log-probabilities and the margins to the second choice.
 """
 
@@ -21,6 +21,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
+from inserted import inserted_case
 from transformers import AutoModelForCausalLM, AutoTokenizer, Mamba2Config, Mamba2ForCausalLM
 
 import surgery.hybrid  # noqa: F401  (registers the hybrid classes)
@@ -80,6 +81,8 @@ CASES: dict[str, Callable[[Path], None]] = {
     "unequal-layers": random_case(SMALL | {"n_groups": 2, "conv_kernel": 3}, UNEQUAL),
     "130m": random_case(REAL, [site(6, [3, 11], REAL), site(12, [20], REAL, "replace")]),
     "130m-base": random_case(REAL, None),
+    "block": inserted_case(BASE, "block"),
+    "pair": inserted_case(BASE, "pair"),
 }
 
 
@@ -102,11 +105,12 @@ def retrieval_prompts(folder: Path) -> list[tuple[list[int], list[int]]]:
 @torch.no_grad()
 def answer(model: Any, prompt: list[int], new_tokens: int) -> dict[str, Any]:
     """Generate greedily, one prompt at a time without padding."""
-    tokens, logprobs, margins, cache = [], [], [], None
+    tokens, logprobs, margins, cache = [], [], [], {}
     ids = torch.tensor([prompt])
     for _ in range(new_tokens):
-        output = model(ids, cache_params=cache, use_cache=True, logits_to_keep=1)
-        cache = output.cache_params
+        output = model(ids, **cache, use_cache=True, logits_to_keep=1)
+        # Families differ in the name of the cache.
+        cache = {key: output[key] for key in ("cache_params", "past_key_values") if output.get(key) is not None}
         best = output.logits[0, -1].double().log_softmax(-1).topk(2)
         tokens.append(int(best.indices[0]))
         logprobs.append(float(best.values[0]))
@@ -116,7 +120,7 @@ def answer(model: Any, prompt: list[int], new_tokens: int) -> dict[str, Any]:
 
 
 def write_case(name: str, folder: Path) -> None:
-    """Write the checkpoint and `reference.json` of a case."""
+    """Write the checkpoint and `answers.json` of a case."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     CASES[name](folder)
@@ -132,7 +136,7 @@ def write_case(name: str, folder: Path) -> None:
         sets["retrieval"] = [{**answer(model, p, len(gold)), "gold": gold} for p, gold in rows]
     versions = {"torch": torch.__version__, "transformers": sys.modules["transformers"].__version__}
     text = json.dumps({"case": name, "versions": versions, "sets": sets})
-    (folder / "reference.json").write_text(text, encoding="utf-8")
+    (folder / "answers.json").write_text(text, encoding="utf-8")
 
 
 def main() -> None:
@@ -143,7 +147,7 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="skip cases that are there")
     options, _ = parser.parse_known_args()  # `make serve-test` passes the options of compare.py too
     for name in [name for name in CASES if name in options.only]:
-        if not options.keep or not (options.folder / name / "reference.json").exists():
+        if not options.keep or not (options.folder / name / "answers.json").exists():
             write_case(name, options.folder / name)
         print(f"{name}: ready", flush=True)
 

@@ -1,0 +1,39 @@
+"""Exports in the format `nemotron_h`: stock checkpoints that vLLM loads without the plugin. Used by `reference.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from surgery.export.folder import export_model
+from surgery.models.loading import load_model, load_tokenizer
+from surgery.models.lookup import family_of, geometry_of
+from surgery.recipe import Base, Export
+from surgery.splice.inserted import insert_layers
+from surgery.testing.pico import randomise
+from surgery.types import Graft, Plan
+
+HEADS, BEFORE = (2, 5), 1
+
+
+def inserted_case(base: Path, form: str) -> Callable[[Path], None]:
+    """Return a function that inserts a block or a pair before layer 1 of a base, and exports the hybrid.
+
+    All weights of the new layers are random: an output projection of 0 would hide a difference.
+    """
+
+    def write(folder: Path) -> None:
+        model, tokenizer = load_model(Base(model=str(base))), load_tokenizer(Base(model=str(base)))
+        site = family_of(model.config).sites(model.config)[BEFORE]
+        graft = Graft(site, HEADS, "add", "random", ("segment_end",) * len(HEADS), form=form, before=BEFORE)
+        plan = Plan(base=base.name, geometry=geometry_of(model.config), grafts=(graft,), seed=0)
+        hybrid = insert_layers(model, plan)
+        (entry,) = hybrid.config.inserted
+        with torch.no_grad():
+            for layer in entry["layers"]:
+                randomise(hybrid.get_submodule(f"model.layers.{layer}"), layer)
+        export_model(hybrid, tokenizer, folder, Export(format="nemotron_h"), plan=plan)
+
+    return write

@@ -50,6 +50,17 @@ RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe fil
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Recipe values to set, such as train.steps=100.")
 ]
+PretrainPath = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="A pretraining recipe, such as recipes/pretrain-pico.yaml.")
+]
+AnalysisPath = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="An analysis recipe, such as recipes/pico-reproduce.yaml.")
+]
+First = Annotated[
+    str | None, typer.Option("--from", metavar="STAGE", help="Start at this stage, even if it is finished.")
+]
+Last = Annotated[str | None, typer.Option("--to", metavar="STAGE", help="Stop after this stage.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print plan, cost and memory without loading weights.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run of another recipe in this folder.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the Python code in the checkpoint.")]
 Runs = Annotated[Path, typer.Option("--runs", help="Directory that holds the run folders.")]
@@ -63,11 +74,9 @@ Plugins = Annotated[
 def run(
     recipe: RecipePath,
     overrides: Overrides = None,
-    first: Annotated[str | None, typer.Option("--from", help="Start at this stage, even if it is finished.")] = None,
-    last: Annotated[str | None, typer.Option("--to", help="Stop after this stage.")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print plan, cost and memory without loading weights.")
-    ] = False,
+    first: First = None,
+    last: Last = None,
+    dry_run: DryRun = False,
     overwrite: Overwrite = False,
     runs: Runs = Path("runs"),
 ) -> None:
@@ -110,11 +119,9 @@ def finetune(
     hybrid: Annotated[str, typer.Argument(metavar="HYBRID", help="A hybrid: a checkpoint folder or a Hub id.")],
     data: Annotated[str, typer.Argument(metavar="DATA", help="JSONL file with the columns prompt and answer.")],
     overrides: Overrides = None,
-    first: Annotated[str | None, typer.Option("--from", help="Start at this stage, even if it is finished.")] = None,
-    last: Annotated[str | None, typer.Option("--to", help="Stop after this stage.")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print plan, cost and memory without loading weights.")
-    ] = False,
+    first: First = None,
+    last: Last = None,
+    dry_run: DryRun = False,
     overwrite: Overwrite = False,
     runs: Runs = Path("runs"),
 ) -> None:
@@ -129,7 +136,10 @@ def sweep(
     recipe: RecipePath,
     values: Annotated[
         list[str],
-        typer.Argument(metavar="KEY=VALUE,VALUE... [KEY=VALUE]...", help="Keys with several values, and other values."),
+        typer.Argument(
+            metavar="KEY=VALUE,VALUE... [KEY=VALUE]...",
+            help="Values of keys to sweep, then other values to set.",
+        ),
     ],
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print which stages would run, and which would be shared.")
@@ -199,7 +209,7 @@ def schema(
 
 @app.command()
 def analyse(
-    recipe: RecipePath,
+    recipe: AnalysisPath,
     overrides: Overrides = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier analysis.")] = False,
     runs: Runs = Path("runs"),
@@ -235,7 +245,7 @@ def inspect(
 @app.command()
 def generate(
     checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint folder or a Hub id.")],
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Prompt text; \\n is a newline.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Prompt text. \\n stands for a newline.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 16,
     sample: Annotated[bool, typer.Option("--sample", help="Sample instead of greedy decoding.")] = False,
     trust_remote_code: TrustRemoteCode = False,
@@ -256,7 +266,7 @@ def generate(
 
 @app.command()
 def pretrain(
-    recipe: RecipePath,
+    recipe: PretrainPath,
     overrides: Overrides = None,
     to: Annotated[Path, typer.Option("--to", help="Checkpoint folder to write.")] = Path("runs/pretrained"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that this toolkit wrote.")] = False,

@@ -63,7 +63,9 @@ def convert(base: Base, folder: Path, dtype: str | None = None, overwrite: bool 
         raise RunError("--dtype", dtype, f"Use one of {', '.join(DTYPES)}.")
     with hold(folder, "FOLDER"):
         if check_replaceable("FOLDER", folder, "model", {"MODEL": base.model}) and not overwrite:
-            raise RunError("FOLDER", str(folder), "It has a model already. Set another folder, or pass --overwrite.")
+            raise RunError(
+                "FOLDER", str(folder), "The folder already holds a model. Set another folder, or pass --overwrite."
+            )
         return _convert(open_checkpoint(base), folder, dtype)
 
 
@@ -102,7 +104,7 @@ def _check_tensors(source: StoredModel, tensors: dict[str, Stored]) -> PreTraine
     config = source.config
     if not source.is_mamba_ssm and (type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, _PACKED)):
         return None
-    with reading("base.model", source.model, "No model can be built on its config.json."), torch.device("meta"):
+    with reading("base.model", source.model, "No model can be built from its config.json."), torch.device("meta"):
         model = (
             mamba_ssm_format.model_class(config)(config)
             if source.is_mamba_ssm

@@ -227,9 +227,7 @@ def _control_point(axes: Sequence[Axis], places: Sequence[int], recipes: Mapping
     if recipe.has_control:
         return GridPoint(values, recipe, "no_splice")
     if recipe.train.control and recipe.state_size is not None:
-        hint = (
-            "0 heads is the trained control with its state cut, but only new heads train, so there is none. Remove 0."
-        )
+        hint = "0 heads is the trained control with its state cut. There is none if only new heads train. Remove 0."
         raise RecipeError(NUM_HEADS, 0, hint)
     if recipe.train.control and recipe.splice is not None:  # only new heads train, so the base is the control
         return GridPoint(values, recipe, "base")

@@ -50,7 +50,7 @@ def _tokenizer_text(path: str | None) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as fault:
-        raise RunError("tokenizer_text", path, f"Set a text file in UTF-8 ({fault}).") from None
+        raise RunError("tokenizer_text", path, f"Use a text file in UTF-8 ({fault}).") from None
 
 
 def build_model(
@@ -167,7 +167,9 @@ def pretrain(
     """
     with hold(folder, "--to"):
         if check_replaceable("--to", folder, "model", inputs_of(recipe, file)) and not overwrite:
-            raise RunError("--to", str(folder), "It has a model already. Set another folder, or pass --overwrite.")
+            raise RunError(
+                "--to", str(folder), "The folder already holds a model. Set another folder, or pass --overwrite."
+            )
         _pretrain(recipe, folder, progress)
 
 
@@ -182,7 +184,7 @@ def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -
     steps = folder.with_name(folder.name + ".steps")
     for entry in steps.glob("*"):
         if not re.match(r"(broken_)?step_\d|\d+-|scores\.json$|\.", entry.name):
-            raise RunError("--to", str(folder), f"{entry} is not a checkpoint of a pretraining. Set another folder.")
+            raise RunError("--to", str(folder), f"{entry} is not a pretraining checkpoint. Set another folder.")
     prompts = make_prompts(recipe.evaluate, recipe.seed, tokenizer=tokenizer)
     marks = {math.ceil(recipe.train.num_all_steps * tenth / 10) for tenth in range(1, 11)}
     scores_file = steps / "scores.json"

@@ -50,9 +50,11 @@ def check_inserts(config: PreTrainedConfig, dtype: torch.dtype | None = None) ->
         raise PlanError("base.model", config.model_type, hint)
     limit = tuple(float(x) for x in config.time_step_limit)
     if limit != (0.0, math.inf):
-        raise PlanError("base.model time_step_limit", limit, f"Nemotron-H does not limit dt, only (0, inf). {form}")
+        raise PlanError(
+            "base.model time_step_limit", limit, f"Nemotron-H has no limits on dt, so only (0, inf) can be kept. {form}"
+        )
     if dtype not in (None, torch.float32):
-        hint = "In float32 alone, Nemotron-H rounds as the base does. Set base.dtype: float32; export.dtype may differ."
+        hint = "Nemotron-H rounds like the base in float32 only. Set base.dtype: float32. export.dtype may differ."
         raise PlanError("base.dtype", str(dtype).removeprefix("torch."), hint)
 
 
@@ -154,7 +156,11 @@ def _check_grafts(plan: Plan, config: PreTrainedConfig) -> None:
             raise PlanError("plan.json site", graft.site.name, "The base has no such mixer. Plan again.")
         if (graft.mode, graft.init, graft.unit) != ("add", "random", "head"):
             value = f"{graft.mode}, {graft.init}, {graft.unit}"
-            raise PlanError("plan.json mode, init, unit", value, "Inserted layers are add, random, head. Plan again.")
+            raise PlanError(
+                "plan.json mode, init, unit",
+                value,
+                "Inserted layers need mode add, init random and unit head. Plan again.",
+            )
 
 
 @torch.no_grad()

@@ -16,8 +16,10 @@ from surgery.report.figures.canvas import (
     GREEN,
     GREY,
     MUTED,
+    OCHRE,
     ORANGE,
     PURPLE,
+    SKY,
     add_axes,
     add_heading,
     new_figure,
@@ -29,7 +31,7 @@ from surgery.report.figures.canvas import (
 Estimate = Mapping[str, float]  # value, low, high
 Row = Mapping[str, Any]
 
-_LOOKS = ((BLUE, "o"), (ORANGE, "^"), (GREEN, "s"), (PURPLE, "D"), ("#B8860B", "P"), ("#56B4E9", "X"), (GREY, "v"))
+_LOOKS = ((BLUE, "o"), (ORANGE, "^"), (GREEN, "s"), (PURPLE, "D"), (OCHRE, "P"), (SKY, "X"), (GREY, "v"))
 _TITLES = {
     "retrieval": "retrieval tasks",
     "knowledge": "knowledge tasks",

@@ -14,8 +14,10 @@ from surgery.report.figures.canvas import (
     GREEN,
     GREY,
     INK,
+    OCHRE,
     ORANGE,
     PURPLE,
+    SKY,
     add_axes,
     add_heading,
     new_figure,
@@ -27,7 +29,7 @@ from surgery.report.results import ARM_LABELS
 
 Cost = Mapping[str, float]
 _COLOURS = {"base": (GREY, "s"), "hybrid": (BLUE, "o"), "transformer": (GREEN, "D")}
-_MORE = ((ORANGE, "^"), (PURPLE, "v"), ("#B8860B", "P"), ("#56B4E9", "X"))
+_MORE = ((ORANGE, "^"), (PURPLE, "v"), (OCHRE, "P"), (SKY, "X"))
 _NAMES = {**ARM_LABELS, "transformer": "Transformer, same width"}
 _PANELS: tuple[tuple[str, str, Callable[[Cost], float]], ...] = (
     ("prefill", "tokens/s", lambda cost: cost["prefill_tokens_per_second"]),

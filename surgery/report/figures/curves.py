@@ -20,8 +20,10 @@ from surgery.report.figures.canvas import (
     GREY,
     INK,
     MUTED,
+    OCHRE,
     ORANGE,
     PURPLE,
+    SKY,
     add_axes,
     add_heading,
     label_ends,
@@ -36,21 +38,21 @@ _ARMS = {
     "base": (GREY, "s"),
     "hybrid": (BLUE, "o"),
     "no_splice": (ORANGE, "^"),
-    "hybrid_heads_off": ("#56B4E9", "X"),
+    "hybrid_heads_off": (SKY, "X"),
     "teacher": (GREEN, "D"),
 }
 _TRAINED = {"training": "hybrid", "no_splice_training": ARM_LABELS["no_splice"]}  # arm by file name
 _MORE_ARMS = (
     (GREEN, "D"),
     (PURPLE, "v"),
-    ("#B8860B", "P"),
-    ("#56B4E9", "X"),
+    (OCHRE, "P"),
+    (SKY, "X"),
     ("#CC6677", "<"),
     ("#332288", "h"),
     ("#117733", ">"),
 )
 _COLOURS = {"loss": INK, "answer": BLUE, "attention": ORANGE, "base_kl": GREEN, "lm": PURPLE}
-_MORE_COLOURS = ["#B8860B", "#56B4E9", GREY]
+_MORE_COLOURS = [OCHRE, SKY, GREY]
 _NOT_LOSSES = ("step", "seconds", "tokens", "kv_accuracy")
 _Curves = Mapping[str, NDArray[np.float64]]
 

@@ -20,8 +20,10 @@ from surgery.report.figures.canvas import (
     GREY,
     INK,
     MUTED,
+    OCHRE,
     ORANGE,
     PURPLE,
+    SKY,
     add_axes,
     add_heading,
     label_ends,
@@ -38,7 +40,7 @@ _COLOURS = {
     "option_text": (GREEN, "s"),
     "closed_book": (PURPLE, "D"),
 }
-_MORE_TASKS = (("#B8860B", "P"), ("#56B4E9", "X"), (GREY, "v"))
+_MORE_TASKS = ((OCHRE, "P"), (SKY, "X"), (GREY, "v"))
 _SITES = {
     "prune": ("Retrieval and knowledge with layers pruned from the end", "layers kept, counted from the first"),
     "drop_one": ("Retrieval and knowledge with one layer dropped", "dropped layer"),

@@ -51,7 +51,7 @@ def spliced_at(base: PreTrainedModel, head: HeadId, reads: Reads = "answer_token
     """Hybrid with one attention head added beside this head, and its plan."""
     scored = ScoredHead(head, "neither", reads, {})
     heads = HeadSet("base", "", geometry_of(base.config), (scored,), (scored,), "list", 0)
-    section = Splice(select="list", heads=(str(head),))
+    section = Splice(select="list", heads=(str(head),), min_width=None)
     plan = make_plan(heads, base.config, section, 0)
     return splice_model(base, plan, section), plan
 

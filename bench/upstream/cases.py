@@ -27,6 +27,7 @@ from upstream_tests.test_training_mixin import TrainingTesterMixin
 
 from surgery.hybrid import CLASSES
 from surgery.models.lookup import family_of, geometry_of
+from surgery.recipe import Splice
 from surgery.splice.graft import splice_model
 from surgery.testing.pico import HEADS, HIDDEN, PAD, SPLICED_FAMILIES, VOCAB, pico_family, pico_family_config, tokens
 from surgery.types import Graft, Plan
@@ -89,7 +90,7 @@ def hybrid_config(name: str) -> PreTrainedConfig:
     elif more:
         grafts.append(Graft(more[0], (1,), "replace", "teacher", ("segment_end",), donors=("L1H3",)))
     plan = Plan("pico", geometry_of(model.config), tuple(grafts), seed=3)
-    config = splice_model(model, plan, teacher=teacher).config
+    config = splice_model(model, plan, Splice(min_width=None), teacher).config
     return type(config).from_dict(config.to_dict())  # no attention implementation is chosen yet
 
 

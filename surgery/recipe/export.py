@@ -36,7 +36,7 @@ class Export(Section):
         description="Chat template of the exported tokenizer, for chat endpoints of servers: `plain`, which joins the "
         "messages as text, or the path of a Jinja file. Default: the base's, if it has one.",
     )
-    new_keys: ClassVar[tuple[str, ...]] = ("format", "chat_template")
+    new_keys: ClassVar[dict[str, Any]] = {"format": "transformers", "chat_template": None}
 
 
 class Hardware(Section):

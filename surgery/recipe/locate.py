@@ -137,7 +137,7 @@ class Locate(Section):
     )  # fmt: skip
     gates: Gates = Field(Gates(), description="With `gates` in `methods`: budget of the training.")
     trial: Trial = Field(Trial(), description="With `trial` in `methods`: budget of the training.")
-    new_keys: ClassVar[tuple[str, ...]] = ("filler", "value_digits")
+    new_keys: ClassVar[dict[str, Any]] = {"filler": None, "value_digits": None}
 
     @field_validator("methods")
     @classmethod

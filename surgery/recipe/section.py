@@ -4,7 +4,9 @@ To rename a key: rename the field, and add `old: new` to `renamed` of its sectio
 calls with the old key then work with a warning. `keys_of_0_1` restores the old keys for hashes, so that finished
 stages stay valid and checkpoints still match.
 
-To add a key: give it a default, and list it in `new_keys` of its section. Hashes of recipes without it stay the same.
+To add a key: give it a default, and list it in `new_keys` of its section with the value that means "as before the key
+existed". With that value the key is not hashed, so finished stages of older recipes stay valid. The value does not
+change if the default changes later.
 """
 
 from __future__ import annotations
@@ -83,13 +85,13 @@ class Section(BaseModel):
     Attributes:
         path_in_recipe: dotted path of the section in a recipe, for warnings. Required with `renamed`.
         renamed: current name by old name.
-        new_keys: keys that version 0.1 did not have.
+        new_keys: keys that version 0.1 did not have, with the value that gives the behaviour of 0.1.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     path_in_recipe: ClassVar[str] = ""
     renamed: ClassVar[Mapping[str, str]] = {}
-    new_keys: ClassVar[tuple[str, ...]] = ()
+    new_keys: ClassVar[Mapping[str, Any]] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -115,11 +117,10 @@ class Section(BaseModel):
     def names_of_0_1(cls, data: Mapping[str, Any]) -> dict[str, Any]:
         """Rename the keys of this section, not of sections inside it, to those of version 0.1.
 
-        New keys are left out while they have their default.
+        New keys are left out while they have their value in `new_keys`.
         """
         old = {new: old for old, new in cls.renamed.items()}
-        defaults = {key: cls.model_fields[key].default for key in cls.new_keys}
-        return {old.get(k, k): v for k, v in data.items() if k not in defaults or v != defaults[k]}
+        return {old.get(k, k): v for k, v in data.items() if k not in cls.new_keys or v != cls.new_keys[k]}
 
 
 def keys_of_0_1(section: type[Section] | None, data: Any) -> Any:

@@ -171,7 +171,7 @@ class Source(Section):
     weights: Weights
     path_in_recipe: ClassVar[str] = "train.sources"
     renamed: ClassVar[dict[str, str]] = {"end": "train_eos", "half": "split"}
-    new_keys: ClassVar[tuple[str, ...]] = ("filler", "value_digits")
+    new_keys: ClassVar[dict[str, Any]] = {"filler": None, "value_digits": None}
 
     @property
     def probe(self) -> Probe | None:

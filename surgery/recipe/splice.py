@@ -63,10 +63,10 @@ class Splice(Section):
     teacher: Teacher | None = Field(None, description="With `init: teacher`: Transformer whose attention is copied.")
     random_width: Positive = Field(32, description="With `init: random`: width of query and key.")
     min_width: Positive | None = Field(
-        None,
+        64,
         description="With `init: ssm`: smallest width of query and key. The copies are as wide as the SSM state. Where "
         "the state is smaller than `min_width`, new channels are added, which start without effect on the attention. "
-        "By default no channels are added.",
+        "`null` adds no channels. Other branches have no `min_width`.",
     )
     state_size: Positive | None = Field(
         None,
@@ -94,14 +94,22 @@ class Splice(Section):
         description="With `form: block` or `pair`: width of query, key and value of an attention head. By default 64. "
         "vLLM takes 32, 64, 80, 96, 112 or 128, for example, and not every width.",
     )
-    new_keys: ClassVar[tuple[str, ...]] = ("min_width", "state_size", "form", "before", "head_dim")
+    new_keys: ClassVar[dict[str, Any]] = {
+        "min_width": None,
+        "state_size": None,
+        "form": "head",
+        "before": None,
+        "head_dim": None,
+    }
 
     @model_validator(mode="before")
     @classmethod
-    def _new_layers_are_random(cls, data: Any) -> Any:
-        """`init` is `random` by default with `form: block` or `pair`."""
+    def _defaults_by_form_and_init(cls, data: Any) -> Any:
+        """`form: block` and `pair` have `init: random` by default. Only `init: ssm` has a default `min_width`."""
         if isinstance(data, Mapping) and data.get("form") in ("block", "pair"):
-            return {"init": "random", **data}
+            data = {"init": "random", **data}
+        if isinstance(data, Mapping) and data.get("init", "ssm") != "ssm":
+            data = {"min_width": None, **data}
         return data
 
     @model_validator(mode="after")

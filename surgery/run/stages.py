@@ -18,7 +18,8 @@ from surgery.files.atomic import digest, fingerprint, new_folder, read_json, wri
 from surgery.locate.hidden_attention import prompt_attention
 from surgery.locate.locating import locate_heads
 from surgery.models.lookup import family_of
-from surgery.recipe import Recipe, to_yaml
+from surgery.recipe import Recipe, Splice, to_yaml
+from surgery.recipe.methods import METHODS
 from surgery.recipe.public import public_name, public_recipe
 from surgery.recipe.section import keys_of_0_1
 from surgery.report.figures.curves import training_curve
@@ -80,6 +81,11 @@ class Stage:
                 parts[part] = recipe[section]
             elif name in recipe[section]:  # keys newer than 0.1 are left out at their default
                 parts[part] = recipe[section][name]
+        if self.name == "locate" and any(METHODS[method].trains for method in settings.locate.methods):
+            # Candidates train the recipe's branch. The branch of 0.1 is not hashed, so its scores stay valid.
+            plain = keys_of_0_1(Splice, Splice(min_width=None).model_dump(mode="json"))
+            branch = {key: recipe["splice"].get(key) for key in _BRANCH}
+            parts |= {key: value for key, value in branch.items() if value != plain.get(key)}
         if "control" in parts:
             parts["control revision"] = run.control_revision
         if "export" in parts and settings.export.chat_template is not None:
@@ -105,6 +111,7 @@ class Stage:
         return [run.folder / name for name in (*self.writes, *more)]
 
 
+_BRANCH = ("mode", "init", "random_width", "min_width", "unit", "with_block", "teacher")  # keys of `splice`
 _MEASURED = ("examples", "pairs", "filler", "value_digits")  # keys of `locate` for the prompts
 _CONTROL = ("no_splice", "no_splice_training.json", "figures/no_splice_training")
 

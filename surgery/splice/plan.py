@@ -220,8 +220,8 @@ def splice_field(
 ) -> list[dict[str, Any]]:
     """Build the config field `splice`, which describes all spliced heads: one plain entry per graft.
 
-    Query and key have the width of the state (N) with `init: ssm`, `splice.random_width` with `random`, and the
-    teacher's width with `teacher`. `splice.min_width` widens copies. Values have the width of the head,
+    Query and key have the width of the state (N) with `init: ssm`, at least `splice.min_width` (64 by default),
+    `splice.random_width` with `random`, and the teacher's width with `teacher`. Values have the width of the head,
     or the teacher's.
 
     Args:

@@ -69,8 +69,8 @@ class PlanSource:
 
     @property
     def min_width(self) -> int | None:
-        """`splice.min_width`."""
-        return self.splice.min_width
+        """`splice.min_width` for copies of SSM heads. None for other branches."""
+        return self.splice.min_width if self.graft.init == "ssm" else None
 
     def donor_fields(self) -> dict[str, Any]:
         """Return the fields of a branch that copies the teacher's attention.

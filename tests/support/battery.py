@@ -15,6 +15,7 @@ from torch import Tensor
 from surgery.models.lookup import family_of, geometry_of, structure_of
 from surgery.models.runtime import requires_grad
 from surgery.models.sizes import kv_bytes_per_token, own_kv_bytes_per_token, sizes_of, state_bytes
+from surgery.recipe import Splice
 from surgery.splice.graft import splice_model
 from surgery.testing.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, randomise, tokens
 from surgery.types import Graft, MixerSpec, Plan
@@ -51,7 +52,7 @@ def plan_of(model: Any, mode: Any = "add", init: Any = "ssm") -> Plan:
 def spliced(model: Any, mode: Any = "add", init: Any = "ssm") -> Any:
     """The hybrid at step 0."""
     teacher = base("qwen2") if init == "teacher" else None
-    return splice_model(model, plan_of(model, mode, init), teacher=teacher)
+    return splice_model(model, plan_of(model, mode, init), Splice(min_width=None), teacher)
 
 
 @cache

@@ -54,6 +54,7 @@ def recipe_of(arm: str) -> Recipe:
         "generate": [task["task"] for task in evaluated],
         "efficiency": None,
     }
+    data["splice"]["min_width"] = None  # as in the published results
     data["name"] = arm
     return check_recipe(data, Recipe)
 

@@ -75,7 +75,8 @@ def measure(
         began, cpu_began = time.perf_counter(), time.process_time()
         if chooser.select in RANKINGS:
             method = RANKINGS[chooser.select].name
-            splice = Splice(select=chooser.select, num_heads=MOST if chooser.greedy else 1)
+            # `gates` and `trial` train the branches of arms without a width.
+            splice = Splice(select=chooser.select, num_heads=MOST if chooser.greedy else 1, min_width=None)
             found = locate_heads(model, tokenizer, budget.locate(method), splice, seed)
             ranking = found.chosen if chooser.greedy else found.heads
             heads = _first(model, [str(s.head) for s in ranking if _can_be_spliced(model, s.head)])

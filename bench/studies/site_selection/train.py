@@ -62,7 +62,9 @@ def plan_of(arm: Arm, base: PreTrainedModel) -> Plan:
 
 
 def _splice_section(arm: Arm) -> Splice:
-    width = {} if arm.width is None else {"random_width" if arm.init == "random" else "min_width": arm.width}
+    if arm.init != "random":
+        return Splice(select="list", heads=arm.heads, mode=arm.mode, init=arm.init, min_width=arm.width)
+    width = {} if arm.width is None else {"random_width": arm.width}
     return Splice(select="list", heads=arm.heads, mode=arm.mode, init=arm.init, **width)
 
 

@@ -97,7 +97,7 @@ def hybrid_of(base: PreTrainedModel, seed: int) -> tuple[PreTrainedModel, Any]:
     """Splice a branch at `SITE` into the base. Returns the hybrid and its plan."""
     scored = (ScoredHead(HeadId.parse(SITE), "neither", READS, {}),)  # type: ignore[arg-type]
     heads = HeadSet("pico-mamba2", "", geometry_of(base.config), scored, scored, "list", seed)
-    wanted = Splice(select="list", heads=(SITE,))
+    wanted = Splice(select="list", heads=(SITE,), min_width=None)
     plan = make_plan(heads, base.config, wanted, seed)
     return splice_model(base, plan, wanted), plan
 

@@ -180,7 +180,8 @@ def test_a_branch_of_streams_equals_the_naive_one(
 def test_a_fresh_branch_of_streams_picks_c_and_b(rank: int) -> None:
     """The query is C and the key is B, whatever the width of dt before them."""
     base = pico_family("mamba", time_step_rank=rank)
-    branch = StreamAttention(base.config, splice_field(plan_of(base), base.config)[0], 0)
+    site = splice_field(plan_of(base), base.config, Splice(min_width=None))[0]
+    branch = StreamAttention(base.config, site, 0)
     branch.initialize()
     rng = torch.Generator().manual_seed(4)
     x, (dt, b, c) = torch.randn(2, 7, 64, generator=rng), (torch.randn(2, 7, w, generator=rng) for w in (rank, 4, 4))

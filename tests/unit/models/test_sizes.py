@@ -10,6 +10,7 @@ from transformers import Mamba2Config, MambaConfig
 
 from surgery.models.lookup import family_of
 from surgery.models.sizes import kv_bytes_per_token, meta_model, sizes_of, state_bytes
+from surgery.recipe import Splice
 from surgery.splice.plan import splice_field
 from surgery.testing.pico import pico_site, random_site
 from surgery.train.optimizer import spliced_parameters
@@ -45,7 +46,7 @@ def test_on_the_meta_device_it_is_the_same(name: str) -> None:
 @every_spliced
 def test_hybrids_on_the_meta_device_too(name: str) -> None:
     config = base(name).config
-    fields = splice_field(plan_of(base(name)), config)
+    fields = splice_field(plan_of(base(name)), config, Splice(min_width=None))
     assert sizes_of(meta_model(family_of(config).hybrid_config(config, fields))) == sizes_of(spliced(base(name)))
 
 

@@ -389,11 +389,23 @@ def test_the_shipped_recipe_is_the_one_of_the_checkout() -> None:
 
 
 def test_a_splice_without_the_new_keys_has_the_same_hash() -> None:
-    """`splice.state_size` and `splice.min_width` are newer than version 0.1."""
+    """`splice.state_size` and `splice.min_width` are newer than version 0.1, in which no channels were added."""
     assert "state_size" not in keys_of_0_1(Splice, Splice().model_dump(mode="json"))
     assert keys_of_0_1(Splice, Splice(state_size=4).model_dump(mode="json"))["state_size"] == 4
-    assert "min_width" not in keys_of_0_1(Splice, Splice().model_dump(mode="json"))
-    assert keys_of_0_1(Splice, Splice(min_width=32).model_dump(mode="json"))["min_width"] == 32
+    assert keys_of_0_1(Splice, Splice(min_width=None).model_dump(mode="json")) == {
+        "select": "aggregate",
+        "num_heads": 1,
+        "heads": [],
+        "mode": "add",
+        "init": "ssm",
+        "unit": "head",
+        "with_block": False,
+        "teacher": None,
+        "random_width": 32,
+    }
+    for width in (32, 64):
+        assert keys_of_0_1(Splice, Splice(min_width=width).model_dump(mode="json"))["min_width"] == width
+    assert keys_of_0_1(Splice, Splice().model_dump(mode="json"))["min_width"] == 64
     for size in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="state_size"):
             Splice.model_validate({"state_size": size})

@@ -96,3 +96,30 @@ def test_the_channels_of_the_state_are_read_from_the_folder(tmp_path: Path) -> N
     with pytest.raises(RunError, match=r"state\.json.*Run the stage splice"):
         run.state_cut()
     assert Run(load_recipe(RECIPE), tmp_path, make_accelerator()).state_cut() is None
+
+
+def test_keys_of_stages_know_the_width_of_copies_and_locate_only_if_it_trains_them(tmp_path: Path) -> None:
+    """Without new channels the keys are those of recipes from before `splice.min_width`."""
+    for name in ("heads.json", "plan.json", "spliced", "trained", "no_splice", "results.json", "report.html"):
+        (tmp_path / name).write_text(name)
+
+    def keys(*overrides: str) -> dict[str, str]:
+        given = load_recipe(RECIPE, overrides)
+        run: Any = SimpleNamespace(recipe=given, revision="r", control_revision="", data_revision="", folder=tmp_path)
+        return {stage.name: stage.key(run) for stage in stages.stages_of(given)}
+
+    def changed(*overrides: str, methods: str = "") -> set[str]:
+        given = [f"locate.methods={methods}"] if methods else []
+        plain, other = (keys(*given, *more) for more in (("splice.min_width=null",), overrides))
+        return {name for name in plain if plain[name] != other[name]}
+
+    assert changed("splice.min_width=32") == changed() == {"plan", "splice", "export"}
+    for methods in ("[query,sharpen,trial]", "[query,gates]"):
+        assert changed(methods=methods) == {"locate", "plan", "splice", "export"}
+        assert changed("splice.min_width=null", "splice.state_size=4", methods=methods) == {
+            "plan",
+            "splice",
+            "control",
+            "export",
+        }
+        assert "locate" in changed("splice.min_width=null", "splice.mode=replace", methods=methods)

@@ -132,7 +132,7 @@ class TestSpliceField:
     @pytest.mark.parametrize("mode", ["add", "replace"])
     def test_copies_are_as_wide_as_what_they_copy(self, mode: Any) -> None:
         plan = make_plan(chosen("L1H2", "L1H0", reads="answer_token"), pico_config(), Splice(mode=mode))
-        (site,) = splice_field(plan, pico_config())
+        (site,) = splice_field(plan, pico_config(), Splice(min_width=None))
         assert (site["layer"], site["heads"], site["mode"], site["init"]) == (1, [2, 0], mode, "ssm")
         assert site["reads"] == ["answer_token"] * 2 and site["unit"] == "head"
         assert (site["qk_width"], site["v_width"], site["head_dim"]) == (STATE, HEAD_DIM, HEAD_DIM)

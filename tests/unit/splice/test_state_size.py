@@ -78,9 +78,9 @@ class TestCut:
     def test_of_a_hybrid_leaves_its_branches_as_wide_as_the_base(self, name: str, mode: Any) -> None:
         model, cut, plan = base(name), some_cut(base(name)), plan_of(base(name), mode)
         before = logits(model, tokens())
-        hybrid = splice_model(model, plan, Splice(mode=mode, state_size=3), cut=cut)
+        hybrid = splice_model(model, plan, Splice(mode=mode, min_width=None, state_size=3), cut=cut)
         assert {s.state_size for s in mixers(hybrid, ssm=True)} == {3}
-        whole = splice_model(model, plan, Splice(mode=mode))
+        whole = splice_model(model, plan, Splice(mode=mode, min_width=None))
         branches = [[m for m in h.modules() if isinstance(m, SplicedAttention)] for h in (hybrid, whole)]
         for ours, theirs in zip(*branches, strict=True):
             assert ours.qk_width == 8

@@ -144,9 +144,9 @@ class TestAsAModel:
 @every_spliced
 def test_the_config_names_the_copied_channels_only_where_there_are_new_ones(name: str) -> None:
     model, plan = base(name), plan_of(base(name))
-    plain = splice_field(plan, model.config)
+    plain = splice_field(plan, model.config, Splice(min_width=None))
     state = plain[0]["qk_width"]
-    for width in (None, 1, state):
+    for width in (1, state):
         assert splice_field(plan, model.config, Splice(min_width=width)) == plain
     wide = splice_field(plan, model.config, Splice(min_width=state + 1))
     assert wide == [{**site, "qk_width": state + 1, "copied_width": state} for site in plain]
@@ -162,6 +162,30 @@ def test_bfloat16() -> None:
     model = copy.deepcopy(base("mamba2")).to(torch.bfloat16)
     hybrid = splice_model(model, plan_of(model), Splice(min_width=WIDTH))
     assert torch.equal(logits(hybrid, tokens()), logits(model, tokens()))
+
+
+@every_spliced
+def test_copies_are_64_wide_by_default(name: str) -> None:
+    sites = splice_field(plan_of(base(name)), base(name).config)
+    assert [site["qk_width"] for site in sites] == [64, 64]
+
+
+def test_a_larger_state_gets_no_new_channels_by_default() -> None:
+    model = base("mamba2", state_size=64)
+    assert splice_field(plan_of(model), model.config) == splice_field(
+        plan_of(model), model.config, Splice(min_width=None)
+    )
+
+
+def test_only_copies_of_ssm_heads_have_the_default_width() -> None:
+    teacher = {"init": "teacher", "teacher": {"model": "a/b"}}
+    for section in ({"init": "random"}, teacher, {"form": "block"}, {"form": "pair"}):
+        parsed = Splice.model_validate(section)
+        assert parsed.min_width is None
+        assert Splice.model_validate(parsed.model_dump(mode="json")) == parsed
+    assert Splice().min_width == 64 and Splice(min_width=None).min_width is None
+    random = splice_field(plan_of(base("mamba2"), init="random"), base("mamba2").config)
+    assert {site["qk_width"] for site in random} == {Splice().random_width}
 
 
 @pytest.mark.parametrize(

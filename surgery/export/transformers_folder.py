@@ -31,7 +31,8 @@ from surgery.export.reload import (
 from surgery.export.shipped_code import check_code, private_copy
 from surgery.hybrid.attention import SplicedAttention
 from surgery.hybrid.branches import BRANCHES
-from surgery.models.loading import SPLICE_VERSION, load_config
+from surgery.models.config_checks import SPLICE_VERSION
+from surgery.models.loading import load_config
 from surgery.models.lookup import family_of, structure_of
 from surgery.models.spliced import plan_of_hybrid
 from surgery.models.tensor_files import Stored, inventory, read_tensors, weight_files

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -30,6 +29,7 @@ import surgery.hybrid  # noqa: F401  (registers the hybrid classes)
 from surgery.errors import ModelError, reading
 from surgery.files.atomic import digest
 from surgery.models import mamba_ssm_format, tensor_files
+from surgery.models.config_checks import CONFIG_HINT, check_kernels, check_sizes, check_splice_version
 from surgery.models.inserted import as_inserted
 from surgery.models.lookup import family_of, has_family, unknown_type
 from surgery.models.runtime import check_release, shorten_chunks
@@ -38,21 +38,6 @@ from surgery.recipe.public import is_hub_id, source_of
 from surgery.registry import load_plugins
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_CONFIG_HINT = "Correct config.json, or download it again."
-SPLICE_VERSION = 1  # format of the config field `splice`; exports name it in `splice_version`
-_LARGEST, _LAYERS = 2**31 - 1, 256
-_CHUNKS = ("chunk_size", "mamba_chunk_size")
-_LAYER_COUNTS, _LAYER_LISTS = ("num_hidden_layers", "n_layer"), ("layers_block_type", "layer_types")
-# Keys of config.json whose numbers are sizes, in all families.
-_SIZES = frozenset((
-    *_CHUNKS, *_LAYER_COUNTS, "adapter_rank", "attention_head_dim", "attention_hidden_size", "base_state_size",
-    "conv_kernel", "d_conv", "d_model", "d_state", "expand", "head_dim", "headdim", "hidden_size",
-    "intermediate_size", "mamba_d_conv", "mamba_d_head", "mamba_d_ssm", "mamba_d_state", "mamba_expand",
-    "mamba_head_dim", "mamba_headdim", "mamba_n_groups", "mamba_n_heads", "mamba_ngroups", "mamba_num_heads",
-    "max_position_embeddings", "n_groups", "n_mamba_heads", "n_qk_heads", "n_v_heads", "ngroups",
-    "num_attention_heads", "num_heads", "num_heads_kv", "num_key_value_heads", "num_mem_blocks", "ssm_state_size",
-    "state_size", "time_step_rank", "vocab_size",
-))  # fmt: skip
 _LISTED = 4  # tensors to list in an error message
 
 
@@ -146,13 +131,13 @@ def open_checkpoint(base: Base) -> StoredModel:
                 "base.model", model, f"The folder has no config.json. It has {', '.join(files) or 'no files'}."
             )
     nowhere = "No such folder, and no such model on the Hub (or the Hub cannot be reached). Check the name."
-    hint = nowhere if is_hub_id(model) else _CONFIG_HINT
+    hint = nowhere if is_hub_id(model) else CONFIG_HINT
     with reading("base.model", f"{base.model}, config.json", hint):
         data, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
         check_sizes(data)
         check_splice_version(data)
         if not base.trust_remote_code:
-            _refuse_kernels(data)
+            check_kernels(data)
         packed = data.get("quantization_config")
         if packed is not None and not AutoHfQuantizer.supports_quant_method(packed):
             raise ModelError(
@@ -178,50 +163,6 @@ def open_checkpoint(base: Base) -> StoredModel:
     stored = StoredModel(model, revision, config, is_mamba_ssm)
     stored.refuse_adapter()
     return stored
-
-
-def check_sizes(data: Any) -> None:
-    """Refuse a config.json with impossible sizes, before a model is built from it.
-
-    Args:
-        data: content of the config.json.
-
-    Raises:
-        ModelError: it is no JSON object, a size is below 1 or above 2^31 - 1, or it has more than 256 layers.
-    """
-    if not isinstance(data, dict):
-        raise ModelError("config.json", type(data).__name__, f"It is not a JSON object. {_CONFIG_HINT}")
-    for key, value in data.items():
-        if isinstance(value, dict):
-            check_sizes(value)
-        if key in _SIZES and isinstance(value, (int, float)) and not (type(value) is int and 1 <= value <= _LARGEST):
-            raise ModelError(
-                f"config.json: {key}", value, f"It must be a whole number from 1 to {_LARGEST}. {_CONFIG_HINT}"
-            )
-        if key in _CHUNKS and value is None:
-            raise ModelError(f"config.json: {key}", "null", f"It must be a whole number. {_CONFIG_HINT}")
-        layers = len(value) if key in _LAYER_LISTS and isinstance(value, list) else value if key in _LAYER_COUNTS else 0
-        if isinstance(layers, int) and layers > _LAYERS:
-            raise ModelError(f"config.json: {key}", layers, f"A model has at most {_LAYERS} layers. {_CONFIG_HINT}")
-
-
-def check_splice_version(data: Mapping[str, Any]) -> None:
-    """Refuse a config.json whose field `splice` has another format. Raises ModelError."""
-    version = data.get("splice_version", SPLICE_VERSION)  # exports of 0.1 have no version; it is 1
-    if data.get("splice") and version != SPLICE_VERSION:
-        hint = f"This release reads version {SPLICE_VERSION}. Install the release that wrote it."
-        raise ModelError("config.json: splice_version", version, hint)
-
-
-def _refuse_kernels(data: Mapping[str, Any]) -> None:
-    """Raise ModelError if config.json names a kernel of the Hub, which transformers would download and run."""
-    for key, value in data.items():
-        names = value.values() if isinstance(value, dict) else [value]
-        if "_implementation" in key and any(isinstance(name, str) and "/" in name for name in names):
-            hint = "transformers would run this kernel. Remove the key, or set base.trust_remote_code to run it."
-            raise ModelError(f"config.json: {key}", value, hint)
-        if isinstance(value, dict):
-            _refuse_kernels(value)
 
 
 def _with_channels(config: PreTrainedConfig, base: Base) -> PreTrainedConfig:
@@ -300,7 +241,7 @@ def _refuse_larger(stored: StoredModel, trust_remote_code: bool) -> None:
     bits = 1 if hasattr(stored.config, "quantization_config") else 8  # minimum size of a parameter
     if count * bits > size * 8:
         value = f"{stored.model}: {count:,} parameters in config.json, but only {size:,} bytes of weights"
-        raise ModelError("base.model", value, _CONFIG_HINT)
+        raise ModelError("base.model", value, CONFIG_HINT)
 
 
 def check_finite(base: Base) -> None:
@@ -371,7 +312,7 @@ def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
     if (Path(name) / "config.json").is_file():  # which AutoTokenizer reads too
         if base.tokenizer is None:
             open_checkpoint(base)
-        with reading("base.tokenizer", f"{source}, config.json", _CONFIG_HINT):
+        with reading("base.tokenizer", f"{source}, config.json", CONFIG_HINT):
             check_sizes(PreTrainedConfig.get_config_dict(name)[0])
     with reading("base.tokenizer", source, "Its tokenizer files are damaged. Download them again."):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=base.trust_remote_code)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from surgery.errors import ModelError
 from surgery.files.atomic import digest
-from surgery.models import loading
+from surgery.models import config_checks
 from surgery.models.loading import (
     check_finite,
     check_vocabulary,
@@ -355,9 +355,9 @@ class TestMalformedConfigs:
         pico_family(name).save_pretrained(tmp_path)
         file = tmp_path / "config.json"
         good = json.loads(file.read_text())
-        fields = {key for key in good if key in loading._SIZES} | set(good.get("ssm_cfg", ()))
-        assert len(fields & loading._SIZES) > 4
-        for field in fields & loading._SIZES:
+        fields = {key for key in good if key in config_checks.SIZES} | set(good.get("ssm_cfg", ()))
+        assert len(fields & config_checks.SIZES) > 4
+        for field in fields & config_checks.SIZES:
             for value in (0, -3, 2.5, True, 2**40):
                 changed = {**good, field: value}
                 if field not in good:

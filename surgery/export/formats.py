@@ -168,7 +168,7 @@ class TransformersFormat(ExportFormat):
     library = "transformers"
     limits = (
         "transformers refuses assisted decoding for stateful models.",
-        "vLLM loads hybrids of Mamba-2 only, with the plugin ssm-surgery-vllm. SGLang loads no head-level hybrid.",
+        "vLLM needs the plugin ssm-surgery-vllm, which serves six families. SGLang loads no head-level hybrid.",
         "Requires transformers 5.21 or newer: older releases decode the spliced layers incorrectly.",
     )
     usage = """```python

@@ -1,13 +1,13 @@
-"""A vLLM plugin for Mamba-2 hybrids that ssm-surgery exports. vLLM calls `register` in each of its processes."""
+"""A vLLM plugin for hybrids that ssm-surgery exports. vLLM calls `register` in each of its processes."""
 
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 TESTED = "0.32."  # releases of vLLM
 
 
 def register() -> None:
-    """Register config, shapes, checks and model. May be called more than once."""
+    """Register configs, shapes, checks and models. May be called more than once."""
     from transformers import AutoConfig
     from vllm import ModelRegistry
     from vllm import __version__ as vllm_version
@@ -19,29 +19,33 @@ def register() -> None:
         ModelArchConfigConvertorBase,
     )
 
-    from .config import ARCHITECTURE, OTHER_TYPES, Mamba2HybridConfig, refusing
+    from .config import CONFIGS, REFUSED_TYPES, refusing
     from .engine import EngineChecks
 
     if not vllm_version.startswith(TESTED):
         text = "ssm-surgery-vllm was tested with vLLM %sx. This is %s: compare its answers with transformers'."
         init_logger(__name__).warning(text, TESTED, vllm_version)
 
-    class Convertor(ModelArchConfigConvertorBase):
-        """The attention's heads and their width. `num_heads` and `head_dim` of the config are the SSM's."""
+    class BranchConvertor(ModelArchConfigConvertorBase):
+        """For a base without attention: the branches' heads and width. `num_heads`, `head_dim` are the SSM's."""
 
         def get_total_num_attention_heads(self) -> int:
-            return self.hf_text_config.attention_shape[0]
+            return self.hf_text_config.attention_shape()[0]
 
         def get_total_num_kv_heads(self) -> int:
-            return self.hf_text_config.attention_shape[0]
+            return self.hf_text_config.attention_shape()[0]
 
         def get_head_size(self) -> int:
-            return self.hf_text_config.attention_shape[1]
+            return self.hf_text_config.attention_shape()[1]
 
-    configs: dict[str, Any] = {name: refusing(name) for name in OTHER_TYPES}
-    for model_type, config in {**configs, Mamba2HybridConfig.model_type: Mamba2HybridConfig}.items():
+    configs: dict[str, Any] = {name: refusing(name) for name in REFUSED_TYPES}
+    for model_type, config in {**configs, **{config.model_type: config for config in CONFIGS}}.items():
         _CONFIG_REGISTRY[model_type] = config  # the config class, even with --trust-remote-code
         AutoConfig.register(model_type, config, exist_ok=True)
-    MODEL_ARCH_CONFIG_CONVERTORS[Mamba2HybridConfig.model_type] = Convertor
-    MODELS_CONFIG_MAP[ARCHITECTURE] = EngineChecks
-    ModelRegistry.register_model(ARCHITECTURE, "ssm_surgery_vllm.model:Mamba2HybridForCausalLM")
+    for config in CONFIGS:
+        own = MODEL_ARCH_CONFIG_CONVERTORS.get(config.family, ModelArchConfigConvertorBase)
+        pure = config.own_attention is CONFIGS[0].own_attention
+        MODEL_ARCH_CONFIG_CONVERTORS[config.model_type] = BranchConvertor if pure else own
+        checks = {"base": MODELS_CONFIG_MAP.get(config.base_architecture)}
+        MODELS_CONFIG_MAP[config.architecture] = type("EngineChecks", (EngineChecks,), checks)
+        ModelRegistry.register_model(config.architecture, f"ssm_surgery_vllm.model:{config.architecture}")

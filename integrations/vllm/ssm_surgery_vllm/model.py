@@ -1,95 +1,94 @@
-"""Mamba-2 with spliced attention heads, from vLLM's own parts: `MambaMixer2`, `Attention` and its convolution kernels.
+"""Hybrids from vLLM's own model classes: the SSM mixers of a family get attention branches.
 
-A spliced layer holds a Mamba state and paged keys and values. The branch's convolution keeps its past in a third state
-of the mixer. All layers have that state, so that all have the same pages.
+A spliced layer holds an SSM state and paged keys and values. The branch's convolution keeps its past in one more state
+of the mixer. All SSM layers have that state, so that all have the same pages.
 
-Shape legend: N tokens of all requests, D model width, C channels.
+Shape legend: N tokens of all requests, D model width, C channels, I inner width, R width of [dt | B | C].
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.mamba import mamba_mixer
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
-from vllm.model_executor.layers.mamba.mamba_utils import (
-    MambaStateCopyFuncCalculator,
-    MambaStateDtypeCalculator,
-    MambaStateShapeCalculator,
-    get_conv_copy_spec,
-    is_conv_state_dim_first,
-)
+from vllm.model_executor.layers.mamba.mamba_utils import get_conv_copy_spec, is_conv_state_dim_first
 from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
-from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.model_executor.models.granitemoehybrid import GraniteMoeHybridForCausalLM
+from vllm.model_executor.models.interfaces import IsHybrid
+from vllm.model_executor.models.mamba import MambaForCausalLM
+from vllm.model_executor.models.mamba2 import Mamba2ForCausalLM
+from vllm.model_executor.models.nemotron_h import NemotronHForCausalLM
+from vllm.model_executor.models.zamba2 import Zamba2ForCausalLM
+from vllm.platforms import current_platform
 
-from .branch import AttentionBranch
-from .config import Mamba2HybridConfig
-from .names import RENAMED
-
-BRANCH_STATE = 2  # after the mixer's convolution state and its SSM state
-
-
-def state_shapes(config: Mamba2HybridConfig) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of a layer's three states: the mixer's convolution, the SSM, the branch's convolution."""
-    conv, ssm = MambaStateShapeCalculator.mamba2_state_shape(
-        tp_world_size=1,
-        intermediate_size=config.expand * config.hidden_size,
-        n_groups=config.n_groups,
-        num_heads=config.num_heads,
-        head_dim=config.head_dim,
-        state_size=config.state_size,
-        conv_kernel=config.conv_kernel,
-    )
-    channels, past = config.conv_state_shape
-    return conv, ssm, (channels, past) if is_conv_state_dim_first() else (past, channels)
+from .branch import AttentionBranch, branch_of
+from .config import HybridConfig
+from .scan import selective_scan, selective_state_update
+from .splice import Site
 
 
-def state_dtypes(vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
-    """Return the dtypes of the three states."""
-    cache = vllm_config.cache_config
-    conv, ssm = MambaStateDtypeCalculator.mamba2_state_dtype(
-        vllm_config.model_config.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
-    )
-    return conv, ssm, conv
+def branch_state_shape(config: HybridConfig) -> tuple[tuple[int, int], ...]:
+    """Return the shape of the state that a branch's convolution adds to a mixer's; empty where no branch has one."""
+    shape = config.conv_state_shape()
+    if shape is None:
+        return ()
+    channels, past = shape
+    return ((channels, past) if is_conv_state_dim_first() else (past, channels),)
 
 
-class HybridMixer(MambaMixer2):
-    """`MambaMixer2` that also keeps the state of a branch's convolution."""
+class BranchMixin(MambaBase):
+    """Put before a mixer class of vLLM: adds a branch's output to the mixer's, and keeps its convolution's state."""
 
-    def __init__(self, config: Mamba2HybridConfig, vllm_config: VllmConfig, prefix: str) -> None:
-        super().__init__(
-            hidden_size=config.hidden_size,
-            ssm_state_size=config.state_size,
-            conv_kernel_size=config.conv_kernel,
-            intermediate_size=config.expand * config.hidden_size,
-            use_conv_bias=config.use_conv_bias,
-            use_bias=config.use_bias,
-            n_groups=config.n_groups,
-            num_heads=config.num_heads,
-            head_dim=config.head_dim,
-            rms_norm_eps=config.layer_norm_epsilon,
-            activation=config.hidden_act,
-            model_config=vllm_config.model_config,
+    attention: AttentionBranch | None
+
+    @classmethod
+    def take_over(cls, mixer: Any, config: Any, layer: int, vllm_config: VllmConfig) -> None:
+        """Turn a mixer that vLLM's model has built into one of this class, with the layer's branch if it has one."""
+        mixer.__class__ = cls
+        mixer.branch_state = branch_state_shape(config)
+        mixer.attention = None
+        site: Site | None = config.sites.get(layer)
+        if site is None:
+            return
+        ranks = get_tensor_model_parallel_world_size()
+        heads, width = config.attention_shape(ranks)  # every process holds the whole branch
+        mixer.attention = branch_of(config.hidden_size, site, heads, width)
+        mixer.attend = Attention(
+            heads,
+            width,
+            1.0,
+            num_kv_heads=heads,
             cache_config=vllm_config.cache_config,
-            prefix=prefix,
+            # vLLM wants one number in the name of a cache, and no number twice. Families use less than two for a layer.
+            prefix=f"branches.{2 * config.num_hidden_layers + layer}.attn",
         )
-        self.shapes, self.dtypes = state_shapes(config), state_dtypes(vllm_config)
+
+    def silence(self, channels: list[int]) -> None:
+        """Set the output projection's columns of replaced heads to 0; `channels` count over all processes."""
+        weight = self.out_proj.weight
+        first = get_tensor_model_parallel_rank() * weight.shape[1]
+        columns = [channel - first for channel in channels if first <= channel < first + weight.shape[1]]
+        weight.data[:, columns] = 0
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of the three states."""
-        return self.shapes
+        """Return the shapes of the mixer's states and of the branch's."""
+        return (*super().get_state_shape(), *self.branch_state)
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
-        """Return the dtypes of the three states."""
-        return self.dtypes
+        """Return the dtypes of the mixer's states and of the branch's, which is that of the mixer's convolution."""
+        dtypes = super().get_state_dtype()
+        return (*dtypes, *(dtypes[0] for _ in self.branch_state))
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
         """As the mixer's, without states from within a prefill: vLLM stores the first two only."""
@@ -101,7 +100,7 @@ class HybridMixer(MambaMixer2):
         metadata = metadata.get(self.prefix) if metadata is not None else None
         if metadata is None:  # vLLM measures memory: there is no cache yet
             return x_NC
-        state = self.kv_cache[BRANCH_STATE]
+        state = self.kv_cache[-1]
         state = state if is_conv_state_dim_first() else state.transpose(-1, -2)
         state = state[:, : weight.shape[0], : weight.shape[1] - 1]
         decodes, prefills = metadata.num_decode_tokens, metadata.num_prefill_tokens
@@ -132,117 +131,138 @@ class HybridMixer(MambaMixer2):
         return output
 
 
-class HybridLayer(nn.Module):
-    """A norm, the mixer, and the branch beside it where the layer has one."""
+class HybridMixer2(BranchMixin, MambaMixer2):
+    """`MambaMixer2` with a branch."""
 
-    def __init__(self, config: Mamba2HybridConfig, index: int, vllm_config: VllmConfig, prefix: str) -> None:
-        super().__init__()
-        # vLLM wants another index in the name of each cache: attention's come after the last layer's.
-        self.mixer = HybridMixer(config, vllm_config, f"{prefix}.{index}.mixer")
-        self.norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.branch = None
-        site = config.sites.get(index)
-        if site is None:
+    def forward(self, hidden_states: Tensor, mup_vector: Tensor | None = None) -> Tensor:
+        """(N,D) -> (N,D)."""
+        output_ND = super().forward(hidden_states, mup_vector)
+        if self.attention is None:
+            return output_ND
+        return output_ND + self.attention(hidden_states, self.convolve, self.attend)
+
+
+class HybridMixer1(BranchMixin, MambaMixer):
+    """`MambaMixer` with a branch, which may read the input and the output of `x_proj`."""
+
+    @classmethod
+    def take_over(cls, mixer: Any, config: Any, layer: int, vllm_config: VllmConfig) -> None:
+        """As of `BranchMixin`. On the CPU it also sets the kernels: vLLM's mixer calls those of GPUs."""
+        super().take_over(mixer, config, layer, vllm_config)
+        if current_platform.is_cpu() and not hasattr(torch.ops._C, "selective_scan_fwd"):
+            mamba_mixer.selective_scan_fn = selective_scan
+            mamba_mixer.selective_state_update = selective_state_update
+            mixer.is_lora_enabled = True  # the mixer then makes inputs contiguous, which oneDNN needs too
+        if mixer.attention is not None:
+            mixer.x_proj.register_forward_hook(mixer.record)
+
+    def record(self, module: Any, inputs: tuple[Tensor, ...], outputs: Any) -> None:
+        """Keep input (N,I) and output (N,R) of `x_proj`."""
+        self.seen.append((inputs[0], outputs[0]))
+
+    def forward(self, hidden_states: Tensor, output: Tensor) -> None:
+        """(N,D) -> `output` (N,D), in place."""
+        self.seen: list[tuple[Tensor, Tensor]] = []
+        super().forward(hidden_states, output)
+        if self.attention is None or not self.seen:  # vLLM measures memory
             return
-        heads, width = config.attention_shape
-        self.branch = AttentionBranch(config.hidden_size, site, heads, width)
-        self.attn = Attention(
-            heads,
-            width,
-            1.0,
-            num_kv_heads=heads,
-            cache_config=vllm_config.cache_config,
-            prefix=f"{prefix}.{config.num_hidden_layers + index}.attn",
-        )
-
-    def forward(self, hidden_ND: Tensor, residual_ND: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the layer's output, and the residual stream to add it to."""
-        if residual_ND is None:
-            residual_ND, hidden_ND = hidden_ND, self.norm(hidden_ND)
-        else:
-            hidden_ND, residual_ND = self.norm(hidden_ND, residual_ND)
-        output_ND = self.mixer(hidden_ND)
-        if self.branch is not None:
-            output_ND = output_ND + self.branch(hidden_ND, self.mixer.convolve, self.attn)
-        return output_ND, residual_ND
+        padding = hidden_states.shape[0] - sum(len(x) for x, _ in self.seen)
+        # The mixer reads prompts first. In the batch they are last.
+        parts = zip(*reversed(self.seen), strict=True)
+        streams = tuple(F.pad(torch.cat([x.reshape(len(x), -1) for x in part]), (0, 0, 0, padding)) for part in parts)
+        output += self.attention(hidden_states, self.convolve, self.attend, streams)
 
 
-class Mamba2HybridModel(nn.Module):
-    """Embeddings, layers and the last norm."""
+class HybridModelMixin:
+    """Put before a family's causal language model of vLLM: its mixers get the branches of `config.splice`."""
+
+    is_hybrid, is_attention_free = True, False
+    allow_patterns_overrides = ["model*.safetensors"]  # earlier exports have one more, reference.safetensors
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__()
-        config = vllm_config.model_config.hf_config
-        self.embeddings = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            HybridLayer(config, index, vllm_config, f"{prefix}.layers") for index in range(config.num_hidden_layers)
-        )
-        self.norm_f = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-
-    def forward(self, input_ids: Tensor | None, inputs_embeds: Tensor | None = None) -> Tensor:
-        """Return the last hidden states (N,D)."""
-        hidden, residual = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds, None
-        for layer in self.layers:
-            hidden, residual = layer(hidden, residual)
-        return self.norm_f(hidden, residual)[0]
-
-
-class Mamba2HybridForCausalLM(nn.Module, HasInnerState, IsHybrid):
-    """Mamba-2 language model with spliced attention heads."""
-
-    hf_to_vllm_mapper = WeightsMapper(orig_to_new_substr=RENAMED)
-    allow_patterns_overrides = ["model*.safetensors"]  # earlier exports have one more, reference.safetensors
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        config = self.config
+        for name, module in list(self.named_modules()):
+            if hasattr(module, "do_not_compile"):
+                module.do_not_compile = True  # the branch's convolution reads the metadata of a step
+            if isinstance(module, (MambaMixer, MambaMixer2)):
+                hybrid = HybridMixer1 if isinstance(module, MambaMixer) else HybridMixer2
+                hybrid.take_over(module, config, layer_of(name), vllm_config)
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of a layer's three states."""
-        return state_shapes(vllm_config.model_config.hf_config)
+        """Return the shapes of a mixer's states and of the branch's."""
+        shapes = super().get_mamba_state_shape_from_config(vllm_config)
+        return (*shapes, *branch_state_shape(vllm_config.model_config.hf_config))
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
-        """Return the dtypes of the three states."""
-        return state_dtypes(vllm_config)
+        """Return the dtypes of a mixer's states and of the branch's."""
+        dtypes = super().get_mamba_state_dtype_from_config(vllm_config)
+        return (*dtypes, *(dtypes[0] for _ in branch_state_shape(vllm_config.model_config.hf_config)))
 
     @classmethod
     def get_mamba_state_copy_func(cls) -> tuple[Any, ...]:
-        """Return how vLLM copies each state."""
-        return *MambaStateCopyFuncCalculator.mamba2_state_copy_func(), get_conv_copy_spec
-
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__()
-        self.config = vllm_config.model_config.hf_config
-        self.backbone = Mamba2HybridModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "backbone"))
-        self.lm_head = ParallelLMHead(
-            self.config.vocab_size, self.config.hidden_size, prefix=maybe_prefix(prefix, "lm_head")
-        )
-        if self.config.tie_word_embeddings:
-            self.lm_head = self.lm_head.tie_weights(self.backbone.embeddings)
-        self.logits_processor = LogitsProcessor(self.config.vocab_size)
-
-    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Return the embeddings of tokens."""
-        return self.backbone.embeddings(input_ids)
-
-    def forward(
-        self,
-        input_ids: Tensor | None,
-        positions: Tensor,
-        intermediate_tensors: Any = None,
-        inputs_embeds: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Return the last hidden states (N,D). Positions are not used: neither scan nor branch has any."""
-        return self.backbone(input_ids, inputs_embeds)
-
-    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Return the logits of hidden states."""
-        return self.logits_processor(self.lm_head, hidden_states)
+        """Return how vLLM copies each state. A model without the branch's state uses the first two."""
+        return *super().get_mamba_state_copy_func(), get_conv_copy_spec
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load an export's tensors. The columns of replaced heads are 0 in an export; they are set to 0 in any case."""
-        if self.config.tie_word_embeddings:
-            weights = ((name, tensor) for name, tensor in weights if not name.startswith("lm_head."))
-        loaded = AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
-        for index, site in self.config.sites.items():
-            self.backbone.layers[index].mixer.out_proj.weight.data[:, site.replaced_channels] = 0
+        tied = self.config.tie_word_embeddings
+        loaded = super().load_weights(
+            (self.stored_name(name), tensor) for name, tensor in weights if not (tied and name.startswith("lm_head."))
+        )
+        for name, module in self.named_modules():
+            if isinstance(module, BranchMixin) and module.attention is not None:
+                module.silence(self.config.sites[layer_of(name)].replaced_channels)
         return loaded
+
+    @staticmethod
+    def stored_name(name: str) -> str:
+        """Return the name of a tensor in checkpoints of the base, which vLLM's class reads."""
+        return name
+
+
+def layer_of(name: str) -> int:
+    """Return the index of the layer that a module belongs to."""
+    return int(re.search(r"\blayers\.(\d+)\.", name)[1])
+
+
+class Mamba2HybridForCausalLM(HybridModelMixin, Mamba2ForCausalLM, IsHybrid):
+    """Mamba-2 with attention branches."""
+
+
+class MambaHybridForCausalLM(HybridModelMixin, MambaForCausalLM, IsHybrid):
+    """Mamba-1 with attention branches."""
+
+
+class FalconMambaHybridForCausalLM(HybridModelMixin, MambaForCausalLM, IsHybrid):
+    """Falcon-Mamba with attention branches."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        config = vllm_config.model_config.hf_config
+        config.model_type = config.family  # by which vLLM's class knows a Falcon-Mamba
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+
+class NemotronHHybridForCausalLM(HybridModelMixin, NemotronHForCausalLM):
+    """Nemotron-H with attention branches."""
+
+
+class GraniteHybridForCausalLM(HybridModelMixin, GraniteMoeHybridForCausalLM):
+    """Granite 4 with attention branches."""
+
+    @staticmethod
+    def stored_name(name: str) -> str:
+        """Return the name of a tensor in Granite's checkpoints, where experts have other names than in transformers."""
+        for new, old in (
+            (".experts.gate_up_proj", ".input_linear.weight"),
+            (".experts.down_proj", ".output_linear.weight"),
+            (".router.weight", ".router.layer.weight"),
+        ):
+            name = name.replace(".block_sparse_moe" + new, ".block_sparse_moe" + old)
+        return name
+
+
+class Zamba2HybridForCausalLM(HybridModelMixin, Zamba2ForCausalLM):
+    """Zamba2 with attention branches."""

@@ -5,6 +5,7 @@ Standard library only, so that a config can be checked without torch and without
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 SPLICE_VERSIONS = (1,)  # of the field `splice_version`; a config without it is version 1
@@ -18,6 +19,23 @@ REQUIRED = {
     "norm_eps", "conv_kernel", "conv_bias",
 }  # fmt: skip
 OPTIONAL = {"unit", "gate_bias", "out_bias", "copied_width"}
+STREAM_FIELDS = {"rank", "stream_eps"}  # of copied heads in Mamba-1, which read the mixer's streams
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What a splice is checked against.
+
+    Attributes:
+        indices: the layers with an SSM mixer.
+        num_heads, head_dim: heads of each, and their width.
+        streams: whether copied heads read the mixer's streams.
+    """
+
+    indices: list[int]
+    num_heads: int
+    head_dim: int
+    streams: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,6 +53,8 @@ class Site:
         gate, gate_bias, bias, conv_bias, out_bias: which modules and biases the branch has.
         conv_kernel: width of the convolution.
         norm_eps: of the RMSNorm of every head.
+        rank: width of the mixer's dt, for heads that read its streams; None for others. Those have no convolution.
+        stream_eps: of the RMSNorm of the mixer's dt, B and C; None where it has none.
     """
 
     layer: int
@@ -52,6 +72,8 @@ class Site:
     out_bias: bool
     conv_kernel: int
     norm_eps: float
+    rank: int | None = None
+    stream_eps: float | None = None
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -67,13 +89,13 @@ class Site:
         return [head * self.head_dim + channel for head in self.heads for channel in range(self.head_dim)]
 
 
-def read_sites(splice: Any, version: Any, num_layers: int, num_heads: int, head_dim: int) -> dict[int, Site]:
+def read_sites(splice: Any, version: Any, layers: Layers) -> dict[int, Site]:
     """Return the sites by layer.
 
     Args:
         splice: the config field.
         version: the config field `splice_version`, 1 if the config has none.
-        num_layers, num_heads, head_dim: of the model.
+        layers: of the model.
 
     Raises:
         ValueError: one line that names the field, its value and what the plugin serves.
@@ -86,36 +108,54 @@ def read_sites(splice: Any, version: Any, num_layers: int, num_heads: int, head_
     sites: dict[int, Site] = {}
     for index, entry in enumerate(splice):
         name = f"splice[{index}]"
-        site = _site(name, entry)
-        if not 0 <= site.layer < num_layers or site.layer in sites:
-            raise wrong(f"{name}.layer", site.layer, f"a layer from 0 to {num_layers - 1}, none twice")
-        if not all(0 <= head < num_heads for head in site.heads):
-            raise wrong(f"{name}.heads", list(site.heads), f"heads from 0 to {num_heads - 1}")
-        if site.head_dim != head_dim:
-            raise wrong(f"{name}.head_dim", site.head_dim, f"{head_dim}, the width of the model's heads")
+        site = _site(name, entry, layers.streams)
+        if site.layer not in layers.indices or site.layer in sites:
+            raise wrong(f"{name}.layer", site.layer, f"one of the layers {layers.indices}, none twice")
+        if not all(0 <= head < layers.num_heads for head in site.heads):
+            raise wrong(f"{name}.heads", list(site.heads), f"heads from 0 to {layers.num_heads - 1}")
+        if site.head_dim != layers.head_dim:
+            raise wrong(f"{name}.head_dim", site.head_dim, f"{layers.head_dim}, the width of the model's heads")
         sites[site.layer] = site
     return dict(sorted(sites.items()))
 
 
-def attention_shape(sites: Mapping[int, Site]) -> tuple[int, int]:
-    """Return how many heads every attention layer has in vLLM, and their width.
+def attention_shape(sites: Mapping[int, Site], own: tuple[int, int] | None = None) -> tuple[int, int]:
+    """Return how many heads every branch has in vLLM, and their width.
 
-    vLLM's page sizes need one shape for all layers. Missing heads and channels are zeros, which change no output.
+    All branches get one shape. Missing heads and channels are zeros, which change no output. Where the base has
+    attention of its own, the shape is the base's if the heads fit into it; otherwise the cache of a token is a multiple
+    or a divisor of the base's, since vLLM gives all layers pages of one size.
+
+    Args:
+        sites: the spliced layers.
+        own: key and value heads of the base's own attention, and their width.
 
     Raises:
         ValueError: a head is wider than the attention kernels take.
     """
+    count = max(len(site.heads) for site in sites.values())
     widest = max(max(site.qk_width, site.v_width) for site in sites.values())
     fitting = [size for size in HEAD_SIZES if size >= widest]
     if not fitting:
         raise ValueError(f"splice: heads of width {widest}. vLLM's attention takes at most {HEAD_SIZES[-1]}.")
-    return max(len(site.heads) for site in sites.values()), fitting[0]
+    if own is None:
+        return count, fitting[0]
+    if count <= own[0] and widest <= own[1]:
+        return own
+    page = own[0] * own[1]
+    shapes = [(heads, size) for heads in range(count, count + page + 1) for size in fitting]
+    return min(
+        (shape for shape in shapes if prod(shape) % page == 0 or page % prod(shape) == 0),
+        key=lambda shape: (prod(shape), shape),
+    )
 
 
-def conv_state_shape(sites: Mapping[int, Site]) -> tuple[int, int]:
-    """Return channels and past tokens of the branches' convolution state, the largest of all layers."""
-    sites_ = sites.values()
-    return max(sum(site.widths) for site in sites_), max(site.conv_kernel for site in sites_) - 1
+def conv_state_shape(sites: Mapping[int, Site]) -> tuple[int, int] | None:
+    """Return channels and past tokens of the branches' convolution state, the largest of all layers, or None."""
+    convolved = [site for site in sites.values() if site.rank is None]
+    if not convolved:
+        return None
+    return max(sum(site.widths) for site in convolved), max(site.conv_kernel for site in convolved) - 1
 
 
 def wrong(field: str, value: Any, accepted: str) -> ValueError:
@@ -124,7 +164,7 @@ def wrong(field: str, value: Any, accepted: str) -> ValueError:
     return ValueError(f"{field}: {text if len(text) <= 80 else text[:77] + '...'}. The plugin needs {accepted}.")
 
 
-def _site(name: str, entry: Any) -> Site:
+def _site(name: str, entry: Any, streams: bool) -> Site:
     if not isinstance(entry, Mapping):
         raise wrong(name, entry, "a mapping of fields")
     versions = ", ".join(map(str, SPLICE_VERSIONS))
@@ -134,10 +174,12 @@ def _site(name: str, entry: Any) -> Site:
             raise wrong(f"{name}.{field}", entry.get(field), f"{' or '.join(choices)} (splice version {versions})")
     if entry.get("unit", "head") != "head":
         raise wrong(f"{name}.unit", entry["unit"], "'head': whole layers are not served")
-    unknown = sorted(set(entry) - REQUIRED - OPTIONAL)
+    reads_streams = streams and entry["init"] == "ssm"
+    required = REQUIRED | STREAM_FIELDS if reads_streams else REQUIRED
+    unknown = sorted(set(entry) - required - OPTIONAL)
     if unknown:
         raise ValueError(f"{name}.{unknown[0]}: unknown in splice version {versions}. Install a newer plugin.")
-    missing = sorted(REQUIRED - set(entry))
+    missing = sorted(required - set(entry))
     if missing:
         raise ValueError(f"{name}.{missing[0]} is missing. Export the model again.")
     heads, activation = entry["heads"], entry["activation"]
@@ -146,8 +188,9 @@ def _site(name: str, entry: Any) -> Site:
     for field in ("qk_width", "v_width"):
         if type(entry[field]) is not int or entry[field] < 1:
             raise wrong(f"{name}.{field}", entry[field], "a whole number of at least 1")
-    if entry["conv_kernel"] not in CONV_KERNELS:
-        raise wrong(f"{name}.conv_kernel", entry["conv_kernel"], f"one of {', '.join(map(str, CONV_KERNELS))}")
+    kernels = (0,) if reads_streams else CONV_KERNELS
+    if entry["conv_kernel"] not in kernels:
+        raise wrong(f"{name}.conv_kernel", entry["conv_kernel"], f"one of {', '.join(map(str, kernels))}")
     if activation not in ("silu", None):
         raise wrong(f"{name}.activation", activation, "'silu' or null")
     copied = entry.get("copied_width", entry["qk_width"])
@@ -169,4 +212,6 @@ def _site(name: str, entry: Any) -> Site:
         out_bias=entry.get("out_bias", False),
         conv_kernel=entry["conv_kernel"],
         norm_eps=entry["norm_eps"],
+        rank=entry["rank"] if reads_streams else None,
+        stream_eps=entry["stream_eps"] if reads_streams else None,
     )

@@ -3,7 +3,8 @@
     python integrations/vllm/tests/reference.py .serve/cases [--only NAME ...] [--keep]
 
 Every case is a folder with a checkpoint and `answers.json`: prompts as token ids, and for each the greedy tokens of
-transformers in fp32 with their log-probabilities and the margins to the second choice.
+transformers in fp32 with their log-probabilities and the margins to the second choice. The set `lengths` also has those
+of transformers in bf16.
 """
 
 from __future__ import annotations
@@ -24,8 +25,16 @@ sys.path.insert(0, str(ROOT))
 from inserted import inserted_case
 from transformers import AutoModelForCausalLM, AutoTokenizer, Mamba2Config, Mamba2ForCausalLM
 
-import surgery.hybrid  # noqa: F401  (registers the hybrid classes)
-from surgery.hybrid import Mamba2HybridConfig, Mamba2HybridForCausalLM
+import surgery.hybrid
+from surgery.hybrid import (
+    FalconMambaHybridConfig,
+    GraniteHybridConfig,
+    Mamba2HybridConfig,
+    Mamba2HybridForCausalLM,
+    MambaHybridConfig,
+    NemotronHHybridConfig,
+    Zamba2HybridConfig,
+)
 from surgery.probes.kv_retrieval import kv_prompts
 from surgery.testing.pico import randomise
 
@@ -58,6 +67,20 @@ def random_model(shape: dict[str, Any], splice: list[dict[str, Any]] | None) -> 
     return randomise(Mamba2HybridForCausalLM(Mamba2HybridConfig(**shape, **tokens, splice=splice)), 0).eval()
 
 
+def family_case(config: Any, splice: list[dict[str, Any]], **fields: Any) -> Callable[[Path], None]:
+    """Return a function that writes a random hybrid of another family."""
+
+    def write(folder: Path) -> None:
+        causal = next(classes[2] for classes in surgery.hybrid.CLASSES if classes[0] is config)
+        tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None, "vocab_size": 973, "hidden_size": 128}
+        model = randomise(causal(config(**tokens, **fields, splice=splice)), 0)
+        with torch.no_grad():  # or the next token is the last one, whatever the mixers do
+            model.get_input_embeddings().weight.mul_(0.1)
+        model.eval().save_pretrained(folder)
+
+    return write
+
+
 def random_case(shape: dict[str, Any], splice: list[dict[str, Any]] | None) -> Callable[[Path], None]:
     """Return a function that writes a random model."""
     return lambda folder: random_model(shape, splice).save_pretrained(folder)
@@ -73,12 +96,63 @@ UNEQUAL = [
     site(1, [0, 5, 6], SMALL, qk_width=48, copied_width=32),
     site(3, [7], SMALL, init="random", qk_width=40, activation=None, gate=False),
 ]
+INNER = {"state_size": 32, "head_dim": 32}  # of the other families' SSM layers: 8 heads
+THREE_SITES = [
+    site(0, [3, 5], INNER, "replace"),
+    site(2, [0], INNER, qk_width=48, copied_width=32),
+    site(3, [7], INNER, init="random", qk_width=32, activation=None, gate=False),
+]
+STREAMS = {"conv_kernel": 0, "rank": 8, "qk_width": 16, "copied_width": 16}  # copied heads of Mamba-1
+MAMBA1 = {"num_hidden_layers": 4, "state_size": 16, "channels_per_head": 32, "time_step_rank": 8}
+ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+BAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 2, "mamba_chunk_size": 16}
+SSM, FULL = "linear_attention", "full_attention"
+
+
+def stream_sites(eps: float | None) -> list[dict[str, Any]]:
+    """Return sites of Mamba-1, one of which has a convolution."""
+    return [
+        site(0, [3, 5], INNER, "replace", stream_eps=eps, **STREAMS),
+        site(1, [6], INNER, stream_eps=eps, **STREAMS | {"qk_width": 24}),
+        site(3, [7], INNER, init="random", qk_width=32, activation=None, gate=False),
+    ]
+
+
 CASES: dict[str, Callable[[Path], None]] = {
     "quickstart": copy_of(EXPORT),
     "quickstart-base": copy_of(BASE),
     "replace": random_case(SMALL, [site(2, [4], SMALL, "replace")]),
     "two-layers": random_case(SMALL, [site(1, [0, 5], SMALL), site(3, [2, 7], SMALL)]),
     "unequal-layers": random_case(SMALL | {"n_groups": 2, "conv_kernel": 3}, UNEQUAL),
+    "mamba1": family_case(MambaHybridConfig, stream_sites(None), **MAMBA1),
+    "falcon-mamba": family_case(FalconMambaHybridConfig, stream_sites(1e-6), **MAMBA1),
+    "nemotron-h": family_case(
+        NemotronHHybridConfig,
+        [{**entry, "layer": layer} for entry, layer in zip(THREE_SITES, (0, 3, 5), strict=True)],
+        **ATTENTION,
+        layers_block_type=[SSM, "mlp", FULL, SSM, "mlp", SSM],
+        **{"mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 32, "chunk_size": 16},
+        **{"intermediate_size": 192, "head_dim": 32, "time_step_min": 1e-30},
+    ),
+    "granite": family_case(
+        GraniteHybridConfig,
+        THREE_SITES,
+        **ATTENTION | BAMBA,
+        num_hidden_layers=4,
+        layer_types=[SSM, FULL, SSM, SSM],
+        **{"shared_intermediate_size": 192, "num_local_experts": 4, "intermediate_size": 64},
+        **{"residual_multiplier": 0.5, "embedding_multiplier": 2.0, "logits_scaling": 1.5},
+        **{"attention_multiplier": 0.2, "position_embedding_type": "rope"},
+    ),
+    "zamba2": family_case(
+        Zamba2HybridConfig,
+        [{**entry, "layer": layer} for entry, layer in zip(THREE_SITES, (0, 2, 5), strict=True)],
+        num_hidden_layers=6,
+        layers_block_type=[SSM, "hybrid", SSM, "hybrid", "hybrid", SSM],
+        **{"n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 32, "chunk_size": 16, "num_mem_blocks": 2},
+        **{"use_mem_rope": True, "use_shared_attention_adapter": True, "adapter_rank": 16, "time_step_min": 1e-30},
+        **ATTENTION | {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 192},
+    ),
     "130m": random_case(REAL, [site(6, [3, 11], REAL), site(12, [20], REAL, "replace")]),
     "130m-base": random_case(REAL, None),
     "block": inserted_case(BASE, "block"),
@@ -127,6 +201,10 @@ def write_case(name: str, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     vocab = model.config.vocab_size
     sets = {"lengths": [answer(model, p, NEW_TOKENS) for p in random_prompts(LENGTHS, vocab, 0)]}
+    if not name.startswith("130m"):
+        rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        for row in sets["lengths"]:
+            row["bf16"] = answer(rounded, row["prompt"], NEW_TOKENS)
     if not name.startswith("130m"):
         sets["growing"] = [answer(model, p, NEW_TOKENS) for p in random_prompts(GROWING, vocab, 1)]
         (prefix,), tails = random_prompts([SHARED], vocab, 2), random_prompts(TAILS, vocab, 3)

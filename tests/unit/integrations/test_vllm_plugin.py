@@ -18,16 +18,17 @@ import torch.nn.functional as F
 from safetensors import safe_open
 
 from surgery.testing.pico import HEAD_DIM, HIDDEN, pico_hybrid, pico_site, random_site
+from tests.support.battery import trained
 
 PLUGIN = Path(__file__).resolve().parents[3] / "integrations/vllm"
 EXPORT = PLUGIN.parents[1] / "checkpoints/quickstart/export"
 sys.path.insert(0, str(PLUGIN))
 
-from ssm_surgery_vllm.branch import AttentionBranch
-from ssm_surgery_vllm.config import OTHER_TYPES, Mamba2HybridConfig, refusing
+from ssm_surgery_vllm.branch import AttentionBranch, branch_of
+from ssm_surgery_vllm.config import CONFIGS, REFUSED_TYPES, Mamba2HybridConfig, refusing
 from ssm_surgery_vllm.engine import EngineChecks, reasons
-from ssm_surgery_vllm.names import plugin_name
-from ssm_surgery_vllm.splice import Site, attention_shape, conv_state_shape, read_sites
+from ssm_surgery_vllm.scan import selective_scan, selective_state_update
+from ssm_surgery_vllm.splice import Layers, Site, attention_shape, conv_state_shape, read_sites
 
 WIDER = {**pico_site(0, [0, 3], qk_width=12), "copied_width": 8}
 BIASED = {**pico_site(1, [1], "replace"), "bias": True, "conv_bias": False}
@@ -35,15 +36,15 @@ BIASED = {**pico_site(1, [1], "replace"), "bias": True, "conv_bias": False}
 
 def sites_of(*splice: dict[str, Any], version: int = 1) -> dict[int, Site]:
     """Sites of the tiny model."""
-    return read_sites(list(splice), version, num_layers=3, num_heads=4, head_dim=HEAD_DIM)
+    return read_sites(list(splice), version, Layers([0, 1, 2], num_heads=4, head_dim=HEAD_DIM))
 
 
 def test_the_shipped_export_is_read() -> None:
     config = Mamba2HybridConfig.from_pretrained(EXPORT)
     (site,) = config.sites.values()
     assert (site.layer, site.heads, site.mode, site.widths) == (3, (2,), "add", (32, 32, 32))
-    assert config.attention_shape == (1, 32)
-    assert config.conv_state_shape == (96, 3)
+    assert config.attention_shape() == (1, 32)
+    assert config.conv_state_shape() == (96, 3)
     assert config.time_step_limit[1] == float("inf")
 
 
@@ -52,6 +53,21 @@ def test_shapes_cover_all_layers() -> None:
     assert attention_shape(sites) == (2, 32)
     assert conv_state_shape(sites) == (2 * (12 + 12 + HEAD_DIM), 3)
     assert attention_shape(sites_of(random_site(0) | {"qk_width": 65})) == (1, 80)
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "own", "expected"),
+    [
+        ([0], 32, (2, 128), (2, 128)),  # as the base's attention, where the heads fit
+        ([0, 1, 2], 64, (2, 128), (4, 64)),  # else a cache of the same size for each token,
+        ([0], 256, (8, 128), (1, 256)),  # or a divisor of it,
+        ([0, 1, 2], 160, (1, 64), (3, 192)),  # or a multiple
+    ],
+)
+def test_shapes_beside_attention_of_the_base(
+    heads: list[int], width: int, own: tuple[int, int], expected: tuple[int, int]
+) -> None:
+    assert attention_shape(sites_of(random_site(0, heads) | {"qk_width": width}), own) == expected
 
 
 def test_replaced_channels_are_those_of_the_heads() -> None:
@@ -63,15 +79,15 @@ def test_replaced_channels_are_those_of_the_heads() -> None:
 def test_every_tensor_of_the_shipped_export_has_a_place() -> None:
     config = Mamba2HybridConfig.from_pretrained(EXPORT)
     with safe_open(EXPORT / "model.safetensors", "pt") as tensors:
-        names = {plugin_name(name): tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        names = {name.replace(".A_log", ".A"): tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     mixer = {"A", "D", "conv1d.bias", "conv1d.weight", "dt_bias", "in_proj.weight", "norm.weight", "out_proj.weight"}
     expected = {f"backbone.layers.{layer}.mixer.{name}" for layer in range(4) for name in mixer}
     expected |= {f"backbone.layers.{layer}.norm.weight" for layer in range(4)}
     expected |= {"backbone.embeddings.weight", "backbone.norm_f.weight"}
-    branch = AttentionBranch(config.hidden_size, config.sites[3], *config.attention_shape).state_dict()
-    assert set(names) == expected | {f"backbone.layers.3.branch.{name}" for name in branch}
+    branch = AttentionBranch(config.hidden_size, config.sites[3], *config.attention_shape()).state_dict()
+    assert set(names) == expected | {f"backbone.layers.3.mixer.attention.{name}" for name in branch}
     for name, tensor in branch.items():
-        assert names[f"backbone.layers.3.branch.{name}"] == tensor.shape
+        assert names[f"backbone.layers.3.mixer.attention.{name}"] == tensor.shape
 
 
 def convolve(x_NC: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -110,7 +126,7 @@ def test_the_branch_is_that_of_the_hybrid(entry: dict[str, Any]) -> None:
         ({"init": "teacher"}, r"splice\[0\]\.init: 'teacher'\. The plugin needs ssm or random"),
         ({"unit": "layer"}, r"splice\[0\]\.unit: 'layer'\. The plugin needs 'head'"),
         ({"window": 4}, r"splice\[0\]\.window: unknown in splice version 1\. Install a newer plugin"),
-        ({"layer": 3}, r"splice\[0\]\.layer: 3\. The plugin needs a layer from 0 to 2"),
+        ({"layer": 3}, r"splice\[0\]\.layer: 3\. The plugin needs one of the layers \[0, 1, 2\]"),
         ({"heads": [4]}, r"splice\[0\]\.heads: \[4\]\. The plugin needs heads from 0 to 3"),
         ({"heads": [1, 1]}, r"splice\[0\]\.heads: \[1, 1\]\. The plugin needs at least one head, none twice"),
         ({"head_dim": 8}, r"splice\[0\]\.head_dim: 8\. The plugin needs 16"),
@@ -155,19 +171,98 @@ def test_a_config_that_is_not_served_is_refused(tmp_path: Path, fields: dict[str
         Mamba2HybridConfig.from_pretrained(tmp_path)
 
 
-def test_other_families_are_refused() -> None:
+def test_families_are_served_or_refused() -> None:
     import surgery.hybrid
 
     types = {config.model_type for config, _, _ in surgery.hybrid.CLASSES}
-    assert types == {*OTHER_TYPES, Mamba2HybridConfig.model_type}
-    with pytest.raises(ValueError, match=r"model_type: 'bamba_hybrid'\. The plugin needs 'mamba2_hybrid'"):
+    assert types == {*REFUSED_TYPES, *(config.model_type for config in CONFIGS)}
+    with pytest.raises(ValueError, match=r"model_type: 'bamba_hybrid'\. The plugin needs .*: vLLM has no Bamba"):
         refusing("bamba_hybrid").from_dict({})
+
+
+@pytest.mark.parametrize("mode", ["add", "replace"])
+@pytest.mark.parametrize("name", ["falcon_mamba", "granite", "mamba", "mamba2", "nemotron_h", "zamba2"])
+def test_exports_of_the_families_are_read(name: str, mode: str, tmp_path: Path) -> None:
+    hybrid = trained(name, mode)
+    hybrid.save_pretrained(tmp_path)
+    config = {c.model_type: c for c in CONFIGS}[hybrid.config.model_type].from_pretrained(tmp_path)
+    entries = {entry["layer"]: entry for entry in hybrid.config.splice}
+    assert list(config.sites) == sorted(entries)
+    assert config.ssm_heads() == hybrid.config.ssm_heads()
+    assert config.architectures == [config.architecture] == [type(hybrid).__name__]
+    for layer, site in config.sites.items():
+        assert (list(site.heads), site.mode) == (entries[layer]["heads"], mode)
+        prefix = next(n for n, _ in hybrid.named_modules() if f".{layer}." in n and n.endswith(".attention"))
+        weights = hybrid.get_submodule(prefix).state_dict()
+        branch_of(config.hidden_size, site, *config.attention_shape()).load_state_dict(weights)
+    first = min(entries)
+    with pytest.raises(ValueError, match=r"splice\[1\]\.heads: \[99\]"):
+        config.splice = [entries[first], entries[max(entries)] | {"heads": [99]}]
+        config.check()
+
+
+def test_a_layer_without_an_ssm_mixer_is_refused(tmp_path: Path) -> None:
+    hybrid = trained("granite", "add")
+    hybrid.save_pretrained(tmp_path)
+    config = {c.model_type: c for c in CONFIGS}["granitemoehybrid_hybrid"].from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"splice\[0\]\.layer: 1\. The plugin needs one of the layers \[0, 2\]"):
+        config.splice = [config.splice[0] | {"layer": 1}]
+        config.check()
+
+
+@pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])
+@torch.no_grad()
+def test_the_branch_of_mamba1_is_that_of_the_hybrid(name: str, tmp_path: Path) -> None:
+    hybrid = trained(name, "add")
+    hybrid.save_pretrained(tmp_path)
+    config = {c.model_type: c for c in CONFIGS}[hybrid.config.model_type].from_pretrained(tmp_path)
+    assert config.conv_state_shape() is None
+    branch = branch_of(HIDDEN, config.sites[0], 4, 32)
+    attention = hybrid.backbone.layers[0].mixer.attention
+    branch.load_state_dict(attention.state_dict())
+    rng = torch.Generator().manual_seed(0)
+    widths = (HIDDEN, hybrid.config.intermediate_size, 3 + 2 * hybrid.config.state_size)
+    u, *streams = (torch.randn(11, width, generator=rng) for width in widths)
+    mask = torch.full((11, 11), -torch.inf).triu(1)
+    expected, _ = attention(u[None], causal_mask=mask, streams=tuple(x[None] for x in streams))
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(branch(u, convolve, attend(32), tuple(streams)), expected[0], atol=1e-5, rtol=1e-5)
+
+
+def test_the_scan_of_mamba1_continues_each_request() -> None:
+    """Two requests in one batch, one of which has a state: as one token after the other."""
+    rng = torch.Generator().manual_seed(0)
+    inner, state, lengths = 6, 4, (3, 5)
+    u, dt, z = (torch.randn(inner, sum(lengths), generator=rng) for _ in range(3))
+    B, C = (torch.randn(state, sum(lengths), generator=rng) for _ in range(2))
+    A, D, bias = -torch.rand(inner, state, generator=rng), torch.rand(inner), torch.rand(inner)
+    states = torch.randn(4, inner, state, generator=rng)
+    blocks, begun = torch.tensor([2, 1]), torch.tensor([False, True])
+    expected_states, steps = states.clone(), []
+    expected_states[2] = 0
+    for token, block in enumerate([2] * 3 + [1] * 5):
+        out, at = torch.empty(1, inner), torch.tensor([block])
+        parts = (x.T[token : token + 1] for x in (u, dt))
+        groups = (x.T[token : token + 1] for x in (B, C))
+        selective_state_update(
+            expected_states, *parts, A, *groups, D, bias, z.T[token : token + 1], True, at, at, out=out
+        )
+        steps.append(out[0])
+    start = torch.tensor([0, 3, 8])
+    y = selective_scan(u, states, dt, A, B, C, D, z, bias, True, start, blocks, begun)
+    torch.testing.assert_close(y, torch.stack(steps, dim=1))
+    torch.testing.assert_close(states, expected_states)
+
+
+HF = SimpleNamespace(
+    streams=False, model_type="mamba2_hybrid", own_attention=lambda: None, attention_shape=lambda: (3, 64)
+)
 
 
 def engine(**changes: Any) -> SimpleNamespace:
     """The parts of vLLM's config that are checked, for an engine that is served; names are PART__FIELD or a field."""
     parts = {
-        "model_config": {"enforce_eager": True, "quantization": None, "dtype": "torch.float32"},
+        "model_config": {"enforce_eager": True, "quantization": None, "dtype": "torch.float32", "hf_config": HF},
         "cache_config": {"use_replayssm": False, "mamba_cache_mode": "align", "cache_dtype": "auto"},
         "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1},
         "device_config": {"device_type": "cuda"},
@@ -185,7 +280,10 @@ def engine(**changes: Any) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"parallel__tensor_parallel_size": 2}, "tensor_parallel_size 2 is not supported"),
+        (
+            {"parallel__tensor_parallel_size": 2, "model__hf_config": SimpleNamespace(streams=True, model_type="m")},
+            "tensor_parallel_size 2 is not supported for m",
+        ),
         ({"parallel__pipeline_parallel_size": 4}, "pipeline_parallel_size 4 is not supported"),
         ({"parallel__decode_context_parallel_size": 2}, "decode_context_parallel_size 2 is not supported"),
         ({"speculative_config": object()}, "speculative decoding is not supported"),
@@ -207,6 +305,14 @@ def test_a_tested_engine_is_accepted() -> None:
     assert reasons(engine()) == []
     assert reasons(engine(model__enforce_eager=False, device__device_type="cpu")) == []
     assert reasons(engine(cache__cache_dtype="float32", cache__mamba_cache_mode="none")) == []
+
+
+def test_every_process_has_all_heads_of_the_branch() -> None:
+    """vLLM divides the heads that it knows of by the processes."""
+    known = SimpleNamespace(total_num_attention_heads=3, total_num_kv_heads=3)
+    config = engine(parallel__tensor_parallel_size=2, model__model_arch_config=known)
+    EngineChecks.verify_and_update_config(config)
+    assert (known.total_num_attention_heads, known.total_num_kv_heads) == (6, 6)
 
 
 def test_the_plugin_imports_nothing_of_the_toolkit() -> None:

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint format pretrain rounding compat newest fuzz kills mutants upstream serve-test real-shape gpu bench evidence docs clean
+.PHONY: demo test check lint format pretrain rounding compat newest fuzz kills mutants upstream serve-test client-test real-shape gpu bench evidence docs clean
 
 $(VENV)/.installed: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -91,6 +91,11 @@ serve-test: $(VENV)/.installed .serve/env/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python integrations/vllm/tests/reference.py .serve/cases $(SERVE)
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 .serve/env/bin/python \
 		integrations/vllm/tests/compare.py .serve/cases --results .serve/results.json $(SERVE)
+
+## Ask `transformers serve` and vLLM with the OpenAI client, and compare with transformers: two minutes of one core.
+client-test: $(VENV)/.installed .serve/env/.installed
+	.serve/env/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./integrations/vllm
+	OMP_NUM_THREADS=1 $(BIN)/python integrations/client/compare.py .serve/client --results .serve/client.json $(CLIENT)
 
 ## Run recipes/mamba2-130m.yaml on the shipped model, padded to that shape and format, into runs/real-shape/.
 real-shape: $(VENV)/.installed

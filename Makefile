@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint format pretrain rounding compat newest fuzz kills mutants upstream serve-test client-test real-shape gpu bench evidence docs clean
+.PHONY: demo test check lint format pretrain rounding compat newest fuzz kills mutants upstream serve-test client-test gguf-test real-shape gpu bench evidence docs clean
 
 $(VENV)/.installed: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -97,6 +97,22 @@ client-test: $(VENV)/.installed .serve/env/.installed
 	.serve/env/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./integrations/vllm
 	OMP_NUM_THREADS=1 $(BIN)/python integrations/client/compare.py .serve/client --results .serve/client.json $(CLIENT)
 
+## Build llama.cpp (nine minutes of one core, in .gguf), convert hybrids with inserted layers, and compare with transformers
+## (two minutes). docs/serve.md.
+.gguf/env/.installed:
+	rm -rf .gguf
+	$(PYTHON) -m venv .gguf/env
+	.gguf/env/bin/pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: --dest .gguf \
+		"llama-cpp-python==0.3.36"
+	tar -xzf .gguf/llama_cpp_python-0.3.36.tar.gz -C .gguf
+	.gguf/env/bin/pip install --quiet --disable-pip-version-check .gguf/llama_cpp_python-0.3.36.tar.gz
+	touch $@
+
+gguf-test: $(VENV)/.installed .gguf/env/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python integrations/llama_cpp/reference.py .gguf/cases \
+		--llama-cpp .gguf/llama_cpp_python-0.3.36/vendor/llama.cpp
+	.gguf/env/bin/python integrations/llama_cpp/compare.py .gguf/cases --results .gguf/results.json
+
 ## Run recipes/mamba2-130m.yaml on the shipped model, padded to that shape and format, into runs/real-shape/.
 real-shape: $(VENV)/.installed
 	OMP_NUM_THREADS=2 $(BIN)/python -m bench.speed.real_shape runs/real-shape
@@ -120,4 +136,4 @@ docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf runs site $(VENV) .compat .newest .upstream .serve .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	rm -rf runs site $(VENV) .compat .newest .upstream .serve .gguf .pytest_cache .ruff_cache .mypy_cache build *.egg-info

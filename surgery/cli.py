@@ -341,6 +341,8 @@ def verify(
         out.print(
             f"in stock transformers: {same}, {checks['generated_tokens']} generated tokens are equal", highlight=False
         )
+    for sentence in checks.get("also_checked", ()):
+        out.print(sentence, highlight=False)
     for sentence in checks["not_checked"]:
         out.print(f"not checked: {sentence}", highlight=False)
 

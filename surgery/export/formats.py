@@ -61,10 +61,18 @@ class ExportFormat(ABC):
             trust_remote_code: the user allows the folder's own code to run.
 
         Returns:
-            Checked quantities, such as `tensors` (their number), and `not_checked`, a list of sentences. All optional.
+            Checked quantities, such as `tensors` (their number), `also_checked` and `not_checked`, lists of sentences.
+            All optional.
 
         Raises:
             ModelError: names the file or tensor that is wrong.
+        """
+
+    def check_recipe(self, section: Export, tokenizer: PreTrainedTokenizerBase) -> None:  # noqa: B027
+        """Check before a run that everything is there that `write` needs, such as another program. Optional.
+
+        Raises:
+            RecipeError: names the recipe's field and what is missing.
         """
 
     def check(self, folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -212,7 +220,7 @@ class NemotronHFormat(ExportFormat):
 
     summary = "safetensors of transformers' own Nemotron-H, without modelling files"
     library = "transformers"
-    limits = (
+    limits: ClassVar[tuple[str, ...]] = (
         "transformers refuses assisted decoding for stateful models.",
         "In bfloat16 and float16, Nemotron-H rounds its norms and the residual stream more than Mamba-2 does.",
     )
@@ -248,3 +256,46 @@ copy."""
         from surgery.export.nemotron_h_folder import plan_in
 
         return plan_in(folder)
+
+
+@register_export("gguf")
+class GGUFFormat(NemotronHFormat):
+    """The files of `nemotron_h`, and one for llama.cpp that its own converter writes."""
+
+    summary = "safetensors of transformers' own Nemotron-H, and a GGUF file for llama.cpp"
+    limits: ClassVar[tuple[str, ...]] = (
+        *NemotronHFormat.limits,
+        "llama.cpp splits text into words by a rule of its own. `surgery verify` prints its name.",
+    )
+    loadable = (".gguf",)
+    usage = (
+        NemotronHFormat.usage
+        + """
+
+llama.cpp loads the file `model.gguf`:
+
+```
+llama-server -m model.gguf
+```"""
+    )
+
+    def check_recipe(self, section: Export, tokenizer: PreTrainedTokenizerBase) -> None:
+        from surgery.export.gguf_folder import check_recipe
+
+        check_recipe(section, tokenizer)
+
+    def write(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, section: Export) -> None:
+        from surgery.export.gguf_folder import write_folder
+
+        write_folder(model, tokenizer, folder, section)
+
+    def verify(self, folder: Path, trust_remote_code: bool = False) -> dict[str, Any]:
+        from surgery.export.gguf_folder import verify_copy
+
+        return verify_copy(folder)
+
+    def check(self, folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        from surgery.export.gguf_folder import compare_with_files
+
+        checked = super().check(folder, model, tokenizer)
+        return {**checked, "pre_tokenizer": compare_with_files(folder)["pre_tokenizer"]}

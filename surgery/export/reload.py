@@ -102,7 +102,9 @@ def reload(folder: Path, ids_BT: Tensor, dtypes: Sequence[str], remote_code: boo
         command = [sys.executable, "-c", RELOAD, str(folder.resolve()), str(prompts), str(results), SAMPLE]
         command += ["yes" if remote_code else "no", *dtypes]
         extra = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(Path(scratch, "modules"))}
-        done = subprocess.run(command, capture_output=True, text=True, env=_environment(extra), cwd=scratch)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment_without_secrets(extra), cwd=scratch
+        )
         if done.returncode != 0:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise ModelError(
@@ -221,7 +223,7 @@ def compare(reference: Mapping[str, Tensor], reloaded: Mapping[str, Tensor], dty
     return difference, agree
 
 
-def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+def environment_without_secrets(extra: Mapping[str, str]) -> dict[str, str]:
     """Copy this process's environment without secrets and launcher variables, updated with `extra`."""
     plain = {k: v for k, v in os.environ.items() if k not in _LAUNCHER and not SECRET_NAME.search(k)}
     return {**plain, **extra}

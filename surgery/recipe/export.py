@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from surgery.recipe.section import Positive, Section
 from surgery.registry import NameOf, Registry
 
 # Export formats by name. `surgery.export.formats` defines their base class and registers ours; it imports no torch.
 EXPORT_FORMATS: Registry[Any] = Registry("export format", ("surgery.export.formats",))
+LAYER_FORMATS = ("nemotron_h", "gguf")  # of hybrids with inserted layers, and of no others
 
 
 class Export(Section):
@@ -19,7 +20,8 @@ class Export(Section):
     format: Annotated[str, NameOf(EXPORT_FORMATS)] = Field(
         "transformers",
         description="A registered export format. Default: safetensors with modelling files for transformers, or "
-        "`nemotron_h` with `splice.form: block` or `pair`: safetensors of transformers' own class, without code.",
+        "`nemotron_h` with `splice.form: block` or `pair`: safetensors of transformers' own class, without code. "
+        "`gguf` adds a file for llama.cpp to these.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Precision of the stored weights.")
     license: str | None = Field(
@@ -36,7 +38,30 @@ class Export(Section):
         description="Chat template of the exported tokenizer, for chat endpoints of servers: `plain`, which joins the "
         "messages as text, or the path of a Jinja file. Default: the base's, if it has one.",
     )
-    new_keys: ClassVar[dict[str, Any]] = {"format": "transformers", "chat_template": None}
+    llama_cpp: str | None = Field(
+        None,
+        min_length=1,
+        description="`gguf` only: folder of llama.cpp, or its convert_hf_to_gguf.py. Default: the script on the PATH.",
+    )
+    pre_tokenizer: str | None = Field(
+        None,
+        pattern=r"^[a-z0-9][a-z0-9._-]*$",
+        description="`gguf` only: llama.cpp's name for the rule that splits text into words, such as `gpt-2`. Default: "
+        "the one that gives the same tokens. If none does, the export is refused.",
+    )
+    new_keys: ClassVar[dict[str, Any]] = {
+        "format": "transformers",
+        "chat_template": None,
+        "llama_cpp": None,
+        "pre_tokenizer": None,
+    }
+
+    @model_validator(mode="after")
+    def _options_of_gguf_are_used(self) -> Export:
+        for name in ("llama_cpp", "pre_tokenizer"):
+            if getattr(self, name) is not None and self.format != "gguf":
+                raise ValueError(f"export.{name} needs export.format: gguf. Set it, or remove {name}")
+        return self
 
 
 class Hardware(Section):

@@ -69,7 +69,7 @@ def public_recipe(recipe: Recipe) -> Recipe:
         }
     )
     template = Path(recipe.export.chat_template).name if recipe.export.chat_template else None
-    export = recipe.export.model_copy(update={"chat_template": template})
+    export = recipe.export.model_copy(update={"chat_template": template, "llama_cpp": None})
     control = _named(control) if control else None
     update = {"base": base, "splice": splice, "control": control, "train": train, "export": export}
     return recipe.model_copy(update=update)

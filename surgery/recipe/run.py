@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from surgery.recipe.base import Base, Checkpoint, Teacher
 from surgery.recipe.evaluate import Evaluate
-from surgery.recipe.export import Export, Hardware
+from surgery.recipe.export import LAYER_FORMATS, Export, Hardware
 from surgery.recipe.locate import Locate
 from surgery.recipe.methods import METHODS, RANKINGS
 from surgery.recipe.objectives import OBJECTIVES
@@ -18,7 +18,6 @@ from surgery.recipe.splice import Splice
 from surgery.recipe.train import Train
 
 _LAYER_FORMS = ("block", "pair")  # values of `splice.form` that insert layers
-_STOCK = "nemotron_h"  # their export format
 # Outputs that are compared head by head or layer by layer, which inserted layers would shift.
 _LAYER_BY_LAYER = frozenset({"model.full_attention", "model.hidden_states", "teacher.attention"})
 
@@ -49,7 +48,7 @@ class Recipe(Section):
         splice = data.get("splice") if isinstance(data, Mapping) else None
         form = splice.get("form") if isinstance(splice, Mapping) else getattr(splice, "form", None)
         export = data.get("export", {}) if form in _LAYER_FORMS else None
-        return {**data, "export": {"format": _STOCK, **export}} if isinstance(export, Mapping) else data
+        return {**data, "export": {"format": LAYER_FORMATS[0], **export}} if isinstance(export, Mapping) else data
 
     @model_validator(mode="after")
     def _form_is_supported(self) -> Recipe:
@@ -57,11 +56,13 @@ class Recipe(Section):
             return self
         form, export = f"splice.form: {self.splice.form}", self.export.format
         if self.splice.form == "head":
-            if export == _STOCK:
+            if export in LAYER_FORMATS:
                 raise ValueError(f"export.format: {export} needs splice.form block or pair. Remove it, or set the form")
             return self
         if export == "transformers":
-            raise ValueError(f"{form} needs export.format: {_STOCK}. Set it, or remove export.format")
+            raise ValueError(
+                f"{form} needs export.format: {' or '.join(LAYER_FORMATS)}. Set it, or remove export.format"
+            )
         if self.locate.trained:
             raise ValueError(f"locate.methods: {self.locate.trained[0]} trains spliced heads. Remove it with {form}")
         if self.train.compile:

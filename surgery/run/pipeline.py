@@ -20,6 +20,7 @@ from surgery.errors import PlanError, RecipeError, RunError
 from surgery.evaluate.evaluation import held_out_documents
 from surgery.evaluate.prompts import make_prompts
 from surgery.export.chat_template import with_chat_template
+from surgery.export.formats import ExportFormat
 from surgery.files.lock import hold
 from surgery.models.donors import donor_mixers
 from surgery.models.inserted import has_inserted
@@ -27,6 +28,7 @@ from surgery.models.loading import check_finite, check_vocabulary, load_config, 
 from surgery.models.lookup import family_of
 from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Recipe, Splice, as_base, to_yaml
+from surgery.recipe.export import EXPORT_FORMATS, LAYER_FORMATS
 from surgery.recipe.inputs import inputs_of
 from surgery.recipe.methods import METHODS, RANKINGS, is_greedy
 from surgery.report.results import answer_spans_text
@@ -116,6 +118,8 @@ def check_inputs(run: Run) -> None:
         make_prompts(few, run.recipe.seed, tokenizer=run.tokenizer())
     if "export" in run.stages:
         with_chat_template(run.tokenizer(), run.recipe.export.chat_template)
+        export_format: ExportFormat = EXPORT_FORMATS[run.recipe.export.format]()
+        export_format.check_recipe(run.recipe.export, run.tokenizer())
 
 
 def check_configs(run: Run) -> None:
@@ -131,11 +135,11 @@ def _check_hybrid(run: Run) -> None:
     recipe = run.recipe
     config = load_config(recipe.base)
     plan_of_hybrid(config, recipe.base.model)
-    wrong = "transformers" if has_inserted(config) else "nemotron_h"
-    if recipe.export.format == wrong:
+    wrong = ("transformers",) if has_inserted(config) else LAYER_FORMATS
+    if recipe.export.format in wrong:
         kind = "layers that were inserted" if has_inserted(config) else "heads that were spliced into its layers"
-        hint = f"The base has {kind}. Set {'nemotron_h' if has_inserted(config) else 'transformers'}."
-        raise RecipeError("export.format", wrong, hint)
+        hint = f"The base has {kind}. Set {' or '.join(LAYER_FORMATS) if has_inserted(config) else 'transformers'}."
+        raise RecipeError("export.format", recipe.export.format, hint)
     if recipe.control is None:
         return
     try:

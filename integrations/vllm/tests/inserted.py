@@ -1,4 +1,4 @@
-"""Exports in the format `nemotron_h`: stock checkpoints that vLLM loads without the plugin. Used by `reference.py`."""
+"""Exports with inserted layers: stock checkpoints that vLLM loads without the plugin. Used by `reference.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from surgery.types import Graft, Plan
 HEADS, BEFORE = (2, 5), 1
 
 
-def inserted_case(base: Path, form: str) -> Callable[[Path], None]:
+def inserted_case(base: Path, form: str, section: Export | None = None) -> Callable[[Path], None]:
     """Return a function that inserts a block or a pair before layer 1 of a base, and exports the hybrid.
 
     All weights of the new layers are random: an output projection of 0 would hide a difference.
@@ -34,6 +34,6 @@ def inserted_case(base: Path, form: str) -> Callable[[Path], None]:
         with torch.no_grad():
             for layer in entry["layers"]:
                 randomise(hybrid.get_submodule(f"model.layers.{layer}"), layer)
-        export_model(hybrid, tokenizer, folder, Export(format="nemotron_h"), plan=plan)
+        export_model(hybrid, tokenizer, folder, section or Export(format="nemotron_h"), plan=plan)
 
     return write

@@ -1,0 +1,206 @@
+"""The export format `gguf`: the files of the format `nemotron_h`, and model.gguf for llama.cpp.
+
+A copy verifies as one of `nemotron_h`. Then every tensor, the vocabulary and the shapes in model.gguf are compared with
+these files, so llama.cpp is not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.errors import ModelError, RecipeError, reading
+from surgery.export import nemotron_h_folder
+from surgery.export.files import AGAIN, read_object
+from surgery.export.gguf_converter import convert, find_converter, pre_tokenizer_of
+from surgery.models.tensor_files import Stored, inventory, read_tensors, weight_files
+from surgery.recipe import Export
+
+FILE = "model.gguf"
+ARCHITECTURE = "nemotron_h"
+_NAMES = {"backbone.embeddings": "token_embd", "backbone.norm_f": "output_norm", "lm_head": "output"}
+_IN_LAYER = {
+    "norm.weight": "attn_norm.weight",
+    "mixer.in_proj.weight": "ssm_in.weight",
+    "mixer.conv1d.weight": "ssm_conv1d.weight",
+    "mixer.conv1d.bias": "ssm_conv1d.bias",
+    "mixer.dt_bias": "ssm_dt.bias",
+    "mixer.A_log": "ssm_a",
+    "mixer.D": "ssm_d",
+    "mixer.norm.weight": "ssm_norm.weight",
+    "mixer.out_proj.weight": "ssm_out.weight",
+    "mixer.q_proj.weight": "attn_q.weight",
+    "mixer.k_proj.weight": "attn_k.weight",
+    "mixer.v_proj.weight": "attn_v.weight",
+    "mixer.o_proj.weight": "attn_output.weight",
+}
+_PERMUTED = {"q.weight": "num_attention_heads", "k.weight": "num_key_value_heads"}  # number of heads, in config.json
+
+
+def check_recipe(section: Export, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check before a run that the converter is there and takes the tokenizer.
+
+    Raises:
+        RecipeError: llama.cpp or the package `gguf` is missing, or no pre-tokenizer fits.
+        ModelError: as `pre_tokenizer_of`.
+    """
+    if find_spec("gguf") is None:
+        raise RecipeError(
+            "export.format", "gguf", "It needs the package gguf. Install it: pip install 'ssm-surgery[gguf]'."
+        )
+    find_converter(section.llama_cpp)
+    pre_tokenizer_of(tokenizer, section)
+
+
+def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, section: Export) -> None:
+    """Write the files of `nemotron_h`, and model.gguf.
+
+    Raises:
+        ModelError: no layers were inserted into the model, or the converter fails.
+        RecipeError: as `check_recipe`.
+    """
+    check_recipe(section, tokenizer)
+    nemotron_h_folder.write_folder(model, tokenizer, folder, section.max_shard_size)
+    convert(folder, folder / FILE, tokenizer, section)
+
+
+def verify_copy(folder: Path) -> dict[str, Any]:
+    """Check a copy as `nemotron_h_folder.verify_copy` does, and compare model.gguf with its files.
+
+    Raises:
+        ModelError: a check fails. The error names the file or tensor.
+    """
+    if not (folder / FILE).is_file():
+        raise ModelError(FILE, "missing", AGAIN)
+    report = nemotron_h_folder.verify_copy(folder)
+    if find_spec("gguf") is None:
+        skipped = f"{FILE}: its tensors, for which the package gguf is needed (pip install gguf)"
+        return {**report, "not_checked": [*report["not_checked"], skipped]}
+    return {**report, **compare_with_files(folder)}
+
+
+def compare_with_files(folder: Path) -> dict[str, Any]:
+    """Compare model.gguf with config.json, tokenizer.json and the safetensors files.
+
+    Returns:
+        `also_checked` (sentences) and `pre_tokenizer`.
+
+    Raises:
+        ModelError: a tensor, a shape or the vocabulary differs, or the file is damaged.
+    """
+    from gguf import GGUFReader
+
+    with reading(FILE, None, AGAIN):
+        reader = GGUFReader(folder / FILE)
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+        _check_fields(folder, fields)
+        _check_vocabulary(folder, fields)
+        _check_tensors(folder, tensors)
+    name, count = fields["tokenizer.ggml.pre"], len(fields["tokenizer.ggml.tokens"])
+    sentence = f"{FILE}: {len(tensors)} tensors and {count} tokens equal the model's, the pre-tokenizer is {name}"
+    return {"also_checked": [sentence], "pre_tokenizer": name}
+
+
+def _check_fields(folder: Path, fields: Mapping[str, Any]) -> None:
+    """Compare the shapes."""
+    config = read_object(folder, "config.json")
+    pattern = config["hybrid_override_pattern"]
+    kv_heads = [config["num_key_value_heads"] if kind == "*" else 0 for kind in pattern]
+    expected = {
+        "block_count": len(pattern),
+        "embedding_length": config["hidden_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": kv_heads,
+        "attention.key_length": config["head_dim"],
+        "attention.value_length": config["head_dim"],
+        "attention.layer_norm_epsilon": float(np.float32(config["layer_norm_epsilon"])),
+        "feed_forward_length": [0] * len(pattern),
+        "ssm.conv_kernel": config["conv_kernel"],
+        "ssm.state_size": config["ssm_state_size"],
+        "ssm.group_count": config["n_groups"],
+        "ssm.inner_size": config["mamba_num_heads"] * config["mamba_head_dim"],
+        "ssm.time_step_rank": config["mamba_num_heads"],
+    }
+    wanted = {"general.architecture": ARCHITECTURE} | {f"{ARCHITECTURE}.{key}": v for key, v in expected.items()}
+    for name, value in wanted.items():
+        if fields.get(name) != value:
+            raise ModelError(FILE, f"{name} is {fields.get(name)}", f"config.json needs {value}. {AGAIN}")
+
+
+def _check_vocabulary(folder: Path, fields: Mapping[str, Any]) -> None:
+    """Compare tokens, merges and the ids of special tokens with tokenizer.json."""
+    config, tokenizer = read_object(folder, "config.json"), read_object(folder, "tokenizer.json")
+    tokens, vocabulary = fields["tokenizer.ggml.tokens"], tokenizer["model"]["vocab"]
+    if len(tokens) != config["vocab_size"]:
+        value = f"it has {len(tokens)} tokens, but the tensors have {config['vocab_size']}"
+        raise ModelError(FILE, value, f"llama.cpp does not load it. {AGAIN}")
+    added = {token["id"] for token in tokenizer.get("added_tokens", ())}
+    for token, index in vocabulary.items():
+        if index not in added and tokens[index] != token:
+            raise ModelError(FILE, f"token {index} is {tokens[index]!r}", f"tokenizer.json has {token!r}. {AGAIN}")
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in tokenizer["model"]["merges"]]
+    if fields["tokenizer.ggml.merges"] != merges:
+        raise ModelError(FILE, "its merges differ", f"They differ from those of tokenizer.json. {AGAIN}")
+
+
+def _check_tensors(folder: Path, tensors: Mapping[str, Any]) -> None:
+    """Compare every tensor."""
+    from gguf import dequantize
+
+    config = read_object(folder, "config.json")
+    regular = {path.name: path for path in folder.iterdir() if path.is_file()}
+    stored = inventory(weight_files(regular.get))
+    names = dict(_names(stored))
+    for name in sorted(set(tensors) ^ set(names)):
+        raise ModelError(FILE, f"tensor {name}", f"It is {'missing' if name in names else 'not of the model'}. {AGAIN}")
+    orders: dict[str, set[str]] = {}
+    for name, source in names.items():
+        (expected,) = read_tensors([stored[source]])
+        found = torch.from_numpy(np.array(dequantize(tensors[name].data, tensors[name].tensor_type), dtype=np.float32))
+        rounding = 1e-6 * name.endswith("ssm_a")  # exp may round differently on another machine
+        same = {
+            order
+            for order, tensor in _in_llama_cpp(name, expected.float(), config).items()
+            if tensor.numel() == found.numel() and torch.allclose(found.flatten(), tensor, rtol=rounding, atol=0)
+        }
+        if not same:
+            raise ModelError(FILE, f"tensor {name}", f"It differs from {source} of the safetensors files. {AGAIN}")
+        layer, _, kind = name.rpartition(".attn_")
+        if kind in _PERMUTED and not orders.setdefault(layer, same) & same:
+            raise ModelError(FILE, f"tensor {name}", f"Query and key have their channels in different orders. {AGAIN}")
+
+
+def _in_llama_cpp(name: str, tensor: Tensor, config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Flatten a tensor as llama.cpp stores it, in every order that computes the same.
+
+    Its converter interleaves the two halves of the channels of query and key, for a position code that this model does
+    not have. The product of query and key is the same if both are.
+    """
+    if name.endswith("ssm_a"):
+        return {"as it is": -tensor.exp().flatten()}  # the checkpoint stores log(-A)
+    orders = {"as it is": tensor.flatten()}
+    heads = _PERMUTED.get(name.rpartition(".attn_")[2])
+    if heads is not None:
+        halves = tensor.view(config[heads], 2, -1, tensor.shape[1])
+        orders["interleaved"] = halves.transpose(1, 2).flatten()
+    return orders
+
+
+def _names(stored: Mapping[str, Stored]) -> Iterator[tuple[str, str]]:
+    """Yield the name in llama.cpp and the name in the checkpoint of every tensor."""
+    for source in stored:
+        if source.startswith("backbone.layers."):
+            layer, inside = source.removeprefix("backbone.layers.").split(".", 1)
+            name = f"blk.{layer}.{_IN_LAYER.get(inside, inside)}"
+        else:
+            stem, _, last = source.rpartition(".")
+            name = f"{_NAMES.get(stem, stem)}.{last}"
+        yield name, source

@@ -1,0 +1,81 @@
+"""Stand-in for llama.cpp's converter with the parts that the export uses. Tensor names come from the package gguf."""
+
+import argparse
+import json
+from pathlib import Path
+
+import gguf
+import torch
+from safetensors.torch import load_file
+
+
+class ModelBase:
+    @staticmethod
+    def load_hparams(folder, is_mistral_format):
+        raise NotImplementedError("transformers' config has fields of experts")
+
+
+class TextModel(ModelBase):
+    def get_vocab_base_pre(self, tokenizer):
+        if len(tokenizer) == 50277:
+            return "olmo"
+        raise NotImplementedError("BPE pre-tokenizer was not recognized")
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--outfile", type=Path)
+    parser.add_argument("--outtype")
+    parser.add_argument("--model-name")
+    options = parser.parse_args()
+    config = ModelBase.load_hparams(options.model, is_mistral_format=False)
+    config["pad_vocab_size_multiple"] = 8
+    assert "layers_block_type" not in config and "n_routed_experts" not in config
+    pattern, kind = config["hybrid_override_pattern"], "nemotron_h"
+    writer = gguf.GGUFWriter(options.outfile, kind)
+    writer.add_block_count(len(pattern))
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv([config["num_key_value_heads"] * (layer == "*") for layer in pattern])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+    writer.add_feed_forward_length([0] * len(pattern))
+    writer.add_ssm_conv_kernel(config["conv_kernel"])
+    writer.add_ssm_state_size(config["ssm_state_size"])
+    writer.add_ssm_group_count(config["n_groups"])
+    writer.add_ssm_inner_size(config["mamba_num_heads"] * config["mamba_head_dim"])
+    writer.add_ssm_time_step_rank(config["mamba_num_heads"])
+    tokenizer = json.loads((options.model / "tokenizer.json").read_text(encoding="utf-8"))
+    tokens = {index: token for token, index in tokenizer["model"]["vocab"].items()}
+    tokens |= {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
+    multiple = config["pad_vocab_size_multiple"]
+    size = -(-config["vocab_size"] // multiple) * multiple
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(TextModel.get_vocab_base_pre(None, None))
+    writer.add_token_list([tokens.get(index, f"[PAD{index}]") for index in range(size)])
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.NEMOTRON_H, len(pattern))
+    for source, tensor in load_file(options.model / "model.safetensors").items():
+        name = names.get_name(source.replace("dt_bias", "dt_proj.bias"), try_suffixes=(".weight", ".bias"))
+        if source.endswith("A_log"):
+            tensor = -tensor.float().exp()
+        if ".q_proj" in source or ".k_proj" in source:
+            heads = config["num_attention_heads"]
+            tensor = tensor.view(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+        matrix = tensor.ndim == 2 and "ssm" not in name
+        if options.outtype == "bf16" and matrix:
+            raw = tensor.to(torch.bfloat16).view(torch.uint16).numpy()
+            writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        else:
+            half = options.outtype == "f16" and matrix
+            writer.add_tensor(name, tensor.squeeze().to(torch.float16 if half else torch.float32).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+if __name__ == "__main__":
+    main()

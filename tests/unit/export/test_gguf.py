@@ -1,0 +1,239 @@
+"""The format `gguf`, with a stand-in for llama.cpp's converter. `make gguf-test` runs the real one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers.pre_tokenizers import ByteLevel, Split
+from transformers import PreTrainedTokenizerFast
+
+from surgery.errors import ModelError, RecipeError
+from surgery.export import transformers_folder
+from surgery.export.folder import export_model
+from surgery.export.gguf_converter import SCRIPT, convert, find_converter, pre_tokenizer_of
+from surgery.export.gguf_folder import FILE, compare_with_files
+from surgery.export.pre_tokenizers import RULES, nearest_rule
+from surgery.models.lookup import family_of, geometry_of
+from surgery.recipe import Export, Recipe
+from surgery.recipe.public import public_recipe
+from surgery.splice.inserted import insert_layers
+from surgery.testing.pico import pico_base, pico_tokenizer, randomise
+from surgery.types import Graft, Plan
+from tests.support.exports import edit, in_this_process, list_again, refusal
+from tests.support.processes import ROOT
+
+LLAMA_CPP = ROOT / "tests" / "support" / "fake_llama_cpp"
+TRAIN = {"steps": 1, "sources": [{"task": "kv_retrieval", "pairs": [2, 4], "rows": 2, "weights": {"answer": 1.0}}]}
+SECTION = Export(format="gguf", llama_cpp=str(LLAMA_CPP), pre_tokenizer="gpt-2")
+
+
+def hybrid() -> tuple[Any, Plan]:
+    """A pico Mamba-2 with a pair whose weights are random, and its plan."""
+    base = pico_base(vocab_size=1021)  # no multiple of 8, to which the converter pads
+    site = family_of(base.config).sites(base.config)[0]
+    graft = Graft(site, (1, 3), "add", "random", ("segment_end",) * 2, form="pair", before=1)
+    plan = Plan(base="pico", geometry=geometry_of(base.config), grafts=(graft,), seed=0)
+    model = insert_layers(base, plan)
+    with torch.no_grad():
+        randomise(model, 1)
+    return model, plan
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers_folder, "reload", in_this_process)
+        model, plan = hybrid()
+        folder = tmp_path_factory.mktemp("gguf") / "export"
+        export_model(model, pico_tokenizer(), folder, SECTION, plan=plan)
+        yield folder
+
+
+@pytest.fixture
+def copy(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "copy"))
+
+
+def test_an_export_holds_a_gguf_file_that_equals_the_model(whole: Path) -> None:
+    record = json.loads((whole / "export.json").read_text())
+    assert record["format"] == "gguf" and record["pre_tokenizer"] == "gpt-2" and FILE in record["files"]
+    assert [path.name for path in whole.glob("*.safetensors")] == ["model.safetensors"]
+    (sentence,) = compare_with_files(whole)["also_checked"]
+    assert f"{len(load_file(whole / 'model.safetensors'))} tensors" in sentence
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_compared_exactly(dtype: str, whole: Path, tmp_path: Path) -> None:
+    model, _ = hybrid()
+    section = SECTION.model_copy(update={"dtype": dtype})
+    keep = model._keep_in_fp32_modules_strict or ()
+    for name, parameter in model.named_parameters():
+        if name.rsplit(".", 1)[-1] not in keep:
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+    folder = Path(shutil.copytree(whole, tmp_path / dtype))
+    model.save_pretrained(folder)
+    (folder / "config.json").write_bytes((whole / "config.json").read_bytes())
+    convert(folder, folder / FILE, pico_tokenizer(), section)
+    compare_with_files(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "in_gguf"),
+    [
+        ("backbone.layers.0.mixer.A_log", "blk.0.ssm_a"),
+        ("backbone.layers.1.mixer.conv1d.weight", "blk.1.ssm_conv1d.weight"),
+        ("backbone.layers.2.mixer.q_proj.weight", "blk.2.attn_q.weight"),
+        ("backbone.layers.2.mixer.o_proj.weight", "blk.2.attn_output.weight"),
+        ("lm_head.weight", "output.weight"),
+    ],
+)
+def test_another_tensor_is_found(name: str, in_gguf: str, copy: Path) -> None:
+    edit(copy, "model.safetensors", lambda tensors: tensors[name].view(-1)[0].add_(0.01))
+    with pytest.raises(ModelError, match=f"{FILE}: tensor {in_gguf}. It differs from {name}"):
+        compare_with_files(copy)
+
+
+def test_query_and_key_in_different_orders_are_found(copy: Path) -> None:
+    def interleave(tensors: dict[str, torch.Tensor]) -> None:
+        weight = tensors["backbone.layers.2.mixer.k_proj.weight"]
+        weight.copy_(weight.view(2, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape))
+
+    edit(copy, "model.safetensors", interleave)
+    with pytest.raises(
+        ModelError, match=r"tensor blk\.2\.attn_[qk]\.weight\. Query and key have their channels in different"
+    ):
+        compare_with_files(copy)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"conv_kernel": 3}, "nemotron_h.ssm.conv_kernel is 4. config.json needs 3"),
+        ({"layer_norm_epsilon": 1e-6}, "nemotron_h.attention.layer_norm_epsilon is"),
+        ({"hybrid_override_pattern": "M*MM"}, "nemotron_h"),
+        ({"vocab_size": 1}, "but the tensors have 1"),
+    ],
+)
+def test_another_shape_is_found(change: dict[str, Any], message: str, copy: Path) -> None:
+    edit(copy, "config.json", lambda config: config.update(change))
+    with pytest.raises(ModelError, match=message):
+        compare_with_files(copy)
+
+
+def test_another_vocabulary_is_found(copy: Path) -> None:
+    def swap(tokenizer: dict[str, Any]) -> None:
+        vocab = tokenizer["model"]["vocab"]
+        one, other = [token for token, index in vocab.items() if index in (20, 21)]
+        vocab[one], vocab[other] = vocab[other], vocab[one]
+
+    edit(copy, "tokenizer.json", swap)
+    with pytest.raises(ModelError, match=f"{FILE}: token 2[01] is"):
+        compare_with_files(copy)
+
+
+def test_a_copy_without_it_or_with_a_damaged_one_does_not_verify(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_folder, "reload", in_this_process)
+    data = (copy / FILE).read_bytes()
+    (copy / "other.gguf").write_bytes(data)
+    assert "other.gguf" in refusal(copy)
+    (copy / "other.gguf").unlink()
+    (copy / FILE).write_bytes(data[:1000])
+    list_again(copy)
+    assert refusal(copy).startswith(f"{FILE}: ")
+    (copy / FILE).unlink()
+    list_again(copy)
+    assert refusal(copy).startswith(f"{FILE}: missing")
+
+
+def test_without_the_converter_the_error_names_the_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        RecipeError, match=r"export\.llama_cpp: not set\. .*Clone https://github.com/ggml-org/llama.cpp"
+    ):
+        find_converter(None)
+    with pytest.raises(RecipeError, match=r"export\.llama_cpp: .* Set it to a folder of llama.cpp that holds"):
+        find_converter(str(tmp_path))
+    script = tmp_path / SCRIPT
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    assert find_converter(None) == find_converter(str(tmp_path)) == find_converter(str(script)) == script
+
+
+def test_an_error_of_the_converter_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / SCRIPT).write_text("raise KeyError('hparams')\n")
+    section = SECTION.model_copy(update={"llama_cpp": str(tmp_path), "pre_tokenizer": None})
+    with pytest.raises(ModelError, match=f"{SCRIPT}: KeyError: 'hparams'. Use another version of llama.cpp") as caught:
+        pre_tokenizer_of(pico_tokenizer(), section)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def byte_level(pattern: str | None) -> PreTrainedTokenizerFast:
+    """A byte-level BPE over a text with numbers, which splits as a pattern says; None for GPT-2's own rule."""
+    from tokenizers.decoders import ByteLevel as Decoder
+    from tokenizers.trainers import BpeTrainer
+
+    tokenizer = Tokenizer(models.BPE())
+    splits = [Split(Regex(pattern), "isolated")] if pattern else []
+    level = ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, level])
+    tokenizer.decoder = Decoder()
+    trainer = BpeTrainer(vocab_size=700, initial_alphabet=ByteLevel.alphabet(), show_progress=False)
+    text = [f"The key of box {n} is {n * 7919 % 100000}, and it's in\n\n  row {n % 13}." for n in range(2000)]
+    tokenizer.train_from_iterator(text, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    # Without tokens of two digits, both of the last rules give the same tokens.
+    [(None, ["gpt-2"]), (RULES["smaug-bpe"][0], ["smaug-bpe"]), (RULES["qwen2"][0], ["qwen2", "smaug-bpe"])],
+)
+def test_the_rule_of_a_tokenizer_is_found(pattern: str | None, names: list[str]) -> None:
+    name, share, text = nearest_rule(byte_level(pattern))
+    assert name in names and (share, text) == (1.0, "")
+
+
+def test_a_tokenizer_with_a_rule_of_its_own_is_refused_unless_one_is_set() -> None:
+    tokenizer = byte_level(r" ?\p{L}+|\p{N}{1,2}|\s|[^\s\p{L}\p{N}]")
+    section = SECTION.model_copy(update={"pre_tokenizer": None})
+    with pytest.raises(
+        RecipeError, match=r"export\.pre_tokenizer: no rule of llama\.cpp .* for '.*\d{3}.*'\. Set it to"
+    ):
+        pre_tokenizer_of(tokenizer, section)
+    assert pre_tokenizer_of(tokenizer, SECTION) == "gpt-2"
+
+
+def test_a_tokenizer_that_the_converter_cannot_read_is_refused() -> None:
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")))
+    with pytest.raises(ModelError, match=r"base\.tokenizer: WordLevel .*byte-level BPE"):
+        nearest_rule(other)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ({"export": {"format": "gguf"}}, "export.format: gguf needs splice.form block or pair"),
+        ({"export": {"llama_cpp": "x"}}, "export.llama_cpp needs export.format: gguf"),
+        ({"export": {"pre_tokenizer": "gpt-2"}}, "export.pre_tokenizer needs export.format: gguf"),
+    ],
+)
+def test_recipes_that_do_not_fit_are_refused(recipe: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Recipe.model_validate({"name": "x", "base": {"model": "m"}, "train": TRAIN, **recipe})
+
+
+def test_a_published_recipe_has_no_path_of_llama_cpp() -> None:
+    export = {"format": "gguf", "llama_cpp": "/home/me/llama.cpp"}
+    splice = {"form": "pair", "before": 0}
+    recipe = Recipe.model_validate({
+        "name": "x", "base": {"model": "m"}, "splice": splice, "train": TRAIN, "export": export,
+    })  # fmt: skip
+    assert public_recipe(recipe).export.llama_cpp is None and public_recipe(recipe).export.format == "gguf"

@@ -2,8 +2,8 @@
 
     python integrations/llama_cpp/compare.py .gguf/cases --results FILE
 
-Tokens have to be equal and log-probabilities within 1e-3 for every prompt in fp32, and within 2e-2 in modes that round to
-16 bits. If a token differs whose margin to the second choice is below twice that in the reference, the prompt is not
+Tokens have to be equal and log-probabilities within 1e-3 for every prompt in fp32, and within 2e-2 in modes that round
+to 16 bits. If a token differs whose margin to the second choice is below twice that in the reference, the prompt is not
 compared any further.
 """
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, NemotronHForCausalLM
 from surgery.models.lookup import geometry_of
 from surgery.recipe.loading import load_recipe
 from surgery.types import head_set_from_json, plan_from_json
-from tests.integration.conftest import BASE, RECIPE, SMALL, run_small, surgery
+from tests.integration.conftest import BASE, RECIPE, ROOT, SMALL, run_small, surgery
 from tests.support.errors import assert_refused
 
 PAIR = "splice={select: list, heads: [L3H2, L3H0], form: pair, before: 0, head_dim: 16}"
@@ -173,3 +173,18 @@ def test_a_base_that_cannot_be_expressed_is_refused_before_locating(tmp_path: Pa
 def test_the_recipe_in_the_export_is_one(pair: Path) -> None:
     recipe = load_recipe(pair / "export" / "recipe.yaml")
     assert recipe.splice is not None and (recipe.splice.form, recipe.export.format) == ("pair", "nemotron_h")
+
+
+def test_the_run_is_exported_as_gguf_with_a_stand_in_for_the_converter(pair: Path, tmp_path: Path) -> None:
+    shutil.copytree(pair, tmp_path / "runs" / "quickstart")
+    words = (str(RECIPE), *SMALL, PAIR, *LIGHT, "export.format=gguf")
+    llama_cpp = f"export.llama_cpp={ROOT / 'tests' / 'support' / 'fake_llama_cpp'}"
+    assert_refused(surgery("export", *words, llama_cpp, cwd=tmp_path), "export.pre_tokenizer", "gpt-2", "nemotron_h")
+    assert_refused(surgery("export", *words, "export.llama_cpp=none", cwd=tmp_path), "export.llama_cpp", "none")
+    done = surgery("export", *words, llama_cpp, "export.pre_tokenizer=gpt-2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    export = tmp_path / "runs" / "quickstart" / "export"
+    checked = surgery("verify", str(export), cwd=tmp_path)
+    assert checked.returncode == 0 and "model.gguf: 53 tensors and 973 tokens equal" in checked.stdout, checked.stderr
+    assert "fake_llama_cpp" not in (export / "recipe.yaml").read_text()
+    assert "model.gguf" in (export / "README.md").read_text()

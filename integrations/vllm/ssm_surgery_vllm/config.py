@@ -62,8 +62,8 @@ class HybridConfig:
         """Heads of every branch in vLLM, and their width, on each of so many processes."""
         return attention_shape(self.sites, self.own_attention(ranks))
 
-    def conv_state_shape(self) -> tuple[int, int] | None:
-        """Channels and past tokens of the branches' convolution state; None where no branch has a convolution."""
+    def conv_state_shape(self) -> tuple[int, int]:
+        """Channels and past tokens of the branches' convolution state."""
         return conv_state_shape(self.sites)
 
     def activation(self) -> str:

@@ -38,13 +38,10 @@ from .scan import selective_scan, selective_state_update
 from .splice import Site
 
 
-def branch_state_shape(config: HybridConfig) -> tuple[tuple[int, int], ...]:
-    """Return the shape of the state that a branch's convolution adds to a mixer's; empty where no branch has one."""
-    shape = config.conv_state_shape()
-    if shape is None:
-        return ()
-    channels, past = shape
-    return ((channels, past) if is_conv_state_dim_first() else (past, channels),)
+def branch_state_shape(config: HybridConfig) -> tuple[int, int]:
+    """Return the shape of the state that a branch's convolution adds to a mixer's."""
+    channels, past = config.conv_state_shape()
+    return (channels, past) if is_conv_state_dim_first() else (past, channels)
 
 
 class BranchMixin(MambaBase):
@@ -83,12 +80,12 @@ class BranchMixin(MambaBase):
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of the mixer's states and of the branch's."""
-        return (*super().get_state_shape(), *self.branch_state)
+        return (*super().get_state_shape(), self.branch_state)
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         """Return the dtypes of the mixer's states and of the branch's, which is that of the mixer's convolution."""
         dtypes = super().get_state_dtype()
-        return (*dtypes, *(dtypes[0] for _ in self.branch_state))
+        return (*dtypes, dtypes[0])
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
         """As the mixer's, without states from within a prefill: vLLM stores the first two only."""
@@ -193,17 +190,17 @@ class HybridModelMixin:
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of a mixer's states and of the branch's."""
         shapes = super().get_mamba_state_shape_from_config(vllm_config)
-        return (*shapes, *branch_state_shape(vllm_config.model_config.hf_config))
+        return (*shapes, branch_state_shape(vllm_config.model_config.hf_config))
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
         """Return the dtypes of a mixer's states and of the branch's."""
         dtypes = super().get_mamba_state_dtype_from_config(vllm_config)
-        return (*dtypes, *(dtypes[0] for _ in branch_state_shape(vllm_config.model_config.hf_config)))
+        return (*dtypes, dtypes[0])
 
     @classmethod
     def get_mamba_state_copy_func(cls) -> tuple[Any, ...]:
-        """Return how vLLM copies each state. A model without the branch's state uses the first two."""
+        """Return how vLLM copies each state."""
         return *super().get_mamba_state_copy_func(), get_conv_copy_spec
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:

@@ -150,12 +150,14 @@ def attention_shape(sites: Mapping[int, Site], own: tuple[int, int] | None = Non
     )
 
 
-def conv_state_shape(sites: Mapping[int, Site]) -> tuple[int, int] | None:
-    """Return channels and past tokens of the branches' convolution state, the largest of all layers, or None."""
+def conv_state_shape(sites: Mapping[int, Site]) -> tuple[int, int]:
+    """Return channels and past tokens of the branches' convolution state, the largest of all layers.
+
+    vLLM wants a state in every layer. Without convolutions it is one number.
+    """
     convolved = [site for site in sites.values() if site.rank is None]
-    if not convolved:
-        return None
-    return max(sum(site.widths) for site in convolved), max(site.conv_kernel for site in convolved) - 1
+    channels = max((sum(site.widths) for site in convolved), default=1)
+    return channels, max((site.conv_kernel - 1 for site in convolved), default=1)
 
 
 def wrong(field: str, value: Any, accepted: str) -> ValueError:

@@ -110,7 +110,7 @@ SSM, FULL = "linear_attention", "full_attention"
 
 
 def stream_sites(eps: float | None) -> list[dict[str, Any]]:
-    """Return sites of Mamba-1, one of which has a convolution."""
+    """Return sites of Mamba-1. The last has a convolution."""
     return [
         site(0, [3, 5], INNER, "replace", stream_eps=eps, **STREAMS),
         site(1, [6], INNER, stream_eps=eps, **STREAMS | {"qk_width": 24}),
@@ -125,7 +125,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "two-layers": random_case(SMALL, [site(1, [0, 5], SMALL), site(3, [2, 7], SMALL)]),
     "unequal-layers": random_case(SMALL | {"n_groups": 2, "conv_kernel": 3}, UNEQUAL),
     "mamba1": family_case(MambaHybridConfig, stream_sites(None), **MAMBA1),
-    "falcon-mamba": family_case(FalconMambaHybridConfig, stream_sites(1e-6), **MAMBA1),
+    "falcon-mamba": family_case(FalconMambaHybridConfig, stream_sites(1e-6)[:-1], **MAMBA1),
     "nemotron-h": family_case(
         NemotronHHybridConfig,
         [{**entry, "layer": layer} for entry, layer in zip(THREE_SITES, (0, 3, 5), strict=True)],
@@ -146,7 +146,11 @@ CASES: dict[str, Callable[[Path], None]] = {
     ),
     "zamba2": family_case(
         Zamba2HybridConfig,
-        [{**entry, "layer": layer} for entry, layer in zip(THREE_SITES, (0, 2, 5), strict=True)],
+        # As narrow as the shared transformer's heads: in vLLM, branches then have the shape of its cache.
+        [
+            {**entry, "layer": layer, "qk_width": 32, "copied_width": 32}
+            for entry, layer in zip(THREE_SITES, (0, 2, 5), strict=True)
+        ],
         num_hidden_layers=6,
         layers_block_type=[SSM, "hybrid", SSM, "hybrid", "hybrid", SSM],
         **{"n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 32, "chunk_size": 16, "num_mem_blocks": 2},

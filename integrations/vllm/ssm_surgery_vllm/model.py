@@ -150,6 +150,8 @@ class HybridMixer1(BranchMixin, MambaMixer):
             mamba_mixer.selective_scan_fn = selective_scan
             mamba_mixer.selective_state_update = selective_state_update
             mixer.is_lora_enabled = True  # the mixer then makes inputs contiguous, which oneDNN needs too
+            # The mixer reads this weight itself. In bf16, vLLM would pack it for matrix products and remove it.
+            mixer.conv1d.quant_method.process_weights_after_loading = lambda layer: None
         if mixer.attention is not None:
             mixer.x_proj.register_forward_hook(mixer.record)
 

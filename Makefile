@@ -105,7 +105,8 @@ client-test: $(VENV)/.installed .serve/env/.installed
 	.gguf/env/bin/pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: --dest .gguf \
 		"llama-cpp-python==0.3.36"
 	tar -xzf .gguf/llama_cpp_python-0.3.36.tar.gz -C .gguf
-	.gguf/env/bin/pip install --quiet --disable-pip-version-check .gguf/llama_cpp_python-0.3.36.tar.gz
+	CMAKE_ARGS="-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAVA_BUILD=OFF -DGGML_OPENMP=OFF" \
+		.gguf/env/bin/pip install --quiet --disable-pip-version-check .gguf/llama_cpp_python-0.3.36.tar.gz
 	touch $@
 
 gguf-test: $(VENV)/.installed .gguf/env/.installed

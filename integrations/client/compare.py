@@ -108,7 +108,9 @@ def reference(folder: Path, prompts: Sequence[str]) -> dict[str, dict[str, Any]]
 
 
 @contextmanager
-def served(server: str, case: str, folder: Path, vllm: Path) -> Iterator[tuple[OpenAI, str]]:
+def served(
+    server: str, case: str, folder: Path, vllm: Path, prefix_caching: bool = False
+) -> Iterator[tuple[OpenAI, str]]:
     """Start a server, and yield a client and the name of its model."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -127,7 +129,7 @@ def served(server: str, case: str, folder: Path, vllm: Path) -> Iterator[tuple[O
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
         if case == "pair":
             environment["VLLM_PLUGINS"] = ""  # none: it is vLLM's own model
-            command.append("--no-enable-prefix-caching")  # fails on a CPU, docs/serve.md
+        command += ["--no-enable-prefix-caching"] * (not prefix_caching)  # docs/serve.md
     log = folder.parent / f"{server}-{case}.log"
     with open(log, "w") as output:
         process = subprocess.Popen(command, env=environment, cwd=folder.parent, stdout=output, stderr=output)

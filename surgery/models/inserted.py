@@ -3,14 +3,19 @@
 The files of such a model need no code of this library. In memory its class is `InsertedForCausalLM`, which also returns
 the attention rows that training supervises.
 
+The residual stream may have side channels: the last `side_channels` ones, which the base lacks. Its weights for them
+are 0. The Gather layer of a pair writes to them alone.
+
 Shape legend: B batch, T tokens, H attention heads of a block, P their width, Q requested rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import Mamba2Config, NemotronHConfig, NemotronHForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -20,6 +25,7 @@ from surgery.hybrid.splice_pass import SpliceRows
 from surgery.types import Graft, MixerSpec
 
 FIELD = "inserted"  # field of the config: one entry for each graft, from below
+SIDE = "side_channels"  # field of the config: channels of the residual stream that the base lacks
 
 
 def has_inserted(config: PreTrainedConfig) -> bool:
@@ -69,16 +75,29 @@ def attention_layers(config: PreTrainedConfig) -> tuple[int, ...]:
     return tuple(entry["layers"][-1] for entry in inserted_entries(config))
 
 
+def side_channels(config: PreTrainedConfig) -> int:
+    """Return the number of side channels of the residual stream.
+
+    Raises:
+        ModelError: the config has no such number, or the base would have no channel.
+    """
+    number = getattr(config, SIDE, 0)
+    if type(number) is not int or not 0 <= number < config.hidden_size:
+        hint = f"It must be a whole number below hidden_size ({config.hidden_size}). Export the model again."
+        raise ModelError(f"config.json {SIDE}", str(number)[:80], hint)
+    return number
+
+
 def base_config_of(config: PreTrainedConfig) -> Mamba2Config:
     """Return the config of the Mamba-2 that layers were inserted into: its shapes, not its token ids.
 
     Raises:
-        ModelError: as `inserted_entries`.
+        ModelError: as `inserted_entries` and `side_channels`.
     """
     new = new_layers(config)
     return Mamba2Config(
         num_hidden_layers=len(config.layers_block_type) - len(new),
-        hidden_size=config.hidden_size,
+        hidden_size=config.hidden_size - side_channels(config),
         vocab_size=config.vocab_size,
         num_heads=config.mamba_num_heads,
         head_dim=config.mamba_head_dim,
@@ -187,6 +206,17 @@ def as_inserted(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         ModelError: as `inserted_entries`.
     """
-    if has_inserted(model.config) and isinstance(model.config, NemotronHConfig) and inserted_entries(model.config):
-        model.__class__ = InsertedForCausalLM
+    if not (has_inserted(model.config) and isinstance(model.config, NemotronHConfig)):
+        return model
+    entries, side = inserted_entries(model.config), side_channels(model.config)
+    if side and not isinstance(model, InsertedForCausalLM):
+        for entry in (entry for entry in entries if entry["form"] == "pair"):
+            gather = model.get_submodule(f"model.layers.{entry['layers'][0]}.mixer.out_proj")
+            gather.register_forward_hook(partial(_train_side_channels_only, side))
+    model.__class__ = InsertedForCausalLM
     return model
+
+
+def _train_side_channels_only(side: int, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+    """Stop the gradient of what a Gather layer writes to the base's channels, so its weights there stay 0."""
+    return torch.cat([output[..., :-side].detach(), output[..., -side:]], -1)

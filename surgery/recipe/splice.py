@@ -14,6 +14,8 @@ from surgery.recipe.section import Positive, Section
 from surgery.registry import NameOf, Registry
 from surgery.types import Form, HeadId, Mode, Unit
 
+SIDE_CHANNELS = 64  # default with `form: pair`
+
 
 class _Branches(Registry[Any]):
     """Names of attention branches, built-in and from plugins. Does not import torch."""
@@ -94,26 +96,43 @@ class Splice(Section):
         description="With `form: block` or `pair`: width of query, key and value of an attention head. By default 64. "
         "vLLM takes 32, 64, 80, 96, 112 or 128, for example, and not every width.",
     )
+    side_channels: int | None = Field(
+        None,
+        ge=0,
+        le=10**6,
+        strict=True,
+        description="With `form: pair`: channels added to the residual stream, by default 64. The new Mamba-2 layer "
+        "writes to them alone and the base does not read them, so the base works as before. With 0 the new layer "
+        "writes to the base's own channels.",
+    )
     new_keys: ClassVar[dict[str, Any]] = {
         "min_width": None,
         "state_size": None,
         "form": "head",
         "before": None,
         "head_dim": None,
+        "side_channels": None,
     }
 
     @model_validator(mode="before")
     @classmethod
     def _defaults_by_form_and_init(cls, data: Any) -> Any:
-        """`form: block` and `pair` have `init: random` by default. Only `init: ssm` has a default `min_width`."""
+        """Defaults that depend on other keys.
+
+        `form: block` and `pair` have `init: random`, and `pair` has side channels. Only `init: ssm` has a `min_width`.
+        """
         if isinstance(data, Mapping) and data.get("form") in ("block", "pair"):
             data = {"init": "random", **data}
+            if data["form"] == "pair" and data.get("side_channels") is None:
+                data["side_channels"] = SIDE_CHANNELS
         if isinstance(data, Mapping) and data.get("init", "ssm") != "ssm":
             data = {"min_width": None, **data}
         return data
 
     @model_validator(mode="after")
     def _form(self) -> Splice:
+        if self.form != "pair" and self.side_channels is not None:
+            raise ValueError("`side_channels` needs `form: pair`: set it, or remove `side_channels`")
         if self.form == "head":
             for key in ("before", "head_dim"):
                 if getattr(self, key) is not None:

@@ -3,10 +3,18 @@
 A block is `h + attention(norm(h))` with plain softmax attention and no position code. A pair is a new Mamba-2 layer
 followed by a block. Output projections start at 0, so the hybrid's logits equal the base's.
 
+The Mamba-2 layer of a pair passes earlier tokens to the block. In channels of the base this disturbs all layers above,
+which costs a small base its knowledge. So the residual stream gets side channels: only that layer writes to them, and
+the base's weights for them are 0. The base's norms average over them too. So all that the base writes to the stream is
+multiplied by the square root of (new width / old width), and the norms' weights are divided by it: the hybrid's logits
+then differ from the base's by rounding only. The block's own norm multiplies the side channels, so that small values
+there count as much as the stream below them, however large that is.
+
 Nemotron-H (arXiv 2504.03624) holds Mamba-2 layers and such blocks in one stack, so the result needs no code of this
 library: transformers, vLLM and llama.cpp have this class.
 
-Shape legend: D model width, I inner width of an SSM layer, K taps of its convolution, H attention heads, P their width.
+Shape legend: D model width with side channels, I inner width of an SSM layer, K taps of its convolution, H attention
+heads, P their width.
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ from torch import Tensor, nn
 from transformers import NemotronHConfig, NemotronHForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import PlanError
-from surgery.models.inserted import FIELD, as_inserted
+from surgery.models.inserted import FIELD, SIDE, as_inserted, side_channels
 from surgery.models.lookup import family_of, geometry_of, mixer_of
 from surgery.recipe import Splice
 from surgery.types import Graft, Plan
@@ -31,6 +39,7 @@ HEAD_DIM = 64  # default of `splice.head_dim`
 CONTEXT = 131072  # max_position_embeddings if the base states none. Nothing in the model depends on positions
 _STEP_MIN = 1e-30  # Nemotron-H's lower limit of dt in prefill. Its initialisation takes the logarithm
 _RIDGE = 1e-3  # as a share of the mean square of the stream
+_SIDE_RMS = 0.1  # of what a Gather layer writes to side channels, as the block above reads it at full size
 _ATTENTION, _SSM = "full_attention", "linear_attention"
 
 
@@ -100,10 +109,11 @@ def inserted_config(plan: Plan, config: PreTrainedConfig, splice: Splice | None 
             kinds += new
         kinds.append(_SSM)
     count = max(len(graft.heads) for graft in plan.grafts)
+    side = (splice.side_channels if splice is not None else None) or 0
     hybrid = NemotronHConfig(
         layers_block_type=kinds,
         vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
+        hidden_size=config.hidden_size + side,
         tie_word_embeddings=False,  # Nemotron-H ties nothing: lm_head is a tensor of its own
         pad_token_id=config.pad_token_id,
         bos_token_id=config.bos_token_id,
@@ -135,6 +145,8 @@ def inserted_config(plan: Plan, config: PreTrainedConfig, splice: Splice | None 
         dtype=config.dtype,
     )
     setattr(hybrid, FIELD, entries)
+    if side:
+        setattr(hybrid, SIDE, side)
     hybrid._attn_implementation = "sdpa"
     return hybrid
 
@@ -173,8 +185,8 @@ def insert_layers(model: PreTrainedModel, plan: Plan, splice: Splice | None = No
         splice: the recipe's section `splice`, for `head_dim`.
 
     Returns:
-        A Nemotron-H in eval mode, on the base's device and in its dtype. Its logits equal the base's. Saving it writes
-        a checkpoint of transformers' own class.
+        A Nemotron-H in eval mode, on the base's device and in its dtype. Its logits equal the base's, bit for bit
+        without side channels. Saving it writes a checkpoint of transformers' own class.
 
     Raises:
         PlanError: as `inserted_config` and `check_inserts`.
@@ -187,14 +199,17 @@ def insert_layers(model: PreTrainedModel, plan: Plan, splice: Splice | None = No
     new = tuple(f"model.layers.{layer}." for entry in getattr(config, FIELD) for layer in entry["layers"])
     assert not unexpected and all(name.startswith(new) for name in missing), (missing, unexpected)
     for number, (graft, entry) in enumerate(zip(plan.grafts, getattr(config, FIELD), strict=True)):
-        for layer in entry["layers"]:
-            block = hybrid.get_submodule(f"model.layers.{layer}").to_empty(device=model.device)
-            draw = _Draw(f"{plan.seed}:{number}", model.device)
-            block.norm.weight.fill_(1)
-            if config.layers_block_type[layer] == _ATTENTION:
-                _fill_attention(block.mixer, graft, draw)
-            else:
-                _fill_delay_line(block.mixer, draw, _constant_direction(model, entry["before"], draw))
+        draw = _Draw(f"{plan.seed}:{number}", model.device)
+        blocks = [hybrid.get_submodule(f"model.layers.{layer}") for layer in entry["layers"]]
+        for block in blocks:
+            block.to_empty(device=model.device).norm.weight.fill_(1)
+        _fill_attention(blocks[-1].mixer, graft, draw)
+        if graft.form == "pair":
+            gather, block = blocks
+            stream = _stream(model, entry["before"], draw)
+            _fill_delay_line(gather.mixer, draw, _constant_direction(stream, model.config.layer_norm_epsilon))
+            gather.norm.weight.div_(_scale(config))
+            block.norm.weight[model.config.hidden_size :] = float(stream.square().mean().sqrt()) / _SIDE_RMS
     published = mixer_of(model, family_of(model.config).mixers(model.config)[0]).chunk_size
     for spec in family_of(config).mixers(config):
         if spec.is_ssm:
@@ -203,8 +218,14 @@ def insert_layers(model: PreTrainedModel, plan: Plan, splice: Splice | None = No
     return as_inserted(hybrid.to(device=model.device, dtype=model.dtype).eval())
 
 
+def _scale(config: NemotronHConfig) -> float:
+    """Return the factor by which the base's part of the stream is larger than in the base."""
+    return math.sqrt(config.hidden_size / (config.hidden_size - side_channels(config)))
+
+
 def _renamed(model: PreTrainedModel, hybrid: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield copies of the base's tensors under their names in the hybrid."""
+    """Yield copies of the base's tensors under their names in the hybrid, with zeros for side channels."""
+    scale, shapes = _scale(hybrid.config), {name: tensor.shape for name, tensor in hybrid.state_dict().items()}
     new = {layer for entry in getattr(hybrid.config, FIELD) for layer in entry["layers"]}
     places = [layer for layer in range(len(hybrid.config.layers_block_type)) if layer not in new]
     for name, tensor in model.state_dict().items():
@@ -214,7 +235,13 @@ def _renamed(model: PreTrainedModel, hybrid: PreTrainedModel) -> Iterator[tuple[
             name = f"model.layers.{places[int(layer)]}.{inside}"
         else:
             name = head.replace("backbone.", "model.")
-        yield name, tensor.clone()
+        padded = tensor.new_zeros(shapes[name])
+        padded[tuple(map(slice, tensor.shape))] = tensor
+        if ".mixer.out_proj." in name or name.endswith("embeddings.weight"):
+            padded *= scale
+        elif name.endswith("norm_f.weight") or (name.endswith("norm.weight") and ".mixer." not in name):
+            padded /= scale
+        yield name, padded
 
 
 class _Draw:
@@ -262,59 +289,74 @@ class _Reached(Exception):
     """A forward pass has reached the layer whose input is needed."""
 
 
-def _constant_direction(model: PreTrainedModel, layer: int, draw: _Draw) -> Tensor:
-    """Find (D,) whose product with the normed input of a layer is about 1 at every token, by ridge regression.
+def _stream(model: PreTrainedModel, layer: int, draw: _Draw) -> Tensor:
+    """Run the base on random tokens, in which all of the vocabulary is as frequent, up to a layer.
 
     Args:
-        model: the base. Its layers below run on 16 D random tokens, in which all of the vocabulary is as frequent.
+        model: the base, with D channels.
         layer: the layer.
-        draw: seeds the order.
+        draw: seeds the order of the tokens.
+
+    Returns:
+        (N,D) input of the layer at N of about 16 D tokens.
     """
     inputs: list[Tensor] = []
-    block = model.backbone.layers[layer]
 
     def stop(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         inputs.append(arguments[0])
         raise _Reached
 
-    handle = block.register_forward_pre_hook(stop)
+    handle = model.backbone.layers[layer].register_forward_pre_hook(stop)
     try:
         model(draw.tokens("gate", 16 * model.config.hidden_size, model.config.vocab_size), use_cache=False)
     except _Reached:
         pass
     finally:
         handle.remove()
-    stream = inputs[0].flatten(0, 1).double()
-    normed = stream * torch.rsqrt(stream.square().mean(-1, keepdim=True) + block.norm.variance_epsilon)
+    return inputs[0].flatten(0, 1)
+
+
+def _constant_direction(stream: Tensor, epsilon: float) -> Tensor:
+    """Find a vector of base channels whose product with a layer's normed input is about 1 at every token.
+
+    Uses ridge regression.
+
+    Args:
+        stream: from `_stream`.
+        epsilon: of the layer's norm.
+    """
+    x = stream.double()
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
     gram = normed.T @ normed / len(normed)
     ridge = _RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    return torch.linalg.solve(gram + ridge, normed.mean(0)).to(model.dtype)
+    return torch.linalg.solve(gram + ridge, normed.mean(0)).to(stream.dtype)
 
 
 def _fill_delay_line(mixer: nn.Module, draw: _Draw, constant: Tensor) -> None:
     """A Mamba-2 layer whose channels hold the tokens 1 to K-1 places before, with the scan off and a zero output.
 
-    x is a random projection of the stream, and the convolution of channel i only passes what stood `1 + i % (K-1)`
-    tokens before. The gate is about the same at every token, since a random one would hide much of x. (Before layer 0
-    of checkpoints/pico-mamba2, a linear map finds the token three places before in 95% of cases, and in 70% with a
-    random gate.) The scan is off because C is 0; B is not, so C has gradients as soon as the output is not 0.
+    x is a random projection of the base's channels, and the convolution of channel i only passes what stood
+    `1 + i % (K-1)` tokens before. The gate is about the same at every token, since a random one would hide much of x.
+    (Before layer 0 of checkpoints/pico-mamba2, a linear map finds the token three places before in 95% of cases, and in
+    70% with a random gate.) The scan is off because C is 0. B is not 0, so C has gradients as soon as the output is not
+    0.
 
     Args:
         mixer: filled in place.
         draw: the random numbers.
-        constant: (D,) from `_constant_direction`.
+        constant: from `_constant_direction`, for the base's channels.
     """
-    D, I = mixer.hidden_size, mixer.intermediate_size  # noqa: E741
+    channels = len(constant)
+    I = mixer.intermediate_size  # noqa: E741
     states, K = mixer.n_groups * mixer.ssm_state_size, mixer.conv_kernel_size
     for module in (mixer.in_proj, mixer.conv1d, mixer.out_proj):
         if module.bias is not None:
             module.bias.zero_()
-    z, x, B, C, dt = mixer.in_proj.weight.split([I, I, states, states, mixer.num_heads])
-    z.copy_(2 * constant.expand(len(z), D))  # silu(2) = 1.76
+    mixer.in_proj.weight.zero_()
+    z, x, B, *_ = mixer.in_proj.weight[:, :channels].split([I, I, states, states, mixer.num_heads])  # C and dt stay 0
+    z.copy_(2 * constant.expand(len(z), channels))  # silu(2) = 1.76
     for name, rows in (("x", x), ("B", B)):
-        rows.copy_(draw.normal(name, len(rows), D))
-    C.zero_()
-    dt.zero_()
+        rows.copy_(draw.normal(name, len(rows), channels))
     mixer.conv1d.weight.zero_()
     lags = 1 + torch.arange(I, device=draw.device) % max(1, K - 1) if K > 1 else torch.zeros(I, dtype=torch.long)
     mixer.conv1d.weight[torch.arange(I, device=draw.device), 0, K - 1 - lags.to(draw.device)] = 1

@@ -1,0 +1,229 @@
+"""Inserted layers: does a pair find answers where the base cannot, and does the base keep what it knew?
+
+    python -m bench.studies.inserted                   train the arms that have no result, then write the report
+    python -m bench.studies.inserted --only shipped    train the arms of one base; processes may share a folder
+    python -m bench.studies.inserted --report          write the tables of the finished arms
+
+Each arm is one training and one file, `FOLDER/BASE-DESIGN_seedN.json`, written when it is finished. A file holds a hash
+of its definition: another definition is trained again. Results in docs/evidence/inserted are used as they are.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from bench.common import (
+    ROOT,
+    RUNS,
+    accuracy_cell,
+    as_digits,
+    finished,
+    load,
+    markdown_table,
+    parser,
+    quiet_on_one_thread,
+    save,
+)
+from bench.studies.experiment import in_short_chunks
+from bench.studies.head_choice.arms import Budget
+from bench.studies.head_choice.bases import BASES
+from bench.studies.site_selection.tables import fill
+from surgery.evaluate.evaluation import evaluate_model
+from surgery.evaluate.prompts import make_prompts
+from surgery.files.atomic import fingerprint
+from surgery.models.loading import revision_of
+from surgery.models.lookup import geometry_of
+from surgery.recipe import Base, Evaluate, Optimizer, Source, Splice, Train, Weights
+from surgery.splice.graft import splice_model
+from surgery.splice.plan import make_plan
+from surgery.train.targets import Targets
+from surgery.train.trainer import train_stage
+from surgery.train.training import make_accelerator
+from surgery.types import HeadId, HeadSet, ScoredHead
+
+PAGE = ROOT / "docs" / "INSERTED.md"
+PUBLISHED = ROOT / "docs" / "evidence" / "inserted"
+PROMPTS_SEED = 0
+STEPS = 250
+PLACES: Mapping[str, tuple[str, int]] = {  # head that `aggregate` takes first, and the layer to insert before
+    "shipped": ("L0H1", 0),
+    "english": ("L0H1", 0),
+    "far": ("L3H2", 3),
+}
+
+
+@dataclass(frozen=True)
+class Design:
+    """What is inserted, and what trains.
+
+    Attributes:
+        splice: fields of the recipe's section `splice`; None for the control.
+        trainable: what trains.
+        attention: weight of the attention loss in the first and the last step.
+    """
+
+    splice: Mapping[str, Any] | None
+    trainable: str = "all"
+    attention: tuple[float, float] = (8.0, 1.0)
+
+
+DESIGNS: Mapping[str, Design] = {
+    "pair": Design({"form": "pair"}),
+    "pair-alone": Design({"form": "pair"}, "new_heads", (4.0, 4.0)),
+    "pair-shared": Design({"form": "pair", "side_channels": 0}),
+    "block": Design({"form": "block"}),
+    "control": Design(None),
+}
+ORDER = (("pair", 0), ("control", 0), ("pair-alone", 0), ("pair-shared", 0), ("block", 0), ("pair", 1), ("pair", 2))
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One training: a base, a design of `DESIGNS`, and the seed of the new layers and the documents."""
+
+    base: str
+    design: str
+    seed: int
+
+    @property
+    def file(self) -> str:
+        return f"{self.base}-{self.design}_seed{self.seed}.json"
+
+    @property
+    def budget(self) -> Budget:
+        """Of the study of head choice, for the documents and prompts of this base."""
+        return Budget(**BASES[self.base].options)
+
+    @property
+    def splice(self) -> Splice | None:
+        fields = DESIGNS[self.design].splice
+        head, before = PLACES[self.base]
+        return None if fields is None else Splice(select="list", heads=(head,), before=before, **fields)
+
+    @property
+    def train(self) -> Train:
+        """The quickstart's mixture: documents with the base's filler, adjacent pairs, and all that is kept."""
+        design, budget = DESIGNS[self.design], self.budget
+        attention = 0.0 if design.splice is None else design.attention
+        pairs = {"task": budget.task, "pairs": (8, 32), "questions": 12, "train_eos": True}
+        pairs["weights"] = Weights(answer=2.0, attention=attention)
+        filler = None if budget.filler is None else (0, 12)
+        sources = [Source(rows=6, filler=filler, **pairs), Source(rows=2, **pairs)]
+        for task, rows in (("closed_book", 12), ("statement", 6), ("sentence", 12)):
+            sources.append(Source(task=task, split=0, rows=rows, weights=Weights(base_kl=1.0)))
+        return Train(
+            steps=STEPS,
+            trainable=design.trainable,
+            sources=tuple(sources),
+            optimizer=Optimizer(lr=1e-3, new_heads_lr=2e-3, warmup=20),
+        )
+
+    @property
+    def evaluate(self) -> Evaluate:
+        task = {"task": self.budget.task, "pairs": (32, 64), "filler": self.budget.filler}
+        return Evaluate(tasks=(task, "closed_book", "perplexity"), examples=400, sentences=200, batch_size=8)
+
+    @property
+    def key(self) -> str:
+        """Hash of everything that the result depends on."""
+        sections = [None if part is None else part.model_dump() for part in (self.splice, self.train, self.evaluate)]
+        return fingerprint(
+            [asdict(self), PROMPTS_SEED, sections, revision_of(Base(model=str(BASES[self.base].folder)))]
+        )
+
+
+def arms(only: str | None = None) -> Iterator[Arm]:
+    """All arms, or those of one base, the most informative first. Bases without a folder have none."""
+    for design, seed in ORDER:
+        yield from (Arm(base, design, seed) for base in PLACES if only in (None, base) and BASES[base].folder.is_dir())
+
+
+def run_arm(arm: Arm, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Train and evaluate. Returns right and wrong by prompt, perplexity, the last losses, and seconds."""
+    began = time.process_time()
+    model, grafts = in_short_chunks(base), ()
+    if arm.splice is not None:
+        head = ScoredHead(HeadId.parse(arm.splice.heads[0]), "neither", "answer_token", {})
+        heads = HeadSet(arm.base, "", geometry_of(base.config), (head,), (head,), "list", arm.seed)
+        plan = make_plan(heads, base.config, arm.splice, arm.seed)
+        model, grafts = splice_model(base, plan, arm.splice), plan.grafts
+    else:
+        model = load(BASES[arm.base].folder)[0]
+    targets = Targets(base=base, grafts=grafts)
+    history = train_stage(model, tokenizer, arm.train, arm.seed, make_accelerator(), targets).history
+    trained = time.process_time()
+    result = evaluate_model(
+        model, tokenizer, arm.evaluate, 0, make_prompts(arm.evaluate, PROMPTS_SEED, tokenizer=tokenizer)
+    )
+    last = history[-STEPS // 10 :]
+    losses = {
+        name: sum(entry[name] for entry in last) / len(last) for name in last[-1] if name in ("answer", "base_kl")
+    }
+    return {
+        "arm": asdict(arm),
+        "correct": {task: as_digits(right) for task, right in result.correct.items()},
+        "perplexity": result.summary["perplexity"],
+        "losses": losses,
+        "cpu_seconds": {"train": round(trained - began, 1), "evaluate": round(time.process_time() - trained, 1)},
+    }
+
+
+def result_of(arm: Arm, folder: Path) -> dict[str, Any] | None:
+    """The finished result of an arm, in this folder or published."""
+    results = (finished(place / arm.file, arm.key) for place in (folder, PUBLISHED))
+    return next((result for result in results if result is not None), None)
+
+
+def run(folder: Path, only: str | None = None) -> None:
+    """Train the arms that have no result."""
+    for arm in arms(only):
+        if result_of(arm, folder) is not None:
+            continue
+        base, tokenizer = load(BASES[arm.base].folder)
+        result = run_arm(arm, in_short_chunks(base), tokenizer)
+        save(folder / arm.file, {"key": arm.key, **result})
+        shown = {task: round(right.count("1") / len(right), 3) for task, right in result["correct"].items()}
+        print(arm.file, shown, result["cpu_seconds"], flush=True)
+
+
+def tables(folder: Path) -> dict[str, str]:
+    """One table: a row for each finished arm, by base."""
+    rows = []
+    for arm in sorted(
+        arms(), key=lambda arm: (list(PLACES).index(arm.base), list(DESIGNS).index(arm.design), arm.seed)
+    ):
+        result = result_of(arm, folder)
+        if result is not None:
+            cells = [accuracy_cell(right) for right in result["correct"].values()]
+            kl = result["losses"].get("base_kl", 0.0)
+            rows.append(
+                [arm.base, f"`{arm.design}`", str(arm.seed), *cells, f"{result['perplexity']:.3f}", f"{kl:.3f}"]
+            )
+    header = ["base", "design", "seed", "32 pairs", "64 pairs", "facts, held-out half", "perplexity", "KL to the base"]
+    return {"arms": markdown_table(header, rows)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line, train the arms, and write the report."""
+    options = parser(__doc__)
+    options.add_argument("--folder", type=Path, default=RUNS / "inserted")
+    options.add_argument("--report", action="store_true", help="write the tables of the finished arms only")
+    options.add_argument("--only", choices=tuple(PLACES), metavar="BASE", help=f"one of {', '.join(PLACES)}")
+    args = options.parse_args(arguments)
+    quiet_on_one_thread()
+    if not args.report:
+        run(args.folder, args.only)
+    fill(PAGE, tables(args.folder))
+    for arm in arms():
+        file = args.folder / arm.file
+        if result_of(arm, args.folder) is not None and file.is_file():
+            PUBLISHED.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, PUBLISHED / arm.file)
+    return 0

@@ -37,7 +37,7 @@ from bench.studies.head_choice.bases import BASES
 from bench.studies.site_selection.tables import fill
 from surgery.evaluate.evaluation import evaluate_model
 from surgery.evaluate.prompts import make_prompts
-from surgery.files.atomic import fingerprint
+from surgery.files.atomic import fingerprint, read_json
 from surgery.models.loading import revision_of
 from surgery.models.lookup import geometry_of
 from surgery.recipe import Base, Evaluate, Optimizer, Source, Splice, Train, Weights
@@ -193,21 +193,20 @@ def run(folder: Path, only: str | None = None) -> None:
         print(arm.file, shown, result["cpu_seconds"], flush=True)
 
 
-def tables(folder: Path) -> dict[str, str]:
-    """One table: a row for each finished arm, by base."""
+def tables(folders: Sequence[Path]) -> dict[str, str]:
+    """One table: a row for each result, by base. The first folder with a file has precedence."""
+    files = {path.name: path for folder in reversed(folders) for path in folder.glob("*_seed*.json")}
+    results = [read_json(path) for path in files.values()]
+    bases, designs = list(PLACES), list(DESIGNS)
+    results.sort(key=lambda r: (bases.index(r["arm"]["base"]), designs.index(r["arm"]["design"]), r["arm"]["seed"]))
     rows = []
-    for arm in sorted(
-        arms(), key=lambda arm: (list(PLACES).index(arm.base), list(DESIGNS).index(arm.design), arm.seed)
-    ):
-        result = result_of(arm, folder)
-        if result is not None:
-            cells = [accuracy_cell(right) for right in result["correct"].values()]
-            kl = result["losses"].get("base_kl", 0.0)
-            rows.append(
-                [arm.base, f"`{arm.design}`", str(arm.seed), *cells, f"{result['perplexity']:.3f}", f"{kl:.3f}"]
-            )
+    for result in results:
+        arm, kl = result["arm"], result["losses"].get("base_kl", 0.0)
+        cells = [accuracy_cell(right) for right in result["correct"].values()]
+        perplexity = f"{result['perplexity']:.3f}"
+        rows.append([arm["base"], f"`{arm['design']}`", str(arm["seed"]), *cells, perplexity, f"{kl:.3f}"])
     header = ["base", "design", "seed", "32 pairs", "64 pairs", "facts, held-out half", "perplexity", "KL to the base"]
-    return {"arms": markdown_table(header, rows)}
+    return {"arms": markdown_table(header, rows) + "\n"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -220,10 +219,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     quiet_on_one_thread()
     if not args.report:
         run(args.folder, args.only)
-    fill(PAGE, tables(args.folder))
     for arm in arms():
-        file = args.folder / arm.file
-        if result_of(arm, args.folder) is not None and file.is_file():
+        if finished(args.folder / arm.file, arm.key) is not None:
             PUBLISHED.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, PUBLISHED / arm.file)
+            shutil.copyfile(args.folder / arm.file, PUBLISHED / arm.file)
+    fill(PAGE, tables([PUBLISHED]))
     return 0

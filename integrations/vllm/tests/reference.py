@@ -42,7 +42,6 @@ EXPORT, BASE = ROOT / "checkpoints/quickstart/export", ROOT / "checkpoints/pico-
 LENGTHS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 64, 100, 127, 200, 256, 433, 600)
 GROWING = tuple(range(236, 252))  # 16 prompts that need a second block of 256 tokens while they generate
 NEW_TOKENS = 24
-SHARED, TAILS = 530, (1, 2, 3, 5, 20, 60)  # prompts with the same first 530 tokens
 PAIRS, RETRIEVALS = 32, 100
 
 SMALL = {"hidden_size": 128, "num_heads": 8, "head_dim": 32, "state_size": 32, "chunk_size": 16, "n_groups": 1}
@@ -211,8 +210,6 @@ def write_case(name: str, folder: Path) -> None:
             row["bf16"] = answer(rounded, row["prompt"], NEW_TOKENS)
     if not name.startswith("130m"):
         sets["growing"] = [answer(model, p, NEW_TOKENS) for p in random_prompts(GROWING, vocab, 1)]
-        (prefix,), tails = random_prompts([SHARED], vocab, 2), random_prompts(TAILS, vocab, 3)
-        sets["shared"] = [answer(model, prefix + tail, NEW_TOKENS) for tail in tails]
     if name == "quickstart":
         rows = retrieval_prompts(folder)
         sets["retrieval"] = [{**answer(model, p, len(gold)), "gold": gold} for p, gold in rows]

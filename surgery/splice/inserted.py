@@ -33,6 +33,7 @@ from surgery.errors import PlanError
 from surgery.models.inserted import FIELD, SIDE, as_inserted, side_channels
 from surgery.models.lookup import family_of, geometry_of, mixer_of
 from surgery.recipe import Splice
+from surgery.recipe.splice import SIDE_CHANNELS
 from surgery.types import Graft, Plan
 
 HEAD_DIM = 64  # default of `splice.head_dim`
@@ -83,7 +84,7 @@ def inserted_config(plan: Plan, config: PreTrainedConfig, splice: Splice | None 
     Args:
         plan: grafts with `form: block` or `pair`, ordered by `before`.
         config: config of the base.
-        splice: the recipe's section `splice`. Its `head_dim` is the width of an attention head.
+        splice: the recipe's section `splice`, for `head_dim` and `side_channels`; None for their defaults.
 
     Raises:
         PlanError: as `check_inserts` and `check_place`; the plan has both forms of heads and of layers, was made for
@@ -109,7 +110,8 @@ def inserted_config(plan: Plan, config: PreTrainedConfig, splice: Splice | None 
             kinds += new
         kinds.append(_SSM)
     count = max(len(graft.heads) for graft in plan.grafts)
-    side = (splice.side_channels if splice is not None else None) or 0
+    pairs = any(graft.form == "pair" for graft in plan.grafts)
+    side = ((SIDE_CHANNELS if splice is None else splice.side_channels) or 0) if pairs else 0
     hybrid = NemotronHConfig(
         layers_block_type=kinds,
         vocab_size=config.vocab_size,
@@ -182,7 +184,7 @@ def insert_layers(model: PreTrainedModel, plan: Plan, splice: Splice | None = No
     Args:
         model: the Mamba-2 that the plan was made for.
         plan: from `make_plan`.
-        splice: the recipe's section `splice`, for `head_dim`.
+        splice: the recipe's section `splice`, for `head_dim` and `side_channels`; None for their defaults.
 
     Returns:
         A Nemotron-H in eval mode, on the base's device and in its dtype. Its logits equal the base's, bit for bit

@@ -60,7 +60,7 @@ def test_results_and_documents_name_the_cut(cut: Path, finished: Path) -> None:
 def test_the_export_is_verified_and_reloaded(cut: Path) -> None:
     export = cut / "export"
     config = json.loads((export / "config.json").read_text())
-    assert (config["state_size"], config["base_state_size"], config["splice"][0]["qk_width"]) == (SIZE, 32, 64)
+    assert (config["state_size"], config["base_state_size"], config["splice"][0]["qk_width"]) == (SIZE, 32, 32)
     checked = surgery("verify", str(export), cwd=cut)
     assert checked.returncode == 0 and "agree on the splice" in checked.stdout, checked.stdout + checked.stderr
     models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (cut / "trained", export)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def test_without_one_there_is_none(tmp_path: Path) -> None:
 
 
 def test_a_file_replaces_the_bases(tmp_path: Path) -> None:
-    tokenizer, file = pico_tokenizer(), tmp_path / "own.jinja"
+    tokenizer, file = copy.deepcopy(pico_tokenizer()), tmp_path / "own.jinja"
     tokenizer.chat_template = BASES_OWN
     file.write_text("{{ messages[0]['content'] }}: Ü\n", encoding="utf-8")
     assert exported(tmp_path / "export", tokenizer, str(file)).chat_template == "{{ messages[0]['content'] }}: Ü\n"
@@ -87,7 +88,7 @@ def test_plain_is_the_text_of_the_conversation() -> None:
 
 
 def test_plain_starts_as_the_tokenizer_starts_a_text() -> None:
-    tokenizer = pico_tokenizer()
+    tokenizer = copy.deepcopy(pico_tokenizer())
     tokenizer.bos_token = tokenizer.eos_token
     start = (tokenizer.bos_token, tokenizer.bos_token_id)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{start[0]} $A", special_tokens=[start])

@@ -108,9 +108,7 @@ def reference(folder: Path, prompts: Sequence[str]) -> dict[str, dict[str, Any]]
 
 
 @contextmanager
-def served(
-    server: str, case: str, folder: Path, vllm: Path, prefix_caching: bool = False
-) -> Iterator[tuple[OpenAI, str]]:
+def served(server: str, case: str, folder: Path, vllm: Path) -> Iterator[tuple[OpenAI, str]]:
     """Start a server, and yield a client and the name of its model."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -126,10 +124,10 @@ def served(
         command = [str(vllm), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), *place]
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "16"]
         command += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(512 * 2**20)]
+        command += ["--no-enable-prefix-caching"]  # docs/serve.md
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
         if case == "pair":
             environment["VLLM_PLUGINS"] = ""  # none: it is vLLM's own model
-        command += ["--no-enable-prefix-caching"] * (not prefix_caching)  # docs/serve.md
     log = folder.parent / f"{server}-{case}.log"
     with open(log, "w") as output:
         process = subprocess.Popen(command, env=environment, cwd=folder.parent, stdout=output, stderr=output)

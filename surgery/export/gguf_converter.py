@@ -107,20 +107,19 @@ def pre_tokenizer_of(tokenizer: PreTrainedTokenizerBase, section: Export) -> str
     return nearest
 
 
-def convert(folder: Path, file: Path, tokenizer: PreTrainedTokenizerBase, section: Export) -> None:
+def convert(folder: Path, file: Path, pre_tokenizer: str, section: Export) -> None:
     """Write a GGUF file of a folder in the format `nemotron_h`.
 
     Args:
         folder: the checkpoint.
         file: the file to write.
-        tokenizer: the checkpoint's.
+        pre_tokenizer: from `pre_tokenizer_of`.
         section: the recipe's section `export`.
 
     Raises:
-        RecipeError: as `pre_tokenizer_of`.
+        RecipeError: as `find_converter`.
         ModelError: the converter fails.
     """
-    name = pre_tokenizer_of(tokenizer, section)
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch, "hybrid")  # its name is stored in the file
         source.mkdir()
@@ -128,7 +127,7 @@ def convert(folder: Path, file: Path, tokenizer: PreTrainedTokenizerBase, sectio
             if path.name in _READ or path.name.startswith("model"):
                 (source / path.name).symlink_to(path.resolve())
         arguments = [str(source), "--outfile", str(file.resolve()), "--outtype", _TYPES[section.dtype]]
-        _run(find_converter(section.llama_cpp), name, *arguments, "--model-name", "Mamba-2 hybrid")
+        _run(find_converter(section.llama_cpp), pre_tokenizer, *arguments, "--model-name", "Mamba-2 hybrid")
     if not file.is_file():
         raise ModelError(SCRIPT, "it wrote no file", f"Use another version of llama.cpp. {TESTED}")
 

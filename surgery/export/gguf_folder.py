@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import ModelError, RecipeError, reading
 from surgery.export import nemotron_h_folder
 from surgery.export.files import AGAIN, read_object
-from surgery.export.gguf_converter import convert, find_converter, pre_tokenizer_of
+from surgery.export.gguf_converter import convert, pre_tokenizer_of
 from surgery.models.tensor_files import Stored, inventory, read_tensors, weight_files
 from surgery.recipe import Export
 
@@ -51,12 +51,16 @@ def check_recipe(section: Export, tokenizer: PreTrainedTokenizerBase) -> None:
         RecipeError: llama.cpp or the package `gguf` is missing, or no pre-tokenizer fits.
         ModelError: as `pre_tokenizer_of`.
     """
+    _checked_pre_tokenizer(section, tokenizer)
+
+
+def _checked_pre_tokenizer(section: Export, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return llama.cpp's name for the pre-tokenizer. Raises as `check_recipe`."""
     if find_spec("gguf") is None:
         raise RecipeError(
             "export.format", "gguf", "It needs the package gguf. Install it: pip install 'ssm-surgery[gguf]'."
         )
-    find_converter(section.llama_cpp)
-    pre_tokenizer_of(tokenizer, section)
+    return pre_tokenizer_of(tokenizer, section)
 
 
 def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, section: Export) -> None:
@@ -66,9 +70,9 @@ def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fol
         ModelError: no layers were inserted into the model, or the converter fails.
         RecipeError: as `check_recipe`.
     """
-    check_recipe(section, tokenizer)
+    pre_tokenizer = _checked_pre_tokenizer(section, tokenizer)
     nemotron_h_folder.write_folder(model, tokenizer, folder, section.max_shard_size)
-    convert(folder, folder / FILE, tokenizer, section)
+    convert(folder, folder / FILE, pre_tokenizer, section)
 
 
 def verify_copy(folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ of its definition: another definition is trained again. Results in docs/evidence
 
 from __future__ import annotations
 
+import copy
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -148,14 +149,12 @@ def arms(only: str | None = None) -> Iterator[Arm]:
 def run_arm(arm: Arm, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Train and evaluate. Returns right and wrong by prompt, perplexity, the last losses, and seconds."""
     began = time.process_time()
-    model, grafts = in_short_chunks(base), ()
+    model, grafts = copy.deepcopy(base), ()
     if arm.splice is not None:
         head = ScoredHead(HeadId.parse(arm.splice.heads[0]), "neither", "answer_token", {})
         heads = HeadSet(arm.base, "", geometry_of(base.config), (head,), (head,), "list", arm.seed)
         plan = make_plan(heads, base.config, arm.splice, arm.seed)
         model, grafts = splice_model(base, plan, arm.splice), plan.grafts
-    else:
-        model = load(BASES[arm.base].folder)[0]
     targets = Targets(base=base, grafts=grafts)
     history = train_stage(model, tokenizer, arm.train, arm.seed, make_accelerator(), targets).history
     trained = time.process_time()
@@ -177,7 +176,8 @@ def run_arm(arm: Arm, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 def result_of(arm: Arm, folder: Path) -> dict[str, Any] | None:
     """The finished result of an arm, in this folder or published."""
-    results = (finished(place / arm.file, arm.key) for place in (folder, PUBLISHED))
+    key = arm.key
+    results = (finished(place / arm.file, key) for place in (folder, PUBLISHED))
     return next((result for result in results if result is not None), None)
 
 

@@ -92,15 +92,10 @@ class Mamba2HybridConfig(HybridConfig, Mamba2Config):
         return self.num_heads, self.head_dim
 
 
-class MambaHybridConfig(HybridConfig, MambaConfig):
-    """`MambaConfig` and the fields `splice` and `channels_per_head`."""
+class StreamsConfig(HybridConfig):
+    """A family of Mamba-1, whose heads are groups of channels."""
 
-    model_type = "mamba_hybrid"
-    family, base_architecture, architecture = "mamba", "MambaForCausalLM", "MambaHybridForCausalLM"
     streams = True
-
-    splice: list | None = None
-    channels_per_head: int = 64
 
     def ssm_heads(self) -> tuple[int, int]:
         """How many groups of channels a layer has, and their width."""
@@ -108,21 +103,25 @@ class MambaHybridConfig(HybridConfig, MambaConfig):
         return self.intermediate_size // width, width
 
 
-class FalconMambaHybridConfig(HybridConfig, FalconMambaConfig):
+class MambaHybridConfig(StreamsConfig, MambaConfig):
+    """`MambaConfig` and the fields `splice` and `channels_per_head`."""
+
+    model_type = "mamba_hybrid"
+    family, base_architecture, architecture = "mamba", "MambaForCausalLM", "MambaHybridForCausalLM"
+
+    splice: list | None = None
+    channels_per_head: int = 64
+
+
+class FalconMambaHybridConfig(StreamsConfig, FalconMambaConfig):
     """`FalconMambaConfig` and the fields `splice` and `channels_per_head`."""
 
     model_type = "falcon_mamba_hybrid"
     family, base_architecture = "falcon_mamba", "FalconMambaForCausalLM"
     architecture = "FalconMambaHybridForCausalLM"
-    streams = True
 
     splice: list | None = None
     channels_per_head: int = 64
-
-    def ssm_heads(self) -> tuple[int, int]:
-        """How many groups of channels a layer has, and their width."""
-        width = min(self.channels_per_head, self.intermediate_size)
-        return self.intermediate_size // width, width
 
 
 class NemotronHHybridConfig(HybridConfig, NemotronHConfig):

@@ -81,7 +81,7 @@ def test_half_precision_is_compared_exactly(dtype: str, whole: Path, tmp_path: P
     folder = Path(shutil.copytree(whole, tmp_path / dtype))
     model.save_pretrained(folder)
     (folder / "config.json").write_bytes((whole / "config.json").read_bytes())
-    convert(folder, folder / FILE, pico_tokenizer(), section)
+    convert(folder, folder / FILE, pre_tokenizer_of(pico_tokenizer(), section), section)
     compare_with_files(folder)
 
 

@@ -5,9 +5,9 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test check lint format pretrain rounding compat newest fuzz kills mutants upstream serve-test client-test gguf-test real-shape gpu bench evidence docs clean
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
 ## Run the quickstart on the shipped checkpoint (locate, plan, splice, train, evaluate, export) into runs/quickstart/.

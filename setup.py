@@ -1,4 +1,4 @@
-"""Build steps that pyproject.toml cannot express: recipes inside the package, and links for PyPI.
+"""Build steps that pyproject.toml cannot express: shipped files inside the package, and links for PyPI.
 
 SURGERY_REPOSITORY_URL, such as https://HOST/OWNER/NAME, makes the README's relative links absolute and adds the
 project's URLs. The release workflow sets it. Without it the README stays as it is, and the package has no URLs.
@@ -6,35 +6,37 @@ project's URLs. The release workflow sets it. Without it the README stays as it 
 
 import os
 import re
+import runpy
 import shutil
+import tomllib
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-RECIPES = ("finetune.yaml",)
 URL = "SURGERY_REPOSITORY_URL"
 
 
-class WithRecipes(build_py):
-    """Copies the recipes that commands read into the package. An editable install reads them from the checkout."""
+class WithShippedFiles(build_py):
+    """Copies the files of surgery/files/shipped.py into the package. An editable install reads the checkout's."""
 
     def run(self) -> None:
         super().run()
         if self.editable_mode:
             return
-        folder = Path(self.build_lib, "surgery", "recipes")
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in RECIPES:
-            shutil.copyfile(ROOT / "recipes" / name, folder / name)
+        shipped = runpy.run_path(str(ROOT / "surgery" / "files" / "shipped.py"))
+        folder = Path(self.build_lib, "surgery", shipped["FOLDER"])
+        shutil.rmtree(folder, ignore_errors=True)
+        for name in shipped["shipped_files"](ROOT):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, folder / name)
 
 
 def project_version() -> str:
-    """The version in pyproject.toml. tomllib needs Python 3.11."""
-    found = re.search(r'^version = "([^"]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
-    assert found is not None
-    return found[1]
+    """The version in pyproject.toml."""
+    version: str = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    return version
 
 
 def with_absolute_links(text: str, url: str, tag: str) -> str:
@@ -73,4 +75,4 @@ def metadata() -> dict:
 
 
 if __name__ == "__main__":
-    setup(cmdclass={"build_py": WithRecipes}, **metadata())
+    setup(cmdclass={"build_py": WithShippedFiles}, **metadata())

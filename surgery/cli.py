@@ -33,8 +33,19 @@ from surgery.console import (
 )
 from surgery.errors import SurgeryError, is_out_of_memory, reading, summary
 from surgery.files.atomic import is_full
-from surgery.recipe import AnalysisRecipe, Base, PretrainRecipe, Recipe, load_any, load_recipe, shipped, to_yaml
+from surgery.recipe import (
+    AnalysisRecipe,
+    Base,
+    PretrainRecipe,
+    Recipe,
+    find_recipe,
+    load_any,
+    load_recipe,
+    shipped,
+    to_yaml,
+)
 from surgery.registry import load_plugins
+from surgery.shipped_commands import examples, recipes
 
 app = typer.Typer(
     help="Turn a pretrained Mamba into a hybrid: locate its retrieval heads, splice in attention, train, export.",
@@ -44,17 +55,31 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+app.add_typer(recipes, name="recipes")
+app.command()(examples)
+
 _DEBUG = "SURGERY_DEBUG"
 
-RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file, such as recipes/quickstart.yaml.")]
+RecipePath = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RECIPE", help="A recipe file, or a shipped recipe's name, such as quickstart.", callback=find_recipe
+    ),
+]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Recipe values to set, such as train.steps=100.")
 ]
 PretrainPath = Annotated[
-    Path, typer.Argument(metavar="RECIPE", help="A pretraining recipe, such as recipes/pretrain-pico.yaml.")
+    Path,
+    typer.Argument(
+        metavar="RECIPE", help="A pretraining recipe: a file or a name, such as pretrain-pico.", callback=find_recipe
+    ),
 ]
 AnalysisPath = Annotated[
-    Path, typer.Argument(metavar="RECIPE", help="An analysis recipe, such as recipes/pico-reproduce.yaml.")
+    Path,
+    typer.Argument(
+        metavar="RECIPE", help="An analysis recipe: a file or a name, such as pico-reproduce.", callback=find_recipe
+    ),
 ]
 First = Annotated[
     str | None, typer.Option("--from", metavar="STAGE", help="Start at this stage, even if it is finished.")
@@ -125,7 +150,7 @@ def finetune(
     overwrite: Overwrite = False,
     runs: Runs = Path("runs"),
 ) -> None:
-    """Fine-tune a hybrid on your data with recipes/finetune.yaml."""
+    """Fine-tune a hybrid on your data with the recipe finetune."""
     model, path = (json.dumps(word, ensure_ascii=False) for word in (hybrid, data))
     settings = [f"base.model={model}", f"train.sources.0.data.path={path}"]
     _run(shipped("finetune"), [*settings, *(overrides or ())], first, last, overwrite, runs, dry_run)

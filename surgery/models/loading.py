@@ -28,6 +28,7 @@ from transformers.quantizers import AutoHfQuantizer
 import surgery.hybrid  # noqa: F401  (registers the hybrid classes)
 from surgery.errors import ModelError, reading
 from surgery.files.atomic import digest
+from surgery.files.shipped import local_path
 from surgery.models import mamba_ssm_format, tensor_files
 from surgery.models.config_checks import CONFIG_HINT, check_kernels, check_sizes, check_splice_version
 from surgery.models.inserted import as_inserted
@@ -216,6 +217,8 @@ def load_model(base: Base) -> PreTrainedModel:
         else:
             options |= {"revision": stored.revision, "trust_remote_code": base.trust_remote_code}
             model, info = AutoModelForCausalLM.from_pretrained(stored.model, **options)
+            if local_path(base.model) != base.model:  # name it as the recipe does, not by the place of the installation
+                model.name_or_path = model.config.name_or_path = base.model
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     misshapen = {name: tuple(shape) for name, shape, _ in info["mismatched_keys"]}
     refuse_faults(base.model, expected, info["missing_keys"], info["unexpected_keys"], misshapen)
@@ -341,15 +344,17 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
 
 def revision_of(base: Base) -> str:
     """Identify the weights: by the commit of a Hub id, or by a hash of a folder's files."""
-    if Path(base.model).is_dir():
+    folder = Path(local_path(base.model))
+    if folder.is_dir():
         patterns = ("config.json", "tokenizer*.json", *_WEIGHTS)
-        files = sorted(path for pattern in patterns for path in Path(base.model).glob(pattern))
+        files = sorted(path for pattern in patterns for path in folder.glob(pattern))
         return _with_tokenizer(base, digest(*files)[:16])
     return _with_tokenizer(base, open_checkpoint(base).revision or "")
 
 
 def _with_tokenizer(base: Base, revision: str) -> str:
     """Append the hash of a tokenizer in another folder."""
-    if base.tokenizer is None or not Path(base.tokenizer).is_dir():
+    folder = Path(local_path(base.tokenizer)) if base.tokenizer is not None else None
+    if folder is None or not folder.is_dir():
         return revision
-    return f"{revision}+{digest(*sorted(Path(base.tokenizer).glob('tokenizer*.json')))[:8]}"
+    return f"{revision}+{digest(*sorted(folder.glob('tokenizer*.json')))[:8]}"

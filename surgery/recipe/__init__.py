@@ -4,7 +4,7 @@ from surgery.recipe.analysis import AnalysisRecipe, Change, Swap, Sweep
 from surgery.recipe.base import Base, Checkpoint, Teacher, as_base
 from surgery.recipe.evaluate import Efficiency, Evaluate, EvaluationTask, LmEval
 from surgery.recipe.export import Export, Hardware
-from surgery.recipe.loading import check_recipe, load_any, load_recipe, shipped, to_yaml
+from surgery.recipe.loading import check_recipe, find_recipe, load_any, load_recipe, shipped, to_yaml
 from surgery.recipe.locate import Gates, Locate, Search, Trial
 from surgery.recipe.pretrain import PretrainRecipe, TinyMamba, TinyMamba2, TinyTransformer
 from surgery.recipe.run import Recipe
@@ -49,6 +49,7 @@ __all__ = [
     "Weights",
     "as_base",
     "check_recipe",
+    "find_recipe",
     "load_any",
     "load_recipe",
     "shipped",

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from surgery.errors import RecipeError, SurgeryError, reading
 from surgery.files.atomic import fingerprint
 from surgery.files.secret_scan import refuse_tokens
-from surgery.recipe.loading import load_recipe
+from surgery.recipe.loading import find_recipe, load_recipe
 from surgery.recipe.run import Recipe
 from surgery.recipe.section import current_path
 from surgery.recipe.yaml import load_yaml, read_mapping
@@ -87,7 +87,7 @@ def load_grid(path: str | Path, words: Sequence[str]) -> Grid:
     point is the control of the run with the next listed number of heads.
 
     Args:
-        path: YAML file of the recipe.
+        path: YAML file of the recipe, or the name of a shipped recipe.
         words: `KEY=VALUE,VALUE` for a key with several values, or `KEY=VALUE`. Commas inside brackets or quotes do not
             separate values.
 
@@ -95,7 +95,7 @@ def load_grid(path: str | Path, words: Sequence[str]) -> Grid:
         RecipeError: no key or too many keys have several values, a key or value is listed twice, or a recipe is
             invalid. The message names the key and the value.
     """
-    read_mapping(Path(path))  # errors of the file itself name no value
+    read_mapping(find_recipe(path))  # errors of the file itself name no value
     axes, fixed = _parsed(words)
     name = ""
     recipes: dict[tuple[Any, ...], Recipe] = {}

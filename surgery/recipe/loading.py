@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from surgery.errors import RecipeError
 from surgery.files.secret_scan import refuse_tokens
+from surgery.files.shipped import close_names, shipped_recipe
 from surgery.recipe.analysis import AnalysisRecipe
 from surgery.recipe.pretrain import PretrainRecipe
 from surgery.recipe.run import Recipe
@@ -25,14 +26,14 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: type[R] =
     """Load a recipe, import its `plugins`, apply overrides and validate it.
 
     Args:
-        path: YAML file.
+        path: YAML file, or the name of a shipped recipe.
         overrides: `key.path=value` strings, with values in YAML.
         kind: class of the recipe: `Recipe`, `PretrainRecipe` or `AnalysisRecipe`.
 
     Raises:
         RecipeError: the file is missing or not YAML, or a key is unknown, duplicate or has an invalid value.
     """
-    data = current_keys(kind, read_mapping(Path(path)))
+    data = current_keys(kind, read_mapping(find_recipe(path)))
     for override in overrides:
         key, separator, value = override.partition("=")
         apply(data, f"{current_path(kind, key)}{separator}{value}")
@@ -54,22 +55,49 @@ def shipped(name: str) -> Path:
     Raises:
         RecipeError: there is no such recipe.
     """
-    package = Path(__file__).parents[1]
-    for folder in (package / "recipes", package.parent / "recipes"):
-        if (folder / f"{name}.yaml").is_file():
-            return folder / f"{name}.yaml"
-    raise RecipeError("recipe", name, "The installation is incomplete. Install ssm-surgery again.")
+    path = shipped_recipe(name)
+    if path is None:
+        raise RecipeError("recipe", name, "The installation is incomplete. Install ssm-surgery again.")
+    return path
+
+
+def find_recipe(recipe: str | Path) -> Path:
+    """Return the path of a recipe: the file of this name, otherwise the shipped recipe of this name.
+
+    Raises:
+        RecipeError: there is neither.
+    """
+    path = Path(recipe)
+    if path.is_file():
+        return path
+    found = shipped_recipe(str(path))
+    if found is None:
+        raise no_recipe(str(recipe))
+    return found
+
+
+def no_recipe(name: str) -> RecipeError:
+    """Return the error for a name that is neither a file nor a shipped recipe."""
+    close = close_names(name)
+    meant = f" Did you mean {' or '.join(close)}?" if close else ""
+    hint = f"The file does not exist, and no shipped recipe has this name.{meant} `surgery recipes` lists them."
+    return RecipeError("recipe", name, hint)
 
 
 AnyRecipe = Recipe | PretrainRecipe | AnalysisRecipe
 
 
-def load_any(path: Path, overrides: Sequence[str] = ()) -> AnyRecipe:
+def load_any(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     """Load any kind of recipe.
 
     The kind follows from the keys: `changes` or `sweeps` make an `AnalysisRecipe`, `model` without `base` makes a
     `PretrainRecipe`, and all others a `Recipe`.
+
+    Args:
+        path: YAML file, or the name of a shipped recipe.
+        overrides: as in `load_recipe`.
     """
+    path = find_recipe(path)
     try:
         data = read_mapping(path)
     except RecipeError:

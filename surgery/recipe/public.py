@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from surgery.errors import ModelError
+from surgery.files.shipped import local_path
 from surgery.recipe.base import Base, Checkpoint, Teacher
 from surgery.recipe.run import Recipe
 from surgery.recipe.sources import Source
 
 
 def source_of(model: str, revision: str | None) -> tuple[str, str | None]:
-    """Split `repo@revision` into a Hub id and its revision. Folders are returned unchanged.
+    """Split `repo@revision` into a Hub id and its revision, and find shipped checkpoints. Own folders stay as they are.
 
     Args:
         model: folder or Hub id.
@@ -21,6 +22,7 @@ def source_of(model: str, revision: str | None) -> tuple[str, str | None]:
     Raises:
         ModelError: `model` and `revision` name different revisions, or the @ is followed by nothing.
     """
+    model = local_path(model)
     name, at, written = model.partition("@")
     if not at or Path(model).exists() or not is_hub_id(name):
         return model, revision
@@ -33,6 +35,7 @@ def source_of(model: str, revision: str | None) -> tuple[str, str | None]:
 
 def is_hub_id(model: str) -> bool:
     """Whether a model is `owner/name` on the Hub rather than a local path."""
+    model = local_path(model)
     return not Path(model).exists() and model.count("/") == 1 and not model.startswith((".", "~", "/"))
 
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from surgery.errors import PlanError, RecipeError
 from surgery.files.atomic import read_json
+from surgery.files.shipped import local_path
 from surgery.interventions.alterations import attends
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import AnalysisRecipe, Change, Splice, Swap, Sweep, Teacher
@@ -74,7 +75,7 @@ def _heads(sweep: Sweep, config: PreTrainedConfig) -> list[HeadId]:
     """Heads in the order of heads.json if the sweep names one, otherwise all heads by layer."""
     if sweep.heads is None:
         return [head for spec in family_of(config).mixers(config) for head in spec.heads]
-    head_set = head_set_from_json(read_json(Path(sweep.heads)))
+    head_set = head_set_from_json(read_json(Path(local_path(sweep.heads))))
     if head_set.geometry != geometry_of(config):
         raise RecipeError(
             "sweeps.disable_one.heads",

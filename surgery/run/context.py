@@ -14,6 +14,7 @@ from surgery.data.files import local_files
 from surgery.data.user import count_answer_spans
 from surgery.errors import RunError, reading
 from surgery.files.atomic import digest, new_folder, read_json
+from surgery.files.shipped import local_path
 from surgery.models.loading import load_config, load_model, load_tokenizer, revision_of
 from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Base, Recipe, as_base
@@ -160,7 +161,7 @@ class Run:
     def heads(self) -> HeadSet | None:
         """Read the heads of the stage locate; if the base is a hybrid, those in its folder, or None."""
         is_hybrid = self.recipe.splice is None
-        path = (Path(self.recipe.base.model) if is_hybrid else self.folder) / "heads.json"
+        path = (Path(local_path(self.recipe.base.model)) if is_hybrid else self.folder) / "heads.json"
         return None if is_hybrid and not path.is_file() else head_set_from_json(read_json(path))
 
     def plan(self) -> Plan:

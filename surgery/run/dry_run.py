@@ -16,6 +16,7 @@ from surgery.data.tokenizer import build_tokenizer
 from surgery.errors import ModelError
 from surgery.export.chat_template import with_chat_template
 from surgery.files.atomic import read_json
+from surgery.files.shipped import local_path
 from surgery.models.cache import CacheBytes, cache_bytes
 from surgery.models.inserted import as_inserted, has_inserted, inserted_entries
 from surgery.models.loading import load_config, load_tokenizer
@@ -201,7 +202,7 @@ def _at_hand(base: Base, path: Path | None) -> tuple[Base, str]:
         The base, and the folder in `configs/` if one is used (otherwise empty).
     """
     cached = _cached(base.model, "config.json", base.revision)
-    if Path(base.model).exists() or cached is not None:
+    if Path(local_path(base.model)).exists() or cached is not None:
         return base.model_copy(update={"model": str(cached or base.model)}), ""
     owner, _, name = base.model.partition("/")
     local = path.parent / "configs" / name if path is not None else None
@@ -224,7 +225,7 @@ def _tokenizer(base: Base, online: bool) -> tuple[PreTrainedTokenizerBase, str]:
     """
     source = base.tokenizer or base.model
     cached = _cached(source, "tokenizer.json", None if base.tokenizer else base.revision)
-    if cached is not None or Path(source).exists() or online:
+    if cached is not None or Path(local_path(source)).exists() or online:
         try:
             there = base if cached is None else base.model_copy(update={"tokenizer": str(cached)})
             return load_tokenizer(there), "its own tokenizer"
@@ -236,7 +237,7 @@ def _tokenizer(base: Base, online: bool) -> tuple[PreTrainedTokenizerBase, str]:
 
 def _cached(source: str, name: str, revision: str | None) -> Path | None:
     """Find the folder in the Hub's local cache that has this file, or None."""
-    if Path(source).exists():
+    if Path(local_path(source)).exists():
         return None
     try:
         file = try_to_load_from_cache(source, name, revision=revision)

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ def summarise(seed: int, seconds: float, done: list[tuple[int, Case, Verdict]]) 
         "cold": sum(case.cold for _, case, _ in done),
         "seconds": round(seconds, 1),
         "processor_seconds": round(sum(os.times()[:4]), 1),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "versions": {"python": platform.python_version(), **packages},
         "table": {target: dict(counts) for target, counts in sorted(table.items())},
         "slowest": [

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -256,15 +254,3 @@ def test_bad_input_is_one_line_and_leaves_nothing(place: Path, given: tuple[str,
     write(place / "one.jsonl", [line(0)])
     assert_refused(surgery("finetune", *given, *SMALL, "--runs", "refused", cwd=place), *words)
     assert not (place / "refused").exists()
-
-
-def test_the_built_package_holds_the_recipe(tmp_path: Path) -> None:
-    """What an installed `surgery finetune` runs is the file of the checkout, byte for byte."""
-    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path / "lib")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-1000:]
-    built = tmp_path / "lib" / "surgery" / "recipes" / "finetune.yaml"
-    assert built.read_bytes() == (ROOT / "recipes" / "finetune.yaml").read_bytes()
-    code = "from surgery.recipe import shipped; print(shipped('finetune'))"
-    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "lib", capture_output=True, text=True)
-    assert found.stdout.strip() == str(built)

@@ -1,19 +1,28 @@
-"""What a release shows on PyPI: the README with absolute links, and the project's URLs."""
+"""A release: what PyPI shows, what the wheel holds, and that it runs where nothing else is."""
 
 from __future__ import annotations
 
 import email
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
 from email.message import Message
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.integration.conftest import ROOT
+from surgery.files.shipped import shipped_files
+from surgery.recipe import load_any
+from surgery.recipe.inputs import inputs_of
+from tests.integration.conftest import ROOT, SMALL
 
 URL = "https://host.example/owner/name"
 
@@ -54,3 +63,90 @@ def test_without_the_url_the_readme_is_as_it_is(tmp_path: Path) -> None:
     metadata = package_metadata(tmp_path, None)
     assert "CONTRIBUTING.md" in targets(metadata)
     assert metadata.get_all("Project-URL") is None
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout, built without a network and without files in the checkout."""
+    pytest.importorskip("setuptools", minversion="77")
+    folder = tmp_path_factory.mktemp("wheel")
+    steps = ("egg_info", f"--egg-base={folder}", "build", f"--build-base={folder / 'build'}", "bdist_wheel")
+    command = [sys.executable, "setup.py", "-q", *steps, f"--bdist-dir={folder / 'tree'}", f"--dist-dir={folder}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-1000:]
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def named_files(recipe: Path) -> set[str]:
+    """Paths of the repository that a recipe names."""
+    inputs = inputs_of(load_any(recipe)).values()
+    return {path for path in inputs if path.startswith(("checkpoints/", "recipes/", "examples/"))}
+
+
+def test_the_wheel_holds_what_recipes_name(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as files:
+        held = {name for name in files.namelist() if name.startswith("surgery/shipped/")}
+        different = [
+            name for name in held if files.read(name) != (ROOT / name.removeprefix("surgery/shipped/")).read_bytes()
+        ]
+    assert not different
+    inner = {name.removeprefix("surgery/shipped/") for name in held}
+    recipes = sorted((ROOT / "recipes").glob("*.yaml"))
+    named = {path for recipe in recipes for path in named_files(recipe)}
+    assert {"checkpoints/pico-far", "checkpoints/quickstart/export", "checkpoints/quickstart/heads.json"} <= named
+    assert [path for path in named if not any(f"{file}/".startswith(f"{path}/") for file in inner)] == []
+    tracked = [
+        *(ROOT / "recipes").rglob("*.*"),
+        *(ROOT / "examples").glob("*.py"),
+        *(ROOT / path for path in ("checkpoints/pico-far/tokenizer.json", "checkpoints/pico-far/model.safetensors")),
+    ]
+    assert {path.relative_to(ROOT).as_posix() for path in tracked if path.is_file()} <= inner
+    assert not [name for name in inner if "pycache" in name or name.endswith((".pyc", ".ipynb"))]
+    assert wheel.stat().st_size < 8e6
+
+
+def test_the_source_distribution_holds_the_same_files(tmp_path: Path) -> None:
+    """A release builds its wheel from the source distribution."""
+    pytest.importorskip("setuptools", minversion="77")
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path), "sdist", "--dist-dir"]
+    done = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-1000:]
+    (path,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as files:
+        held = {name.partition("/")[2] for name in files.getnames()}
+    assert set(shipped_files(ROOT)) | {"setup.py", "surgery/files/shipped.py", "constraints.txt"} <= held
+
+
+def test_an_installed_wheel_runs_the_quickstart_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
+    """A new environment with the dependencies of this one, but not the checkout."""
+    environment, folder = tmp_path / "environment", tmp_path / "empty"
+    folder.mkdir()
+    venv.create(environment, with_pip=False)
+    python = environment / "bin" / "python"
+    install = ("-m", "pip", "--python", str(python), "--disable-pip-version-check", "install", "-q", "--no-compile")
+    command = [sys.executable, *install, "--no-deps", "--no-index", str(wheel)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-1000:]
+    (site,) = environment.glob("lib/python*/site-packages")
+    # Its .pth files are not read there, so an editable install of the checkout is not found.
+    (site / "zz_dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+
+    def surgery(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [str(environment / "bin" / "surgery"), *words]
+        return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300)
+
+    settings = [word for word in SMALL if not word.startswith(("base.", "train.steps", "evaluate."))]
+    settings += ["train.steps=2", "train.optimizer.warmup=1", "evaluate.tasks=[kv_retrieval]", "evaluate.pairs=[4]"]
+    done = surgery("run", "quickstart", *settings, "evaluate.examples=4", "evaluate.efficiency=null")
+    assert done.returncode == 0, done.stderr[-2000:]
+    written = folder / "runs" / "quickstart"
+    recipe = yaml.safe_load((written / "recipe.yaml").read_text(encoding="utf-8"))
+    assert recipe["base"]["model"] == "checkpoints/pico-far"
+    arms = json.loads((written / "results.json").read_text(encoding="utf-8"))["arms"]
+    assert {"base", "no_splice", "hybrid"} <= set(arms)
+    card = (written / "export" / "README.md").read_text(encoding="utf-8")
+    assert "license: apache-2.0" in card and "model: pico-far" in card  # the license is that of the base's card
+    leaks = [path for path in written.rglob("*") if path.is_file() and str(environment).encode() in path.read_bytes()]
+    assert leaks == []

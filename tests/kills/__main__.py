@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -268,7 +268,7 @@ def main(given: list[str] | None = None) -> int:
 
 def _facts() -> dict[str, Any]:
     packages = {name: version(name) for name in ("torch", "transformers", "safetensors", "accelerate")}
-    date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return {"date": date, "versions": {"python": platform.python_version(), **packages}}
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import asdict
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,7 @@ def summary(root: Path, table: dict[str, Any], size: int, seed: int) -> dict[str
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
     packages = {name: version(name) for name in ("torch", "transformers", "pytest", "cosmic-ray")}
     return {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": commit.stdout.strip(),
         "seed": seed,
         "sample": size,

@@ -1,0 +1,65 @@
+"""Commands that print and copy shipped files: `surgery recipes` and `surgery examples`."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path, PurePosixPath
+from typing import Annotated
+
+import typer
+
+from surgery.errors import RecipeError, SurgeryError
+from surgery.files.shipped import recipe_names, shipped_root
+from surgery.recipe.loading import no_recipe, shipped
+
+recipes = typer.Typer(rich_markup_mode=None, help="List the shipped recipes, or print one with `show`.")
+
+
+@recipes.callback(invoke_without_command=True)
+def list_recipes(context: typer.Context) -> None:
+    """List the shipped recipes, or print one with `show`."""
+    if context.invoked_subcommand is None:
+        names = recipe_names()
+        for name in names:
+            print(f"{name:{max(map(len, names))}}  {first_comment(shipped(name))}")
+
+
+def first_comment(path: Path) -> str:
+    """Return the text of the first comment line of a file."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return next((line.lstrip("# ") for line in lines if line.startswith("#")), "")
+
+
+@recipes.command("show")
+def show(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A name that `surgery recipes` lists, or accelerate/fsdp2.")
+    ],
+) -> None:
+    """Print a shipped recipe with its comments, to redirect into a file of your own."""
+    if ".." in PurePosixPath(name).parts or name.startswith("/"):
+        raise no_recipe(name)
+    root = shipped_root() / "recipes"
+    for path in (root / f"{name}.yaml", root / name):
+        if path.is_file():
+            print(path.read_text(encoding="utf-8"), end="")
+            return
+    raise no_recipe(name)
+
+
+def examples(
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Folder to write.")] = Path("examples"),
+) -> None:
+    """Copy the generators of example data into FOLDER. Replaces no file."""
+    sources = sorted((shipped_root() / "examples").glob("*.py"))
+    if not sources:
+        raise RecipeError("examples", str(shipped_root()), "The installation is incomplete. Install ssm-surgery again.")
+    if folder.exists() and not folder.is_dir():
+        raise SurgeryError("FOLDER", str(folder), "It is a file. Set another folder.")
+    for source in sources:
+        if (folder / source.name).exists():
+            raise SurgeryError("FOLDER", str(folder / source.name), "The file exists. Set another folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    for source in sources:
+        shutil.copyfile(source, folder / source.name)
+        print(f"wrote {folder / source.name}")

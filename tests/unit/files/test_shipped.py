@@ -1,0 +1,191 @@
+"""Shipped recipes by name, shipped paths from any folder, and the commands that print and copy them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from surgery.cli import app
+from surgery.errors import RecipeError, SurgeryError
+from surgery.files import shipped
+from surgery.files.shipped import local_path, recipe_names, shipped_files
+from surgery.models.loading import load_config, load_model, load_tokenizer, revision_of
+from surgery.recipe import Base, check_recipe, find_recipe, load_any, load_recipe
+from surgery.recipe.grid import load_grid
+from surgery.recipe.public import is_hub_id, public_name, public_recipe, source_of
+from surgery.run.dry_run import dry_run
+
+ROOT = Path(__file__).parents[3]
+PICO = "checkpoints/pico-far"
+
+
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder."""
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty: Path) -> Path:
+    """The root of shipped files in a package that was installed elsewhere, from an empty current folder."""
+    package = tmp_path / "site-packages" / "surgery"
+    root = package / shipped.FOLDER
+    for name in shipped_files(ROOT):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).symlink_to(ROOT / name)
+    monkeypatch.setattr(shipped, "__file__", str(package / "files" / "shipped.py"))
+    return root
+
+
+class TestNames:
+    def test_every_recipe_has_its_name(self, empty: Path) -> None:
+        assert recipe_names() == sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+        assert find_recipe("mamba2-1.3b") == ROOT / "recipes" / "mamba2-1.3b.yaml"  # a name with a dot
+
+    def test_an_installed_package_is_read_first(self, installed: Path) -> None:
+        assert find_recipe("quickstart") == installed / "recipes" / "quickstart.yaml"
+        assert load_recipe("quickstart") == load_recipe(ROOT / "recipes" / "quickstart.yaml")
+        assert load_any("pico-reproduce") == load_any(ROOT / "recipes" / "pico-reproduce.yaml")
+        assert len(load_grid("quickstart", ["seed=0,1"]).points) == 2
+
+    def test_a_file_wins(self, empty: Path) -> None:
+        (empty / "quickstart").write_text("name: mine", encoding="utf-8")
+        assert find_recipe("quickstart") == Path("quickstart")
+
+    def test_a_folder_of_this_name_does_not(self, empty: Path) -> None:
+        (empty / "quickstart").mkdir()  # a run, with --runs .
+        assert find_recipe("quickstart") == ROOT / "recipes" / "quickstart.yaml"
+
+    @pytest.mark.parametrize(
+        ("name", "close"),
+        [
+            ("quikstart", "quickstart"),
+            ("quickstart.yaml", "quickstart"),
+            ("recipes/quickstart.yaml", "quickstart"),
+            ("llamba-8b", "llamba-8b-head"),
+            ("pico", "pico-reproduce"),
+        ],
+    )
+    def test_an_unknown_name_lists_close_ones(self, empty: Path, name: str, close: str) -> None:
+        with pytest.raises(RecipeError, match=rf"^recipe: {name}\. The file does not exist.*no shipped") as error:
+            load_recipe(name)
+        assert close in str(error.value).split("Did you mean ")[1]
+
+    @pytest.mark.parametrize("name", ["zzz", "", ".", "../quickstart", "configs/README", "accelerate/ddp"])
+    def test_only_recipes_have_names(self, empty: Path, name: str) -> None:
+        with pytest.raises(RecipeError, match="no shipped recipe has this name") as error:
+            find_recipe(name)
+        assert "Did you mean" not in str(error.value) or "quickstart" in name
+
+
+class TestPaths:
+    @pytest.mark.parametrize("name", [PICO, f"./{PICO}", f"{PICO}/config.json", "checkpoints/quickstart/heads.json"])
+    def test_a_shipped_path_is_found(self, installed: Path, name: str) -> None:
+        assert Path(local_path(name)) == installed / name
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            *(
+                "",
+                ".",
+                "checkpoints",
+                "checkpoints/pico-mamba2",
+                "checkpoints/pico-far2",
+                "checkpoints/pico-far/no.bin",
+            ),
+            *("surgery", "docs", "runs/x/export", "checkpoints/../checkpoints/pico-far", "/checkpoints/pico-far"),
+            *("state-spaces/mamba2-130m", f"{PICO}@main", "bench/studies/head_choice/recipes", "pyproject.toml"),
+        ],
+    )
+    def test_nothing_else_changes(self, empty: Path, name: str) -> None:
+        assert local_path(name) == name
+
+    def test_the_current_folder_wins(self, empty: Path) -> None:
+        (empty / PICO).mkdir(parents=True)
+        assert local_path(PICO) == PICO
+
+    def test_a_dangling_link_is_not_replaced(self, empty: Path) -> None:
+        (empty / "checkpoints").mkdir()
+        (empty / PICO).symlink_to("nowhere")
+        assert local_path(PICO) == PICO
+
+    def test_names_do_not_depend_on_the_place(self, installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Revision, public name and stored name are those of a checkout, so a run folder is too."""
+
+        def names() -> tuple[object, ...]:
+            base = Base(model=PICO, tokenizer=PICO)
+            model = load_model(base)
+            recipe = load_recipe("quickstart", [f"base.tokenizer={PICO}"])
+            return (
+                revision_of(base), public_name(PICO), is_hub_id(PICO), load_config(base).to_diff_dict(),
+                model.name_or_path, model.config.name_or_path, recipe, public_recipe(recipe),
+            )  # fmt: skip
+
+        elsewhere = names()
+        monkeypatch.chdir(ROOT)
+        assert elsewhere == names()
+        assert elsewhere[1:3] == ("pico-far", False) and elsewhere[4] == PICO
+        assert elsewhere[7].base.model == "pico-far"  # type: ignore[attr-defined]
+
+    def test_the_place_is_only_read(self, installed: Path) -> None:
+        assert source_of(PICO, None) == (str(installed / PICO), None)
+        assert load_tokenizer(Base(model=PICO)).is_fast
+
+    def test_a_dry_run_finds_the_tokenizer(self, installed: Path, tmp_path: Path) -> None:
+        path = find_recipe("quickstart")
+        printed = str(dry_run(load_recipe(path), tmp_path / "run", path))
+        assert "its own tokenizer" in printed and str(installed) not in printed
+
+    def test_an_own_recipe_with_a_shipped_base(self, installed: Path) -> None:
+        source = {"task": "kv_retrieval", "rows": 2, "weights": {"answer": 1.0}}
+        recipe = check_recipe({"name": "mine", "base": {"model": PICO}, "train": {"steps": 3, "sources": [source]}})
+        assert load_config(recipe.base).num_hidden_layers == 4
+
+
+class TestCommands:
+    def run(self, *words: str) -> str:
+        done = CliRunner().invoke(app, words, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    def test_recipes_are_listed(self, installed: Path) -> None:
+        lines = self.run("recipes").splitlines()
+        assert [line.split()[0] for line in lines] == recipe_names()
+        assert all(len(line.split()) > 4 and "#" not in line for line in lines)
+
+    @pytest.mark.parametrize("name", ["quickstart", "mamba2-1.3b", "accelerate/fsdp2", "accelerate/deepspeed.json"])
+    def test_a_recipe_is_printed_as_it_is(self, installed: Path, name: str) -> None:
+        path = ROOT / "recipes" / (name if name.endswith(".json") else f"{name}.yaml")
+        assert self.run("recipes", "show", name) == path.read_text(encoding="utf-8")
+
+    def test_what_is_printed_is_the_same_recipe(self, installed: Path, empty: Path) -> None:
+        (empty / "my.yaml").write_text(self.run("recipes", "show", "quickstart"), encoding="utf-8")
+        assert load_recipe("my.yaml") == load_recipe("quickstart")
+
+    @pytest.mark.parametrize("name", ["nothing", "../setup.py", "../checkpoints/pico-far/config.json", "/etc/passwd"])
+    def test_nothing_else_is_printed(self, installed: Path, name: str) -> None:
+        with pytest.raises(RecipeError, match="no shipped recipe has this name"):
+            self.run("recipes", "show", name)
+
+    def test_examples_are_copied_once(self, installed: Path, empty: Path) -> None:
+        self.run("examples")
+        copied = sorted(path.name for path in (empty / "examples").iterdir())
+        assert copied == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+        (empty / "examples" / copied[-1]).write_text("# mine", encoding="utf-8")
+        for name in copied[:-1]:
+            (empty / "examples" / name).unlink()
+        with pytest.raises(SurgeryError, match=rf"{copied[-1]}\. The file exists"):
+            self.run("examples")
+        assert [path.name for path in (empty / "examples").iterdir()] == copied[-1:]  # nothing was copied
+        assert (empty / "examples" / copied[-1]).read_text(encoding="utf-8") == "# mine"
+
+    def test_a_file_is_no_folder(self, installed: Path, empty: Path) -> None:
+        (empty / "file").touch()
+        with pytest.raises(SurgeryError, match=r"^FOLDER: file\. It is a file"):
+            self.run("examples", "file")

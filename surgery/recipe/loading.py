@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from surgery.files.shipped import close_names, shipped_recipe
 from surgery.recipe.analysis import AnalysisRecipe
 from surgery.recipe.pretrain import PretrainRecipe
 from surgery.recipe.run import Recipe
-from surgery.recipe.section import current_keys, current_path
+from surgery.recipe.section import Section, current_keys, current_path, section_of
 from surgery.recipe.yaml import apply, read_mapping
 from surgery.registry import load_plugins
 
@@ -128,9 +129,18 @@ def check_recipe(data: dict[str, Any], kind: type[R] = Recipe) -> R:  # type: ig
         value = "missing" if first["type"] == "missing" else repr(wrong)[:120]
         hint = first["msg"].removeprefix("Value error, ")
         if "extra" in first["type"]:
-            hint = "Unknown key. `surgery schema` lists all keys."
+            hint = f"Unknown key.{_meant(kind, first['loc'])} `surgery schema` lists all keys."
         more = f" ({len(faults) - 1} more: {', '.join('.'.join(map(str, f['loc'])) for f in faults[1:6])})"
         raise RecipeError(where, value, hint + (more if len(faults) > 1 else "")) from None
+
+
+def _meant(kind: type[Section], place: Sequence[str | int]) -> str:
+    """Return a question with the known keys that resemble an unknown one, or nothing."""
+    section: type[Section] | None = kind
+    for part in place[:-1]:
+        section = section if isinstance(part, int) else section_of(section, part)
+    close = get_close_matches(str(place[-1]), section.model_fields if section else (), 2)
+    return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
 def to_yaml(recipe: AnyRecipe) -> str:

@@ -134,7 +134,7 @@ def keys_of_0_1(section: type[Section] | None, data: Any) -> Any:
         return [keys_of_0_1(section, item) for item in data]
     if not isinstance(data, dict):
         return data
-    deep = {key: keys_of_0_1(_section_of(section, key), value) for key, value in data.items()}
+    deep = {key: keys_of_0_1(section_of(section, key), value) for key, value in data.items()}
     return section.names_of_0_1(deep) if section is not None else deep
 
 
@@ -147,7 +147,7 @@ def current_keys(section: type[Section] | None, data: Any) -> Any:
     result = {}
     for key, value in data.items():
         name = section.current_name(key) if section is not None and section.renamed.get(key) not in data else key
-        result[name] = current_keys(_section_of(section, name), value)
+        result[name] = current_keys(section_of(section, name), value)
     return result
 
 
@@ -157,11 +157,11 @@ def current_path(section: type[Section], path: str) -> str:
     for part in path.split("."):
         names.append(below.current_name(part) if below is not None else part)
         if not part.isdecimal():  # an index of a list
-            below = _section_of(below, names[-1])  # type: ignore[assignment]
+            below = section_of(below, names[-1])  # type: ignore[assignment]
     return ".".join(names)
 
 
-def _section_of(section: type[Section] | None, key: Any) -> type[Section] | None:
+def section_of(section: type[Section] | None, key: Any) -> type[Section] | None:
     """The class of the section that a field holds, alone or in a list."""
     field = section.model_fields.get(key) if section is not None else None
     return next(_sections_in(field.annotation), None) if field is not None else None

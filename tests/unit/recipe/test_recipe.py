@@ -105,7 +105,19 @@ def test_a_bad_value_is_refused_by_field_and_value(write: Write, override: str, 
 def test_an_unknown_key_is_called_so(write: Write) -> None:
     error = assert_refused(write(MINIMAL + "epochs: 3\n"))
     assert error.field == "epochs"
-    assert "Unknown key" in error.hint
+    assert "Unknown key" in error.hint and "Did you mean" not in error.hint
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("trian.steps=3", "train"),
+        ("splice.num_head=2", "num_heads"),
+        ("evaluate.tasks=[{task: kv_retrieval, fillers: [0, 3]}]", "filler"),
+    ],
+)
+def test_a_key_that_resembles_an_unknown_one_is_named(write: Write, override: str, meant: str) -> None:
+    assert f"Did you mean {meant}" in assert_refused(write(MINIMAL), override).hint
 
 
 def test_a_missing_key_is_called_so(write: Write) -> None:

@@ -4,7 +4,7 @@ The files of such a model need no code of this library. In memory its class is `
 the attention rows that training supervises.
 
 The residual stream may have side channels: the last `side_channels` ones, which the base lacks. Its weights for them
-are 0. The Gather layer of a pair writes to them alone.
+are 0 at first. The Gather layer of a pair writes to them alone.
 
 Shape legend: B batch, T tokens, H attention heads of a block, P their width, Q requested rows.
 """
@@ -36,8 +36,9 @@ def has_inserted(config: PreTrainedConfig) -> bool:
 def inserted_entries(config: PreTrainedConfig) -> list[dict[str, Any]]:
     """Return the checked entries of the field `inserted`; empty if nothing was inserted.
 
-    An entry has `form`, `layers` (indices of the new layers in the hybrid, the attention block last), `before` (layer
-    of the base that follows them), `site` (layer of the located heads), `heads`, and `reads`.
+    An entry has `form`, `init` (`random` in older exports, which lack it), `layers` (indices of the new layers in the
+    hybrid, the attention block last), `before` (layer of the base that follows them), `site` (layer of the located
+    heads), `heads`, and `reads`.
 
     Raises:
         ModelError: an entry is malformed, or does not fit the layers of the config.
@@ -50,7 +51,8 @@ def inserted_entries(config: PreTrainedConfig) -> list[dict[str, Any]]:
     last, removed = -1, 0
     for entry in entries:
         value = str(entry)[:120]
-        if not isinstance(entry, dict) or set(entry) != {"form", "layers", "before", "site", "heads", "reads"}:
+        keys = {"form", "init", "layers", "before", "site", "heads", "reads"}
+        if not isinstance(entry, dict) or set(entry) | {"init"} != keys:
             raise ModelError(f"config.json {FIELD}", value, hint)
         layers, numbers = entry["layers"], (entry["before"], entry["site"])
         expected = {"block": ["full_attention"], "pair": ["linear_attention", "full_attention"]}.get(entry["form"])
@@ -58,6 +60,8 @@ def inserted_entries(config: PreTrainedConfig) -> list[dict[str, Any]]:
         fits = lists and all(type(n) is int and n >= 0 for n in (*layers, *numbers, *entry["heads"]))
         fits = fits and layers == list(range(layers[0], layers[0] + len(layers))) if fits and layers else False
         if not fits or layers[0] <= last or [*kinds[layers[0] : layers[-1] + 1]] != expected:
+            raise ModelError(f"config.json {FIELD}", value, hint)
+        if entry.get("init", "random") not in (("random", "ssm") if entry["form"] == "pair" else ("random",)):
             raise ModelError(f"config.json {FIELD}", value, hint)
         if entry["before"] != layers[0] - removed or not 0 < len(entry["heads"]) == len(entry["reads"]):
             raise ModelError(f"config.json {FIELD}", value, hint)
@@ -125,7 +129,7 @@ def grafts_of(config: PreTrainedConfig, sites: Mapping[int, MixerSpec]) -> tuple
             raise ModelError(f"config.json {FIELD}", f"site {entry['site']}", hint)
         heads, reads = tuple(entry["heads"]), tuple(entry["reads"])
         site, form, before = sites[entry["site"]], entry["form"], entry["before"]
-        grafts.append(Graft(site, heads, "add", "random", reads, form=form, before=before))
+        grafts.append(Graft(site, heads, "add", entry.get("init", "random"), reads, form=form, before=before))
     return tuple(grafts)
 
 
@@ -135,6 +139,19 @@ def inserted_blocks(model: nn.Module) -> list[nn.Module]:
     if not has_inserted(config):
         return []
     return [model.get_submodule(f"model.layers.{layer}") for layer in new_layers(config)]
+
+
+def _copying_layers(config: PreTrainedConfig) -> list[int]:
+    """Return the indices of Gather layers with copies of the base's keys and queries (`init: ssm`)."""
+    return [entry["layers"][0] for entry in inserted_entries(config) if entry.get("init") == "ssm"]
+
+
+def held_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return parameters that training must not change: the scales that keep copies in side channels small."""
+    config = getattr(model, "config", None)
+    if not has_inserted(config):
+        return []
+    return [model.get_submodule(f"model.layers.{layer}.mixer.norm").weight for layer in _copying_layers(config)]
 
 
 class InsertedForCausalLM(NemotronHForCausalLM):
@@ -210,9 +227,15 @@ def as_inserted(model: PreTrainedModel) -> PreTrainedModel:
         return model
     entries, side = inserted_entries(model.config), side_channels(model.config)
     if side and not isinstance(model, InsertedForCausalLM):
-        for entry in (entry for entry in entries if entry["form"] == "pair"):
-            gather = model.get_submodule(f"model.layers.{entry['layers'][0]}.mixer.out_proj")
-            gather.register_forward_hook(partial(_train_side_channels_only, side))
+        gathers = {entry["layers"][0] for entry in entries if entry["form"] == "pair"}
+        for layer in gathers:
+            # Not a hook of `out_proj`: fused kernels do not call it.
+            model.model.layers[layer].mixer.register_forward_hook(partial(_train_side_channels_only, side))
+        if _copying_layers(model.config):
+            model.model.embeddings.register_forward_hook(partial(_train_base_channels_only, side))
+            for number, block in enumerate(model.model.layers):
+                if number not in gathers:
+                    block.mixer.register_forward_hook(partial(_train_base_channels_only, side))
     model.__class__ = InsertedForCausalLM
     return model
 
@@ -220,3 +243,13 @@ def as_inserted(model: PreTrainedModel) -> PreTrainedModel:
 def _train_side_channels_only(side: int, _: nn.Module, __: Any, output: Tensor) -> Tensor:
     """Stop the gradient of what a Gather layer writes to the base's channels, so its weights there stay 0."""
     return torch.cat([output[..., :-side].detach(), output[..., -side:]], -1)
+
+
+def _train_base_channels_only(side: int, _: nn.Module, __: Any, output: Any) -> Any:
+    """Stop the gradient of what any other module writes to side channels, so its weights there stay 0.
+
+    The block's norm multiplies side channels with copies by so much that a step of the optimizer would hide them.
+    """
+    written = output[0] if isinstance(output, tuple) else output
+    written = torch.cat([written[..., :-side], written[..., -side:].detach()], -1)
+    return (written, *output[1:]) if isinstance(output, tuple) else written

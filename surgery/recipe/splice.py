@@ -14,7 +14,8 @@ from surgery.recipe.section import Positive, Section
 from surgery.registry import NameOf, Registry
 from surgery.types import Form, HeadId, Mode, Unit
 
-SIDE_CHANNELS = 64  # default with `form: pair`
+INSERTED_INITS = {"block": ("random",), "pair": ("random", "ssm")}  # values of `init` by `form`
+SIDE_CHANNELS = {"random": 64, "ssm": 128}  # default with `form: pair`, by `init`
 
 
 class _Branches(Registry[Any]):
@@ -53,7 +54,8 @@ class Splice(Section):
     init: Annotated[str, NameOf(_BRANCHES)] = Field(
         "ssm",
         description="Attention branch. `ssm`: copy the head's C, B, x and gate. `teacher`: copy a Transformer's "
-        "attention. `random`: random weights, as a control.",
+        "attention. `random`: random weights, as a control. With `form: pair`, `ssm` copies C and B of the layer that "
+        "follows into the Gather layer.",
     )
     unit: Unit = Field(
         "head",
@@ -101,9 +103,9 @@ class Splice(Section):
         ge=0,
         le=10**6,
         strict=True,
-        description="With `form: pair`: channels added to the residual stream, by default 64. The new Mamba-2 layer "
-        "writes to them alone and the base does not read them, so the base works as before. With 0 the new layer "
-        "writes to the base's own channels.",
+        description="With `form: pair`: channels added to the residual stream, by default 64, or 128 with `init: ssm`. "
+        "The new Mamba-2 layer writes to them alone and the base does not read them, so the base works as before. "
+        "With 0 it writes to the base's own channels.",
     )
     new_keys: ClassVar[dict[str, Any]] = {
         "min_width": None,
@@ -119,12 +121,13 @@ class Splice(Section):
     def _defaults_by_form_and_init(cls, data: Any) -> Any:
         """Defaults that depend on other keys.
 
-        `form: block` and `pair` have `init: random`, and `pair` has side channels. Only `init: ssm` has a `min_width`.
+        `form: block` and `pair` have `init: random` and no `min_width`, and `pair` has side channels. Of the other
+        branches, only `init: ssm` has a `min_width`.
         """
         if isinstance(data, Mapping) and data.get("form") in ("block", "pair"):
-            data = {"init": "random", **data}
+            data = {"init": "random", "min_width": None, **data}
             if data["form"] == "pair" and data.get("side_channels") is None:
-                data["side_channels"] = SIDE_CHANNELS
+                data["side_channels"] = SIDE_CHANNELS.get(data["init"], 0)
         if isinstance(data, Mapping) and data.get("init", "ssm") != "ssm":
             data = {"min_width": None, **data}
         return data
@@ -138,11 +141,13 @@ class Splice(Section):
                 if getattr(self, key) is not None:
                     raise ValueError(f"`{key}` needs `form: block` or `form: pair`: set it, or remove `{key}`")
             return self
-        needed = {"mode": "add", "init": "random", "unit": "head"}
-        for key, value in needed.items():
-            if getattr(self, key) != value:
-                hint = f"remove it, or set `{key}: {value}`"
+        allowed = {"mode": ("add",), "init": INSERTED_INITS[self.form], "unit": ("head",)}
+        for key, values in allowed.items():
+            if getattr(self, key) not in values:
+                hint = "remove it, or set " + " or ".join(f"`{key}: {value}`" for value in values)
                 raise ValueError(f"`form: {self.form}` does not support `{key}: {getattr(self, key)}`: {hint}")
+        if self.init == "ssm" and not self.side_channels:
+            raise ValueError("`form: pair` with `init: ssm` needs `side_channels`: set 128, or set `init: random`")
         for key in ("teacher", "min_width", "state_size"):
             if getattr(self, key) is not None:
                 raise ValueError(f"`form: {self.form}` does not support `{key}`: remove it, or set `form: head`")

@@ -1,29 +1,26 @@
 """Insert new layers into a Mamba-2, as transformers' own Nemotron-H: attention blocks, or pairs with a Gather layer.
 
 A block is `h + attention(norm(h))` with plain softmax attention and no position code. A pair is a new Mamba-2 layer
-followed by a block. Output projections start at 0, so the hybrid's logits equal the base's.
+followed by a block. The block's output projection starts at 0, so the hybrid's logits equal the base's.
 
 The Mamba-2 layer of a pair passes earlier tokens to the block. In channels of the base this disturbs all layers above,
-which costs a small base its knowledge. So the residual stream gets side channels: only that layer writes to them, and
-the base's weights for them are 0. The base's norms average over them too. So all that the base writes to the stream is
-multiplied by the square root of (new width / old width), and the norms' weights are divided by it: the hybrid's logits
-then differ from the base's by rounding only. The block's own norm multiplies the side channels, so that small values
-there count as much as the stream below them, however large that is.
+which costs a small base its knowledge. So the residual stream gets side channels: of the new layers only that one
+writes to them, and the base's weights for them are 0. The base's norms average over them too. So all that the base
+writes to the stream is multiplied by the square root of (new width / old width), and the norms' weights are divided by
+it: the hybrid's logits then differ from the base's by rounding only. The block's own norm multiplies the side channels,
+so that small values there count as much as the stream below them, however large that is (`surgery.splice.gather`).
 
 Nemotron-H (arXiv 2504.03624) holds Mamba-2 layers and such blocks in one stack, so the result needs no code of this
 library: transformers, vLLM and llama.cpp have this class.
 
-Shape legend: D model width with side channels, I inner width of an SSM layer, K taps of its convolution, H attention
-heads, P their width.
+Shape legend: D model width with side channels, H attention heads, P their width.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,14 +30,14 @@ from surgery.errors import PlanError
 from surgery.models.inserted import FIELD, SIDE, as_inserted, side_channels
 from surgery.models.lookup import family_of, geometry_of, mixer_of
 from surgery.recipe import Splice
-from surgery.recipe.splice import SIDE_CHANNELS
+from surgery.recipe.splice import INSERTED_INITS, SIDE_CHANNELS
+from surgery.splice.draw import Draw
+from surgery.splice.gather import fill_gather
 from surgery.types import Graft, Plan
 
 HEAD_DIM = 64  # default of `splice.head_dim`
 CONTEXT = 131072  # max_position_embeddings if the base states none. Nothing in the model depends on positions
 _STEP_MIN = 1e-30  # Nemotron-H's lower limit of dt in prefill. Its initialisation takes the logarithm
-_RIDGE = 1e-3  # as a share of the mean square of the stream
-_SIDE_RMS = 0.1  # of what a Gather layer writes to side channels, as the block above reads it at full size
 _ATTENTION, _SSM = "full_attention", "linear_attention"
 
 
@@ -101,6 +98,7 @@ def inserted_config(plan: Plan, config: PreTrainedConfig, splice: Splice | None 
             new = [_SSM, _ATTENTION] if graft.form == "pair" else [_ATTENTION]
             entries.append({
                 "form": graft.form,
+                "init": graft.init,
                 "layers": list(range(len(kinds), len(kinds) + len(new))),
                 "before": layer,
                 "site": graft.site.layer,
@@ -110,8 +108,10 @@ def inserted_config(plan: Plan, config: PreTrainedConfig, splice: Splice | None 
             kinds += new
         kinds.append(_SSM)
     count = max(len(graft.heads) for graft in plan.grafts)
-    pairs = any(graft.form == "pair" for graft in plan.grafts)
-    side = ((SIDE_CHANNELS if splice is None else splice.side_channels) or 0) if pairs else 0
+    inits = [graft.init for graft in plan.grafts if graft.form == "pair"]
+    side = max((SIDE_CHANNELS[init] for init in inits), default=0)
+    if inits and splice is not None:
+        side = splice.side_channels or 0
     hybrid = NemotronHConfig(
         layers_block_type=kinds,
         vocab_size=config.vocab_size,
@@ -168,13 +168,10 @@ def _check_grafts(plan: Plan, config: PreTrainedConfig) -> None:
         check_place(graft.before or 0, config)
         if graft.site not in sites or not graft.heads:
             raise PlanError("plan.json site", graft.site.name, "The base has no such mixer. Plan again.")
-        if (graft.mode, graft.init, graft.unit) != ("add", "random", "head"):
-            value = f"{graft.mode}, {graft.init}, {graft.unit}"
-            raise PlanError(
-                "plan.json mode, init, unit",
-                value,
-                "Inserted layers need mode add, init random and unit head. Plan again.",
-            )
+        if (graft.mode, graft.unit) != ("add", "head") or graft.init not in INSERTED_INITS[graft.form]:
+            value, hint = f"{graft.mode}, {graft.init}, {graft.unit}", " or ".join(INSERTED_INITS[graft.form])
+            hint = f"A {graft.form} needs mode add, init {hint}, and unit head. Plan again."
+            raise PlanError("plan.json mode, init, unit", value, hint)
 
 
 @torch.no_grad()
@@ -201,17 +198,15 @@ def insert_layers(model: PreTrainedModel, plan: Plan, splice: Splice | None = No
     new = tuple(f"model.layers.{layer}." for entry in getattr(config, FIELD) for layer in entry["layers"])
     assert not unexpected and all(name.startswith(new) for name in missing), (missing, unexpected)
     for number, (graft, entry) in enumerate(zip(plan.grafts, getattr(config, FIELD), strict=True)):
-        draw = _Draw(f"{plan.seed}:{number}", model.device)
+        draw = Draw(f"{plan.seed}:{number}", model.device)
         blocks = [hybrid.get_submodule(f"model.layers.{layer}") for layer in entry["layers"]]
         for block in blocks:
             block.to_empty(device=model.device).norm.weight.fill_(1)
         _fill_attention(blocks[-1].mixer, graft, draw)
         if graft.form == "pair":
             gather, block = blocks
-            stream = _stream(model, entry["before"], draw)
-            _fill_delay_line(gather.mixer, draw, _constant_direction(stream, model.config.layer_norm_epsilon))
+            fill_gather(gather.mixer, block, graft, model, entry["before"], draw)
             gather.norm.weight.div_(_scale(config))
-            block.norm.weight[model.config.hidden_size :] = float(stream.square().mean().sqrt()) / _SIDE_RMS
     published = mixer_of(model, family_of(model.config).mixers(model.config)[0]).chunk_size
     for spec in family_of(config).mixers(config):
         if spec.is_ssm:
@@ -246,38 +241,7 @@ def _renamed(model: PreTrainedModel, hybrid: PreTrainedModel) -> Iterator[tuple[
         yield name, padded
 
 
-class _Draw:
-    """Draw random tensors, each from its own seed.
-
-    Args:
-        key: identifies plan and graft.
-        device: of the results.
-    """
-
-    def __init__(self, key: str, device: Any) -> None:
-        self.key, self.device = key, device
-
-    def _generator(self, name: str) -> torch.Generator:
-        seed = int.from_bytes(hashlib.sha256(f"{self.key}:{name}".encode()).digest()[:8], "big") % 2**63
-        return torch.Generator().manual_seed(seed)
-
-    def normal(self, name: str, rows: int, columns: int) -> Tensor:
-        """Return (rows, columns) with variance 1/columns."""
-        return (torch.randn(rows, columns, generator=self._generator(name)) * columns**-0.5).to(self.device)
-
-    def tokens(self, name: str, count: int, vocab_size: int, length: int = 128) -> Tensor:
-        """Return (count / length, length) token ids: permutations of the vocabulary, one after the other."""
-        generator = self._generator(name)
-        ids = torch.cat([torch.randperm(vocab_size, generator=generator) for _ in range(-(-count // vocab_size))])
-        length = min(length, count)
-        return ids[: count // length * length].view(-1, length).to(self.device)
-
-    def uniform(self, name: str, count: int, low: float, high: float) -> Tensor:
-        """Return (count,) between `low` and `high`."""
-        return (torch.rand(count, generator=self._generator(name)) * (high - low) + low).to(self.device)
-
-
-def _fill_attention(mixer: nn.Module, graft: Graft, draw: _Draw) -> None:
+def _fill_attention(mixer: nn.Module, graft: Graft, draw: Draw) -> None:
     """Random query, key and value for the heads of the graft, zeros for others, and a zero output projection."""
     used = len(graft.heads) * mixer.head_dim
     for name in ("q_proj", "k_proj", "v_proj"):
@@ -285,87 +249,3 @@ def _fill_attention(mixer: nn.Module, graft: Graft, draw: _Draw) -> None:
         weight.zero_()
         weight[:used] = draw.normal(name, used, weight.shape[1])
     mixer.o_proj.weight.zero_()
-
-
-class _Reached(Exception):
-    """A forward pass has reached the layer whose input is needed."""
-
-
-def _stream(model: PreTrainedModel, layer: int, draw: _Draw) -> Tensor:
-    """Run the base on random tokens, in which all of the vocabulary is as frequent, up to a layer.
-
-    Args:
-        model: the base, with D channels.
-        layer: the layer.
-        draw: seeds the order of the tokens.
-
-    Returns:
-        (N,D) input of the layer at N of about 16 D tokens.
-    """
-    inputs: list[Tensor] = []
-
-    def stop(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        inputs.append(arguments[0])
-        raise _Reached
-
-    handle = model.backbone.layers[layer].register_forward_pre_hook(stop)
-    try:
-        model(draw.tokens("gate", 16 * model.config.hidden_size, model.config.vocab_size), use_cache=False)
-    except _Reached:
-        pass
-    finally:
-        handle.remove()
-    return inputs[0].flatten(0, 1)
-
-
-def _constant_direction(stream: Tensor, epsilon: float) -> Tensor:
-    """Find a vector of base channels whose product with a layer's normed input is about 1 at every token.
-
-    Uses ridge regression.
-
-    Args:
-        stream: from `_stream`.
-        epsilon: of the layer's norm.
-    """
-    x = stream.double()
-    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
-    gram = normed.T @ normed / len(normed)
-    ridge = _RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    return torch.linalg.solve(gram + ridge, normed.mean(0)).to(stream.dtype)
-
-
-def _fill_delay_line(mixer: nn.Module, draw: _Draw, constant: Tensor) -> None:
-    """A Mamba-2 layer whose channels hold the tokens 1 to K-1 places before, with the scan off and a zero output.
-
-    x is a random projection of the base's channels, and the convolution of channel i only passes what stood
-    `1 + i % (K-1)` tokens before. The gate is about the same at every token, since a random one would hide much of x.
-    (Before layer 0 of checkpoints/pico-mamba2, a linear map finds the token three places before in 95% of cases, and in
-    70% with a random gate.) The scan is off because C is 0. B is not 0, so C has gradients as soon as the output is not
-    0.
-
-    Args:
-        mixer: filled in place.
-        draw: the random numbers.
-        constant: from `_constant_direction`, for the base's channels.
-    """
-    channels = len(constant)
-    I = mixer.intermediate_size  # noqa: E741
-    states, K = mixer.n_groups * mixer.ssm_state_size, mixer.conv_kernel_size
-    for module in (mixer.in_proj, mixer.conv1d, mixer.out_proj):
-        if module.bias is not None:
-            module.bias.zero_()
-    mixer.in_proj.weight.zero_()
-    z, x, B, *_ = mixer.in_proj.weight[:, :channels].split([I, I, states, states, mixer.num_heads])  # C and dt stay 0
-    z.copy_(2 * constant.expand(len(z), channels))  # silu(2) = 1.76
-    for name, rows in (("x", x), ("B", B)):
-        rows.copy_(draw.normal(name, len(rows), channels))
-    mixer.conv1d.weight.zero_()
-    lags = 1 + torch.arange(I, device=draw.device) % max(1, K - 1) if K > 1 else torch.zeros(I, dtype=torch.long)
-    mixer.conv1d.weight[torch.arange(I, device=draw.device), 0, K - 1 - lags.to(draw.device)] = 1
-    mixer.conv1d.weight[I:, 0, K - 1] = 1  # B and C: the token itself
-    steps = draw.uniform("dt_bias", mixer.num_heads, math.log(1e-3), math.log(1e-1)).exp()
-    mixer.dt_bias.copy_(steps + torch.log(-torch.expm1(-steps)))  # the inverse of softplus
-    mixer.A_log.copy_(draw.uniform("A_log", mixer.num_heads, 1, 16).log())
-    mixer.D.fill_(1)
-    mixer.norm.weight.fill_(1)
-    mixer.out_proj.weight.zero_()

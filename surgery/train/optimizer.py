@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from surgery.errors import RunError
 from surgery.hybrid.attention import SplicedAttention
-from surgery.models.inserted import inserted_blocks
+from surgery.models.inserted import held_parameters, inserted_blocks
 from surgery.models.lookup import block_of, family_of
 from surgery.recipe import Optimizer, TrainStage
 from surgery.train.lora import adapter_parameters
@@ -52,10 +52,12 @@ def mark_trainable(model: PreTrainedModel, stage: TrainStage, layers: Sequence[i
         raise RunError(
             "train.trainable", stage.trainable, "The model has no spliced heads, so no weight would train. Set all."
         )
+    held = {id(p) for p in held_parameters(model)}
+    trained = {id(p): p for p in parameters if id(p) not in held}
     model.requires_grad_(False)
-    for parameter in parameters:
+    for parameter in trained.values():
         parameter.requires_grad_(True)
-    return list({id(p): p for p in parameters}.values())
+    return list(trained.values())
 
 
 def adamw(model: nn.Module, parameters: Sequence[nn.Parameter], settings: Optimizer) -> torch.optim.AdamW:

@@ -307,11 +307,11 @@ class TestErrorsOfOurOwn:
     def test_one_line_or_a_traceback(
         self, broken: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        code, text = self.end(capsys, monkeypatch, "validate", "x.yaml")
+        code, text = self.end(capsys, monkeypatch, "validate", "quickstart")
         assert code == 1 and text.count("\n") == 1
         assert text.startswith("internal error: ZeroDivisionError: a bug") and "--debug" in text
         monkeypatch.setenv("SURGERY_DEBUG", "1")
-        code, text = self.end(capsys, monkeypatch, "validate", "x.yaml")
+        code, text = self.end(capsys, monkeypatch, "validate", "quickstart")
         assert code == 1 and "Traceback" in text and 'raise ZeroDivisionError("a\\nbug")' in text
 
     def test_a_full_disk_is_no_error_of_our_own(self) -> None:
@@ -337,7 +337,7 @@ class TestErrorsOfOurOwn:
             raise error
 
         monkeypatch.setattr("surgery.cli.load_any", fail)
-        code, text = self.end(capsys, monkeypatch, "validate", "x.yaml")
+        code, text = self.end(capsys, monkeypatch, "validate", "quickstart")
         assert code == 2 and text.startswith("error: out of memory") and "locate.batch_size" in text
 
 

@@ -53,10 +53,27 @@ PAGE = ROOT / "docs" / "INSERTED.md"
 PUBLISHED = ROOT / "docs" / "evidence" / "inserted"
 PROMPTS_SEED = 0
 STEPS = 250
-PLACES: Mapping[str, tuple[str, int]] = {  # head that `aggregate` takes first, and the layer to insert before
-    "shipped": ("L0H1", 0),
-    "english": ("L0H1", 0),
-    "far": ("L3H2", 3),
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where layers are inserted into a base, and how fast the base trains.
+
+    Attributes:
+        head: the head that `aggregate` takes first.
+        before: layer of the base that follows.
+        lr: learning rate of the base's weights.
+    """
+
+    head: str
+    before: int
+    lr: float = 1e-3
+
+
+PLACES: Mapping[str, Place] = {
+    "shipped": Place("L0H1", 0),
+    "english": Place("L0H1", 0),
+    "far": Place("L3H2", 3, 2e-3),
 }
 
 
@@ -77,12 +94,16 @@ class Design:
 
 DESIGNS: Mapping[str, Design] = {
     "pair": Design({"form": "pair"}),
+    "pair-copies": Design({"form": "pair", "init": "ssm"}),
     "pair-alone": Design({"form": "pair"}, "new_heads", (4.0, 4.0)),
     "pair-shared": Design({"form": "pair", "side_channels": 0}),
     "block": Design({"form": "block"}),
     "control": Design(None),
 }
-ORDER = (("pair", 0), ("control", 0), ("pair-alone", 0), ("pair-shared", 0), ("block", 0), ("pair", 1), ("pair", 2))
+ORDER = (
+    *(("pair", 0), ("control", 0), ("pair-copies", 0), ("pair-shared", 0), ("block", 0), ("pair-alone", 0)),
+    *((design, seed) for seed in (1, 2) for design in ("pair", "pair-copies")),
+)
 
 
 @dataclass(frozen=True)
@@ -105,8 +126,8 @@ class Arm:
     @property
     def splice(self) -> Splice | None:
         fields = DESIGNS[self.design].splice
-        head, before = PLACES[self.base]
-        return None if fields is None else Splice(select="list", heads=(head,), before=before, **fields)
+        place = PLACES[self.base]
+        return None if fields is None else Splice(select="list", heads=(place.head,), before=place.before, **fields)
 
     @property
     def train(self) -> Train:
@@ -123,7 +144,7 @@ class Arm:
             steps=STEPS,
             trainable=design.trainable,
             sources=tuple(sources),
-            optimizer=Optimizer(lr=1e-3, new_heads_lr=2e-3, warmup=20),
+            optimizer=Optimizer(lr=PLACES[self.base].lr, new_heads_lr=2e-3, warmup=20),
         )
 
     @property

@@ -21,19 +21,20 @@ HEADS, BEFORE = (2, 5), 1
 def inserted_case(base: Path, form: str, section: Export | None = None) -> Callable[[Path], None]:
     """Return a function that inserts a block or a pair before layer 1 of a base, and exports the hybrid.
 
-    All weights of the new layers are random: an output projection of 0 would hide a difference.
+    The output projection of the attention block is random: its 0 of the beginning would hide a difference. The Gather
+    layer of a pair begins with copies, so its output is not 0.
     """
 
     def write(folder: Path) -> None:
         model, tokenizer = load_model(Base(model=str(base))), load_tokenizer(Base(model=str(base)))
         site = family_of(model.config).sites(model.config)[BEFORE]
-        graft = Graft(site, HEADS, "add", "random", ("segment_end",) * len(HEADS), form=form, before=BEFORE)
+        init = "ssm" if form == "pair" else "random"
+        graft = Graft(site, HEADS, "add", init, ("segment_end",) * len(HEADS), form=form, before=BEFORE)
         plan = Plan(base=base.name, geometry=geometry_of(model.config), grafts=(graft,), seed=0)
         hybrid = insert_layers(model, plan)
         (entry,) = hybrid.config.inserted
         with torch.no_grad():
-            for layer in entry["layers"]:
-                randomise(hybrid.get_submodule(f"model.layers.{layer}"), layer)
+            randomise(hybrid.get_submodule(f"model.layers.{entry['layers'][-1]}.mixer.o_proj"), BEFORE)
         export_model(hybrid, tokenizer, folder, section or Export(format="nemotron_h"), plan=plan)
 
     return write

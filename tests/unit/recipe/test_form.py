@@ -38,10 +38,18 @@ def test_init_and_export_format_follow_the_form(form: str) -> None:
     assert check_recipe(load_yaml(to_yaml(made))) == made
 
 
+def test_a_pair_may_begin_with_copies() -> None:
+    made = recipe("pair", splice={"init": "ssm"})
+    assert made.splice is not None and (made.splice.init, made.splice.min_width) == ("ssm", None)
+    assert check_recipe(load_yaml(to_yaml(made))) == made
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"splice": {"init": "ssm"}}, ("init: ssm", "init: random")),
+        ({"splice": {"init": "teacher"}}, ("init: teacher", "init: random", "init: ssm")),
+        ({"splice": {"form": "block", "init": "ssm"}}, ("init: ssm", "init: random")),
+        ({"splice": {"init": "ssm", "side_channels": 0}}, ("init: ssm", "side_channels")),
         ({"splice": {"mode": "replace"}}, ("mode: replace", "mode: add")),
         ({"splice": {"state_size": 4}}, ("state_size", "form: head")),
         ({"splice": {"min_width": 32}}, ("min_width",)),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, NemotronHForCausalLM
 
@@ -30,7 +31,8 @@ from surgery.train.training import train_model
 from surgery.types import HeadId, HeadSet, Plan, ScoredHead, plan_from_json, to_json
 from tests.support.battery import assert_cache_is_as_large_as_said, logits
 
-every_form = pytest.mark.parametrize("form", ["block", "pair", "side"])  # side: a pair with side channels
+# side: a pair with side channels, copies: with `init: ssm` too
+every_form = pytest.mark.parametrize("form", ["block", "pair", "side", "copies"])
 SIDE = 8
 HEADS = ("L1H2", "L2H0", "L2H1")  # one head in layer 1, two in layer 2
 
@@ -43,6 +45,8 @@ def located(model: Any, *names: str) -> HeadSet:
 def section(form: Any, **more: Any) -> Splice:
     if form == "block":
         return Splice(form=form, head_dim=16, **more)
+    if form == "copies":
+        return Splice(form="pair", init="ssm", head_dim=16, side_channels=4 * SIDE, **more)
     return Splice(form="pair", head_dim=16, side_channels=SIDE if form == "side" else 0, **more)
 
 
@@ -80,7 +84,7 @@ class TestStepZero:
         hybrid = inserted(form, **config)
         of_hybrid, of_base = (logits(model, tokens(2, 40)) for model in (hybrid, base(**config)))
         # Side channels change the rounding of norms.
-        allowed = 2e-6 * float(of_base.abs().max()) if form == "side" else 0.0
+        allowed = 2e-6 * float(of_base.abs().max()) if form in ("side", "copies") else 0.0
         assert torch.allclose(of_hybrid, of_base, rtol=0, atol=allowed)
         ids, mask = pad([tokens(1, 9)[0], tokens(1, 21)[0]], "left")
         gap = step_zero_gap(base(**config), hybrid, ids, mask)
@@ -182,12 +186,14 @@ class TestSideChannels:
         assert not hybrid.model.embeddings.weight[:, plain:].any() and not hybrid.lm_head.weight[:, plain:].any()
 
     @torch.no_grad()
-    def test_what_a_gather_layer_writes_there_reaches_the_block_alone(self) -> None:
+    @pytest.mark.parametrize("form", ["side", "copies"])
+    def test_what_a_gather_layer_writes_there_reaches_the_block_alone(self, form: str) -> None:
         """It changes the base's part of the stream by the norms alone, and what an attention block adds by much."""
-        hybrid, ids = copy.deepcopy(inserted("side", before=0)), tokens(2, 30)
-        at_first = logits(hybrid, ids)
+        hybrid, ids = copy.deepcopy(inserted(form, before=0)), tokens(2, 30)
+        at_first, side = logits(hybrid, ids), hybrid.config.side_channels
         gather, block = hybrid.model.layers[:2]
-        gather.mixer.out_proj.weight[-SIDE:] = 1e-3
+        if form == "side":
+            gather.mixer.out_proj.weight[-side:] = 1e-3
         assert torch.allclose(logits(hybrid, ids), at_first, atol=1e-3)
         outputs: list[Tensor] = []
         block.mixer.register_forward_hook(lambda _, __, output: outputs.append(output[0]))
@@ -197,13 +203,66 @@ class TestSideChannels:
         assert not torch.allclose(logits(hybrid, ids), with_it, atol=1e-3)
         assert not torch.allclose(outputs[0], outputs[1], atol=1e-4)
 
+    @torch.no_grad()
+    def test_copies_are_read_at_the_size_of_the_stream(self) -> None:
+        hybrid, read = inserted("copies", before=0), []
+        hybrid.model.layers[1].norm.register_forward_hook(lambda _, __, output: read.append(output))
+        hybrid(tokens(2, 30), use_cache=False)
+        side, rest = read[0][..., 32:].square().mean().sqrt(), read[0][..., :32].square().mean().sqrt()
+        assert 0.3 < float(side / rest) < 3
+
+    @torch.no_grad()
+    @pytest.mark.parametrize(
+        ("config", "side"),
+        [({}, 64), ({"n_groups": 2}, 64), ({"use_bias": True}, 64), ({"state_size": 16}, 32), ({"state_size": 64}, 64)],
+        ids=["plain", "groups", "bias", "projected", "no-room"],
+    )
+    def test_they_hold_keys_and_queries_of_the_layer_that_follows(self, config: dict[str, Any], side: int) -> None:
+        """B and C of the head's group, in proportion, which the block's keys and queries read."""
+        model, splice = base(**config), Splice(form="pair", init="ssm", head_dim=16, side_channels=side)
+        hybrid = splice_model(model, make_plan(located(model, "L1H3"), model.config, splice, 3), splice)
+        block, followed = hybrid.model.layers[2:4]
+        inner, N, groups = 64, hybrid.config.ssm_state_size, hybrid.config.n_groups
+        q, k = (getattr(block.mixer, name).weight[:, 32:] for name in ("q_proj", "k_proj"))
+        if N == 64:  # the layer has 64 channels
+            assert q.abs().sum(1).gt(1e-3).all() and k.abs().sum(1).gt(1e-3).all(), "random"
+            return
+        kept = min(N, side // 4)
+        assert torch.equal(k[:kept, :kept], torch.eye(kept)) and torch.equal(q[:kept, kept : 2 * kept], torch.eye(kept))
+        seen: list[Tensor] = []
+        block.norm.register_forward_hook(lambda _, __, output: seen.append(output[..., -side:]))
+        followed.mixer.in_proj.register_forward_hook(lambda _, __, output: seen.append(output[..., inner:-4].mT))
+        hybrid(tokens(2, 30), use_cache=False)
+        read, xBC = seen
+        held = F.silu(followed.mixer.conv1d(xBC)[..., :30]).mT[..., inner:]
+        B, C = (held[..., (i * groups + groups - 1) * N :][..., :N] for i in (0, 1))  # L1H3 is in the last group
+        if kept == N:
+            for copied, source in ((read[..., :N], B), (read[..., N : 2 * N], C)):
+                assert torch.allclose(F.cosine_similarity(copied, source, dim=-1).abs(), torch.ones(2, 30), atol=1e-3)
+        else:  # both are projected alike, and nearly keep their products
+            rows = hybrid.model.layers[1].mixer.out_proj.weight[32:]
+            of_B, of_C = F.normalize(rows[:kept, :N]), F.normalize(rows[kept : 2 * kept, N : 2 * N])
+            assert torch.allclose(of_B, of_C, atol=1e-6)
+            assert torch.allclose(of_B @ of_B.T, torch.eye(kept), atol=1e-6)
+
+    @pytest.mark.parametrize("form", ["side", "copies"])
     @pytest.mark.parametrize("trainable", ["all", "new_heads"])
-    def test_training_keeps_a_gather_layer_out_of_the_bases_channels(self, trainable: str, tmp_path: Path) -> None:
+    def test_training_keeps_a_gather_layer_out_of_the_bases_channels(
+        self, trainable: str, form: str, tmp_path: Path
+    ) -> None:
         shape, training = TestTraining.SHAPE, TestTraining()
-        _, model, _ = training.fitted("side", trainable=trainable, steps=3)
-        for layer in (1, 4):
-            rows = model.model.layers[layer].mixer.out_proj.weight
-            assert not rows[:-SIDE].any() and rows[-SIDE:].any()
+        before, model, _ = training.fitted(form, trainable=trainable, steps=3)
+        side = model.config.side_channels
+        for number, (old, block) in enumerate(zip(before.model.layers, model.model.layers, strict=True)):
+            rows = (getattr(block.mixer, "out_proj", None) or block.mixer.o_proj).weight
+            if number in (1, 4):
+                assert not rows[:-side].any() and rows[-side:].any()
+                assert not torch.equal(rows[-side:], old.mixer.out_proj.weight[-side:])
+            elif form == "copies":
+                assert not rows[-side:].any(), "their noise would be read 2048 times as large"
+            if form == "copies" and number in (1, 4):
+                assert torch.equal(block.mixer.norm.weight, old.mixer.norm.weight), "it keeps the side channels small"
+        assert form == "side" or not model.model.embeddings.weight[:, -side:].any()
         model.save_pretrained(tmp_path)
         stock = AutoModelForCausalLM.from_pretrained(tmp_path)
         ids = tokens(2, 30)
@@ -398,6 +457,8 @@ class TestPlan:
             ("before", 2),
             ("before", None),
             ("form", "head"),
+            ("init", "teacher"),
+            ("init", "ssm"),  # of a block
             ("heads", []),
             ("heads", [-1]),
             ("reads", []),

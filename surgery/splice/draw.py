@@ -1,0 +1,40 @@
+"""Random numbers of new layers: each tensor has its own seed, so no tensor depends on the others."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Draw:
+    """Draw random tensors, each from its own seed.
+
+    Args:
+        key: identifies plan and graft.
+        device: of the results.
+    """
+
+    def __init__(self, key: str, device: Any) -> None:
+        self.key, self.device = key, device
+
+    def _generator(self, name: str) -> torch.Generator:
+        seed = int.from_bytes(hashlib.sha256(f"{self.key}:{name}".encode()).digest()[:8], "big") % 2**63
+        return torch.Generator().manual_seed(seed)
+
+    def normal(self, name: str, rows: int, columns: int) -> Tensor:
+        """Return (rows, columns) with variance 1/columns."""
+        return (torch.randn(rows, columns, generator=self._generator(name)) * columns**-0.5).to(self.device)
+
+    def tokens(self, name: str, count: int, vocab_size: int, length: int = 128) -> Tensor:
+        """Return (count / length, length) token ids: permutations of the vocabulary, one after the other."""
+        generator = self._generator(name)
+        ids = torch.cat([torch.randperm(vocab_size, generator=generator) for _ in range(-(-count // vocab_size))])
+        length = min(length, count)
+        return ids[: count // length * length].view(-1, length).to(self.device)
+
+    def uniform(self, name: str, count: int, low: float, high: float) -> Tensor:
+        """Return (count,) between `low` and `high`."""
+        return (torch.rand(count, generator=self._generator(name)) * (high - low) + low).to(self.device)

@@ -1,0 +1,212 @@
+"""Fill the Gather layer of a pair, so that the attention block above it can match keys from the first step.
+
+The layer is a delay line: it brings the tokens before. With `init: ssm` its first channels copy the keys and queries of
+the SSM layer that follows, which match where the base gathers a key into the tokens of its value.
+
+Shape legend: B batch, T tokens, D model width of the base, I inner width of an SSM layer, N state size, K taps of its
+convolution.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from surgery.splice.draw import Draw
+from surgery.types import Graft
+
+_RIDGE = 1e-3  # as a share of the mean square of the stream
+_RANDOM_RMS = 0.1  # of what a layer that begins at 0 writes to side channels, as the block reads it at full size
+_GAIN = 2048  # copies are this much smaller than the stream, and the block's norm multiplies them by it
+_RANDOM_SHARE = 0.5  # size of the other channels of query and key beside the copies
+
+
+def fill_gather(
+    mixer: nn.Module, block: nn.Module, graft: Graft, model: PreTrainedModel, layer: int, draw: Draw
+) -> None:
+    """Fill the Gather layer of a pair, and what the block above it reads.
+
+    The layer is a delay line with a zero output. With `init: ssm` it also holds keys and queries of the base, and it
+    writes to the side channels from the first step.
+
+    Args:
+        mixer: of the Gather layer.
+        block: the attention block, with a random query and key.
+        graft: the pair. The block has one attention head for each of its SSM heads.
+        model: the base.
+        layer: of the base, before which the pair is inserted.
+        draw: the random numbers.
+    """
+    stream = _stream(model, layer, draw)
+    x = stream.double()
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + model.config.layer_norm_epsilon)
+    _fill_delay_line(mixer, draw, _constant_direction(normed.flatten(0, 1)).to(stream.dtype))
+    base = stream.shape[-1]
+    if block.norm.weight.shape[0] == base:
+        return
+    size = float(stream.square().mean().sqrt())
+    if graft.init == "random":
+        block.norm.weight[base:] = size / _RANDOM_RMS
+        return
+    # The base's norms, which average over side channels too, change by rounding only.
+    mixer.norm.weight.fill_(size / _GAIN)
+    block.norm.weight[base:] = _GAIN
+    per_group = mixer.num_heads // mixer.n_groups
+    room = mixer.intermediate_size // (4 * mixer.ssm_state_size)  # one half stays a delay line
+    groups = sorted({head // per_group for head in graft.heads})[:room]
+    _copy_keys_and_queries(mixer, model.backbone.layers[layer], groups)
+    kept = _write_side_channels(mixer, normed.to(stream.dtype), len(groups), block.mixer.head_dim, draw)
+    identity = torch.eye(kept, device=draw.device)
+    for slot, head in enumerate(graft.heads):
+        if head // per_group in groups:
+            first = base + 2 * kept * groups.index(head // per_group)
+            rows = slice(slot * block.mixer.head_dim, (slot + 1) * block.mixer.head_dim)
+            for weight, column in ((block.mixer.k_proj.weight, first), (block.mixer.q_proj.weight, first + kept)):
+                weight[rows] *= _RANDOM_SHARE
+                weight[rows][:kept] = F.pad(identity, (column, weight.shape[1] - column - kept))
+
+
+class _Reached(Exception):
+    """A forward pass has reached the layer whose input is needed."""
+
+
+def _stream(model: PreTrainedModel, layer: int, draw: Draw) -> Tensor:
+    """Run the base on random tokens, in which all of the vocabulary is as frequent, up to a layer.
+
+    Args:
+        model: the base, with D channels.
+        layer: the layer.
+        draw: seeds the order of the tokens.
+
+    Returns:
+        (B,T,D) input of the layer at about 16 D tokens.
+    """
+    inputs: list[Tensor] = []
+
+    def stop(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        inputs.append(arguments[0])
+        raise _Reached
+
+    handle = model.backbone.layers[layer].register_forward_pre_hook(stop)
+    try:
+        model(draw.tokens("gate", 16 * model.config.hidden_size, model.config.vocab_size), use_cache=False)
+    except _Reached:
+        pass
+    finally:
+        handle.remove()
+    return inputs[0]
+
+
+def _constant_direction(normed: Tensor) -> Tensor:
+    """Find a vector of base channels whose product with a layer's normed input is about 1 at every token.
+
+    Uses ridge regression.
+
+    Args:
+        normed: (N,D) normed input at N tokens, in float64.
+    """
+    gram = normed.T @ normed / len(normed)
+    ridge = _RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    return torch.linalg.solve(gram + ridge, normed.mean(0))
+
+
+def _fill_delay_line(mixer: nn.Module, draw: Draw, constant: Tensor) -> None:
+    """A Mamba-2 layer whose channels hold the tokens 1 to K-1 places before, with the scan off and a zero output.
+
+    x is a random projection of the base's channels, and the convolution of channel i only passes what stood
+    `1 + i % (K-1)` tokens before. The gate is about the same at every token, since a random one would hide much of x.
+    (Before layer 0 of checkpoints/pico-mamba2, a linear map finds the token three places before in 95% of cases, and in
+    70% with a random gate.) The scan is off because C is 0. B is not 0, so C has gradients as soon as the output is not
+    0.
+
+    Args:
+        mixer: filled in place.
+        draw: the random numbers.
+        constant: from `_constant_direction`, for the base's channels.
+    """
+    channels = len(constant)
+    I = mixer.intermediate_size  # noqa: E741
+    states, K = mixer.n_groups * mixer.ssm_state_size, mixer.conv_kernel_size
+    for module in (mixer.in_proj, mixer.conv1d, mixer.out_proj):
+        if module.bias is not None:
+            module.bias.zero_()
+    mixer.in_proj.weight.zero_()
+    z, x, B, *_ = mixer.in_proj.weight[:, :channels].split([I, I, states, states, mixer.num_heads])  # C and dt stay 0
+    z.copy_(2 * constant.expand(len(z), channels))  # silu(2) = 1.76
+    for name, rows in (("x", x), ("B", B)):
+        rows.copy_(draw.normal(name, len(rows), channels))
+    mixer.conv1d.weight.zero_()
+    lags = 1 + torch.arange(I, device=draw.device) % max(1, K - 1) if K > 1 else torch.zeros(I, dtype=torch.long)
+    mixer.conv1d.weight[torch.arange(I, device=draw.device), 0, K - 1 - lags.to(draw.device)] = 1
+    mixer.conv1d.weight[I:, 0, K - 1] = 1  # B and C: the token itself
+    steps = draw.uniform("dt_bias", mixer.num_heads, math.log(1e-3), math.log(1e-1)).exp()
+    mixer.dt_bias.copy_(steps + torch.log(-torch.expm1(-steps)))  # the inverse of softplus
+    mixer.A_log.copy_(draw.uniform("A_log", mixer.num_heads, 1, 16).log())
+    mixer.D.fill_(1)
+    mixer.norm.weight.fill_(1)
+    mixer.out_proj.weight.zero_()
+
+
+def _copy_keys_and_queries(mixer: nn.Module, followed: nn.Module, groups: Sequence[int]) -> None:
+    """Let the first channels of a delay line hold B and C of an SSM layer: its keys and queries (arXiv 2405.21060).
+
+    They include the convolution of that layer. The order is N channels of B and N of C for each group.
+
+    Args:
+        mixer: filled in place.
+        followed: block of the base that follows the pair.
+        groups: of B and C.
+    """
+    source, N, I = followed.mixer, mixer.ssm_state_size, mixer.intermediate_size  # noqa: E741
+    starts = [start for group in groups for start in (group * N, (mixer.n_groups + group) * N)]
+    theirs = torch.tensor(
+        [I + start + n for start in starts for n in range(N)], dtype=torch.long, device=mixer.D.device
+    )
+    ours = torch.arange(len(theirs), device=mixer.D.device)
+    weight = source.in_proj.weight[I + theirs] * followed.norm.weight
+    mixer.in_proj.weight[I + ours, : weight.shape[1]] = weight
+    mixer.conv1d.weight[ours] = source.conv1d.weight[theirs]
+    if mixer.in_proj.bias is not None:
+        mixer.in_proj.bias[I + ours] = source.in_proj.bias[I + theirs]
+    if mixer.conv1d.bias is not None:
+        mixer.conv1d.bias[ours] = source.conv1d.bias[theirs]
+
+
+def _write_side_channels(mixer: nn.Module, normed: Tensor, groups: int, width: int, draw: Draw) -> int:
+    """Write keys and queries to at most one half of the side channels, and a mixture of the delay lines to the others.
+
+    States larger than their room are projected at random to fewer channels, keys and queries alike.
+
+    Args:
+        mixer: its output projection is filled.
+        normed: (B,T,D) normed input of the layer.
+        groups: number of copied groups, whose channels come first.
+        width: of the attention heads.
+        draw: the random numbers.
+
+    Returns:
+        The number of side channels of one group's keys: first these, then as many of its queries, for each group.
+    """
+    I, N = mixer.intermediate_size, mixer.ssm_state_size  # noqa: E741
+    T, base = normed.shape[1:]
+    rows = mixer.out_proj.weight[base:]
+    xBC = mixer.in_proj(F.pad(normed, (0, len(rows))))[..., I : I + mixer.conv_dim]
+    power = F.silu(mixer.conv1d(xBC.mT)[:, :I, :T]).square().mean((0, 2))
+    size = (power / power.mean()).sqrt()  # of a channel after the gated norm, about
+    kept = min(N, width, len(rows) // (4 * groups)) if groups else 0
+    projection = torch.eye(N, device=rows.device)
+    if 0 < kept < N:
+        projection = torch.linalg.qr(draw.normal("copies", N, N))[0] * (N / kept) ** 0.5
+    rows.zero_()
+    for number in range(2 * groups):
+        channels = slice(number * N, (number + 1) * N)
+        block = rows[number * kept : (number + 1) * kept, channels]
+        block.copy_(projection[:kept] / size[channels].square().mean().sqrt())
+    written, copied = 2 * groups * kept, 2 * groups * N
+    rows[written:, copied:] = draw.normal("out_proj", len(rows) - written, I - copied)
+    return kept

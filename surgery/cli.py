@@ -18,6 +18,19 @@ from typing import Annotated
 import typer
 
 from surgery import __version__
+from surgery.arguments import (
+    AnalysisPath,
+    DryRun,
+    First,
+    Last,
+    Overrides,
+    Overwrite,
+    Plugins,
+    PretrainPath,
+    RecipePath,
+    Runs,
+    TrustRemoteCode,
+)
 from surgery.console import (
     Bars,
     out,
@@ -38,7 +51,6 @@ from surgery.recipe import (
     Base,
     PretrainRecipe,
     Recipe,
-    find_recipe,
     load_any,
     load_recipe,
     shipped,
@@ -59,40 +71,6 @@ app.add_typer(recipes, name="recipes")
 app.command()(examples)
 
 _DEBUG = "SURGERY_DEBUG"
-
-RecipePath = Annotated[
-    Path,
-    typer.Argument(
-        metavar="RECIPE", help="A recipe file, or a shipped recipe's name, such as quickstart.", callback=find_recipe
-    ),
-]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Recipe values to set, such as train.steps=100.")
-]
-PretrainPath = Annotated[
-    Path,
-    typer.Argument(
-        metavar="RECIPE", help="A pretraining recipe: a file or a name, such as pretrain-pico.", callback=find_recipe
-    ),
-]
-AnalysisPath = Annotated[
-    Path,
-    typer.Argument(
-        metavar="RECIPE", help="An analysis recipe: a file or a name, such as pico-reproduce.", callback=find_recipe
-    ),
-]
-First = Annotated[
-    str | None, typer.Option("--from", metavar="STAGE", help="Start at this stage, even if it is finished.")
-]
-Last = Annotated[str | None, typer.Option("--to", metavar="STAGE", help="Stop after this stage.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print plan, cost and memory without loading weights.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run of another recipe in this folder.")]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the Python code in the checkpoint.")]
-Runs = Annotated[Path, typer.Option("--runs", help="Directory that holds the run folders.")]
-Plugins = Annotated[
-    list[str] | None,
-    typer.Option("--plugin", metavar="MODULE", help="Import a module that registers an export format. Repeatable."),
-]
 
 
 @app.command()

@@ -141,17 +141,13 @@ def inserted_blocks(model: nn.Module) -> list[nn.Module]:
     return [model.get_submodule(f"model.layers.{layer}") for layer in new_layers(config)]
 
 
-def _copying_layers(config: PreTrainedConfig) -> list[int]:
-    """Return the indices of Gather layers with copies of the base's keys and queries (`init: ssm`)."""
-    return [entry["layers"][0] for entry in inserted_entries(config) if entry.get("init") == "ssm"]
-
-
 def held_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return parameters that training must not change: the scales that keep copies in side channels small."""
     config = getattr(model, "config", None)
     if not has_inserted(config):
         return []
-    return [model.get_submodule(f"model.layers.{layer}.mixer.norm").weight for layer in _copying_layers(config)]
+    copying = [entry["layers"][0] for entry in inserted_entries(config) if entry.get("init") == "ssm"]
+    return [model.get_submodule(f"model.layers.{layer}.mixer.norm").weight for layer in copying]
 
 
 class InsertedForCausalLM(NemotronHForCausalLM):
@@ -231,7 +227,7 @@ def as_inserted(model: PreTrainedModel) -> PreTrainedModel:
         for layer in gathers:
             # Not a hook of `out_proj`: fused kernels do not call it.
             model.model.layers[layer].mixer.register_forward_hook(partial(_train_side_channels_only, side))
-        if _copying_layers(model.config):
+        if any(entry.get("init") == "ssm" for entry in entries):
             model.model.embeddings.register_forward_hook(partial(_train_base_channels_only, side))
             for number, block in enumerate(model.model.layers):
                 if number not in gathers:

@@ -30,7 +30,7 @@ ORDER = (
     ("models", "data", "report"),
     ("interventions", "scoring"),
     ("locate", "splice", "train", "evaluate", "export"),
-    ("run", "reproduce", "console", "shipped_commands", "testing", "trials"),
+    ("run", "reproduce", "arguments", "console", "shipped_commands", "testing", "trials"),
     ("cli", "__init__"),
     ("__main__",),
 )

@@ -1,0 +1,136 @@
+"""Commands that read, convert, check and upload checkpoints: `surgery inspect`, `generate`, `convert` and others."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from surgery.arguments import Plugins, Runs, TrustRemoteCode
+from surgery.console import Bars, out, print_comparison, print_model
+from surgery.errors import SurgeryError, reading
+from surgery.recipe import Base
+
+
+def inspect(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder or a Hub id.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model.")] = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Print family, mixers, heads, parameters and cache size of a model."""
+    from surgery.models.loading import load_config
+    from surgery.models.lookup import family_of, geometry_of
+    from surgery.models.sizes import meta_model, sizes_of
+
+    config = load_config(Base(model=model, revision=revision, trust_remote_code=trust_remote_code))
+    print_model(model, geometry_of(config), config, family_of(config), sizes_of(meta_model(config, trust_remote_code)))
+
+
+def generate(
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint folder or a Hub id.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Prompt text. \\n stands for a newline.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 16,
+    sample: Annotated[bool, typer.Option("--sample", help="Sample instead of greedy decoding.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Generate text with a checkpoint."""
+    from surgery.models.loading import check_vocabulary, load_model, load_tokenizer
+
+    base = Base(model=checkpoint, dtype="auto", trust_remote_code=trust_remote_code)
+    model, tokenizer = load_model(base), load_tokenizer(base)
+    check_vocabulary(tokenizer, model.config)
+    inputs = tokenizer(prompt.replace("\\n", "\n"), return_tensors="pt", add_special_tokens=False)
+    if inputs["input_ids"].shape[1] == 0:
+        raise SurgeryError("PROMPT", repr(prompt), "The prompt has no tokens. Pass some text.")
+    with reading("CHECKPOINT", checkpoint, "Generation failed. Correct config.json and generation_config.json."):
+        tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=sample)
+    print(tokenizer.decode(tokens[0], skip_special_tokens=True))
+
+
+def convert(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder, Hub id, or repo@revision.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Checkpoint folder to write.")],
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. By default as stored.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that this toolkit wrote.")] = False,
+) -> None:
+    """Convert a checkpoint to safetensors for transformers. Reads the mamba_ssm format too."""
+    from surgery.models.convert import convert as work
+
+    done = work(Base(model=model), folder, dtype, overwrite)
+    out.print(f"wrote {folder}: {done.tensors} tensors in {done.shards} file(s)", highlight=False)
+
+
+def compare(
+    models: Annotated[
+        list[str], typer.Argument(metavar="MODEL... [KEY=VALUE]...", help="Checkpoints, then recipe values to set.")
+    ],
+    runs: Runs = Path("runs"),
+) -> None:
+    """Evaluate checkpoints on the same prompts. Choose tasks with evaluate.tasks=[mqar]."""
+    from surgery.evaluate.compare import compare_models, load_comparison
+
+    # A path may contain `=`. A key never contains a slash.
+    named = [word for word in models if "=" not in word or "/" in word.split("=")[0] or os.path.isdir(word)]
+    loaded = load_comparison(named, [word for word in models if word not in named])
+    bars = Bars()
+    bars.start("compare", "evaluating every model")
+    try:
+        results = compare_models(loaded, runs / loaded.name, bars.progress)
+    finally:
+        bars.stop()
+    print_comparison(results, runs / loaded.name)
+
+
+def verify(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="An exported folder or a copy of one.")],
+    trust_remote_code: TrustRemoteCode = False,
+    plugins: Plugins = None,
+) -> None:
+    """Verify an export: check every file and reload the model in stock transformers."""
+    from surgery.export.verify import verify_folder
+
+    checks = verify_folder(folder, trust_remote_code, plugins or ())
+    if checks["files"] is not None:
+        out.print(f"{checks['files']} files match the export record", highlight=False)
+    if checks["tensors"] is not None:
+        out.print(f"{checks['tensors']} tensors are present and finite", highlight=False)
+    if checks["agree"]:
+        out.print(f"{', '.join(checks['agree'])} agree on the splice", highlight=False)
+    if "max_logit_difference" in checks:
+        same = f"logits differ by at most {checks['max_logit_difference']:.1g} standard deviations"
+        out.print(
+            f"in stock transformers: {same}, {checks['generated_tokens']} generated tokens are equal", highlight=False
+        )
+    for sentence in checks.get("also_checked", ()):
+        out.print(sentence, highlight=False)
+    for sentence in checks["not_checked"]:
+        out.print(f"not checked: {sentence}", highlight=False)
+
+
+def publish(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="An exported folder, such as runs/NAME/export.")],
+    repo_id: Annotated[
+        str, typer.Argument(metavar="ORG/NAME", help="Repository on the Hub. Created if it does not exist.")
+    ],
+    public: Annotated[bool, typer.Option("--public", help="Make the repository public.")] = False,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch to commit to. Created from main if it does not exist.")
+    ] = None,
+    pr: Annotated[bool, typer.Option("--pr", help="Open a pull request instead of committing to main.")] = False,
+    message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
+    trust_remote_code: TrustRemoteCode = False,
+    plugins: Plugins = None,
+) -> None:
+    """Upload an export to the Hub (private by default) and verify it. Safe to re-run."""
+    from surgery.export.publish import publish as work
+
+    def say(line: str) -> None:
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    done = work(folder, repo_id, public, revision, pr, message, trust_remote_code, say=say, plugins=plugins or ())
+    for label, names in (("removed", done.removed), ("not changed", done.kept)):
+        if names:
+            say(f"{label}: {', '.join(names)}")
+    say(done.url)

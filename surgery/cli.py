@@ -52,6 +52,7 @@ from surgery.recipe import (
     shipped,
     to_yaml,
 )
+from surgery.recipe.public import finetune_name
 from surgery.registry import load_plugins
 from surgery.shipped_commands import examples, recipes
 
@@ -121,9 +122,9 @@ def finetune(
     overwrite: Overwrite = False,
     runs: Runs = Path("runs"),
 ) -> None:
-    """Fine-tune a hybrid on your data with the recipe finetune."""
+    """Fine-tune a hybrid on your data with the recipe finetune, in RUNS/finetune-DATA."""
     model, path = (json.dumps(word, ensure_ascii=False) for word in (hybrid, data))
-    settings = [f"base.model={model}", f"train.sources.0.data.path={path}"]
+    settings = [f"name={finetune_name(data)}", f"base.model={model}", f"train.sources.0.data.path={path}"]
     _run(shipped("finetune"), [*settings, *(overrides or ())], first, last, overwrite, runs, dry_run)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,6 +47,19 @@ def public_name(model: str) -> str:
         return model
     path = Path(model).resolve()
     return path.parent.name if path.name == "export" else path.name
+
+
+def finetune_name(data: str) -> str:
+    """Return the name of the run that fine-tunes on a data set: `finetune-tickets` for `data/tickets.jsonl`.
+
+    Characters that the name of a run cannot have become hyphens.
+
+    Args:
+        data: file, folder or Hub id of the data set.
+    """
+    last = re.sub(r"\.(jsonl|json|parquet)$", "", Path(data).name, flags=re.IGNORECASE)
+    words = re.sub(r"[^A-Za-z0-9._]+", "-", last).strip("-.")
+    return f"finetune-{words or 'data'}"[:200]
 
 
 def public_recipe(recipe: Recipe) -> Recipe:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from surgery.errors import RunError
 from surgery.files.atomic import digest, read_json, sweep, text_or_empty, write_json, write_text
 from surgery.files.ownership import check_apart, check_replaceable, kind_of, mark, remove
@@ -41,7 +43,8 @@ class RunDir:
         """
         instead, inputs = f"Set another name, such as name={self.path.name}-2.", inputs or {}
         stored = text_or_empty(self.path / "recipe.yaml")
-        if stored and kind_of(self.path) in (None, "run") and _base_of(stored) == _base_of(recipe_yaml):
+        differs = _difference(stored, recipe_yaml) if stored else ""
+        if stored and kind_of(self.path) in (None, "run") and not differs:
             models = {field: given for field, given in inputs.items() if field != "recipe"}
             check_apart("run folder", [self.path / name for name in WRITTEN], models, instead)
             return False
@@ -51,7 +54,7 @@ class RunDir:
         if not check_replaceable("run folder", self.path, "run", inputs, instead):
             return False
         if not overwrite:
-            hint = f"The folder belongs to another recipe. {instead} Or pass --overwrite to remove that run."
+            hint = f"The folder belongs to another recipe{differs}. {instead} Or pass --overwrite to remove that run."
             raise RunError("run folder", str(self.path), hint)
         return True
 
@@ -117,8 +120,40 @@ class RunDir:
         (self.path / ".stages" / f"{stage}.json").unlink(missing_ok=True)
 
 
-def _base_of(recipe_yaml: str) -> str:
-    """Lines of the recipe that identify a run: name, seed and base. Changes of other sections rerun their stages."""
-    lines = recipe_yaml.splitlines()
-    head = lines[: next((i for i, line in enumerate(lines) if line.startswith("locate:")), len(lines))]
-    return "\n".join(head)
+def _difference(stored: str, recipe_yaml: str) -> str:
+    """Return what tells two runs apart, as ` (key: stored value)`. Empty if both are the same run."""
+    ours, theirs = _identity(recipe_yaml), _identity(stored)
+    if not theirs:
+        return " (its recipe.yaml cannot be read)"
+    differing = [f"{key}: {theirs.get(key)}" for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
+    return f" ({', '.join(differing)})" if differing else ""
+
+
+def _identity(recipe_yaml: str) -> dict[str, Any]:
+    """Keys that identify a run: name, seed and base. Changes of other sections rerun their stages.
+
+    With `splice: null` no stage is left if the user's data changes, so the data identifies the run too.
+    """
+    try:
+        recipe = yaml.safe_load(recipe_yaml)
+    except yaml.YAMLError:
+        return {}
+    if not isinstance(recipe, dict):
+        return {}
+    base = recipe.get("base")
+    keys = {key: recipe.get(key) for key in ("name", "seed")}
+    keys |= {f"base.{key}": value for key, value in base.items()} if isinstance(base, dict) else {"base": base}
+    if recipe.get("splice") is None:
+        keys["data"] = ", ".join(_data_paths(recipe.get("train")))
+    return keys
+
+
+def _data_paths(section: Any) -> list[str]:
+    """Paths of the data sets in a section `train`, with its stages, in order."""
+    if isinstance(section, list):
+        return [path for part in section for path in _data_paths(part)]
+    if not isinstance(section, dict):
+        return []
+    data = section.get("data")
+    own = [str(data["path"])] if isinstance(data, dict) and "path" in data else []
+    return own + _data_paths([section.get("sources"), section.get("stages")])

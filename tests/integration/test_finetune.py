@@ -44,6 +44,7 @@ def line(number: int) -> dict[str, Any]:
 
 
 def write(path: Path, lines: list[Any]) -> Path:
+    path.parent.mkdir(exist_ok=True)
     path.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines))
     return path
 
@@ -69,7 +70,7 @@ def finished(place: Path) -> Path:
     assert done.returncode == 0, done.stderr
     assert [row.split()[0] for row in done.stdout.splitlines() if " done in " in row] == STAGES
     assert "rows.jsonl, held-out rows, exact match" in done.stdout
-    return place / "runs" / "finetune"
+    return place / "runs" / "finetune-rows"
 
 
 def test_every_arm_is_asked_the_rows_that_were_held_out(finished: Path) -> None:
@@ -149,6 +150,15 @@ def test_rows_that_are_held_out_are_never_trained_on(place: Path, monkeypatch: p
     assert len(seen) == 56 and prompts == {p for p in everything if not is_held_out(p, 0.3)}
 
 
+def test_a_second_data_set_does_not_replace_the_first(place: Path, finished: Path) -> None:
+    """It has a folder of its own. In the same folder it asks for --overwrite."""
+    write(place / "more" / "rows.jsonl", [line(i) for i in range(5, 60)])
+    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+    done = surgery("finetune", "./hybrid", "more/rows.jsonl", *SMALL, cwd=place)
+    assert_refused(done, "finetune-rows", "another recipe", "data: rows.jsonl", "--overwrite")
+    assert before == {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+
+
 def unmarked(number: int) -> dict[str, Any]:
     """A line without a span. In every third, the answer occurs twice or not at all."""
     row = line(number)
@@ -165,7 +175,7 @@ def test_lines_without_spans_are_searched_counted_and_shown(place: Path) -> None
     write(place / "plain.jsonl", rows)
     done = surgery("finetune", "./hybrid", "plain.jsonl", *SMALL, "--runs", "plain", cwd=place)
     assert done.returncode == 0, done.stderr
-    folder = place / "plain" / "finetune"
+    folder = place / "plain" / "finetune-plain"
     results = json.loads((folder / "results.json").read_text())
     trained = [i for i, row in enumerate(rows) if not is_held_out(row["prompt"], 0.3)]
     groups = [sum(i % 6 == rest for i in trained) for rest in (0, 3)]
@@ -208,7 +218,7 @@ def test_auto_trains_marked_lines_as_a_named_column_does(place: Path, finished: 
     done = surgery("finetune", "./hybrid", "rows.jsonl", named, *SMALL, "--to", "train", "--runs", "named", cwd=place)
     assert done.returncode == 0, done.stderr
     weights = [
-        load_file(folder / "trained" / "model.safetensors") for folder in (finished, place / "named" / "finetune")
+        load_file(folder / "trained" / "model.safetensors") for folder in (finished, place / "named" / "finetune-rows")
     ]
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
@@ -227,7 +237,8 @@ def test_a_dry_run_counts_the_rows_of_the_file(place: Path) -> None:
 
 def test_it_is_run_of_the_shipped_recipe(place: Path, finished: Path) -> None:
     """No second code path: `run` of the recipe with both set finds everything done."""
-    given = ("base.model=./hybrid", "train.sources.0.data.path=rows.jsonl", CONTROL, *SMALL)
+    names = ("name=finetune-rows", "base.model=./hybrid", "train.sources.0.data.path=rows.jsonl")
+    given = (*names, CONTROL, *SMALL)
     done = surgery("run", str(ROOT / "recipes" / "finetune.yaml"), *given, cwd=place)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("skipped: already finished") == len(STAGES)

@@ -125,13 +125,14 @@ def test_the_current_directory_is_not_removed(tmp_path: Path, command: str) -> N
 
 def test_a_fine_tuning_does_not_remove_the_export_that_it_starts_from(tmp_path: Path) -> None:
     """Nor is that suggested."""
-    make(tmp_path / "runs" / "finetune", "run")
-    fill(tmp_path / "runs" / "finetune" / "export", config_dot_json="{}")
+    make(tmp_path / "runs" / "finetune-rows", "run")
+    fill(tmp_path / "runs" / "finetune-rows" / "export", config_dot_json="{}")
     fill(tmp_path, rows_dot_jsonl="{}\n")
     before = tree(tmp_path)
     for options in ((), ("--overwrite",)):
-        done = surgery("finetune", "runs/finetune/export", "rows.jsonl", *options, cwd=tmp_path)
-        assert_refused(done, "run folder: runs/finetune. base.model (runs/finetune/export)", "name=finetune-2")
+        done = surgery("finetune", "runs/finetune-rows/export", "rows.jsonl", *options, cwd=tmp_path)
+        told = "run folder: runs/finetune-rows. base.model (runs/finetune-rows/export)"
+        assert_refused(done, told, "name=finetune-rows-2")
         assert "--overwrite" not in done.stderr and tree(tmp_path) == before
 
 

@@ -21,7 +21,7 @@ from surgery.locate.clean_run import CleanRun, run_clean
 from surgery.locate.scores import Record, plain
 from surgery.models.loading import check_vocabulary
 from surgery.probes.documents import Document
-from surgery.probes.kv_retrieval import kv_prompts
+from surgery.probes.registry import prompts_of
 from surgery.recipe import Locate
 from surgery.recipe.methods import METHODS
 from surgery.scoring.ranking import ranked
@@ -33,7 +33,7 @@ class PromptBatches:
     """Batches of prompts for one model: left-padded, up to the query.
 
     Args:
-        batches: prompts to use. By default, KV-retrieval prompts with words of the evaluation split are generated.
+        batches: prompts to use. By default, prompts of `section.task` are generated, of the evaluation split.
 
     Attributes:
         passes: number of full forward passes of one prompt so far, over all processes.
@@ -55,7 +55,7 @@ class PromptBatches:
         if batches is None:
             check_vocabulary(tokenizer, model.config)
             n, size = section.examples, section.batch_size
-            documents = kv_prompts("locate", seed, n, section.pairs, section.filler, section.value_digits)
+            documents = prompts_of(section.probe, "locate", seed, n, section.options(tokenizer=tokenizer))
             self._documents = [documents[i : i + size] for i in range(0, n, size)]
             batches = [encode(chunk, tokenizer, padding_side="left", until_answer=True) for chunk in self._documents]
         self.batches = list(batches)

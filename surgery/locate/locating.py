@@ -31,6 +31,13 @@ from surgery.types import HeadId, HeadSet, Interval, MixerSpec, ScoredGroup, Sco
 
 Progress = Callable[[int, int], None]
 
+_FEW_PAIRS = 4  # fewer would not help: with 2 pairs, every second guess is right
+_WAYS_ON = (
+    "It cannot retrieve even from so few pairs. Set locate.task to a text that it can answer, "
+    "choose heads without measuring them (splice.select: random), or train a base that retrieves first "
+    "(docs/your-model.md)."
+)
+
 
 def locate_heads(
     model: PreTrainedModel,
@@ -239,7 +246,8 @@ def check_clean(table: Table, section: Locate, chance: float) -> None:
     accuracy = wilson(int(right.sum()), len(right))
     value = f"{section.pairs} (clean accuracy {accuracy.value:.2f})"
     if accuracy.low <= chance:
-        raise ProbeError("locate.pairs", value, "The base is at chance, so all heads look alike. Set fewer pairs.")
+        hint = "Set fewer pairs." if section.pairs > _FEW_PAIRS else _WAYS_ON
+        raise ProbeError("locate.pairs", value, f"The base is at chance, so all heads look alike. {hint}")
     if accuracy.value > 0.99:
         raise ProbeError("locate.pairs", value, "The base is at ceiling, so all heads look alike. Set more pairs.")
 

@@ -12,7 +12,7 @@ from random import Random
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from surgery.errors import ProbeError, RecipeError
-from surgery.probes.documents import Document, Split
+from surgery.probes.documents import Document, Split, rng_of
 from surgery.registry import Registry, plugin_errors
 
 if TYPE_CHECKING:
@@ -156,6 +156,19 @@ class Probe(ABC):
         if min(sizes) < low or max(sizes) > high:
             found = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
             raise ValueError(f"{self.name} takes {low} to {high} `pairs`, not {found}. Change `pairs`.")
+
+
+def prompts_of(probe: Probe, purpose: str, seed: int, count: int, options: Options) -> list[Document]:
+    """Generate prompts of the evaluation split.
+
+    Args:
+        probe: an entry of `PROBES`.
+        purpose: part of the seed, such as `locate`. Prompts of different purposes differ.
+        seed: of the recipe.
+        count: number of prompts.
+        options: sizes of a prompt.
+    """
+    return [probe.generate(rng_of(purpose, seed, i), "eval", options) for i in range(count)]
 
 
 PROBES: Registry[Probe] = Registry("task")

@@ -13,7 +13,7 @@ from surgery.recipe.section import (
     VALUE_DIGITS_DESCRIPTION,
     Filler,
     Groups,
-    Pairs,
+    PairsSizes,
     Positive,
     Section,
     ValueDigits,
@@ -42,10 +42,10 @@ class EvaluationTask(Section):
     """One task of an evaluation, at one or several sizes. docs/EVALUATE.md shows each task."""
 
     task: Annotated[str, NameOf(PROBES, keep=lambda probe: probe.evaluates)]
-    pairs: tuple[Pairs, ...] | None = Field(
+    pairs: PairsSizes | None = Field(
         None,
-        min_length=1,
-        description="Key-value pairs per prompt, or pieces for copying. By default `evaluate.pairs`.",
+        description="Key-value pairs per prompt, or pieces for copying: a list of sizes, or one number. By default "
+        "`evaluate.pairs`.",
     )
     tokens: tuple[Positive, ...] = Field(
         (512,), min_length=1, description="needle_*: maximum prompt lengths in tokens."
@@ -158,7 +158,9 @@ class LmEval(Section):
 class Evaluate(Section):
     """Evaluate every arm on the same prompts."""
 
-    pairs: tuple[Pairs, ...] = Field((4, 8, 16, 32, 48, 64), min_length=1)
+    pairs: PairsSizes = Field(
+        (4, 8, 16, 32, 48, 64), description="Key-value pairs per prompt: a list of sizes, or one number."
+    )
     examples: Positive = Field(400, description="Prompts for each number of pairs, and letter-choice questions.")
     sentences: Positive = Field(400, description="Sentences for perplexity.")
     batch_size: Positive = 64

@@ -7,13 +7,23 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
+from surgery.probes.registry import PROBES, Options, Probe
 from surgery.recipe.methods import METHODS, RANKINGS, UNRANKED
-from surgery.recipe.section import Filler, Pairs, Positive, Section, ValueDigits, check_value_digits
+from surgery.recipe.section import Filler, OnePairs, Positive, Section, ValueDigits, check_value_digits
 from surgery.registry import NameOf
 from surgery.types import Fill, Where
 
 Method = Annotated[str, NameOf(METHODS)]
 Select = Annotated[str, NameOf(RANKINGS, extra=tuple(UNRANKED))]
+
+
+def _locates(probe: Probe) -> bool:
+    """Whether heads can be measured on a probe: its answers are ranked, and their places in the prompt are known."""
+    sized = probe.pairs is not None and "tokens" not in probe.options
+    return sized and probe.gold_position and probe.scoring == "choices"
+
+
+LocatedTask = Annotated[str, NameOf(PROBES, keep=_locates)]
 
 
 class Search(Section):
@@ -113,7 +123,15 @@ class Locate(Section):
         "step per head and column, which suits large models on small machines. `gates` and `trial` train candidates, "
         "and add `sharpen`.",
     )
-    pairs: Pairs = Field(24, description="Key-value pairs per prompt. Choose it so that the base scores 0.6-0.95.")
+    task: LocatedTask = Field(
+        "kv_retrieval",
+        description="Probe that generates the prompts. Choose one that the base can answer. `hidden_attention` needs "
+        "kv_retrieval.",
+    )
+    pairs: OnePairs = Field(
+        24,
+        description="Key-value pairs per prompt: one number. Choose it so that the base scores 0.6-0.95.",
+    )
     filler: Filler | None = Field(
         None, description="Range of the number of words between a key and its value. By default no words."
     )
@@ -137,7 +155,7 @@ class Locate(Section):
     )  # fmt: skip
     gates: Gates = Field(Gates(), description="With `gates` in `methods`: budget of the training.")
     trial: Trial = Field(Trial(), description="With `trial` in `methods`: budget of the training.")
-    new_keys: ClassVar[dict[str, Any]] = {"filler": None, "value_digits": None}
+    new_keys: ClassVar[dict[str, Any]] = {"task": "kv_retrieval", "filler": None, "value_digits": None}
 
     @field_validator("methods")
     @classmethod
@@ -160,6 +178,38 @@ class Locate(Section):
             raise ValueError("`backups` must not exceed `top_k`: it takes heads from the best `top_k`.")
         check_value_digits(self.pairs, self.value_digits)
         return self
+
+    @model_validator(mode="after")
+    def _task_takes_these(self) -> Locate:
+        probe = PROBES[self.task]
+        probe.check_pairs(self.pairs)
+        for name in ("filler", "value_digits"):
+            if getattr(self, name) is not None and name not in probe.options:
+                raise ValueError(f"{self.task} does not use `{name}`: remove it")
+        if self.task != "kv_retrieval" and "hidden_attention" in self.methods:
+            raise ValueError("the method hidden_attention needs `task: kv_retrieval`. Remove the method")
+        return self
+
+    @property
+    def probe(self) -> Probe:
+        """The probe that generates the prompts."""
+        return PROBES[self.task]
+
+    def options(self, pairs: int = 0, questions: int = 1, tokenizer: Any = None) -> Options:
+        """Sizes of one prompt.
+
+        Args:
+            pairs: replaces `pairs` if it is not 0.
+            questions: maximum number of questions.
+            tokenizer: the base's, for probes whose text depends on it.
+        """
+        return Options(
+            pairs=pairs or self.pairs,
+            questions=questions,
+            filler=self.filler,
+            value_digits=self.value_digits,
+            tokenizer=tokenizer,
+        )
 
     @property
     def per_batch(self) -> tuple[str, ...]:

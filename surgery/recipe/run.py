@@ -35,7 +35,7 @@ class Recipe(Section):
         description="With `splice: null`: a model without a splice to train the same way, such as the hybrid's base. "
         "By default no control is trained.",
     )
-    train: Train
+    train: Train = Field(default_factory=Train)
     evaluate: Evaluate = Evaluate()
     export: Export = Export()
     hardware: Hardware = Hardware()

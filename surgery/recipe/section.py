@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from surgery.probes.pairs import num_values
 
@@ -31,7 +31,40 @@ def _ordered(value: tuple[int, int]) -> tuple[int, int]:
     return value
 
 
-PairsRange = Annotated[tuple[Pairs, Pairs], AfterValidator(_ordered)]
+def _one_number(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        raise ValueError(
+            "Use one number, such as 12. A source takes a range [low, high], an evaluation a list of sizes"
+        )
+    return value
+
+
+def _as_range(value: Any) -> Any:
+    if isinstance(value, list | tuple) and len(value) != 2:
+        raise ValueError("Use one number, or a range [low, high]. Each step draws one number from the range")
+    return (value, value) if _is_number(value) else value
+
+
+def _as_sizes(value: Any) -> Any:
+    return (value,) if _is_number(value) else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# `pairs` means one number in `locate`, a range in a source, and a list of sizes in `evaluate`. All accept one number.
+OnePairs = Annotated[Pairs, BeforeValidator(_one_number)]
+PairsRange = Annotated[
+    tuple[Pairs, Pairs],
+    AfterValidator(_ordered),
+    BeforeValidator(_as_range, json_schema_input_type=Pairs | tuple[Pairs, Pairs]),
+]
+PairsSizes = Annotated[
+    tuple[Pairs, ...],
+    Field(min_length=1),
+    BeforeValidator(_as_sizes, json_schema_input_type=Pairs | tuple[Pairs, ...]),
+]
 _Words = Annotated[int, Field(ge=0, le=100, strict=True)]
 _Digits = Annotated[int, Field(ge=1, le=16, strict=True)]
 Filler = Annotated[tuple[_Words, _Words], AfterValidator(_ordered)]

@@ -153,8 +153,9 @@ class Source(Section):
     )
     pairs: PairsRange = Field(
         (2, 16),
-        description="Range from which each step draws one number: lines for kv_retrieval, phonebook, json_kv, mqar, "
-        "multi_hop, records, key_echo and kv_repeated; hidden numbers for needle_multi_*; pieces for copying.",
+        description="Range [low, high] from which each step draws one number, or one number: lines for kv_retrieval, "
+        "phonebook, json_kv, mqar, multi_hop, records, key_echo and kv_repeated; hidden numbers for needle_multi_*; "
+        "pieces for copying.",
     )
     questions: Positive = Field(
         1, description="kv_retrieval, phonebook, json_kv, mqar, records: maximum number of questions per document."

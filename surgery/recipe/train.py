@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -112,6 +113,20 @@ class Align(Section):
         return value
 
 
+# Sources of a recipe that lists none. `attention` has a weight: without it, answers alone teach a new head little.
+DEFAULT_SOURCES: tuple[Mapping[str, Any], ...] = (
+    {
+        "task": "kv_retrieval",
+        "pairs": (4, 32),
+        "questions": 4,
+        "rows": 8,
+        "train_eos": True,
+        "weights": {"answer": 2.0, "attention": 1.0},
+    },
+    {"task": "sentence", "split": 0, "rows": 8, "weights": {"base_kl": 1.0}},
+)
+
+
 class TrainStage(Section):
     """One stage of training: its length, data, objectives, trainable weights and optimizer."""
 
@@ -125,7 +140,11 @@ class TrainStage(Section):
         description="Weights to train: all, the spliced heads, the layers with spliced heads, or (`lora`) the spliced "
         "heads and adapters on the rest.",
     )
-    sources: tuple[Source, ...] = ()
+    sources: tuple[Source, ...] = Field(
+        (),
+        description="Documents of each step. By default kv_retrieval with `answer` and `attention`, and sentences with "
+        "`base_kl`; with `stages`, each stage sets its own.",
+    )
     optimizer: Optimizer = Optimizer()
     lora: Lora = Lora()
     distil: Distil = Distil()
@@ -210,6 +229,14 @@ class Train(TrainStage):
     )
     control: bool = Field(True, description="Also train the control: the base without a splice, for the same steps.")
     renamed: ClassVar[dict[str, str]] = {**TrainStage.renamed, "no_splice": "control"}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_sources(cls, data: Any) -> Any:
+        """Sources if neither `sources` nor `stages` is set."""
+        if isinstance(data, Mapping) and not {"sources", "stages"} & data.keys() and "tokens" not in data:
+            return {**data, "sources": DEFAULT_SOURCES}
+        return data
 
     @model_validator(mode="after")
     def _one_or_several(self) -> Train:

@@ -6,14 +6,15 @@ from typing import Any
 
 from surgery.data.encoding import encode
 from surgery.probes.documents import Document
-from surgery.probes.kv_retrieval import kv_prompts
+from surgery.probes.registry import prompts_of
 from surgery.run.context import Run
 
 
 def located_prompts(run: Run, purpose: str, count: int, pairs: int) -> list[Document]:
     """Generate evaluation prompts of the form that locating uses."""
     section = run.recipe.locate
-    return kv_prompts(purpose, run.recipe.seed, count, pairs, section.filler, section.value_digits)
+    options = section.options(pairs, tokenizer=run.tokenizer())
+    return prompts_of(section.probe, purpose, run.recipe.seed, count, options)
 
 
 def sample_batch(run: Run, count: int, pairs: int = 0) -> Any:

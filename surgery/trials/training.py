@@ -1,6 +1,6 @@
 """Train the branches of candidate heads on a frozen base, and score them on held-out prompts.
 
-All documents are KV-retrieval prompts with keys of the training split. Keys of the evaluation split are never used.
+All documents are prompts of `locate.task` with keys of the training split. Keys of the evaluation split are never used.
 
 Shape legend: B documents, N held-out prompts.
 """
@@ -25,7 +25,6 @@ from surgery.locate.methods import Candidates
 from surgery.models.lookup import geometry_of
 from surgery.models.mamba1_scan import linear_backward
 from surgery.probes.documents import Document, rng_of
-from surgery.probes.kv_retrieval import kv_document
 from surgery.scoring.ranking import gold_log_probabilities, query_batches
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
@@ -66,8 +65,8 @@ class TrialPrompts:
         return encode([self._document(rng, questions) for rng in rngs], self._tokenizer).to(self._device)
 
     def _document(self, rng: Random, questions: int) -> Document:
-        section = self._section
-        return kv_document(rng, section.pairs, questions, "train", section.filler, section.value_digits)
+        options = self._section.options(questions=questions, tokenizer=self._tokenizer)
+        return self._section.probe.generate(rng, "train", options)
 
     def log_probabilities(self, model: PreTrainedModel) -> NDArray[Any]:
         """(N,) log-probability of the answer among the values of each held-out prompt, in nats.

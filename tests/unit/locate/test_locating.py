@@ -215,9 +215,11 @@ class TestLocate:
     def any_accuracy(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(locating, "check_clean", lambda *_: None)
 
-    def test_a_base_at_chance_is_refused(self) -> None:
-        with pytest.raises(ProbeError, match=r"locate\.pairs: 4 .*at chance.*fewer"):
-            locate_heads(self._model(), pico_tokenizer(), PROMPTS)
+    @pytest.mark.parametrize(("pairs", "hint"), [(5, "Set fewer pairs"), (4, "splice.select: random")])
+    def test_a_base_at_chance_is_refused_with_a_way_on(self, pairs: int, hint: str) -> None:
+        section = PROMPTS.model_copy(update={"pairs": pairs})
+        with pytest.raises(ProbeError, match=rf"locate\.pairs: {pairs} .*at chance.*{hint}"):
+            locate_heads(self._model(), pico_tokenizer(), section)
 
     @pytest.mark.parametrize("fault", ["chance", "nan", "tokenizer"])
     def test_what_can_be_known_first_is_refused_before_any_head_is_measured(
@@ -256,6 +258,13 @@ class TestLocate:
     def test_heads_that_no_ranking_chooses_need_no_accuracy(self, splice: Splice) -> None:
         found = locate_heads(self._model(), pico_tokenizer(), PROMPTS, splice)
         assert len(found.chosen) == 1 and found.chosen[0] in found.heads
+
+    def test_heads_can_be_measured_on_another_probe(self) -> None:
+        section = Locate(task="phonebook", pairs=3, value_digits=(2, 2), examples=2, batch_size=2)
+        batches = locating.PromptBatches(self._model(), pico_tokenizer(), section, 0)
+        assert [d.task for d in batches.documents(0) or ()] == ["phonebook"] * 2
+        found = locate_heads(self._model(), pico_tokenizer(), section, Splice(select="random"))
+        assert {"query", "segment_end"} <= found.heads[0].scores.keys() and found.clean["accuracy"].n == 2
 
     def test_a_base_at_ceiling_is_refused(self) -> None:
         class Table:

@@ -88,7 +88,7 @@ def test_a_minimal_recipe_gets_the_defaults_of_the_schema(write: Write) -> None:
         ("train.sources.0.split=1", "train.sources.0", "1"),
         ("train.sources.1.split=2", "train.sources.1.split", "2"),
         ("locate.pairs=1", "locate.pairs", "1"),
-        ("train.sources.0.pairs=[4]", "train.sources.0.pairs", "missing"),
+        ("train.sources.0.pairs=[4]", "train.sources.0.pairs", "[4]"),
         ("train.sources=[]", "train", "[]"),
         ("name=a/b", "name", "'a/b'"),
         ("name=..", "name", "'..'"),

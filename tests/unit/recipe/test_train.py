@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
-from surgery.recipe import Source, Train, TrainStage, Weights
+from surgery.recipe import Recipe, Source, Train, TrainStage, Weights
 
 DOCS = Path(__file__).parents[3] / "docs" / "TRAINING.md"
 KV: dict[str, Any] = {"task": "kv_retrieval", "rows": 2, "weights": {"answer": 1.0}}
@@ -98,3 +99,21 @@ def test_attention_may_be_supervised_where_answers_are_found() -> None:
     assert source.data.columns.span_column == "answer_span"
     with pytest.raises(ValueError, match="plain text has no answers"):
         Source.model_validate({**OWN, "data": {"path": "x", "columns": {"answer_span": "auto", "text": "t"}}})
+
+
+def test_without_sources_attention_is_supervised_and_the_base_is_kept() -> None:
+    section = Train.model_validate({"steps": 7})
+    assert section.num_steps == 7 and Train.model_validate(section.model_dump(mode="json")) == section
+    assert Recipe.model_validate({"name": "a", "base": {"model": "b"}}).train == Train()
+    assert {"answer", "attention", "base_kl"} <= set(section.objectives)
+
+
+@pytest.mark.parametrize("given", [{"sources": []}, {"stages": [{"name": "a"}]}, {"stages": []}])
+def test_sources_that_are_set_but_empty_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="no `sources`"):
+        Train.model_validate(given)
+
+
+def test_the_documented_default_is_the_default() -> None:
+    block = re.search(r"## Defaults\n.*?```yaml\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    assert block is not None and Train.model_validate(yaml.safe_load(block[1])) == Train()

@@ -73,6 +73,7 @@ def model_card(
         "ranked": heads is not None and heads.method not in UNRANKED,
         "gloss": gloss_of(heads.method) if heads is not None else "",
         "head_seed": heads.seed if heads is not None else None,
+        "located_on": _located_on(recipe),
         "gap": (results.get("step_zero_gap") or {}).get("max_logit"),
         "state": (plan.grafts[0].site.state_size, recipe.state_size) if recipe.state_size is not None else None,
         "columns": columns,
@@ -109,6 +110,14 @@ def card_of(model: str, revision: str | None = None) -> dict[str, Any]:
         return {}
     parts = ((key, value, value if isinstance(value, list) else [value]) for key, value in entries)
     return {key: value for key, value, texts in parts if all(isinstance(text, str) for text in texts)}
+
+
+def _located_on(recipe: Recipe) -> str:
+    """Name the prompts that heads were selected on."""
+    data, generated = recipe.locate.data, f"generated {recipe.locate.probe.label} prompts"
+    if data is None:
+        return generated
+    return f"prompts of {public_name(data.path)}" + (f" and {generated}" if recipe.locate.generated else "")
 
 
 def _license(recipe: Recipe, base_card: Mapping[str, Any]) -> dict[str, Any]:

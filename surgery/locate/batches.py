@@ -15,6 +15,7 @@ from torch import distributed
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.encoding import EncodedBatch, encode
+from surgery.data.own_prompts import own_batches, own_prompts
 from surgery.errors import ModelError, SurgeryError, fitting
 from surgery.locate.ablation_sweep import Variant, change_at_query
 from surgery.locate.clean_run import CleanRun, run_clean
@@ -33,7 +34,7 @@ class PromptBatches:
     """Batches of prompts for one model: left-padded, up to the query.
 
     Args:
-        batches: prompts to use. By default, prompts of `section.task` are generated, of the evaluation split.
+        batches: prompts to use. By default those of `section`: its `data`, or generated ones of the evaluation split.
 
     Attributes:
         passes: number of full forward passes of one prompt so far, over all processes.
@@ -54,10 +55,8 @@ class PromptBatches:
         self._documents: list[list[Document]] | None = None
         if batches is None:
             check_vocabulary(tokenizer, model.config)
-            n, size = section.examples, section.batch_size
-            documents = prompts_of(section.probe, "locate", seed, n, section.options(tokenizer=tokenizer))
-            self._documents = [documents[i : i + size] for i in range(0, n, size)]
-            batches = [encode(chunk, tokenizer, padding_side="left", until_answer=True) for chunk in self._documents]
+            pairs = _encoded(model, tokenizer, section, seed)
+            self._documents, batches = [documents for documents, _ in pairs], [batch for _, batch in pairs]
         self.batches = list(batches)
 
     def __len__(self) -> int:
@@ -153,3 +152,19 @@ class PromptBatches:
             )
             hint += " Remove the methods query and sharpen."
             raise ModelError("locate", f"{apart:.3g} logits apart", hint)
+
+
+def _encoded(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: Locate, seed: int
+) -> list[tuple[list[Document], EncodedBatch]]:
+    """Make the prompts of a recipe: its own data first, then generated ones. Returns each batch with its documents."""
+    size, count, batches = section.batch_size, section.examples, []
+    if section.data is not None:
+        context = getattr(model.config, "max_position_embeddings", None)
+        own = own_prompts(section.data, tokenizer, section.examples, context, model.config.vocab_size)
+        batches, count = own_batches(own, tokenizer, size), section.generated
+    documents = prompts_of(section.probe, "locate", seed, count, section.options(tokenizer=tokenizer))
+    for start in range(0, count, size):
+        chunk = documents[start : start + size]
+        batches.append((chunk, encode(chunk, tokenizer, padding_side="left", until_answer=True)))
+    return batches

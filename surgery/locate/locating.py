@@ -51,7 +51,7 @@ def locate_heads(
     batches: Sequence[EncodedBatch] | None = None,
     any_accuracy: bool = False,
 ) -> HeadSet:
-    """Measure every head on KV-retrieval prompts and choose the heads to splice.
+    """Measure every head on retrieval prompts and choose the heads to splice.
 
     With several processes (torch.distributed), each measures its share of the batches, and all return the same result.
 
@@ -72,6 +72,7 @@ def locate_heads(
 
     Raises:
         ProbeError: more pairs than values, or the base is at chance or at ceiling.
+        DataError: `section.data` cannot be read, or has no row with a place of the answer.
         ModelError: an unknown model type, a tokenizer of another model, logits that are NaN, or a hook that never
             fired.
         RunError: out of memory.
@@ -244,12 +245,17 @@ def check_clean(table: Table, section: Locate, chance: float) -> None:
     """Raise ProbeError if the base is at chance or at ceiling."""
     right = table.clean_correct()
     accuracy = wilson(int(right.sum()), len(right))
-    value = f"{section.pairs} (clean accuracy {accuracy.value:.2f})"
+    field, what, harder = "locate.pairs", str(section.pairs), "Set more pairs."
+    easier = "Set fewer pairs." if section.pairs > _FEW_PAIRS else _WAYS_ON
+    if section.data is not None:
+        field, what, easier, harder = (
+            "locate.data", section.data.path, "Use questions that it answers.", "Use harder questions."
+        )  # fmt: skip
+    value = f"{what} (clean accuracy {accuracy.value:.2f})"
     if accuracy.low <= chance:
-        hint = "Set fewer pairs." if section.pairs > _FEW_PAIRS else _WAYS_ON
-        raise ProbeError("locate.pairs", value, f"The base is at chance, so all heads look alike. {hint}")
+        raise ProbeError(field, value, f"The base is at chance, so all heads look alike. {easier}")
     if accuracy.value > 0.99:
-        raise ProbeError("locate.pairs", value, "The base is at ceiling, so all heads look alike. Set more pairs.")
+        raise ProbeError(field, value, f"The base is at ceiling, so all heads look alike. {harder}")
 
 
 def check_moved(table: Table) -> None:

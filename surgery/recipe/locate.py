@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from surgery.probes.registry import PROBES, Options, Probe
 from surgery.recipe.methods import METHODS, RANKINGS, UNRANKED
 from surgery.recipe.section import Filler, OnePairs, Positive, Section, ValueDigits, check_value_digits
+from surgery.recipe.sources import Data
 from surgery.registry import NameOf
 from surgery.types import Fill, Where
 
@@ -138,7 +139,13 @@ class Locate(Section):
     value_digits: ValueDigits | None = Field(
         None, description="Range of the number of digits of a prompt's values. By default integers 0-99."
     )
-    examples: Positive = Field(128, description="Number of prompts.")
+    examples: Positive = Field(128, description="Number of prompts. With `data`, the largest number of rows.")
+    data: Data | None = Field(
+        None, description="Your own prompts, with the place of each answer. By default key-value prompts are generated."
+    )
+    generated: int = Field(
+        0, ge=0, le=10**9, strict=True, description="With `data`: number of generated prompts to measure as well."
+    )
     batch_size: Positive = Field(32, description="Prompts per batch.")
     where: Where = Field("everywhere", description="Tokens at which `ablation` removes a head.")
     fill: Fill = Field(
@@ -155,7 +162,13 @@ class Locate(Section):
     )  # fmt: skip
     gates: Gates = Field(Gates(), description="With `gates` in `methods`: budget of the training.")
     trial: Trial = Field(Trial(), description="With `trial` in `methods`: budget of the training.")
-    new_keys: ClassVar[dict[str, Any]] = {"task": "kv_retrieval", "filler": None, "value_digits": None}
+    new_keys: ClassVar[dict[str, Any]] = {
+        "task": "kv_retrieval",
+        "filler": None,
+        "value_digits": None,
+        "data": None,
+        "generated": 0,
+    }
 
     @field_validator("methods")
     @classmethod
@@ -210,6 +223,20 @@ class Locate(Section):
             value_digits=self.value_digits,
             tokenizer=tokenizer,
         )
+
+    @model_validator(mode="after")
+    def _data_has_places(self) -> Locate:
+        if self.data is None and self.generated:
+            raise ValueError("`generated` needs `data`. Without it all prompts are generated: set `examples`.")
+        if self.data is not None and self.data.columns.text is not None:
+            raise ValueError("`data` has plain text, which asks nothing. Use columns of prompts and answers.")
+        if self.data is not None and "hidden_attention" in self.methods:
+            raise ValueError("the method hidden_attention needs generated dictionaries. Remove the method or `data`")
+        if self.data is not None and self.data.columns.answer_span is None:
+            raise ValueError(
+                "`data` needs the place of each answer. Set `data.columns.answer_span` to a column or `auto`."
+            )
+        return self
 
     @property
     def per_batch(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from surgery.errors import ModelError
 from surgery.files.shipped import local_path
 from surgery.recipe.base import Base, Checkpoint, Teacher
 from surgery.recipe.run import Recipe
-from surgery.recipe.sources import Source
+from surgery.recipe.sources import Data, Source
 
 
 def source_of(model: str, revision: str | None) -> tuple[str, str | None]:
@@ -88,7 +88,10 @@ def public_recipe(recipe: Recipe) -> Recipe:
     template = Path(recipe.export.chat_template).name if recipe.export.chat_template else None
     export = recipe.export.model_copy(update={"chat_template": template, "llama_cpp": None})
     control = _named(control) if control else None
-    update = {"base": base, "splice": splice, "control": control, "train": train, "export": export}
+    locate = recipe.locate
+    if locate.data is not None:
+        locate = locate.model_copy(update={"data": _public_data(locate.data)})
+    update = {"base": base, "locate": locate, "splice": splice, "control": control, "train": train, "export": export}
     return recipe.model_copy(update=update)
 
 
@@ -103,4 +106,8 @@ def _named(section: M) -> M:
 def _public_source(source: Source) -> Source:
     if source.data is None:
         return source
-    return source.model_copy(update={"data": source.data.model_copy(update={"path": public_name(source.data.path)})})
+    return source.model_copy(update={"data": _public_data(source.data)})
+
+
+def _public_data(data: Data) -> Data:
+    return data.model_copy(update={"path": public_name(data.path)})

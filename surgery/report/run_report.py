@@ -100,10 +100,13 @@ def _operation(inputs: ReportInputs) -> _Values:
     splice, train = recipe.splice, recipe.train
     trained = dict.fromkeys(stage.trainable for stage in train.sequence)
     in_order = " then ".join(name.replace("_", " ") for name in trained)
-    prompts = f"{recipe.locate.examples} prompts of {recipe.locate.pairs} pairs"
-    if recipe.locate.filler is not None:
+    generated = recipe.locate.examples if recipe.locate.data is None else recipe.locate.generated
+    prompts = f"{generated} prompts of {recipe.locate.pairs} pairs" if generated else ""
+    if recipe.locate.filler is not None and generated:
         low, high = recipe.locate.filler
         prompts += f" with {low} to {high} words between key and value"
+    if recipe.locate.data is not None:
+        prompts = f"prompts of {public_name(recipe.locate.data.path)}" + (f" and {prompts}" if prompts else "")
     kind: str = "fine-tuning"
     if splice is not None:
         form = splice.form if splice.form != "head" else None

@@ -103,8 +103,14 @@ class Run:
 
     @cached_property
     def data_revision(self) -> str:
-        """Hash of the user's local data files. The recipe itself identifies a data set on the Hub."""
+        """Hash of the user's local training data. The recipe itself identifies a data set on the Hub."""
         files = [file for data in self.recipe.train.own_data for file in local_files(data)]
+        return digest(*files) if files else ""
+
+    @cached_property
+    def prompts_revision(self) -> str:
+        """Hash of the local files of `locate.data`. Empty if there are none."""
+        files = local_files(self.recipe.locate.data) if self.recipe.locate.data is not None else ()
         return digest(*files) if files else ""
 
     @cached_property

@@ -28,7 +28,7 @@ from surgery.report.heads_page import PromptAttention, write_csv, write_page
 from surgery.report.run_report import ReportInputs, write_report
 from surgery.run.context import STATE, Run
 from surgery.run.evaluate_stage import evaluate_run
-from surgery.run.located_prompts import located_prompts, sample_batch
+from surgery.run.located_prompts import located_prompts, page_prompts, sample_batch
 from surgery.run.watch import Watch
 from surgery.splice.graft import splice_model, step_zero_gap
 from surgery.splice.plan import make_plan
@@ -92,6 +92,8 @@ class Stage:
             parts["chat template"] = template_revision(settings.export.chat_template)
         if "train" in parts and run.data_revision:
             parts["data revision"] = run.data_revision
+        if "locate" in parts and run.prompts_revision:
+            parts["prompts revision"] = run.prompts_revision
         if self.name in ("splice", "control") and settings.state_size is not None:
             # The channels to keep follow from these, so the control does not depend on the spliced heads.
             parts["state"] = [settings.state_size, *(recipe["locate"].get(name) for name in _MEASURED)]
@@ -145,7 +147,7 @@ def write_heads(run: Run, heads: HeadSet) -> None:
 
 def _hidden_attention(run: Run, heads: HeadSet) -> PromptAttention:
     """Compute the hidden attention at the query of one short prompt for every head, and in full for the best heads."""
-    documents = located_prompts(run, "sample", 1, min(16, run.recipe.locate.pairs))
+    documents = page_prompts(run)
     full = dict.fromkeys([s.head for s in heads.chosen] + [s.head for s in heads.heads[:6]])
     specs = family_of(run.base().config).mixers(run.base().config)
     return prompt_attention(run.base(), run.tokenizer(), documents, specs, list(full))

@@ -11,7 +11,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from surgery.export.model_card import card_of, model_card
-from surgery.recipe import Recipe, check_recipe, to_yaml
+from surgery.recipe import Locate, Recipe, check_recipe, to_yaml
 from surgery.recipe.public import public_name, public_recipe
 from tests.support.reports import head_set, plan, spliced
 
@@ -76,6 +76,16 @@ def test_nothing_of_this_machine_goes_in(recipe: Recipe, tmp_path: Path) -> None
     for text in (card, to_yaml(public_recipe(recipe))):
         assert str(tmp_path) not in text and "rows.jsonl" in text
     assert str(tmp_path) in to_yaml(recipe), "the recipe itself stays as it is"
+
+
+def test_heads_located_on_own_prompts_say_so(recipe: Recipe, tmp_path: Path) -> None:
+    data = {"path": str(tmp_path / "own.jsonl"), "columns": {"answer_span": "auto"}}
+    located = recipe.model_copy(update={"locate": Locate(data=data, generated=4)})
+    heads = replace(head_set(), method="aggregate", seed=0)
+    card = model_card(located, heads, plan(), RESULTS)
+    assert "on prompts of own.jsonl and generated KV-retrieval prompts (seed 0)" in card
+    for text in (card, to_yaml(public_recipe(located))):
+        assert str(tmp_path) not in text and "own.jsonl" in text
 
 
 @pytest.mark.parametrize("written", [True, False], ids=["behind the id", "as revision"])

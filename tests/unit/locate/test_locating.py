@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -439,3 +441,30 @@ class TestLocate:
             monkeypatch.setattr(locating, "check_clean", lambda *_: None)
             locate_heads(model, pico_tokenizer(), PROMPTS)
         assert model.training == training
+
+
+def test_own_prompts_are_measured_with_generated_ones(tmp_path: Path) -> None:
+    rows = [{"prompt": f"a:{n}\nb:{n + 1}\nThe value of b is", "answer": str(n + 1)} for n in range(20, 32, 2)]
+    file = tmp_path / "own.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"path": str(file), "columns": {"answer_span": "auto"}}
+    section = Locate(methods=("query", "sharpen"), pairs=4, batch_size=4, data=data, generated=3)
+    heads = locate_heads(pico_base(vocab_size=len(pico_tokenizer())), pico_tokenizer(), section, any_accuracy=True)
+    assert {scored.scores["query"].n for scored in heads.heads} == {len(rows) + 3}
+    with pytest.raises(ProbeError, match=r"locate.data: .*own.jsonl \(clean accuracy 0\.\d\d\)"):
+        locate_heads(
+            pico_base(vocab_size=len(pico_tokenizer())), pico_tokenizer(), section.model_copy(update={"generated": 0})
+        )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"generated": 3}, "`generated` needs `data`"),
+        ({"data": {"path": "own.jsonl"}}, "Set `data.columns.answer_span` to a column or `auto`"),
+        ({"data": {"path": "own.jsonl", "columns": {"text": "text"}}}, "plain text, which asks nothing"),
+    ],
+)
+def test_own_prompts_need_places(fields: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Locate(**fields)

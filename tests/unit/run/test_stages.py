@@ -24,6 +24,23 @@ def test_results_of_another_form_are_named(tmp_path: Path, results: Any) -> None
         stages._export(run, "key")
 
 
+def bare_run(recipe: Recipe, folder: Path, **revisions: str) -> Any:
+    """The fields of a run that the keys of its stages depend on."""
+    plain = {"revision": "r", "control_revision": "", "data_revision": "", "prompts_revision": ""}
+    return SimpleNamespace(recipe=recipe, folder=folder, **{**plain, **revisions})
+
+
+def test_keys_of_stages_know_the_content_of_own_prompts(tmp_path: Path) -> None:
+    recipe = load_recipe(RECIPE)
+    for name in ("heads.json", "plan.json", "spliced", "trained", "no_splice", "results.json", "report.html"):
+        (tmp_path / name).write_text(name)
+    one, other = (
+        {stage.name: stage.key(bare_run(recipe, tmp_path, prompts_revision=hash)) for stage in stages.stages_of(recipe)}
+        for hash in ("one", "two")
+    )
+    assert {name for name in one if one[name] != other[name]} == {"locate", "export"}
+
+
 def test_keys_of_stages_know_the_form_of_located_prompts_only_where_it_is_set(tmp_path: Path) -> None:
     """A recipe without `locate.filler` keeps its finished stages."""
     recipe = load_recipe(RECIPE, ["locate.filler=null"])
@@ -32,8 +49,7 @@ def test_keys_of_stages_know_the_form_of_located_prompts_only_where_it_is_set(tm
 
     def keys(**locate: Any) -> dict[str, str]:
         given = recipe.model_copy(update={"locate": recipe.locate.model_copy(update=locate)})
-        run: Any = SimpleNamespace(recipe=given, revision="r", control_revision="", data_revision="", folder=tmp_path)
-        return {stage.name: stage.key(run) for stage in stages.stages_of(given)}
+        return {stage.name: stage.key(bare_run(given, tmp_path)) for stage in stages.stages_of(given)}
 
     plain = keys()
     assert plain == keys(filler=None, value_digits=None)
@@ -54,8 +70,7 @@ def test_keys_of_stages_know_the_state_only_where_it_is_cut(tmp_path: Path) -> N
             "locate": recipe.locate.model_copy(update={"examples": examples}),
         }
         given = recipe.model_copy(update=parts)
-        run: Any = SimpleNamespace(recipe=given, revision="r", control_revision="", data_revision="", folder=tmp_path)
-        return {stage.name: stage.key(run) for stage in stages.stages_of(given)}
+        return {stage.name: stage.key(bare_run(given, tmp_path)) for stage in stages.stages_of(given)}
 
     def changed(one: dict[str, str], other: dict[str, str]) -> set[str]:
         return {name for name in one if one[name] != other[name]}
@@ -76,8 +91,7 @@ def test_the_key_of_the_export_knows_the_text_of_a_chat_template(tmp_path: Path)
 
     def keys(name: str | None) -> dict[str, str]:
         given = recipe.model_copy(update={"export": recipe.export.model_copy(update={"chat_template": name})})
-        run: Any = SimpleNamespace(recipe=given, revision="r", control_revision="", data_revision="", folder=tmp_path)
-        return {stage.name: stage.key(run) for stage in stages.stages_of(given)}
+        return {stage.name: stage.key(bare_run(given, tmp_path)) for stage in stages.stages_of(given)}
 
     found = [keys(name) for name in (None, "plain", str(template))]
     template.write_text("two")
@@ -105,8 +119,7 @@ def test_keys_of_stages_know_the_width_of_copies_and_locate_only_if_it_trains_th
 
     def keys(*overrides: str) -> dict[str, str]:
         given = load_recipe(RECIPE, overrides)
-        run: Any = SimpleNamespace(recipe=given, revision="r", control_revision="", data_revision="", folder=tmp_path)
-        return {stage.name: stage.key(run) for stage in stages.stages_of(given)}
+        return {stage.name: stage.key(bare_run(given, tmp_path)) for stage in stages.stages_of(given)}
 
     def changed(*overrides: str, methods: str = "") -> set[str]:
         given = [f"locate.methods={methods}"] if methods else []

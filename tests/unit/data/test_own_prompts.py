@@ -1,0 +1,69 @@
+"""Own prompts for locating: rows with a place of the answer, and the tokens that it competes with."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from surgery.data.documents import is_held_out
+from surgery.data.own_prompts import own_batches, own_prompts
+from surgery.errors import DataError
+from surgery.recipe import Data
+from surgery.scoring.ranking import ranked
+from surgery.testing.pico import pico_base, pico_tokenizer
+
+ROWS = [{"prompt": f"a:{n}\nb:{n + 1}\nThe value of b is", "answer": str(n + 1)} for n in range(20, 60, 2)]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Data:
+    file = path / "own.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Data(path=str(file), columns={"answer_span": "auto"})
+
+
+def test_rows_are_taken_evenly(tmp_path: Path) -> None:
+    documents = own_prompts(write(tmp_path, ROWS), pico_tokenizer(), 5)
+    assert [d.text[: d.questions[0].answer[0]] for d in documents] == [ROWS[i]["prompt"] for i in (0, 4, 8, 12, 16)]
+    assert len(own_prompts(write(tmp_path, ROWS), pico_tokenizer(), 500)) == len(ROWS)
+
+
+def test_rows_without_a_place_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = write(tmp_path, [*ROWS, {"prompt": "a:1\nThe value of b is", "answer": "77"}])
+    with caplog.at_level(logging.WARNING):
+        assert len(own_prompts(data, pico_tokenizer(), 500)) == len(ROWS)
+    assert f"1 of {len(ROWS) + 1} rows" in caplog.text
+    with pytest.raises(DataError, match="no row has the place of its answer"):
+        own_prompts(write(tmp_path, [{"prompt": "a:1\nThe value of b is", "answer": "77"}]), pico_tokenizer(), 5)
+
+
+def test_held_out_rows_are_not_read(tmp_path: Path) -> None:
+    data = write(tmp_path, ROWS).model_copy(update={"holdout": 0.5})
+    documents = own_prompts(data, pico_tokenizer(), 500)
+    kept = [row["prompt"] for row in ROWS if not is_held_out(row["prompt"], 0.5)]
+    assert [d.text[: d.questions[0].answer[0]] for d in documents] == kept
+    assert 0 < len(kept) < len(ROWS)
+
+
+def test_an_answer_competes_with_its_prompt_and_the_other_answers(tmp_path: Path) -> None:
+    tokenizer = pico_tokenizer()
+    model = pico_base(vocab_size=len(tokenizer)).eval()
+    documents = own_prompts(write(tmp_path, ROWS), tokenizer, 500)
+    batches = own_batches(documents, tokenizer, 8)
+    assert [document for chunk, _ in batches for document in chunk] == documents
+    answers = {int(t) for _, batch in batches for t in batch.target[:, 0]}
+    margins = ranked(model, [batch for _, batch in batches]).margin
+    for document, margin in zip(documents, margins, strict=True):
+        prompt = document.text[: document.questions[0].answer[0]]
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        (gold,) = tokenizer(document.text[slice(*document.questions[0].answer)], add_special_tokens=False)["input_ids"][
+            :1
+        ]
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, -1]
+        others = sorted(({*ids} | answers) - {gold})
+        torch.testing.assert_close(margin, logits[gold] - logits[others].max(), rtol=1e-4, atol=1e-4)

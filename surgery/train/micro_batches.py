@@ -17,9 +17,11 @@ from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import RunError
 from surgery.probes.documents import Document
 from surgery.recipe import Source
-from surgery.recipe.objectives import OBJECTIVES
+from surgery.recipe.objectives import OBJECTIVES, needs_of
 from surgery.registry import plugin_errors
 from surgery.train.packing import pack
+
+_PADDING = 1.25  # tokens of a joined pass for each token of the separate passes
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,45 @@ def with_counts(
         replace(part, counts={name: count for (i, name), count in counts.items() if i == part.index})
         for part in micro_batches
     ]
+
+
+def join(
+    micro_batches: Sequence[MicroBatch], sizes: Mapping[int, int | None], accelerator: Accelerator
+) -> list[list[MicroBatch]]:
+    """Group micro-batches that one forward pass can hold, so that short texts of several sources take one pass.
+
+    The gradient is that of separate passes, up to rounding. A group has no more tokens than the largest micro-batch of
+    the step, padding included, so memory does not grow. Sources are joined if their objectives need logits alone, such
+    as `base_kl` and `lm`, on one process and without packing or `micro_batch`.
+
+    Args:
+        micro_batches: of this process.
+        sizes: as in `split_step`.
+        accelerator: with several processes nothing is joined: all need the same number of passes.
+    """
+    groups = [[part] for part in micro_batches]
+    if accelerator.num_processes > 1:
+        return groups
+    largest = max(part.batch.input_ids.numel() for part in micro_batches)
+    joinable = [part for part in micro_batches if sizes[part.index] is None and _compares_logits(part)]
+    joinable.sort(key=lambda part: part.batch.input_ids.shape[1])
+    group: list[MicroBatch] = []
+    grouped: list[list[MicroBatch]] = []
+    for part in joinable:
+        width = part.batch.input_ids.shape[1]  # the largest so far
+        padded = width * sum(len(x.batch) for x in (*group, part))
+        alone = sum(x.batch.input_ids.numel() for x in (*group, part))
+        if group and padded <= min(largest, _PADDING * alone):
+            group.append(part)
+        else:
+            group = [part]
+            grouped.append(group)
+    return [[part] for part in micro_batches if not any(part is x for x in joinable)] + grouped
+
+
+def _compares_logits(part: MicroBatch) -> bool:
+    """Whether the objectives of a micro-batch need logits at every token alone, of rows with one document each."""
+    return part.batch.documents is None and needs_of(part.source.weights.at(0.5)) <= {"base.logits"}
 
 
 def _may_have_no_terms(source: Source, objective: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +19,7 @@ from surgery.registry import plugin_errors
 from surgery.train.divergence import TopK
 from surgery.train.logits_cache import LogitsCache
 from surgery.train.losses import rows_at_queries
+from surgery.train.micro_batches import MicroBatch
 from surgery.train.objectives import ObjectiveInputs, Outputs
 from surgery.train.packing import separate_documents
 from surgery.train.shared_prefix import SharedPrefix
@@ -64,10 +65,70 @@ class Targets:
             progress: position in the stage, from 0 to 1.
         """
         weights = source.weights.at(progress)
-        objectives = [OBJECTIVES[name] for name in weights if self.grafts or not OBJECTIVES[name].needs_splice]
+        objectives = self._objectives(weights)
         needs = needs_of(objective.name for objective in objectives)
+        base, output = self._forward(model, batch, needs, model_options(needs, batch))
+        teacher = Outputs()
+        if self.teacher is not None:
+            cached = self.cache.get(batch) if self.cache is not None and "teacher.logits" in needs else None
+            teacher = self.teacher.outputs(batch, needs if cached is None else needs - {"teacher.logits"})
+            teacher = self._with_cached_logits(teacher, cached, batch)
+        losses = {}
+        reads = [graft.reads for graft in self.grafts]
+        for objective in objectives:
+            outputs = self._model_outputs(output, objective.needs, batch, full="model.full_attention" in needs)
+            inputs = ObjectiveInputs(batch, outputs, base, teacher, self.distil, reads)
+            losses[objective.name] = weights[objective.name] * _mean_loss(objective, inputs, counts)
+        if all(objective.needs_splice for objective in objectives):
+            losses["none"] = output.logits.sum() * 0  # DDP requires that every parameter takes part
+        return losses
+
+    def group_losses(self, model: nn.Module, group: Sequence[MicroBatch], progress: float) -> dict[str, Tensor]:
+        """Compute the weighted losses of micro-batches in one forward pass. See `join`.
+
+        Args:
+            model: as in `weighted_losses`.
+            group: one micro-batch, or several whose objectives compare logits at most.
+            progress: position in the stage, from 0 to 1.
+
+        Returns:
+            The sum over the group by objective. A placeholder contributes 0.
+        """
+        if len(group) == 1:
+            (part,) = group
+            losses = self.weighted_losses(model, part.source, part.batch, part.counts, progress)
+            return {name: loss * float(part.real) for name, loss in losses.items()}
+        width = max(part.batch.input_ids.shape[1] for part in group)
+        ids, mask = (
+            torch.cat([nn.functional.pad(x, (0, width - x.shape[1])) for x in rows])
+            for rows in ([p.batch.input_ids for p in group], [p.batch.attention_mask for p in group])
+        )
+        needs = needs_of(name for part in group for name in part.source.weights.at(progress))
+        joined = replace(group[0].batch, input_ids=ids, attention_mask=mask)
+        base, output = self._forward(model, joined, needs, {})
+        sums: dict[str, Tensor] = {}
+        start = 0
+        for part in group:
+            place = slice(start, start + len(part.batch)), slice(part.batch.input_ids.shape[1])
+            start += len(part.batch)
+            of_base = Outputs() if base.logits is None else Outputs(logits=base.logits[place])
+            outputs = Outputs(logits=output.logits[place])
+            inputs = ObjectiveInputs(part.batch, outputs, of_base, Outputs(), self.distil)
+            for name, weight in part.source.weights.at(progress).items():
+                loss = weight * _mean_loss(OBJECTIVES[name], inputs, part.counts)
+                sums[name] = sums[name] + loss if name in sums else loss
+        return sums
+
+    def _objectives(self, weights: Mapping[str, float]) -> list[Any]:
+        """Return the objectives that have a weight. Without spliced heads, those that need them are left out."""
+        return [OBJECTIVES[name] for name in weights if self.grafts or not OBJECTIVES[name].needs_splice]
+
+    def _forward(
+        self, model: nn.Module, batch: EncodedBatch, needs: Collection[str], options: Mapping[str, Any]
+    ) -> tuple[Outputs, Any]:
+        """Run the base, if its logits are needed, and the model. Returns the base's outputs and the model's output."""
         tokens = {"attention_mask": batch.attention_mask, "use_cache": False}
-        base, teacher = Outputs(), Outputs()
+        base = Outputs()
         with ExitStack() as stack, separate_documents(model, batch.documents):
             if "base.logits" in needs:
                 assert self.base is not None
@@ -77,27 +138,7 @@ class Targets:
                     else:
                         base = Outputs(logits=self.prefix.base_logits(batch.input_ids, batch.attention_mask))
                         stack.enter_context(self.prefix.skipped())
-            output = model(batch.input_ids, **tokens, **model_options(needs, batch))
-        if self.teacher is not None:
-            cached = self.cache.get(batch) if self.cache is not None and "teacher.logits" in needs else None
-            teacher = self.teacher.outputs(batch, needs if cached is None else needs - {"teacher.logits"})
-            teacher = self._with_cached_logits(teacher, cached, batch)
-        reads = [graft.reads for graft in self.grafts]
-        losses = {}
-        for objective in objectives:
-            outputs = self._model_outputs(output, objective.needs, batch, full="model.full_attention" in needs)
-            inputs = ObjectiveInputs(batch, outputs, base, teacher, self.distil, reads)
-            count = objective.count(batch) if counts is None else counts[objective.name]
-            with plugin_errors(f"objective {objective.name}", objective):
-                loss = objective.loss(inputs)
-            if not isinstance(loss, Tensor) or loss.ndim:
-                kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-                hint = "Return a tensor with one number: the sum over the terms."
-                raise RunError(f"objective {objective.name}", f"its loss returned {kind}", hint)
-            losses[objective.name] = weights[objective.name] * (loss / count)
-        if all(objective.needs_splice for objective in objectives):
-            losses["none"] = output.logits.sum() * 0  # DDP requires that every parameter takes part
-        return losses
+            return base, model(batch.input_ids, **tokens, **options)
 
     def _model_outputs(self, output: Any, needs: Collection[str], batch: EncodedBatch, full: bool) -> Outputs:
         """Select the outputs that one objective needs. `full`: the model's attention has the rows of all tokens."""
@@ -123,6 +164,18 @@ class Targets:
             self.cache.put(batch, TopK.of(teacher.logits[batch.attention_mask.bool()], self.distil.top_k))
             cached = self.cache.get(batch)
         return replace(teacher, logits=cached)
+
+
+def _mean_loss(objective: Any, inputs: ObjectiveInputs, counts: Mapping[str, float] | None) -> Tensor:
+    """Divide the loss of an objective by its number of terms: the batch's own if `counts` is None."""
+    count = objective.count(inputs.batch) if counts is None else counts[objective.name]
+    with plugin_errors(f"objective {objective.name}", objective):
+        loss = objective.loss(inputs)
+    if not isinstance(loss, Tensor) or loss.ndim:
+        kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        hint = "Return a tensor with one number: the sum over the terms."
+        raise RunError(f"objective {objective.name}", f"its loss returned {kind}", hint)
+    return loss / count
 
 
 def model_options(needs: Collection[str], batch: EncodedBatch) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from surgery.train.checkpoints import checkpoints, load_checkpoint, save_checkpo
 from surgery.train.compiling import compiling
 from surgery.train.growth import growing_loss
 from surgery.train.lora import Adapters
-from surgery.train.micro_batches import MicroBatch, split_step, with_counts
+from surgery.train.micro_batches import MicroBatch, join, split_step, with_counts
 from surgery.train.optimizer import adamw, mark_trainable, set_learning_rates
 from surgery.train.packing import packing_fault
 from surgery.train.sharded import gather, trainable_parameters, twin
@@ -272,29 +272,31 @@ def accumulate_gradients(
         parts = split_step(stage.sources, documents, prepared.sizes, tokenizer, accelerator, prepared.packing)
         parts = with_counts(stage.sources, parts, bool(targets.grafts), accelerator)
         sums: dict[str, Tensor] = {}
-        for place, part in enumerate(parts):
-            accelerator.sync_gradients = last = place + 1 == len(parts)  # DeepSpeed steps where this is set
+        groups = join(parts, prepared.sizes, accelerator)
+        for place, group in enumerate(groups):
+            accelerator.sync_gradients = last = place + 1 == len(groups)  # DeepSpeed steps where this is set
             try:
                 with (
                     compiling() if section.compile else nullcontext(),
                     nullcontext() if last else accelerator.no_sync(prepared.wrapped),
                 ):
                     with autocast(section, accelerator):
-                        losses = targets.weighted_losses(
-                            prepared.wrapped, part.source, part.batch, part.counts, progress
-                        )
-                        total = torch.stack(list(losses.values())).sum() * float(part.real)
+                        losses = targets.group_losses(prepared.wrapped, group, progress)
+                        total = torch.stack(list(losses.values())).sum()
                     accelerator.backward(total)
             except (RuntimeError, torch.OutOfMemoryError) as error:
                 if not should_reduce_batch_size(error):
                     raise
                 break
             for name, loss in losses.items():
-                sums[name] = sums.get(name, 0.0) + loss.detach() * float(part.real)
+                sums[name] = sums.get(name, 0.0) + loss.detach()
         else:
             return _reduced(sums, stage, parts, progress, accelerator)
         losses, total = {}, None  # their graph holds memory
-        _halve(prepared.sizes, part, step, accelerator)
+        if len(group) > 1:  # each alone has fewer tokens
+            prepared.sizes.update({part.index: part.documents for part in group})
+        else:
+            _halve(prepared.sizes, group[0], step, accelerator)
         prepared.optimizer.zero_grad()
         release_memory()
 

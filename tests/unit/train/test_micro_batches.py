@@ -17,8 +17,8 @@ from surgery.data.user import open_source
 from surgery.errors import RunError
 from surgery.models.lookup import family_of
 from surgery.recipe import Source
-from surgery.testing.pico import pico_hybrid, pico_site, pico_tokenizer
-from surgery.train.micro_batches import split_step, with_counts
+from surgery.testing.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
+from surgery.train.micro_batches import MicroBatch, join, split_step, with_counts
 from surgery.train.targets import Targets
 from surgery.types import Graft
 from tests.support import training_worker as worker
@@ -92,6 +92,60 @@ def test_documents_of_a_length_go_together() -> None:
         return sorted(tuple(ids[mask].tolist()) for ids, mask in rows)
 
     assert texts([part.batch for part in parts]) == texts(apart)
+
+
+SHORT: tuple[dict[str, Any], ...] = (
+    {"task": "sentence", "rows": 5, "weights": {"base_kl": 1.0}},
+    {"task": "closed_book", "rows": 3, "weights": {"base_kl": [0.5, 2.0]}},
+    {"task": "sentence", "rows": 4, "weights": {"lm": 1.0}},
+)
+LONG = {"task": "kv_retrieval", "pairs": [20, 20], "rows": 2, "weights": {"answer": 1.0}}
+
+
+def parts_of(
+    *sources: dict[str, Any], sizes: dict[int, int | None] | None = None
+) -> tuple[list[MicroBatch], dict[int, int | None]]:
+    """Micro-batches of one step of these sources, with counts."""
+    checked = [Source.model_validate(source) for source in sources]
+    documents = [step_documents(source, 0, index, 0) for index, source in enumerate(checked)]
+    sizes = {**dict.fromkeys(range(len(checked))), **(sizes or {})}
+    accelerator = Accelerator(cpu=True)
+    parts = split_step(checked, documents, sizes, pico_tokenizer(), accelerator)
+    return with_counts(checked, parts, False, accelerator), sizes
+
+
+def indices(groups: list[list[MicroBatch]]) -> list[list[int]]:
+    return [sorted(part.index for part in group) for group in groups]
+
+
+def test_short_texts_of_several_sources_take_one_pass() -> None:
+    accelerator = Accelerator(cpu=True)
+    assert indices(join(*parts_of(LONG, *SHORT), accelerator)) == [[0], [1, 2, 3]]
+    assert indices(join(*parts_of(LONG, *SHORT, sizes={2: 1}), accelerator))[-1] == [1, 3], "micro_batch is set"
+    longer = {**SHORT[0], "task": "kv_retrieval", "pairs": [12, 12]}
+    assert indices(join(*parts_of(LONG, SHORT[0], longer), accelerator)) == [[0], [1], [2]], "too much padding"
+    for group in join(*parts_of(*SHORT), accelerator):  # without a longer source, none may grow
+        assert len(group) == 1
+
+
+def test_a_joined_pass_has_the_losses_and_gradients_of_separate_ones() -> None:
+    parts, sizes = parts_of(LONG, *SHORT)
+    base, model = (pico_base(seed, vocab_size=1024, layers=2) for seed in (1, 0))
+    targets = Targets(base=base)
+    found = []
+    for groups in (join(parts, sizes, Accelerator(cpu=True)), [[part] for part in parts]):
+        losses: dict[str, float] = {}
+        model.zero_grad()
+        for group in groups:
+            for name, loss in targets.group_losses(model, group, 0.25).items():
+                loss.backward(retain_graph=True)
+                losses[name] = losses.get(name, 0.0) + float(loss.detach())
+        found.append((losses, [p.grad.clone() for p in model.parameters() if p.grad is not None]))
+    (joined, joined_gradients), (apart, gradients) = found
+    assert joined.keys() == apart.keys() == {"answer", "base_kl", "lm"}
+    assert all(joined[name] == pytest.approx(apart[name], rel=1e-4) for name in apart)
+    for one, other in zip(joined_gradients, gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 
 
 def found_in_prompts(tmp_path: Path, prompts: list[str], span: str | None = "auto") -> tuple[Source, list[Any]]:

@@ -12,11 +12,12 @@ from surgery.recipe.public import public_name
 
 # Keys of `arms` in results.json, in the order of the table's columns, with their labels.
 ARM_LABELS = {
-    "base": "base",
-    "no_splice": "control (trained, no splice)",
-    "hybrid_heads_off": "hybrid, attention off",
     "hybrid": "hybrid",
+    "no_splice": "control (trained, no splice)",
+    "base": "base",
+    "hybrid_heads_off": "hybrid, attention off",
 }
+BEFORE = "before fine-tuning"  # label of the arm `base` with `splice: null`
 
 _HELD_OUT = {"first_token": "first token", "loss": "loss in nats per answer token"}  # in addition to exact match
 
@@ -24,8 +25,11 @@ Place = tuple[str, ...]  # keys that lead to a number in an arm of results.json:
 
 
 def entries(tree: Mapping[str, Any], path: Place = ()) -> Iterator[tuple[Place, Mapping[str, Any]]]:
-    """Yield the path and the entry of every accuracy, perplexity and loss in an arm of results.json."""
-    for key, value in tree.items():
+    """Yield the path and the entry of every accuracy, perplexity and loss in an arm of results.json.
+
+    The user's held-out rows come first.
+    """
+    for key, value in sorted(tree.items(), key=lambda item: bool(path) or item[0] != "held_out"):
         if isinstance(value, Mapping):
             if value.keys() & {"accuracy", "perplexity", "nats"}:
                 yield (*path, key), value
@@ -48,18 +52,47 @@ def label_of(path: Place, entry: Mapping[str, Any]) -> str:
 
 
 def ordered_arms(arms: Iterable[str]) -> list[str]:
-    """Sort arms for display: unknown ones such as a teacher first, then base, control, and the hybrid last."""
+    """Sort arms for display: the hybrid, the control, the base, the hybrid without its attention, then others."""
     known = list(ARM_LABELS)
-    return sorted(arms, key=lambda arm: (known.index(arm) if arm in known else -1, arm))
+    return sorted(arms, key=lambda arm: (known.index(arm) if arm in known else len(known), arm))
 
 
 def arm_label(arm: str, recipe: Recipe) -> str:
-    """Column label of an arm. With `splice: null`, base and control are named by their models."""
+    """Column label of an arm. With `splice: null`, the base is the hybrid before fine-tuning."""
     if recipe.splice is None and arm == "base":
-        return f"{public_name(recipe.base.model)}, before training"
+        return BEFORE
     if recipe.splice is None and arm == "no_splice" and recipe.control is not None:
         return f"control ({public_name(recipe.control.model)}, same training)"
     return ARM_LABELS.get(arm, arm.replace("_", " "))
+
+
+def rows_of(arms: Mapping[str, Mapping[str, Any]]) -> tuple[list[tuple[Place, list[Mapping[str, Any] | None]]], int]:
+    """Rows of the table of all measurements.
+
+    A second score of the same prompts, such as generation or the first token, is hidden if every arm has the same
+    accuracy as in the row of the prompts themselves.
+
+    Args:
+        arms: entry `arms` of results.json, in the order of the columns.
+
+    Returns:
+        The place of each row and its entries, one for each arm, or None if not measured; and the number of hidden rows.
+    """
+    by_arm = [dict(entries(arm)) for arm in arms.values()]
+    places = dict.fromkeys(place for arm in by_arm for place in arm)
+    rows, hidden = [], 0
+    for place in places:
+        if _repeats(place, by_arm):
+            hidden += 1
+        else:
+            rows.append((place, [arm.get(place) for arm in by_arm]))
+    return rows, hidden
+
+
+def _repeats(place: Place, by_arm: list[dict[Place, Mapping[str, Any]]]) -> bool:
+    """Whether a row has in every arm the accuracy of the row that it belongs to."""
+    pairs = [(arm.get(place, {}), arm.get(place[:-1], {})) for arm in by_arm]
+    return all("accuracy" in ours and ours["accuracy"] == parents.get("accuracy") for ours, parents in pairs)
 
 
 def cell_of(entry: Mapping[str, Any] | None) -> str:

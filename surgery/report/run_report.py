@@ -13,22 +13,22 @@ from surgery.recipe import Recipe, to_yaml
 from surgery.recipe.methods import UNRANKED, gloss_of
 from surgery.recipe.public import public_name, public_recipe
 from surgery.report.results import (
-    Place,
     answer_spans_text,
     arm_label,
     cell_of,
-    entries,
     label_of,
     limits_of,
     ordered_arms,
-    perplexity_text,
+    rows_of,
 )
 from surgery.report.templates import embedded_svg, render
 from surgery.report.text import visible
+from surgery.report.verdict import tiles_of, verdict_of
 from surgery.types import HeadSet, Plan
 
 # Figures by the name that the template uses: file in the run's folder of figures, and alternative text.
 _FIGURES = {
+    "own_data": ("evaluate/held_out_accuracy", "Exact match on held-out rows of your data, for every model"),
     "accuracy": ("evaluate/accuracy_by_pairs", "Accuracy on KV-retrieval by number of pairs, for every model"),
     "heads": ("locate/head_maps", "Scores and role of every head"),
     "training": ("training/training", "Losses of the hybrid by step"),
@@ -36,6 +36,19 @@ _FIGURES = {
     "efficiency": ("evaluate/efficiency", "Speed and memory of every model by prompt length"),
 }
 _TRAINED = {"all": "all weights", "new heads": "the new heads only", "lora": "the new heads and LoRA adapters"}
+# Sections of the page: id of the element -> heading.
+_SECTIONS = {
+    "your-data": "Your data",
+    "retrieval": "Retrieval",
+    "measurements": "All measurements",
+    "heads": "Spliced heads",
+    "attention": "Attention of the new heads",
+    "training": "Training",
+    "cost": "Cost at inference",
+    "method": "Method",
+    "limits": "Limits",
+    "recipe": "Recipe",
+}
 _Values = dict[str, Any]
 
 
@@ -47,6 +60,7 @@ class ReportInputs:
         heads: None if the selection of the heads is not known.
         results: content of results.json.
         figures: the run's folder of figures.
+        files: names of files next to the report, which the page links.
     """
 
     recipe: Recipe
@@ -54,6 +68,7 @@ class ReportInputs:
     heads: HeadSet | None
     results: Mapping[str, Any]
     figures: Path
+    files: Sequence[str] = ()
 
 
 def write_report(inputs: ReportInputs, path: Path) -> Path:
@@ -71,14 +86,16 @@ def write_report(inputs: ReportInputs, path: Path) -> Path:
         "has_control": "no_splice" in arms,
         "has_ablation": "hybrid_heads_off" in arms,
         "has_kv_retrieval": "kv_retrieval" in arms["hybrid"],
-        "headline": _headline(arms, recipe),
+        "verdict": verdict_of(results, recipe),
+        "tiles": tiles_of(results, recipe),
+        "files": [name for name in inputs.files if name != path.name],
         "advice": results.get("advice", []),
         "figures": {
             name: embedded_svg(inputs.figures / f"{stem}.svg", text) for name, (stem, text) in _FIGURES.items()
         },
         "contrasts": _contrasts(results, recipe),
         "gap_closed": _gap_closed(results),
-        "measurements": _measurements(arms, recipe),
+        "measurements": _measurements(results, recipe),
         "answer_spans": {name: answer_spans_text(counts) for name, counts in results.get("answer_spans", {}).items()},
         "examples": _examples(results, recipe),
         "spliced": _spliced(inputs.plan, inputs.heads),
@@ -90,8 +107,23 @@ def write_report(inputs: ReportInputs, path: Path) -> Path:
         "limits": limits_of(recipe),
         "recipe": to_yaml(public_recipe(recipe)),
     }
+    values["sections"] = _sections(values)
     write_text(path, render("surgery.report", "run_report.html.j2", values))
     return path
+
+
+def _sections(values: _Values) -> dict[str, str]:
+    """Sections that have something to show, in order."""
+    figures = values["figures"]
+    shown = {
+        "your-data": values["examples"] or values["answer_spans"] or figures["own_data"],
+        "retrieval": figures["accuracy"] or values["contrasts"] or values["gap_closed"],
+        "heads": values["spliced"] or figures["heads"],
+        "attention": values["attention_maps"],
+        "training": figures["training"] or figures["control"],
+        "cost": figures["efficiency"] or values["costs"],
+    }
+    return {name: heading for name, heading in _SECTIONS.items() if shown.get(name, True)}
 
 
 def _operation(inputs: ReportInputs) -> _Values:
@@ -129,53 +161,34 @@ def _operation(inputs: ReportInputs) -> _Values:
     }
 
 
-def _headline(arms: Mapping[str, Any], recipe: Recipe) -> _Values:
-    """Table at the top: held-out rows of the user's data, otherwise KV-retrieval at the largest number of pairs in
-    training; then facts and perplexity."""
-    hybrid = dict(entries(arms["hybrid"]))
-    places: Sequence[Place] = [place for place in hybrid if place[0] == "held_out" and len(place) == 2][:1]
-    sources = [source for stage in recipe.train.sequence for source in stage.sources]
-    most = max((source.pairs[1] for source in sources if source.task == "kv_retrieval"), default=None)
-    sizes = sorted(int(place[1]) for place in hybrid if place[0] == "kv_retrieval" and len(place) == 2)
-    trained_on = [size for size in sizes if most is None or size <= most] or sizes[:1]
-    if not places and trained_on:
-        places = [("kv_retrieval", str(trained_on[-1]))]
-    places = [*places, *((task,) for task in ("closed_book", "perplexity") if (task,) in hybrid)]
-    columns = ["", *(label_of(place, hybrid[place]) for place in places)]
-    rows = []
-    for arm in ordered_arms(arms):
-        arm_entries = dict(entries(arms[arm]))
-        rows.append([arm_label(arm, recipe), *(_percent_or_perplexity(arm_entries.get(place)) for place in places)])
-    return {"columns": columns, "rows": rows}
-
-
-def _percent_or_perplexity(entry: Mapping[str, float] | None) -> str:
-    if entry is None:
-        return "not measured"
-    if "accuracy" not in entry:
-        return perplexity_text(entry["perplexity"])
-    return f"{100 * entry['accuracy']:.1f}% [{100 * entry['low']:.1f}, {100 * entry['high']:.1f}]"
-
-
 def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def _contrasts(results: Mapping[str, Any], recipe: Recipe) -> _Values | None:
-    """Paired differences between the hybrid and every other arm, on retrieval and on held-out rows."""
+    """Paired differences between the hybrid and every other arm, on held-out rows and retrieval; p-values last."""
     others = results.get("comparisons", {}).get("hybrid", {})
-    tasks = [task for task in next(iter(others.values()), {}) if task.startswith(("kv_retrieval/", "held_out/"))]
+    arms = [arm for arm in ordered_arms(results["arms"]) if arm in others]
+    measured = [task for task in next(iter(others.values()), {}) if task.startswith(("kv_retrieval/", "held_out/"))]
+    shown = {place for place, _ in rows_of(results["arms"])[0]}
     rows = []
-    for task in tasks:
+    for task in sorted(measured, key=lambda task: not task.startswith("held_out/")):
         path = tuple(task.split("/", 1 if task.startswith("held_out") else -1))
-        cells = []
-        for tests in others.values():
-            test = tests[task]
-            interval = f"{100 * test['difference']:+.1f} [{100 * test['low']:+.1f}, {100 * test['high']:+.1f}]"
-            cells.append(f"{interval}, p {test['p_two_sided']:.2g}{' *' if test['significant'] else ''}")
-        rows.append([label_of(path, {"accuracy": 0}), *cells])
-    columns = ["", *(f"minus {arm_label(other, recipe)}" for other in others)]
+        if path not in shown:
+            continue
+        tests = [others[arm][task] for arm in arms]
+        differences = [
+            f"{100 * test['difference']:+.1f} [{100 * test['low']:+.1f}, {100 * test['high']:+.1f}]" for test in tests
+        ]
+        rows.append([label_of(path, {"accuracy": 0}), *differences, *map(_p_value, tests)])
+    short = {"no_splice": "control", "hybrid_heads_off": "attention off"}
+    labels = [short.get(arm, arm_label(arm, recipe)) for arm in arms]
+    columns = ["", *(f"minus {label}" for label in labels), *(f"p, {label}" for label in labels)]
     return {"columns": columns, "rows": rows} if rows else None
+
+
+def _p_value(test: Mapping[str, Any] | None) -> str:
+    return "" if test is None else f"{test['p_two_sided']:.2g}{' *' if test['significant'] else ''}"
 
 
 def _gap_closed(results: Mapping[str, Any]) -> list[list[str]]:
@@ -190,14 +203,21 @@ def _gap_closed(results: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _measurements(arms: Mapping[str, Any], recipe: Recipe) -> _Values:
-    """Table of every arm on every task."""
-    by_arm: dict[str, dict[Place, Mapping[str, Any]]] = {arm: dict(entries(arms[arm])) for arm in ordered_arms(arms)}
+def _measurements(results: Mapping[str, Any], recipe: Recipe) -> _Values:
+    """Table of every arm on every task, with the p-value of the hybrid against the control (or the base)."""
+    arms = {arm: results["arms"][arm] for arm in ordered_arms(results["arms"])}
+    against = "no_splice" if "no_splice" in arms else "base"
+    tests = results.get("comparisons", {}).get("hybrid", {}).get(against, {})
+    shown, hidden = rows_of(arms)
     rows = []
-    for path, entry in by_arm["base"].items():
-        cells = [cell_of(arm_entries.get(path)) for arm_entries in by_arm.values()]
-        rows.append([label_of(path, entry), *cells, str(entry.get("n", ""))])
-    return {"columns": ["", *(arm_label(arm, recipe) for arm in by_arm), "prompts"], "rows": rows}
+    for place, found in shown:
+        first: Mapping[str, Any] = next((entry for entry in found if entry is not None), {})
+        p_value = [_p_value(tests.get("/".join(place)))] if tests else []
+        rows.append([label_of(place, first), *map(cell_of, found), str(first.get("n", "")), *p_value])
+    name = "control" if against == "no_splice" else "model before training"
+    last = [f"p, against the {name}"] if tests else []
+    return {"columns": ["", *(arm_label(arm, recipe) for arm in arms), "prompts", *last], "rows": rows,
+            "hidden": hidden, "against": name if tests else ""}  # fmt: skip
 
 
 def _examples(results: Mapping[str, Any], recipe: Recipe) -> list[_Values]:

@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,18 @@ from surgery.evaluate.prompts import make_prompts
 from surgery.files.atomic import new_folder, read_json, write_json
 from surgery.interventions.heads_off import HEADS_OFF, heads_off
 from surgery.models.loading import load_model, load_tokenizer
+from surgery.models.sizes import sizes_of
 from surgery.recipe import as_base
 from surgery.report.figures.attention import attention_map
 from surgery.report.figures.costs import costs_by_length
 from surgery.report.figures.curves import accuracy_by_pairs
+from surgery.report.figures.own_data import held_out_accuracy
+from surgery.report.results import arm_label, ordered_arms
 from surgery.report.run_report import ReportInputs, write_report
 from surgery.run.context import Run
 from surgery.run.located_prompts import sample_batch
+
+_LINKED = ("locate.html", "heads.csv", "plan.json", "results.json", "recipe.yaml")  # files that the report links
 
 
 def evaluate_run(run: Run, before: Sequence[str]) -> None:
@@ -50,15 +56,18 @@ def evaluate_run(run: Run, before: Sequence[str]) -> None:
     teacher, skipped = _teacher_arm(run)
     models |= teacher
     arms: dict[str, Arm] = {}
+    sizes: dict[str, dict[str, int]] = {}
     for index, (name, load) in enumerate(models.items()):
 
         def progress(done: int, total: int, name: str = name, index: int = index) -> None:
             run.reporter.progress(index * total + done, len(models) * total, name)
 
         model = load()
+        if name in ("base", "hybrid"):
+            sizes[name] = asdict(sizes_of(model))
         with heads_off(model) if name == HEADS_OFF else nullcontext():
             arms[name] = evaluate_model(model, run.tokenizer(), recipe.evaluate, recipe.seed, prompts, progress)
-    _write_results(run, arms, before, began, skipped)
+    _write_results(run, arms, sizes, before, began, skipped)
 
 
 def _teacher_arm(run: Run) -> tuple[dict[str, Callable[[], PreTrainedModel]], dict[str, str]]:
@@ -73,16 +82,25 @@ def _teacher_arm(run: Run) -> tuple[dict[str, Callable[[], PreTrainedModel]], di
 
 
 def _write_results(
-    run: Run, arms: dict[str, Arm], before: Sequence[str], began: float, skipped: dict[str, str]
+    run: Run,
+    arms: dict[str, Arm],
+    sizes: dict[str, dict[str, int]],
+    before: Sequence[str],
+    began: float,
+    skipped: dict[str, str],
 ) -> None:
     recipe = run.recipe
     summaries = {name: arm.summary for name, arm in arms.items()}
     sources = [source for stage in recipe.train.sequence for source in stage.sources]
     trained = [source.pairs for source in sources if source.task == "kv_retrieval" and source.weights.uses("answer")]
     span = (min(p[0] for p in trained), max(p[1] for p in trained)) if trained else None
+    labels = {name: arm_label(name, recipe) for name in arms}
     with new_folder(run.folder / "figures" / "evaluate") as figures:
+        if own := _held_out(summaries):
+            held_out_accuracy(own, labels, figures)
         if summaries["base"]["kv_retrieval"]:
-            accuracy_by_pairs({name: arm["kv_retrieval"] for name, arm in summaries.items()}, figures, span)
+            by_pairs = {name: arm["kv_retrieval"] for name, arm in summaries.items()}
+            accuracy_by_pairs(by_pairs, figures, span, labels=labels)
         _draw_attention(run, figures)
         costs = _efficiency(run, figures)
     seconds = {name: (run.rundir.manifest(name) or {}).get("seconds", 0.0) for name in before}
@@ -96,15 +114,22 @@ def _write_results(
         **({"skipped": skipped} if skipped else {}),
         **{key: value for key, value in _own_data(run, arms).items() if value},
         "step_zero_gap": read_json(run.folder / "splice.json") if recipe.splice is not None else None,
+        "sizes": sizes,
         "seconds": {**seconds, "evaluate": round(time.perf_counter() - began, 2)},
         "seed": recipe.seed,
         "versions": versions(),
         **({"efficiency": costs} if costs else {}),
     }
     write_json(run.folder / "results.json", results)
-    write_report(
-        ReportInputs(recipe, run.plan(), run.heads(), results, run.folder / "figures"), run.folder / "report.html"
-    )
+    files = [name for name in _LINKED if (run.folder / name).is_file()]
+    inputs = ReportInputs(recipe, run.plan(), run.heads(), results, run.folder / "figures", files)
+    write_report(inputs, run.folder / "report.html")
+
+
+def _held_out(summaries: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Exact match on held-out rows: data set -> arm -> entry. Data without answers is left out."""
+    names = [name for name, entry in summaries["hybrid"].get("held_out", {}).items() if "accuracy" in entry]
+    return {name: {arm: summaries[arm]["held_out"][name] for arm in ordered_arms(summaries)} for name in names}
 
 
 def _own_data(run: Run, arms: Mapping[str, Arm]) -> dict[str, Any]:

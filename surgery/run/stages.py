@@ -240,12 +240,12 @@ def _export(run: Run, key: str) -> None:
     base, path = run.recipe.base, run.folder / "results.json"
     results, base_card = read_json(path), card_of(base.model, base.revision)
     with TemporaryDirectory() as folder:
-        page = run.folder / "report.html"
         with reading(str(path), None, "Delete the file and run the stage evaluate.", RunError):
             card = model_card(run.recipe, heads, plan, results, base_card)
-            if results.pop("held_out_examples", None):  # an export can be published, so it holds no rows of the data
-                inputs = ReportInputs(run.recipe, plan, heads, results, run.folder / "figures")
-                page = write_report(inputs, Path(folder) / "report.html")
+            results.pop("held_out_examples", None)  # an export can be published, so it holds no rows of the data
+            files = ("README.md", *(("heads.json",) if heads else ()), "plan.json", "results.json", "recipe.yaml")
+            inputs = ReportInputs(run.recipe, plan, heads, results, run.folder / "figures", files)
+            page = write_report(inputs, Path(folder) / "report.html")
         export_model(
             run.model("trained"),
             run.tokenizer(),

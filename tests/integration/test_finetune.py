@@ -102,7 +102,7 @@ def test_plan_config_and_card_agree(place: Path, finished: Path) -> None:
     assert (site["layer"], site["heads"], site["reads"]) == (graft.site.layer, list(graft.heads), list(graft.reads))
     card = (export / "README.md").read_text()
     assert "Fine-tuned from hybrid on rows.jsonl" in card and "| rows.jsonl, held-out rows, exact match |" in card
-    assert "| hybrid, before training | control (base, same training) | hybrid, attention off | **hybrid** |" in card
+    assert "| **hybrid** | control (base, same training) | before fine-tuning | hybrid, attention off |" in card
     recipe = yaml.safe_load((export / "recipe.yaml").read_text())
     assert (recipe["base"]["model"], recipe["control"]["model"], recipe["splice"]) == ("hybrid", "base", None)
     assert recipe["train"]["sources"][0]["data"]["path"] == "rows.jsonl"

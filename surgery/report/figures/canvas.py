@@ -27,6 +27,14 @@ INK, MUTED, FAINT = "#222222", "#6b6b6b", "#d9d9d9"
 # Colours of Okabe and Ito, which colour-blind readers can distinguish; grey is for the reference.
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#AA5B8F", "#7a7a7a"
 SKY, OCHRE = "#56B4E9", "#B8860B"
+# Colour and marker of the arms of a run.
+ARM_LOOKS = {
+    "base": (GREY, "s"),
+    "hybrid": (BLUE, "o"),
+    "no_splice": (ORANGE, "^"),
+    "hybrid_heads_off": (SKY, "X"),
+    "teacher": (GREEN, "D"),
+}
 _STYLE = {
     "svg.hashsalt": "surgery",
     "font.family": "DejaVu Sans",  # ships with matplotlib

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from surgery.recipe.objectives import OBJECTIVES
 from surgery.recipe.sources import Weights
 from surgery.report.figures.canvas import (
+    ARM_LOOKS,
     BLUE,
     FAINT,
     GREEN,
@@ -34,13 +35,6 @@ from surgery.report.figures.canvas import (
 )
 from surgery.report.results import ARM_LABELS
 
-_ARMS = {
-    "base": (GREY, "s"),
-    "hybrid": (BLUE, "o"),
-    "no_splice": (ORANGE, "^"),
-    "hybrid_heads_off": (SKY, "X"),
-    "teacher": (GREEN, "D"),
-}
 _TRAINED = {"training": "hybrid", "no_splice_training": ARM_LABELS["no_splice"]}  # arm by file name
 _MORE_ARMS = (
     (GREEN, "D"),
@@ -63,12 +57,15 @@ def accuracy_by_pairs(
     folder: Path,
     trained: tuple[int, int] | None = None,
     title: str = "Retrieval accuracy by number of pairs",
+    labels: Mapping[str, str] = ARM_LABELS,
 ) -> list[Path]:
     """Draw accuracy against the number of pairs in the prompt, one line per arm: `accuracy_by_pairs.*`.
 
     Args:
         arms: arm -> number of pairs -> `accuracy`, `low`, `high` (0 to 1) and `n` prompts.
         trained: smallest and largest number of pairs in training; None if it had none.
+        title: of the figure.
+        labels: names of arms, by arm. Others keep their own name.
 
     Returns:
         The three paths.
@@ -84,7 +81,7 @@ def accuracy_by_pairs(
     require(numbers[0] >= 1, "pairs", numbers[0], "Pass 1 pair or more.")
     ordered = trained is None or 1 <= trained[0] <= trained[1]
     require(ordered, "trained", trained, "Pass the smallest and the largest number of pairs.")
-    longest = max(len(ARM_LABELS.get(arm, arm)) for arm in table)
+    longest = max(len(labels.get(arm, arm)) for arm in table)
     figure = new_figure(7.2 + 0.07 * max(0, longest - 20), 4.4)  # names are at the right
     note = f"KV-retrieval. Bars: 95% intervals, {_prompts(table)}. Dotted: chance, 1 / pairs."
     add_heading(figure, title, note)
@@ -94,7 +91,7 @@ def accuracy_by_pairs(
     edge = axes.get_xlim()[1]
     ends = [("chance", edge, 1 / edge, MUTED)]
     for shift, (arm, points) in enumerate(table.items()):
-        name, (colour, marker) = ARM_LABELS.get(arm, arm), _ARMS.get(arm) or next(extra)
+        name, (colour, marker) = labels.get(arm, arm), ARM_LOOKS.get(arm) or next(extra)
         # A small shift keeps the bars of arms apart where they agree.
         x = [k * 2 ** (0.035 * (shift - (len(table) - 1) / 2)) for k, _ in points]
         y = [v["accuracy"] for _, v in points]

@@ -63,10 +63,10 @@ RESULTS = {
 def test_it_says_what_was_trained_on_what_and_shows_what_was_held_out(recipe: Recipe) -> None:
     card = model_card(recipe, None, plan(), {"arms": {"base": arm(0.1), "no_splice": arm(0.3), "hybrid": arm(0.9)}})
     assert "Fine-tuned from quick on rows.jsonl" in card
-    assert "| | quick, before training | control (base, same training) | **hybrid** | prompts |" in card
-    asked = "| 0.100 [0.400, 0.600] | 0.300 [0.400, 0.600] | 0.900 [0.400, 0.600] | 80 |"
+    assert "| | **hybrid** | control (base, same training) | before fine-tuning | prompts |" in card
+    asked = "| 0.900 [0.400, 0.600] | 0.300 [0.400, 0.600] | 0.100 [0.400, 0.600] | 80 |"
     assert f"| rows.jsonl, held-out rows, exact match {asked}" in card
-    assert "| perplexity of texts.jsonl, held-out rows | 2.100 | 2.300 | 2.900 | 9 |" in card
+    assert "| perplexity of texts.jsonl, held-out rows | 2.900 | 2.300 | 2.100 | 9 |" in card
     assert "Trained further for 7 steps, only on rows.jsonl." in card
     assert "| L1H2 | add | ssm | answer token | unknown |" in card
 
@@ -188,7 +188,7 @@ def test_the_model_index_holds_the_hybrids_numbers_and_no_others() -> None:
 
 def test_the_evidence_names_controls_p_values_the_first_gap_and_versions() -> None:
     card = model_card(spliced("owner/base"), None, plan(), RESULTS)
-    assert "| | base | control (trained, no splice) | **hybrid** | prompts | p |" in card
+    assert "| | **hybrid** | control (trained, no splice) | base | prompts | p |" in card
     cell = "0.500 [0.400, 0.600]"
     assert f"| KV-retrieval, 8 pairs | {cell} | {cell} | {cell} | 100 | 0.0039 |" in card
     assert "Before training, the hybrid's logits differed from the base's by at most 0.25." in card
@@ -202,9 +202,9 @@ def test_arms_and_tasks_that_are_new_are_shown_and_none_is_made_up() -> None:
     hybrid = {**arm(0.9), "kv_retrieval": {"8": {**SHARE, "generated": generated}}}
     arms = {"teacher": {"kv_retrieval": {"8": SHARE}}, "base": hybrid, "hybrid": hybrid}
     card = model_card(spliced("owner/base"), None, plan(), {"arms": arms})
-    assert "| | teacher | base | **hybrid** | prompts |" in card
-    assert "| KV-retrieval, 8 pairs, generated | not measured | 0.250 [0.400, 0.600] |" in card
-    assert "| letter choice | not measured | 0.500 [0.400, 0.600] |" in card
+    assert "| | **hybrid** | base | teacher | prompts |" in card
+    assert "| KV-retrieval, 8 pairs, generated | 0.250 [0.400, 0.600] | 0.250 [0.400, 0.600] | not measured |" in card
+    assert "| letter choice | 0.500 [0.400, 0.600] | 0.500 [0.400, 0.600] | not measured |" in card
 
 
 def test_a_transplant_comes_from_two_models(tmp_path: Path) -> None:

@@ -51,8 +51,46 @@ def test_it_says_what_was_done_and_what_came_of_it(page: str) -> None:
         "KV-retrieval, 8 pairs",
     ):
         assert words in story
-    assert story.index("41.1%") < story.index("42.2%") < story.index("83.3%")
-    assert "64 pairs" not in story, "training went up to 16"
+    assert "The hybrid is better than the control: KV-retrieval, 8 pairs, 83.3% against 42.2%" in story
+    assert story.index("control 42.2%") < story.index("base 41.1%")
+    assert "64 pairs, beyond training" in story, "training went up to 16"
+
+
+def test_the_hybrid_is_the_first_column_and_p_values_are_the_last(tmp_path: Path) -> None:
+    row = {"difference": 0.1, "low": 0.0, "high": 0.2, "p_two_sided": 0.25, "significant": False}
+    tests = {"kv_retrieval/8": row, "kv_retrieval/64": row, "closed_book": row}
+    more = {"comparisons": {"hybrid": {"base": tests, "no_splice": tests}}}
+    page = write_report(inputs(tmp_path / "figures", **more), tmp_path / "report.html").read_text()
+    columns = {}
+    for heading in ("Retrieval", "All measurements"):
+        head = page.split(f"<h2>{heading}</h2>")[1].split("</thead>")[0].split("<thead>")[1]
+        columns[heading] = re.findall(r"<th[^>]*>(.*?)</th>", head)
+    assert columns["Retrieval"] == ["", "minus control", "minus base", "p, control", "p, base"]
+    assert columns["All measurements"] == [
+        "", "hybrid", "control (trained, no splice)", "base", "prompts", "p, against the control",
+    ]  # fmt: skip
+    assert "+10.0 [+0.0, +20.0]</td>" in page and "<td>0.25</td>" in page
+
+
+def test_contents_and_files_lead_somewhere(tmp_path: Path) -> None:
+    given = replace(inputs(tmp_path / "figures"), files=("results.json", "report.html", "a b.json"))
+    page = write_report(given, tmp_path / "report.html").read_text()
+    links = re.findall(r'href="([^"]*)"', page)
+    inner = [link for link in links if link.startswith("#")]
+    assert [link[1:] for link in inner] == re.findall(r'<section id="([^"]*)">', page) and len(inner) >= 6
+    assert [link for link in links if link not in inner] == ["results.json", "a%20b.json"], "not to itself"
+
+
+def test_a_second_score_of_the_same_prompts_is_hidden_if_it_is_the_same_everywhere(tmp_path: Path) -> None:
+    given = inputs(tmp_path / "figures")
+    for number, summary in enumerate(given.results["arms"].values()):
+        for pairs, extra in (("8", 0.0), ("64", 0.001 * number)):
+            entry = summary["kv_retrieval"][pairs]
+            entry["generated"] = share(entry["accuracy"] + extra)
+    page = write_report(given, tmp_path / "report.html").read_text()
+    rows = re.findall(r'<th scope="row">(.*?)</th>', page.split("<h2>All measurements</h2>")[1])
+    assert "KV-retrieval, 64 pairs, generated" in rows and "KV-retrieval, 8 pairs, generated" not in rows
+    assert "Hidden: 1 row (generated" in page
 
 
 @pytest.mark.parametrize(
@@ -79,7 +117,7 @@ def test_every_number_is_there(page: str, number: str) -> None:
 
 def test_nothing_is_asked_of_the_network_and_nothing_runs(page: str) -> None:
     assert "<script" not in page and "default-src &#x27;none&#x27;" not in page
-    assert re.findall(r'(?:src|href)="(?!data:)', page) == []
+    assert re.findall(r'src="(?!data:)|href="(?!#)|url\(', page) == []
     assert "default-src 'none'" in page
 
 
@@ -96,7 +134,7 @@ def test_contrasts_and_the_gap_are_shown(tmp_path: Path) -> None:
     gaps["kv_retrieval/64"] = {"value": None, "reason": "the teacher is not above the control"}
     more = {"comparisons": {"hybrid": {"no_splice": {"kv_retrieval/8": row, "closed_book": row}}}, "gap_closed": gaps}
     page = write_report(inputs(tmp_path / "figures", **more), tmp_path / "report.html").read_text()
-    assert "minus control (trained, no splice)" in page and "+41.1 [+30.0, +50.0]" in page and "p 1e-09 *" in page
+    assert "minus control" in page and "+41.1 [+30.0, +50.0]" in page and "<td>1e-09 *</td>" in page
     assert "0.75 [0.50, 0.90]" in page and "not computed: the teacher is not above the control" in page
 
 
@@ -145,6 +183,7 @@ def test_first_token_and_loss_stand_beside_exact_match(tmp_path: Path) -> None:
     page = write_report(with_own_data(tmp_path / "figures"), tmp_path / "report.html").read_text()
     rows = re.findall(r'<th scope="row">(.*?)</th><td>(.*?)</td>', page.split("<h2>All measurements</h2>")[1])
     cells = {name.split("held-out rows, ")[1]: value for name, value in rows if "held-out rows, " in name}
+    assert rows[0][0].endswith("held-out rows, exact match"), "the user's data is the first row"
     assert cells == {
         "exact match": "0.000 [-0.050, 0.050]",
         "first token": "0.250 [0.200, 0.300]",

@@ -17,6 +17,7 @@ from surgery.report.figures import canvas
 from surgery.report.figures.attention import attention_map
 from surgery.report.figures.curves import accuracy_by_pairs, training_curve
 from surgery.report.figures.heatmaps import head_maps, panel_columns
+from surgery.report.figures.own_data import held_out_accuracy
 from surgery.types import HeadId, HeadSet, Interval, ScoredHead
 from tests.support.reports import EFFECTS, head_set
 
@@ -50,6 +51,9 @@ DRAW: dict[str, Callable[[Path], list[Path]]] = {
         {"before training": attention(0), "after training": attention(7)}, TOKENS, {"segment end": 7}, folder, "L1H2"
     ),
     "training": lambda folder: training_curve(HISTORY, folder),
+    "held_out_accuracy": lambda folder: held_out_accuracy(
+        {"$rows$.jsonl": {"hybrid": points(0.9)["4"], "base": points(0.0)["4"]}}, {"base": "before"}, folder
+    ),
 }
 
 

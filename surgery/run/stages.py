@@ -97,6 +97,7 @@ class Stage:
         if self.name in ("splice", "control") and settings.state_size is not None:
             # The channels to keep follow from these, so the control does not depend on the spliced heads.
             parts["state"] = [settings.state_size, *(recipe["locate"].get(name) for name in _MEASURED)]
+            parts["state"] += [recipe["locate"][name] for name in ("task",) if name in recipe["locate"]]
         reads = self.reads
         if self.name == "control" and settings.splice is not None and settings.train.trains_spliced_layers:
             reads = ("plan.json",)  # the control trains the layers that have spliced heads in the hybrid
@@ -261,7 +262,7 @@ def _export(run: Run, key: str) -> None:
         )
 
 
-_PROMPTS = ("locate.pairs", "locate.filler", "locate.value_digits")  # for the figure of the attention
+_PROMPTS = ("locate.task", "locate.pairs", "locate.filler", "locate.value_digits")  # for the figure of the attention
 STAGES: tuple[Stage, ...] = (
     Stage("locate", "measuring every head",
           ("base", "locate", "splice.select", "splice.num_heads", "splice.heads"),

@@ -53,7 +53,7 @@ def test_keys_of_stages_know_the_form_of_located_prompts_only_where_it_is_set(tm
 
     plain = keys()
     assert plain == keys(filler=None, value_digits=None)
-    for more in ({"filler": (1, 2)}, {"value_digits": (3, 4)}):
+    for more in ({"filler": (1, 2)}, {"value_digits": (3, 4)}, {"task": "phonebook"}):
         changed = keys(**more)
         assert {name for name in plain if changed[name] != plain[name]} == {"locate", "evaluate", "export"}
 
@@ -64,10 +64,10 @@ def test_keys_of_stages_know_the_state_only_where_it_is_cut(tmp_path: Path) -> N
     for name in ("heads.json", "plan.json", "spliced", "trained", "no_splice", "results.json", "report.html"):
         (tmp_path / name).write_text(name)
 
-    def keys(examples: int = 8, **splice: Any) -> dict[str, str]:
+    def keys(examples: int = 8, task: str = "kv_retrieval", **splice: Any) -> dict[str, str]:
         parts = {
             "splice": recipe.splice and recipe.splice.model_copy(update=splice),
-            "locate": recipe.locate.model_copy(update={"examples": examples}),
+            "locate": recipe.locate.model_copy(update={"examples": examples, "task": task}),
         }
         given = recipe.model_copy(update=parts)
         return {stage.name: stage.key(bare_run(given, tmp_path)) for stage in stages.stages_of(given)}
@@ -81,6 +81,8 @@ def test_keys_of_stages_know_the_state_only_where_it_is_cut(tmp_path: Path) -> N
     assert changed(cut, keys(state_size=2)) == {"plan", "splice", "control", "export"}
     assert changed(plain, keys(examples=9)) == {"locate", "export"}
     assert changed(cut, keys(examples=9, state_size=4)) == {"locate", "splice", "control", "export"}
+    other = keys(task="phonebook", state_size=4)
+    assert changed(cut, other) == {"locate", "splice", "control", "evaluate", "export"}
     assert "control" not in changed(cut, keys(state_size=4, num_heads=2)), "one control for any number of heads"
 
 

@@ -1,4 +1,4 @@
-"""The generators of examples/ in prose: what their lines ask, where the answer stands, and that a seed is a file."""
+"""The generators of examples/: what their lines ask, where the answer stands, and that a seed is a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ RECORDS = run_path(str(EXAMPLES / "records.py"))
 TEXTS = run_path(str(EXAMPLES / "short_texts.py"))
 RECORD_LINES: list[dict[str, Any]] = [RECORDS["record_line"](Random(i)) for i in range(60)]
 TEXT_LINES: list[dict[str, Any]] = [TEXTS["text_line"](Random(i)) for i in range(60)]
-SCRIPTS = ("records.py", "short_texts.py")
+FUNCTIONS = run_path(str(EXAMPLES / "functions.py"))
+FUNCTION_LINES: list[dict[str, Any]] = [FUNCTIONS["function_line"](Random(i)) for i in range(60)]
+SCRIPTS = ("records.py", "short_texts.py", "functions.py")
 
 
 def test_a_record_has_its_agent_and_the_question_asks_for_one() -> None:
@@ -45,9 +47,24 @@ def test_name_and_number_of_a_record_are_about_18_words_apart() -> None:
     assert counts <= set(range(16, 20)) and 18 in counts
 
 
+def test_the_answer_is_what_python_returns() -> None:
+    for line in FUNCTION_LINES:
+        code, _, call = line["prompt"].rpartition(">>> ")
+        helpers = {name: (lambda *_: None) for name in FUNCTIONS["CALLS"]}
+        exec(code, helpers)
+        assert str(eval(call, helpers)) == line["answer"]
+        assert 3 <= code.count("\ndef ") + 1 <= 6
+        numbers = re.findall(r"return (\d+)", code)
+        assert len(set(numbers)) == len(numbers) == code.count('"""') / 2
+        start, end = line["answer_span"]
+        assert line["prompt"][start:end] == line["answer"]
+        assert line["prompt"][:start].rpartition("def ")[2].startswith(call.partition("(")[0] + "(")
+
+
+@pytest.mark.parametrize("write", [RECORDS["record_line"], FUNCTIONS["function_line"]])
 @pytest.mark.parametrize(("digits", "tokens"), [(1, {1}), (2, {1}), (6, {3, 4})])
-def test_numbers_have_as_many_digits_as_asked(digits: int, tokens: set[int]) -> None:
-    lines = [RECORDS["record_line"](Random(i), digits=digits) for i in range(10)]
+def test_numbers_have_as_many_digits_as_asked(write: Any, digits: int, tokens: set[int]) -> None:
+    lines = [write(Random(i), digits=digits) for i in range(10)]
     assert {len(line["answer"]) for line in lines} == {digits}
     assert {len(pico_tokenizer()(line["answer"])["input_ids"]) for line in lines} == tokens
 
@@ -75,9 +92,8 @@ def _pattern(wording: str) -> str:
 
 
 def test_what_is_asked_for_may_stand_anywhere() -> None:
-    for lines in (RECORD_LINES, TEXT_LINES):
-        places = {line["prompt"][: line["answer_span"][0]].count("\n") for line in lines}
-        assert len(places) == (6 if lines is RECORD_LINES else 4)
+    for lines, count in ((RECORD_LINES, 6), (TEXT_LINES, 4), (FUNCTION_LINES, 6)):
+        assert len({line["prompt"][: line["answer_span"][0]].count("\n") for line in lines}) == count
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -42,7 +42,7 @@ def held_out_accuracy(
     for name, arms in data.items():
         require(bool(arms), f"data[{name!r}]", "empty", "Pass at least one arm.")
     longest = max(len(labels.get(arm, arm)) for arms in data.values() for arm in arms)
-    left = 0.35 + 0.075 * longest
+    left = 0.3 + 0.068 * longest
     heights = [_ROW * len(arms) + 0.75 for arms in data.values()]
     figure = new_figure(left + 5.3, 0.85 + sum(heights))
     add_heading(figure, "Held-out rows of your data", "Generated answers that match exactly. Bars: 95% intervals.")

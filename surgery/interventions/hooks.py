@@ -46,11 +46,11 @@ class ActivationCache:
     tuples: set[str | int] = field(default_factory=set)
 
     def followed_by(self, later: ActivationCache) -> ActivationCache:
-        """Concatenate this pass and one that continued from its states, along the tokens."""
-        streams = ("heads", "scan", "projected", "output", "residual")
+        """Concatenate this pass and one that continued from its states, along the tokens. Empties this cache."""
+        streams = {name: getattr(self, name) for name in ("heads", "scan", "projected", "output", "residual")}
         joined = {
-            name: {k: torch.cat([x, getattr(later, name)[k]], 1) for k, x in getattr(self, name).items()}
-            for name in streams
+            name: {k: torch.cat([stream.pop(k), getattr(later, name)[k]], 1) for k in list(stream)}
+            for name, stream in streams.items()
         }
         return ActivationCache(**joined, tuples=self.tuples)
 
@@ -204,9 +204,9 @@ def from_block(
         for layer in range(spec.layer):
             block, as_tuple = block_of(model, layer, spec), layer in activations.tuples
             if layer == spec.layer - 1:
-                patches.enter_context(_replaced_once(block, lambda args: residual, as_tuple))
+                patches.enter_context(replaced_once(block, lambda _: residual, as_tuple))
             else:
-                patches.enter_context(_replaced_once(block, lambda args: args[0], as_tuple))
+                patches.enter_context(replaced_once(block, lambda x: x, as_tuple))
         yield
 
 
@@ -226,39 +226,45 @@ def from_mixer(model: PreTrainedModel, spec: MixerSpec, activations: ActivationC
     as_tuple = spec.name in activations.tuples
     with (
         from_block(model, spec, activations, residual),
-        _replaced_once(mixer_of(model, spec), lambda _: output, as_tuple),
+        replaced_once(mixer_of(model, spec), lambda _: output, as_tuple),
     ):
         yield
 
 
 @contextmanager
-def _replaced_once(module: nn.Module, result_of: Callable[[tuple], Tensor], as_tuple: bool) -> Iterator[None]:
-    """Replace the forward of a module for its first call only, since layers above may use the same module.
+def replaced_once(
+    module: nn.Module, result_of: Callable[[Tensor], Tensor], as_tuple: bool, method: str = "forward"
+) -> Iterator[None]:
+    """Replace a method of a module for its first call only, since layers above may use the same module.
 
     Args:
-        result_of: function from the positional arguments to the output.
+        result_of: function from the first argument, or the one named `hidden_states`, to the output.
         as_tuple: return the output as the first entry of a tuple.
+        method: method to replace.
+
+    Raises:
+        ModelError: the method was never called.
     """
-    original, calls = module.forward, 0
+    original, calls = getattr(module, method), 0
 
     def replaced(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls > 1:
             return original(*args, **kwargs)
-        result = result_of(args)
+        result = result_of(args[0] if args else kwargs["hidden_states"])
         return (result, None) if as_tuple else result
 
-    module.forward = replaced  # type: ignore[method-assign]
+    setattr(module, method, replaced)
     try:
         yield
     finally:
-        del module.forward  # restores the forward of the class
+        delattr(module, method)  # restores that of the class
     if not calls:
         raise ModelError(
             "hook",
             type(module).__name__,
-            "Its forward was never called, so nothing was measured. Run without fused kernels.",
+            f"Its {method} was never called, so nothing was measured. Run without fused kernels.",
         )
 
 
@@ -274,5 +280,5 @@ def only_logits(model: PreTrainedModel, token_ids: Tensor) -> Iterator[None]:
     head = model.get_output_embeddings()
     weight = head.weight[token_ids]
     bias = None if head.bias is None else head.bias[token_ids]
-    with _replaced_once(head, lambda args: F.linear(args[0], weight, bias), as_tuple=False):
+    with replaced_once(head, lambda x: F.linear(x, weight, bias), as_tuple=False):
         yield

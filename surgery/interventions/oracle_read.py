@@ -46,8 +46,8 @@ def intervene(
     Args:
         ablate: by `MixerSpec.name`, (W,H) bool: heads to ablate at the input of `out_proj`.
         reads: by `MixerSpec.name`, oracle reads. The skip stays.
-        conv_states: by `MixerSpec.name`, (W*B,channels,kernel) state of the convolution before this token. Required
-            when decoding.
+        conv_states: by `MixerSpec.name`, (W*B,channels,kernel) state of the convolution before this token, or the
+            (B,channels,kernel) that all variants share. Required when decoding.
 
     Raises:
         ModelError: a hook never fired.
@@ -93,9 +93,10 @@ def _read_last(
     structure, value_WBHP = structure_of(spec), read.value.to(y.dtype)
     if structure.in_proj(mixer) is not None:
         streams = structure.streams(mixer, spec, projected[spec.name], before)
-        value_WBHP = value_WBHP + structure.skip(mixer, streams.x[:, -1]).view(last_WBHP.shape)
+        by_variant = (-1, last_WBHP.shape[1])  # one row for all variants if their inputs are equal
+        value_WBHP = value_WBHP + structure.skip(mixer, streams.x[:, -1]).unflatten(0, by_variant)
         if streams.gate is not None:
-            value_WBHP = value_WBHP * streams.gate[:, -1].view(last_WBHP.shape)
+            value_WBHP = value_WBHP * streams.gate[:, -1].unflatten(-1, (H, -1)).unflatten(0, by_variant)
     last_WBHP.copy_(torch.where(read.heads[:, None, :, None], value_WBHP.to(y.dtype), last_WBHP))
     return (y, *args[1:])
 

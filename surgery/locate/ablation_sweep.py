@@ -27,8 +27,9 @@ from transformers.cache_utils import Cache
 from surgery.interventions.ablation import Ablation, ablated, fill_values, token_mask
 from surgery.interventions.hooks import from_block, from_mixer
 from surgery.interventions.oracle_read import OracleRead, intervene, mixed_at_query, values_at
+from surgery.interventions.shared_states import from_shared_states, reading
 from surgery.locate.clean_run import CleanPass, CleanRun, run_pass, scores_by_variant
-from surgery.models.cache import expand_cache
+from surgery.models.cache import copied_bytes, expand_cache
 from surgery.models.lookup import mixer_of, structure_of
 from surgery.scoring.choices import branched, completed
 from surgery.scoring.ranking import ChoiceScores
@@ -200,35 +201,59 @@ def ablated_while_running(
 def change_at_query(run: CleanRun, variants: Sequence[Variant], memory: int | None = None) -> list[ChoiceScores]:
     """Score models changed at the query token alone, by one decode step from the cached states.
 
-    Variants are folded into the batch and run from the lowest changed block up.
+    Variants are folded into the batch and run from the lowest changed block up. If no token follows the query, all
+    variants of a prompt read the same SSM states, and none writes the states after the query.
 
     Args:
         run: the clean model on the prompts.
         variants: changes to score.
-        memory: bytes that the copied states of one step may take.
+        memory: bytes that the tensors of one step may take.
 
     Returns:
         Scores for each variant.
     """
-    specs, (B, T) = {spec.name: spec for spec in run.specs}, run.batch.input_ids.shape
-    row = 4 * run.cache_bytes + run.path_bytes  # a copy of the states, and what one step makes of them
+    place = {spec.name: i for i, spec in enumerate(run.specs)}
+    lowest = [min((place[h.mixer] for h in (*v.ablate, *(h for h, _ in v.oracle))), default=0) for v in variants]
+    reads = reading(run.specs) if run.paths is None else ()
+    # The copied states with what one step makes of them, and the streams of a block.
+    streams = 64 * run.prompt.activations.output[run.specs[0].name][0, 0].numel() + run.path_bytes
+    row = 4 * copied_bytes(run.before_query, {spec.layer for spec in reads}) + streams * len(run.batch)
     values: dict[tuple[str, Reads], Tensor] = {}
-    scores: list[ChoiceScores] = []
-    for group in _chunks(list(variants), row * B, memory or _memory(run.model)):
-        W = len(group)
-        changed = [specs[h.mixer] for v in group for h in (*v.ablate, *(head for head, _ in v.oracle))]
-        lowest = min(changed, key=lambda s: s.layer, default=run.specs[0])
-        run.passes += W * (B / T + run.path_passes) * (1 - lowest.layer / run.model.config.num_hidden_layers)
-        cache = expand_cache(run.before_query, W, lowest.layer)
-        states = {
-            spec.name: cache.layers[spec.layer].conv_states[0].clone()
-            for spec in run.specs
-            if spec.is_ssm and spec.layer >= lowest.layer
-        }
-        at_query = partial(intervene, run.model, run.specs, *changes_by_mixer(run, group, values), states)
-        change = partial(_from_block_changed, run, lowest, W, at_query)
-        scores += run_changed(run, run.query, W, change, cache, lowest.layer)
-    return scores
+    scores: dict[int, ChoiceScores] = {}
+    for index, spec in enumerate(run.specs):
+        from_here = [i for i, low in enumerate(lowest) if low == index]
+        for chunk in _chunks(from_here, row, memory or _memory(run.model)):
+            changed = _change_from(run, spec, [variants[i] for i in chunk], reads, values)
+            scores |= dict(zip(chunk, changed, strict=True))
+    return [scores[i] for i in range(len(variants))]
+
+
+def _change_from(
+    run: CleanRun,
+    lowest: MixerSpec,
+    group: Sequence[Variant],
+    reads: Sequence[MixerSpec],
+    values: dict[tuple[str, Reads], Tensor],
+) -> list[ChoiceScores]:
+    """Score variants from the block of their lowest mixer up. The mixers of `reads` do not write their states."""
+    W, (B, T), config = len(group), run.batch.input_ids.shape, run.model.config
+    run.passes += W * (B / T + run.path_passes) * (1 - lowest.layer / config.num_hidden_layers)
+    reads = [spec for spec in reads if spec.layer >= lowest.layer]
+    cache = expand_cache(run.before_query, W, lowest.layer, {spec.layer for spec in reads})
+    conv_states = {
+        spec.name: state if spec in reads else state.clone()
+        for spec in run.specs
+        if spec.is_ssm and spec.layer >= lowest.layer
+        for state in [cache.layers[spec.layer].conv_states[0]]
+    }
+    is_alone = sum(spec.layer == lowest.layer for spec in run.specs) == 1
+    activations, unchanged = run.query.activations, lowest if is_alone else None
+    changes = (
+        partial(from_shared_states, run.model, reads, cache, activations, unchanged),
+        partial(intervene, run.model, run.specs, *changes_by_mixer(run, group, values), conv_states),
+    )
+    change = partial(_from_block_changed, run, lowest, W, changes)
+    return run_changed(run, run.query, W, change, cache, lowest.layer)
 
 
 @contextmanager
@@ -236,15 +261,15 @@ def _from_block_changed(
     run: CleanRun,
     lowest: MixerSpec,
     variants: int,
-    at_query: Callable[[], AbstractContextManager[None]],
+    changes: Sequence[Callable[[], AbstractContextManager[None]]],
     part: CleanPass,
 ) -> Iterator[None]:
-    """Start a pass at the block of `lowest`. The change applies to the pass of the query only."""
+    """Start a pass at the block of `lowest`. The changes apply to the pass of the query only."""
     with ExitStack() as stack:
         residual = part.residual(lowest.layer, variants)
         stack.enter_context(from_block(run.model, lowest, part.activations, residual))
-        if part is run.query:
-            stack.enter_context(at_query())
+        for change in changes if part is run.query else ():
+            stack.enter_context(change())
         yield
 
 

@@ -30,6 +30,14 @@ from surgery.scoring.ranking import ranked
 ROUNDING = 1e-3  # logits: largest difference by rounding between two computations of one margin
 
 
+def is_stepwise(section: Locate) -> bool:
+    """Whether all methods change heads at the query alone, so that the clean query can be a decode step."""
+    methods = section.per_batch
+    if section.backups or not all(METHODS[method].decode_step for method in methods):
+        return False
+    return section.fill == "zero" or set(methods) == {"sharpen"}  # with a fill, `query` takes full passes
+
+
 class PromptBatches:
     """Batches of prompts for one model: left-padded, up to the query.
 
@@ -86,11 +94,7 @@ class PromptBatches:
 
         Use it inside `gathered()`. All batches by default.
         """
-        fill, methods = self.section.fill, self.section.per_batch
-        stepwise = all(METHODS[method].decode_step for method in methods) and not self.section.backups
-        stepwise = stepwise and (
-            fill == "zero" or set(methods) == {"sharpen"}
-        )  # with a fill, `query` takes full passes
+        stepwise = is_stepwise(self.section)
         for index in self._share(range(len(self)) if indices is None else indices):
             batch = self.batches[index].to(self.model.device)
             if index == 0 and not self._is_checked:  # on one process only
@@ -142,10 +146,13 @@ class PromptBatches:
         return indices[distributed.get_rank() :: distributed.get_world_size()]
 
     def _check_decode(self, batch: EncodedBatch) -> None:
-        """Raise ModelError if a cached decode step differs from the forward pass: changes at the query rely on it."""
-        run = run_clean(self.model, batch)
-        clean = run.scores.margin
-        apart = float((change_at_query(run, [Variant()])[0].margin - clean).abs().max())
+        """Raise ModelError if a cached decode step differs from the forward pass: changes at the query rely on it.
+
+        Both steps are compared: the model's own one, and the one that reads shared states.
+        """
+        run, clean = run_clean(self.model, batch, stepwise=True), ranked(self.model, [batch]).margin
+        steps = (run.scores.margin, change_at_query(run, [Variant()])[0].margin)
+        apart = max(float((margin.to(clean) - clean).abs().max()) for margin in steps)
         if self.model.dtype == torch.float32 and apart > ROUNDING * max(1.0, float(clean.abs().max())):
             hint = (
                 "The model's cached decode step differs from its forward pass, for example by a finite time_step_limit."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +16,14 @@ from surgery.models.lookup import family_of
 from surgery.models.meters import FusedAttention, Meter
 
 
-def expand_cache(cache: Cache, variants: int, first: int = 0) -> Cache:
+def expand_cache(cache: Cache, variants: int, first: int = 0, shared: Collection[int] = ()) -> Cache:
     """Copy a cache for several variants of every row.
 
     Args:
         cache: cache of B rows.
         variants: number of variants, W.
         first: first layer that will run. The caches of lower layers are not copied.
+        shared: layers whose SSM states are not copied, because no variant writes them.
 
     Returns:
         A cache of W*B rows, variant-major.
@@ -30,16 +32,28 @@ def expand_cache(cache: Cache, variants: int, first: int = 0) -> Cache:
     expanded.layers = []
     for index, layer in enumerate(cache.layers):
         new = copy.copy(layer)
-        if index < first:
-            expanded.layers.append(new)
-            continue
-        for name, value in vars(layer).items():
-            if isinstance(value, Tensor) and value.ndim > 1:  # keys and values
+        for name, place, value in _tensors(layer, index in shared) if index >= first else ():
+            if place is None:
                 setattr(new, name, _repeat(value, variants))
-            elif isinstance(value, dict):  # states by index
-                setattr(new, name, {k: _repeat(v, variants) if isinstance(v, Tensor) else v for k, v in value.items()})
+            else:
+                setattr(new, name, {**getattr(new, name), place: _repeat(value, variants)})
         expanded.layers.append(new)
     return expanded
+
+
+def copied_bytes(cache: Cache, shared: Collection[int] = ()) -> int:
+    """Bytes that `expand_cache` copies for one variant of every row."""
+    tensors = (_tensors(layer, index in shared) for index, layer in enumerate(cache.layers))
+    return sum(value.nbytes for layer in tensors for _, _, value in layer)
+
+
+def _tensors(layer: Any, shared: bool) -> Iterator[tuple[str, int | None, Tensor]]:
+    """Iterate over the tensors of a layer of a cache: attribute, index in it, tensor. State 0 is that of the SSM."""
+    for name, value in vars(layer).items():
+        if isinstance(value, Tensor) and value.ndim > 1:  # keys and values
+            yield name, None, value
+        elif isinstance(value, dict):  # states by index
+            yield from ((name, k, v) for k, v in value.items() if isinstance(v, Tensor) and not (shared and k == 0))
 
 
 def _repeat(x: Tensor, variants: int) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -92,7 +92,8 @@ class Structure(Protocol):
 
         Args:
             projected: (B,T,...) output of `in_proj`.
-            before: (B,channels,kernel) state of the convolution before the first token; zeros if None.
+            before: (B,channels,kernel) state of the convolution before the first token; zeros if None. For a single
+                token it may have fewer rows, which B repeats.
         """
 
     def skip(self, mixer: nn.Module, x_BHP: Tensor) -> Tensor:
@@ -109,6 +110,23 @@ class Structure(Protocol):
 
     def kv_numel(self, spec: MixerSpec) -> int:
         """Return the number of cached values per token."""
+
+
+@runtime_checkable
+class ReadsState(Protocol):
+    """A structure that can run a token without the state after it. Locating is faster with it, and works without."""
+
+    def step_from_state(
+        self, mixer: nn.Module, spec: MixerSpec, u_R1D: Tensor, before: Tensor, state_BHPN: Tensor, copies: int = 1
+    ) -> Tensor:
+        """Return the mixer's output (R*copies,1,D) at one token. It calls the mixer's modules, so that hooks fire.
+
+        Args:
+            u_R1D: the mixer's input. Row w*B + b continues the states b.
+            before: (B,channels,kernel) state of the convolution.
+            state_BHPN: state of the recurrence.
+            copies: repeat the rows before the module of `scan_reader`, where variants with equal inputs separate.
+        """
 
 
 _MIXERS = "surgery.models.mixers"

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.models.layouts import HeadSlices, Streams, register_structure
-from surgery.models.mixers.mamba2 import Mamba2Structure, decayed_scores, shift, short_conv, span
+from surgery.models.mixers.mamba2 import Mamba2Structure, decayed_scores, read_state, shift, short_conv, span
 from surgery.types import MixerSpec
 
 
@@ -64,6 +64,16 @@ class LlambaStructure(Mamba2Structure):
             log_decay_BTH,
             F.silu(gate_BTI),
         )
+
+    def step_from_state(
+        self, mixer: nn.Module, spec: MixerSpec, u_R1D: Tensor, before: Tensor, state_BHPN: Tensor, copies: int = 1
+    ) -> Tensor:
+        streams = self.streams(mixer, spec, mixer.in_proj(u_R1D), before)
+        decay_RH = streams.step[:, 0].exp()
+        x, key, query = (v[:, 0].to(decay_RH.dtype) for v in (streams.x, streams.key, streams.query))
+        y_RHP = read_state(x, key, query, decay_RH, state_BHPN) + self.skip(mixer, x)
+        y_R1I = y_RHP.flatten(1)[:, None] * streams.gate
+        return mixer.out_proj(y_R1I.to(u_R1D.dtype).repeat(copies, 1, 1))
 
     def hidden_attention(self, mixer: nn.Module, spec: MixerSpec, streams: Streams) -> Tensor:
         """`a[t,s] = (C_t . B_s) exp(-sum_{k=s+1..t} softplus(a_k))`, masked before the exponential."""

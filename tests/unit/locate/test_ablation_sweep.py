@@ -12,6 +12,7 @@ from torch import Tensor
 
 from surgery.interventions.ablation import Ablation, fill_values, token_mask
 from surgery.interventions.hooks import record
+from surgery.interventions.shared_states import reading
 from surgery.locate import ablation_sweep
 from surgery.locate.ablation_sweep import (
     READS,
@@ -25,8 +26,9 @@ from surgery.locate.ablation_sweep import (
 from surgery.locate.clean_run import CleanRun, run_clean
 from surgery.models.lookup import mixer_of, structure_of
 from surgery.scoring.ranking import ChoiceScores, choice_scores
-from surgery.testing.pico import HEAD_DIM, HEADS, pico_base, pico_hybrid, pico_site, prompts, random_site
+from surgery.testing.pico import FAMILY_NAMES, HEAD_DIM, HEADS, pico_base, pico_hybrid, pico_site, prompts, random_site
 from surgery.types import HeadId, MixerSpec
+from tests.support.battery import base, mixers, trained
 from tests.support.long_choices import long_prompts
 from tests.support.oracles import naive_ablate, naive_change_at_query
 
@@ -299,7 +301,7 @@ def test_passes_count_the_blocks_that_ran() -> None:
 
 @pytest.mark.parametrize("at_once", [1, 2, 3, 5])
 def test_memory_limits_the_variants_of_a_pass(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A changed pass holds streams 64 times as wide as a mixer's output, a decode step four copies of the states."""
+    """A pass holds streams 64 times as wide as a mixer's output. A decode step also holds four copies of its states."""
     run, groups = run_of(pico_base), []
 
     def counted(*args: Any, **kwargs: Any) -> list[ChoiceScores]:
@@ -312,12 +314,65 @@ def test_memory_limits_the_variants_of_a_pass(at_once: int, monkeypatch: pytest.
     row = 64 * run.prompt.activations.output["L1H"][0].numel()
     ablate(run, sets, memory=3 * at_once * row)
     assert groups == expected
-    groups.clear()
-    change_at_query(run, [Variant(ablate=tuple(heads)) for heads in sets], memory=3 * at_once * 4 * run.cache_bytes)
-    assert groups == expected
-    groups.clear()
-    change_at_query(run, [Variant(ablate=tuple(heads)) for heads in sets], 3 * (at_once + 1) * 4 * run.cache_bytes - 1)
-    assert groups == expected
+    variants = [Variant(ablate=tuple(heads)) for heads in sets]
+    streams = 64 * run.prompt.activations.output["L1H"][0, 0].numel()
+    for row in (streams, streams + 4 * run.cache_bytes):  # with shared states, and with copied ones
+        for memory in (3 * at_once * row, 3 * (at_once + 1) * row - 1):
+            groups.clear()
+            change_at_query(run, variants, memory)
+            assert groups == expected
+        monkeypatch.setattr(ablation_sweep, "reading", lambda specs: ())
+
+
+EVERY_WAY = {
+    **MODELS,
+    **{name: lambda name=name: base(name) for name in FAMILY_NAMES if reading(mixers(base(name)))},
+    "bamba-hybrid": lambda: trained("bamba"),
+    "llamba-hybrid": lambda: trained("llamba"),
+}
+
+
+@pytest.mark.parametrize("make", EVERY_WAY.values(), ids=EVERY_WAY.keys())
+def test_shared_states_equal_copied_ones(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One copy of the states for all variants of a prompt, which none writes, against a copy for each."""
+    run = run_of(make)
+    heads = [head for spec in run.specs for head in spec.heads]
+    several = Variant(ablate=tuple(heads[::3]), oracle=((heads[1], "segment_end"), (heads[-1], "answer_token")))
+    variants = [Variant(ablate=(head,)) for head in heads] + [Variant(oracle=((h, r),)) for h in heads for r in READS]
+    variants += [Variant(), several]
+    shared = change_at_query(run, variants)
+    monkeypatch.setattr(ablation_sweep, "reading", lambda specs: ())
+    assert_same(shared, change_at_query(run, variants))
+    assert max(moved(run, shared)) > 1e-2
+
+
+@every_model
+def test_layers_below_the_lowest_change_do_not_run(make: Any) -> None:
+    """Variants of one layer run together, whatever their order."""
+    run, ran = run_of(make), []
+    for spec in run.specs:
+        out_proj = structure_of(spec).out_proj(mixer_of(run.model, spec))
+        out_proj.register_forward_pre_hook(lambda _, args, name=spec.name: ran.append((name, len(args[0]))))
+    change_at_query(run, [Variant(ablate=(HeadId(layer, 0),)) for layer in (2, 0, 2, 1)])
+    B = len(run.batch)
+    assert ran == [("L0H", B), ("L1H", B), ("L2H", B), ("L1H", B), ("L2H", B), ("L2H", 2 * B)]
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_values_of_several_tokens_are_decoded_from_copied_states(
+    is_long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their tokens follow the query, so each variant needs its own state after it."""
+    run, shared = run_clean(pico_base(), long_prompts(3) if is_long else prompts()), []
+    fast = ablation_sweep.from_shared_states
+
+    def counted(model: Any, specs: Any, *args: Any) -> Any:
+        shared.append(len(specs))
+        return fast(model, specs, *args)
+
+    monkeypatch.setattr(ablation_sweep, "from_shared_states", counted)
+    change_at_query(run, [Variant(ablate=(HeadId(1, 0),))])
+    assert shared == [0 if is_long else 2]
 
 
 @pytest.mark.parametrize(("device", "mebibytes"), [("cpu", 32), ("cuda", 512)])

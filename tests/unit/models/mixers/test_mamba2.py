@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from surgery.interventions.hooks import ActivationCache, record
 from surgery.models.layouts import Structure
 from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of, structure_of
+from surgery.models.mixers.mamba2 import read_state, short_conv
 from surgery.testing.pico import HEAD_DIM, HEADS, pico_base, pico_hybrid, pico_site, random_site, tokens
 from surgery.types import MixerSpec
 
@@ -194,6 +195,31 @@ class TestStreams:
         self._rebuilt(model, 1, trace)
         assert torch.equal(projected, trace.projected["L1H"])
         assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+class TestOneToken:
+    @every_grouping
+    def test_read_state_is_the_recurrence_without_its_state(self, n_groups: int) -> None:
+        """Against `C (a h + v B^T)` of each row and head by itself. Row w*B + b continues state b."""
+        W, B = 3, 2
+        state = torch.randn(B, HEADS, HEAD_DIM, 5)
+        value, decay = torch.randn(W * B, HEADS, HEAD_DIM), torch.rand(W * B, HEADS)
+        key, query = torch.randn(2, W * B, n_groups, 5).unbind()
+        found = read_state(value, key, query, decay, state)
+        for r in range(W * B):
+            for h in range(HEADS):
+                g = h * n_groups // HEADS
+                after = decay[r, h] * state[r % B, h] + value[r, h, :, None] * key[r, g]
+                torch.testing.assert_close(found[r, h], after @ query[r, g], atol=1e-5, rtol=1e-5)
+
+    @pytest.mark.parametrize("bias", [False, True])
+    def test_a_convolution_of_one_token_takes_its_window_from_fewer_rows(self, bias: bool) -> None:
+        """Against the convolution of the window and the token together."""
+        conv = torch.nn.Conv1d(6, 6, 4, groups=6, bias=bias)
+        window, token = torch.randn(2, 6, 4), torch.randn(6, 1, 6)
+        found = short_conv(conv, token, window)
+        whole = torch.cat([window.repeat(3, 1, 1), token.transpose(1, 2)], -1)
+        torch.testing.assert_close(found, conv(whole)[..., -1:].transpose(1, 2))
 
 
 class TestDescription:

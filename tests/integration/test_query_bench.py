@@ -1,0 +1,21 @@
+"""The benchmark of decode steps, on a small model: both ways give the same scores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.speed import query as bench
+
+
+def test_both_ways_are_measured_and_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "query.json"
+    assert bench.main(["--quick", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())
+    assert [row["layer"] for row in rows] == [0, 1]
+    for row in rows:
+        assert 0 <= row["logits_apart"] < 1e-4 and len(row["ratios"]) == 1
+        assert row["ratio"] == pytest.approx(row["copied"] / row["shared"]) and row["shared"] > 0
+    assert capsys.readouterr().out.count("ratio") == 2

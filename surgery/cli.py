@@ -55,11 +55,11 @@ from surgery.recipe import (
 from surgery.recipe.public import finetune_name
 from surgery.registry import load_plugins
 from surgery.shipped_commands import examples, recipes
+from surgery.show_command import show
 
 app = typer.Typer(
     help="Turn a pretrained Mamba into a hybrid: locate its retrieval heads, splice in attention, train, export.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -103,7 +103,7 @@ def _run(
     try:
         done = pipeline.run_pipeline(loaded, folder, first, last, overwrite, bars, path)
         if done.accelerator.is_main_process and "evaluate" in done.stages:
-            print_results(folder)
+            print_results(folder, loaded)
         elif done.accelerator.is_main_process and "locate" in done.stages:
             print_heads(folder)
         done.accelerator.end_training()
@@ -244,7 +244,7 @@ def pretrain(
     out.print(f"wrote {to}", highlight=False)
 
 
-for _command in (inspect, generate, convert, compare, verify, publish, examples):
+for _command in (show, inspect, generate, convert, compare, verify, publish, examples):
     app.command()(_command)
 app.add_typer(recipes, name="recipes")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Callable
@@ -17,8 +18,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
+from surgery.recipe import Recipe
 from surgery.recipe.methods import UNRANKED
 from surgery.recipe.section import RenamedKeyWarning
+from surgery.report.results import BEFORE, arm_label, cell_of, entries, label_of, ordered_arms, rows_of, value_text
+from surgery.report.text import visible
+from surgery.report.verdict import verdict_of
 
 out = Console(width=None if sys.stdout.isatty() else 140)  # a pipe has no width: names must not be truncated
 
@@ -229,39 +234,41 @@ def print_heads(folder: Path, most: int = 10) -> None:
     out.print(f"page: {folder / 'locate.html'}; scores: {folder / 'heads.csv'}", highlight=False)
 
 
-def print_results(folder: Path) -> None:
-    """Print the summary table of a finished run."""
+def print_results(folder: Path, recipe: Recipe) -> None:
+    """Print the tables of a finished run or an export, the verdict, and what can be done next.
+
+    Args:
+        folder: with results.json.
+        recipe: the run's recipe.
+    """
     path = folder / "results.json"
     if not path.is_file():
         return
     results = json.loads(path.read_text(encoding="utf-8"))
-    _print_arms(f"{folder}: heads {', '.join(results['heads'])}", results["arms"])
+    _print_arms(f"{folder}: heads {', '.join(results['heads'])}", results["arms"], recipe)
     for name, rows in results.get("held_out_examples", {}).items():
-        _print_examples(name, rows)
+        _print_examples(name, rows, recipe)
     for text in results.get("advice", []):
         out.print(text, highlight=False, markup=False)
-    if (folder / "export").is_dir():
-        out.print(f"hybrid checkpoint: {folder / 'export'}; figures: {folder / 'figures'}", highlight=False)
+    _print_end(folder, verdict_of(results, recipe).sentence)
 
 
-def _print_arms(title: str, arms: dict[str, Any]) -> None:
-    """Print a table with one row for each task and one column for each arm."""
-    from surgery.report.results import entries, label_of, value_text
-
-    table = Table("", title=title)
-    for name in arms:
-        table.add_column(name.replace("_", " "), justify="right")
-    rows = {name: dict(entries(arm)) for name, arm in arms.items()}
-    for path, entry in next(iter(rows.values())).items():
-        table.add_row(label_of(path, entry), *(value_text(row[path]) for row in rows.values()))
+def _print_arms(title: str, arms: dict[str, Any], recipe: Recipe) -> None:
+    """Print a table with one row for each task and one column for each arm, the hybrid first."""
+    ordered = {name: arms[name] for name in ordered_arms(arms)}
+    table = Table("", title=Text(title))
+    for name in ordered:
+        table.add_column(Text(arm_label(name, recipe)), justify="right")
+    for place, found in rows_of(ordered)[0]:
+        label = label_of(place, next(entry for entry in found if entry is not None))
+        table.add_row(Text(label), *("not measured" if entry is None else value_text(entry) for entry in found))
     out.print(table)
 
 
-def _print_examples(name: str, rows: list[dict[str, Any]]) -> None:
+def _print_examples(name: str, rows: list[dict[str, Any]], recipe: Recipe) -> None:
     """Print held-out rows with the wanted text, and the texts of the base and the hybrid."""
-    from surgery.report.text import visible
-
-    arms = {"base": "before training", "hybrid": "after training"}
+    tuned = recipe.splice is None
+    arms = {"base": BEFORE if tuned else "base", "hybrid": "after fine-tuning" if tuned else "hybrid"}
     table = Table("prompt", "wanted", *arms.values(), title=Text(f"{name}: {len(rows)} held-out rows"))
     for row in rows:
         texts = [visible(row["prompt"], 48), visible(row["wanted"], 24)]
@@ -270,10 +277,25 @@ def _print_examples(name: str, rows: list[dict[str, Any]]) -> None:
     out.print(table, highlight=False)
 
 
+def _print_end(folder: Path, verdict: str) -> None:
+    """Print the verdict, the report, and the commands that use the exported hybrid."""
+
+    def say(text: str) -> None:
+        out.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    say(verdict)
+    if (folder / "report.html").is_file():
+        say(f"report: {folder / 'report.html'}")
+    export = folder if (folder / "export.json").is_file() else folder / "export"
+    if (export / "export.json").is_file():
+        name = shlex.quote(str(export))
+        say("next:")
+        for command in (f"generate {name} 'PROMPT'", f"finetune {name} DATA.jsonl", f"publish {name} OWNER/NAME"):
+            say(f"  surgery {command}")
+
+
 def print_comparison(comparison: dict[str, Any], folder: Path) -> None:
     """Print a table of tasks by model. Marks results that differ significantly from the first model's."""
-    from surgery.report.results import cell_of, entries, label_of
-
     names = list(comparison["arms"])
     table = Table("", *(f"{name}" for name in names), title=f"{folder}")
     rows = {name: dict(entries(arm)) for name, arm in comparison["arms"].items()}

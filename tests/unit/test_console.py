@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
 from surgery import console
 from surgery.console import Bars, print_results
+from tests.support.reports import spliced
 
 SHARE = {"accuracy": 0.0, "low": 0.0, "high": 0.1, "n": 40}
 
@@ -28,21 +30,48 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_wanted_and_generated_text_stand_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    print_results(folder)
+    print_results(folder, spliced("m"))
     shown = capsys.readouterr().out
     lines = shown.splitlines()
     (row,) = (line for line in lines if "[red]" in line)
     assert "[bold]b[/bold]" in row and ":q:\\x1b[2J" in row and " ... " in row and "unseen" not in shown
     assert "\x1b" not in shown and max(map(len, lines)) <= 140
-    assert "rows.jsonl: [none] is right." in shown and "before training" in shown and "after training" in shown
+    assert "rows.jsonl: [none] is right." in shown
+    head = next(line for line in lines if line.startswith("┃ prompt"))
+    assert head.index("wanted") < head.index("base") < head.index("hybrid")
 
 
 def test_numbers_beside_exact_match(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    print_results(folder)
+    print_results(folder, spliced("m"))
     lines = capsys.readouterr().out.splitlines()
     (first,) = (line for line in lines if "first token" in line)
     (loss,) = (line for line in lines if "nats per answer token" in line)
     assert first.count("0.250") == 2 and loss.count("1.234") == 2
+
+
+def test_the_last_lines_are_the_verdict_the_report_and_what_is_next(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_results(folder, spliced("m"))
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("No model is right on any of the 40 held-out rows: rows.jsonl"), "no report, no export"
+    export = folder / "export"
+    export.mkdir()
+    for path in (folder / "report.html", export / "export.json"):
+        path.write_text("{}")
+    print_results(folder, spliced("m"))
+    lines = capsys.readouterr().out.splitlines()[-5:]
+    assert lines[:2] == [f"report: {folder / 'report.html'}", "next:"]
+    commands = [shlex.split(line) for line in lines[2:]]
+    assert [command[:3] for command in commands] == [
+        ["surgery", name, str(export)] for name in ("generate", "finetune", "publish")
+    ]
+
+
+def test_the_hybrid_is_the_first_column(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_results(folder, spliced("m"))
+    head = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("┃"))
+    assert head.index("hybrid") < head.index("base")
 
 
 def test_a_note_is_one_line_of_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,7 @@ ORDER = (
     ("interventions", "scoring"),
     ("locate", "splice", "train", "evaluate", "export"),
     ("run", "reproduce", "arguments", "console", "shipped_commands", "testing", "trials"),
-    ("model_commands",),
+    ("model_commands", "show_command"),
     ("cli", "__init__"),
     ("__main__",),
 )

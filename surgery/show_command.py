@@ -1,0 +1,73 @@
+"""The command `surgery show`: print what a finished run printed at its end."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from surgery.arguments import Runs
+from surgery.console import print_analysis, print_comparison, print_heads, print_results, print_sweep
+from surgery.errors import RunError, reading
+from surgery.files.atomic import read_json
+from surgery.files.ownership import kind_of
+from surgery.recipe import load_recipe
+
+_FILES = {"sweep": "sweep.json", "analysis": "analysis.json"}  # by kind of folder; others have results.json
+_RESULTS = ("results.json", *_FILES.values(), "heads.json")  # a folder with one of these can be shown
+
+
+def _run_names(context: typer.Context) -> list[str]:
+    """Names of the runs, for the completion of a shell."""
+    return _names(Path(context.params.get("runs") or "runs"))
+
+
+def show(
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="Name of a run, or a folder.", autocompletion=_run_names),
+    ],
+    runs: Runs = Path("runs"),
+) -> None:
+    """Print the tables of a finished run, sweep, comparison or analysis again."""
+    folder = _folder(run, runs)
+    kind = kind_of(folder)
+    file = folder / _FILES.get(kind or "", "results.json")
+    with reading(
+        str(file), None, "It has not the form of this version's results. Run the stage that writes it.", RunError
+    ):
+        if kind == "sweep":
+            print_sweep(read_json(file), folder)
+        elif kind == "comparison":
+            print_comparison(read_json(file), folder)
+        elif kind == "analysis":
+            print_analysis(read_json(file), folder)
+        elif file.is_file():
+            print_results(folder, load_recipe(folder / "recipe.yaml"))
+        else:
+            print_heads(folder)
+
+
+def _folder(run: str, runs: Path) -> Path:
+    """Find the folder of a run by its name or path.
+
+    Raises:
+        RunError: there is no such folder, or nothing in it can be shown.
+    """
+    folder = next((path for path in (Path(run), runs / run) if path.is_dir()), None)
+    if folder is None:
+        close = get_close_matches(run, _names(runs), 2)
+        meant = f" Did you mean {' or '.join(close)}?" if close else ""
+        raise RunError("RUN", run, f"There is no such folder here or in {runs}.{meant}")
+    if not any((folder / name).is_file() for name in _RESULTS):
+        raise RunError("RUN", run, f"{folder} has no results yet. Run the command that writes it to its end.")
+    return folder
+
+
+def _names(runs: Path) -> list[str]:
+    """Names of the folders in `runs` that can be shown."""
+    if not runs.is_dir():
+        return []
+    return sorted(path.name for path in runs.iterdir() if any((path / name).is_file() for name in _RESULTS))

@@ -1,0 +1,69 @@
+"""`surgery show`: which folder it finds, what it prints, and the completion of run names."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from surgery.errors import RunError
+from surgery.recipe import to_yaml
+from surgery.show_command import show
+from tests.support.reports import spliced
+
+SHARE = {"accuracy": 0.5, "low": 0.4, "high": 0.6, "n": 40}
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A finished run, one without results, and a comparison."""
+    arms = {name: {"kv_retrieval": {"8": SHARE}, "perplexity": 2.0} for name in ("base", "hybrid")}
+    for name in ("first", "begun", "compare"):
+        (tmp_path / name / ".stages").mkdir(parents=True)
+        (tmp_path / name / "recipe.yaml").write_text(to_yaml(spliced("m")))
+    (tmp_path / "first" / "results.json").write_text(json.dumps({"heads": ["L1H2"], "arms": arms}))
+    comparison = {"arms": arms, "comparisons": {}, "skipped": {}}
+    (tmp_path / "compare" / "results.json").write_text(json.dumps(comparison))
+    (tmp_path / "compare" / ".surgery.json").write_text('{"kind": "comparison", "version": "0"}')
+    return tmp_path
+
+
+def test_a_run_is_found_by_its_name_and_by_its_folder(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show("first", runs)
+    by_name = capsys.readouterr().out
+    assert "heads L1H2" in by_name and "KV-retrieval, 8 pairs" in by_name and "not significantly better" in by_name
+    show(str(runs / "first"), Path("elsewhere"))
+    assert capsys.readouterr().out == by_name
+
+
+def test_a_comparison_is_shown_as_one(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show("compare", runs)
+    assert "exact McNemar test" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("run", "words"), [("firts", "Did you mean first?"), ("zzz", "no such folder"), ("begun", "no results yet")]
+)
+def test_what_cannot_be_shown_is_refused(run: str, words: str, runs: Path) -> None:
+    with pytest.raises(RunError, match=words):
+        show(run, runs)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"arms": 3}', '{"heads": [], "arms": {"hybrid": 1}}'])
+def test_damaged_results_are_named(text: str, runs: Path) -> None:
+    (runs / "first" / "results.json").write_text(text)
+    with pytest.raises(RunError, match=r"results\.json"):
+        show("first", runs)
+
+
+def test_a_shell_completes_commands_and_runs(runs: Path) -> None:
+    code = "import sys; sys.argv = ['surgery']; from surgery.__main__ import main; main()"
+    for words, expected in (("surgery sho", ["show"]), (f"surgery show --runs {runs} f", ["first"])):
+        count = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+        environment = {**os.environ, **count, "_SURGERY_COMPLETE": "complete_bash"}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert done.stdout.split() == expected, done.stderr

@@ -22,12 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surgery.files.atomic import write_text
-from surgery.recipe.methods import UNRANKED, Column, all_columns, unit_of
+from surgery.recipe.methods import RANKINGS, UNRANKED, Column, all_columns, unit_of
 from surgery.report.figures.canvas import require
 from surgery.types import HeadId, HeadSet, Interval, ScoredHead
 
 LEVELS = 999  # shares are stored as integers from 0 to 999, relative to the largest one
-_FIRST = "query"  # the column that is selected when the page opens, if it was measured
+_FIRST = "query"  # the column that colours the map if no ranking chose the heads
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _head_data(heads: HeadSet) -> dict[str, Any]:
         "clean": {name: _rounded(value) for name, value in heads.clean.items()},
         "columns": [_column_data(column) for column in columns],
         "units": {column.unit: asdict(unit_of(column.unit)) for column in columns},
-        "first": next((i for i, column in enumerate(columns) if column.name == _FIRST), 0),
+        "first": _first(heads, [column.name for column in columns]),
         "heads": rows,
         "groups": [
             {
@@ -184,6 +184,14 @@ def _head_data(heads: HeadSet) -> dict[str, Any]:
             for group in heads.groups
         ],
     }
+
+
+def _first(heads: HeadSet, names: Sequence[str]) -> int:
+    """Index of the column that the map shows when the page opens: the one that ranks the heads."""
+    ranking = [column.name for column in RANKINGS[heads.method].columns] if heads.method in RANKINGS else []
+    reads = next((s.reads for s in heads.chosen if s.reads in ranking), None)  # one of several, by what a head reads
+    wanted = [*([reads] if reads else []), *ranking, _FIRST]
+    return next((names.index(name) for name in wanted if name in names), 0)
 
 
 def _rounded(interval: Interval | None) -> list[float] | None:

@@ -10,6 +10,8 @@ from surgery.probes.documents import Document
 from surgery.probes.registry import prompts_of
 from surgery.run.context import Run
 
+_PAGE_PROMPTS = 3  # on the page of the heads
+
 
 def located_prompts(run: Run, purpose: str, count: int, pairs: int) -> list[Document]:
     """Generate evaluation prompts of the form that locating uses."""
@@ -19,14 +21,14 @@ def located_prompts(run: Run, purpose: str, count: int, pairs: int) -> list[Docu
 
 
 def page_prompts(run: Run) -> list[Document]:
-    """Return one short prompt for the page of the heads: the shortest of `locate.data`, or a generated one."""
+    """Return a few short prompts for the page of the heads: the shortest of `locate.data`, or generated ones."""
     section = run.recipe.locate
     if section.data is None:
-        return located_prompts(run, "sample", 1, min(16, section.pairs))
+        return located_prompts(run, "sample", _PAGE_PROMPTS, min(16, section.pairs))
     config = run.base().config
     context = getattr(config, "max_position_embeddings", None)
     own = own_prompts(section.data, run.tokenizer(), section.examples, context, config.vocab_size)
-    return [min(own, key=lambda document: len(document.text))]
+    return sorted(own, key=lambda document: len(document.text))[:_PAGE_PROMPTS]
 
 
 def sample_batch(run: Run, count: int, pairs: int = 0) -> Any:

@@ -147,11 +147,15 @@ def write_heads(run: Run, heads: HeadSet) -> None:
 
 
 def _hidden_attention(run: Run, heads: HeadSet) -> PromptAttention:
-    """Compute the hidden attention at the query of one short prompt for every head, and in full for the best heads."""
-    documents = page_prompts(run)
+    """Compute the hidden attention at the query of a few short prompts for every head.
+
+    The best heads have it in full on the first prompt; whole matrices of all prompts would make the page large.
+    """
+    first, *others = page_prompts(run)
     full = dict.fromkeys([s.head for s in heads.chosen] + [s.head for s in heads.heads[:6]])
     specs = family_of(run.base().config).mixers(run.base().config)
-    return prompt_attention(run.base(), run.tokenizer(), documents, specs, list(full))
+    in_full = prompt_attention(run.base(), run.tokenizer(), [first], specs, list(full))
+    return PromptAttention(in_full.prompts + prompt_attention(run.base(), run.tokenizer(), others, specs).prompts)
 
 
 def _plan(run: Run, key: str) -> None:

@@ -55,6 +55,31 @@ def shares(packed: dict[str, Any], row: int = 0) -> np.ndarray:
     return np.array(packed["rows"][row]) * packed["top"] / LEVELS
 
 
+@pytest.mark.parametrize(
+    ("method", "reads", "column"),
+    [
+        ("sharpen", "segment_end", "segment_end"),
+        ("sharpen", "answer_token", "answer_token"),
+        ("aggregate", "answer_token", "query"),
+        ("ablation", "answer_token", "ablation"),
+        ("random", "answer_token", "query"),
+        ("of_a_plugin", "answer_token", "query"),
+    ],
+)
+def test_the_map_opens_with_the_column_that_ranks(method: str, reads: Any, column: str, tmp_path: Path) -> None:
+    heads = head_set()
+    chosen = tuple(replace(scored, reads=reads) for scored in heads.chosen)
+    _, data, _ = written(tmp_path, replace(heads, method=method, chosen=chosen))
+    assert data["columns"][data["first"]]["key"] == column
+
+
+def test_a_ranking_that_was_not_measured_does_not_colour_the_map(tmp_path: Path) -> None:
+    heads = replace(head_set(), method="ablation", chosen=())
+    heads = replace(heads, heads=tuple(replace(s, scores={"context": s.scores["context"]}) for s in heads.heads))
+    _, data, _ = written(tmp_path, heads)
+    assert data["columns"][data["first"]]["key"] == "context"
+
+
 def test_holds_the_scores_of_every_head(tmp_path: Path) -> None:
     heads = head_set()
     _, data, _ = written(tmp_path, heads)

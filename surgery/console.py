@@ -22,7 +22,7 @@ from surgery.recipe import Recipe
 from surgery.recipe.methods import UNRANKED
 from surgery.recipe.section import RenamedKeyWarning
 from surgery.report.results import BEFORE, arm_label, cell_of, entries, label_of, ordered_arms, rows_of, value_text
-from surgery.report.text import visible
+from surgery.report.text import size_text, visible
 from surgery.report.verdict import verdict_of
 
 out = Console(width=None if sys.stdout.isatty() else 140)  # a pipe has no width: names must not be truncated
@@ -133,11 +133,13 @@ def print_plan(estimate: dict[str, Any]) -> None:
     )
     out.print(table, highlight=False)
     _print_memory(estimate)
+    if estimate["locating"]:
+        out.print(f"Memory while locating: {estimate['locating']}.", highlight=False)
     lengths = [key for key in estimate["cache"]["hybrid"] if key not in ("state", "kv_per_token")]
     out.print("Cache of one sequence while decoding:", highlight=False)
     table = Table("", "states", "KV per token", *(f"{length} tokens" for length in lengths))
     for name, cache in estimate["cache"].items():
-        table.add_row(name, *(size_of(cache[key]) for key in ("state", "kv_per_token", *lengths)))
+        table.add_row(name, *(size_text(cache[key]) for key in ("state", "kv_per_token", *lengths)))
     out.print(table, highlight=False)
 
 
@@ -153,22 +155,14 @@ def _print_memory(estimate: dict[str, Any]) -> None:
         "temporaries": "further peak memory, without fused kernels",
     }
     for key, size in estimate["memory"].items():
-        table.add_row(key.replace("_", " "), size_of(size), notes.get(key, ""))
+        table.add_row(key.replace("_", " "), size_text(size), notes.get(key, ""))
     out.print(table, highlight=False)
     if fits is None:
         out.print("Set hardware.memory_gib to check whether the run fits.", highlight=False)
         return
-    left = size_of(abs(fits["left"]))
+    left = size_text(abs(fits["left"]))
     verdict = f"fits, {left} left" if fits["fits"] else f"does not fit: needs {left} more"
     out.print(f"{fits['count']} x {fits['gpu']}, {fits['memory_gib']:g} GiB each: {verdict}.", highlight=False)
-
-
-def size_of(count: int) -> str:
-    """Format a number of bytes."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:,.2f} {unit}"
-    return f"{count:,} B"
 
 
 def print_model(name: str, geometry: str, config: Any, family: Any, sizes: Any) -> None:

@@ -92,7 +92,7 @@ class PromptBatches:
     def clean_runs(self, indices: range | None = None) -> Iterator[tuple[int, CleanRun]]:
         """Run the clean model on this process's share of the batches, one at a time.
 
-        Use it inside `gathered()`. All batches by default.
+        Use it inside `gathered()`. All batches by default. Delete a run before the next one, or both are in memory.
         """
         stepwise = is_stepwise(self.section)
         for index in self._share(range(len(self)) if indices is None else indices):
@@ -103,6 +103,7 @@ class PromptBatches:
             run = run_clean(self.model, batch, stepwise)
             yield index, run
             self._passes_by_batch[index] = run.passes
+            del run
 
     @contextmanager
     def gathered(self) -> Iterator[dict[int, Any]]:

@@ -19,6 +19,7 @@ from surgery.interventions.ablation import Ablation
 from surgery.locate.ablation_sweep import Variant, change_at_query
 from surgery.locate.batches import ROUNDING, PromptBatches
 from surgery.locate.measuring import items_of, measure_heads, train_candidates
+from surgery.locate.memory import locate_memory
 from surgery.locate.methods import TrainedScores
 from surgery.locate.redundancy import ablate_in_turn, ablate_pairs, ablate_sets, ablate_together
 from surgery.locate.scores import Array, Table, plain, roles_of, scores_of
@@ -50,6 +51,7 @@ def locate_heads(
     progress: Progress | None = None,
     batches: Sequence[EncodedBatch] | None = None,
     any_accuracy: bool = False,
+    note: Callable[[str], None] | None = None,
 ) -> HeadSet:
     """Measure every head on retrieval prompts and choose the heads to splice.
 
@@ -66,6 +68,7 @@ def locate_heads(
         progress: called with (done, total) after each step of this process.
         batches: prompts to use instead of the section's. Left-padded, ending at the query.
         any_accuracy: measure a base at chance or at ceiling too. Its heads cannot be distinguished.
+        note: called with one line on the memory, before anything is measured.
 
     Returns:
         Every head with its scores, best first, and the chosen heads.
@@ -85,6 +88,8 @@ def locate_heads(
     try:
         prompts = PromptBatches(model.eval(), tokenizer, section, seed, batches)
         _check_request(section, splice, prompts)
+        if note is not None:
+            note(str(locate_memory(prompts)))
         tick = _ticker(section, splice, len(prompts), sum(spec.num_heads for spec in sites), progress)
         if splice.select in RANKINGS and not any_accuracy:
             check_clean(Table(prompts.clean()), section, prompts.chance)
@@ -215,6 +220,7 @@ def measure_gains(
     with prompts.gathered() as batches:
         for index, run in prompts.clean_runs():
             batches[index] = np.stack([plain(scores)[0] for scores in change_at_query(run, variants)])
+            del run  # frees its activations before the next batch runs
     margins = np.concatenate(list(batches.values()), axis=1)
     tick()
     return margins[1:] - margins[0]

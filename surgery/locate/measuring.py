@@ -65,6 +65,7 @@ def measure_heads(
                 documents = prompts.documents(index)
                 batch = LocateBatch(run, [items[i] for i in alive], section, prompts.tokenizer, documents)
                 measured[index] = measure_batch(batch, index, alive, len(items), tick)
+                del run, batch  # frees the activations before the next batch runs
         records += measured.values()
         begin = end
         if number < len(rounds):

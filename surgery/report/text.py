@@ -1,4 +1,4 @@
-"""Make any text visible in one line: control characters as escapes, long texts cut in the middle."""
+"""Make any text visible in one line, and format numbers of bytes."""
 
 from __future__ import annotations
 
@@ -58,3 +58,11 @@ def _fitting(parts: Sequence[str], room: int) -> list[str]:
             break
         fitting.append(part)
     return fitting
+
+
+def size_text(count: int) -> str:
+    """Format a number of bytes."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:,.2f} {unit}"
+    return f"{count:,} B"

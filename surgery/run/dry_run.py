@@ -17,6 +17,8 @@ from surgery.errors import ModelError
 from surgery.export.chat_template import with_chat_template
 from surgery.files.atomic import read_json
 from surgery.files.shipped import local_path
+from surgery.locate.batches import PromptBatches
+from surgery.locate.memory import locate_memory
 from surgery.models.cache import CacheBytes, cache_bytes
 from surgery.models.inserted import as_inserted, has_inserted, inserted_entries
 from surgery.models.loading import load_config, load_tokenizer
@@ -87,9 +89,17 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
         "new_parameters": after.new_parameters,
         "trainable_parameters": trainable,
         "cache": caches,
+        "locating": _locating(plain, tokenizer, recipe),
         **_training(recipe, costs, counted_with),
         "fits": _fits(max((cost for _, _, cost in costs), key=lambda c: c.memory.total), recipe.hardware),
     }
+
+
+def _locating(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> str:
+    """Describe the memory that locating holds. Empty if the run locates nothing."""
+    if recipe.splice is None:
+        return ""
+    return str(locate_memory(PromptBatches(base, tokenizer, recipe.locate, recipe.seed)))
 
 
 def _planned(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -131,6 +132,7 @@ def _locate(run: Run, key: str) -> None:
         public_name(recipe.base.model),
         run.revision,
         run.reporter.progress,
+        note=partial(run.reporter.note, "memory"),
     )
     if run.accelerator.is_main_process:
         write_heads(run, heads)

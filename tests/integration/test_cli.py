@@ -82,7 +82,8 @@ def test_locate_alone_says_what_it_found(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "quickstart"
     heads = json.loads((folder / "heads.json").read_text())
     assert set(heads["heads"][0]["scores"]) == {"attribution"} and heads["heads"][0]["role"] == "unmeasured"
-    assert heads["heads"][0]["head"] in done.stdout and "locate.html" in done.stdout and "forward passes" in done.stdout
+    assert heads["heads"][0]["head"] in done.stdout
+    assert all(text in done.stdout for text in ("locate.html", "forward passes", "held on a device"))
     assert (folder / "locate.html").stat().st_size > 10_000 and (folder / "heads.csv").read_text().count("\n") == 33
     (tmp_path / "x").mkdir()
     only = ("locate.methods=[ablation]", "splice.select=ablation")

@@ -115,6 +115,7 @@ def assert_complete(found: dict[str, Any], recipe: Recipe) -> None:
     assert cache["hybrid"]["kv_per_token"] > cache["base"]["kv_per_token"]
     assert recipe.hardware.memory_gib is not None
     assert found["fits"]["fits"] == (found["fits"]["left"] >= 0)
+    assert ("held on a device" in found["locating"]) == (recipe.splice is not None)
 
 
 @pytest.mark.parametrize("name", TIMED)
@@ -138,7 +139,15 @@ def test_a_dry_run_at_true_size_is_quick_and_light(name: str, tmp_path: Path) ->
     assert found["seconds"] < 60 and found["gib"] < GIB
     assert found["fits"]["fits"], f"{name} does not fit its own hardware"
     assert not list(tmp_path.iterdir())
-    for word in ("new parameters", "trainable parameters", "FLOPs", "activations", "GiB left", "128k tokens"):
+    for word in (
+        "new parameters",
+        "trainable parameters",
+        "FLOPs",
+        "activations",
+        "GiB left",
+        "128k tokens",
+        "locating",
+    ):
         assert word in done.stdout
 
 

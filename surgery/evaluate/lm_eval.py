@@ -44,13 +44,29 @@ def run_lm_eval(
 
     length = section.max_length or getattr(model.config, "max_position_embeddings", None) or _NO_LIMIT
     lm = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=section.batch_size, max_length=length)
-    # Some tasks truncate their texts to a number of tokens, and load the tokenizer by its name.
-    manager = TaskManager(include_path=str(FOLDER), metadata={"tokenizer": tokenizer.name_or_path})
     results: dict[str, dict[str, Any]] = {}
     for task in section.tasks:
-        reason = _why_unavailable(manager, task)
-        results |= {task: {"skipped": reason}} if reason else _metrics(lm, manager, task, section)
+        for suffix, lengths in _lengths_of(task, section):
+            # Some tasks truncate their texts to a number of tokens, and load the tokenizer by its name.
+            metadata = {"tokenizer": tokenizer.name_or_path, **lengths}
+            manager = TaskManager(include_path=str(FOLDER), metadata=metadata)
+            reason = _why_unavailable(manager, task)
+            found = {task: {"skipped": reason}} if reason else _metrics(lm, manager, task, section)
+            results |= {f"{name}{suffix}": metrics for name, metrics in found.items()}
     return results
+
+
+def _lengths_of(task: str, section: LmEval) -> list[tuple[str, dict[str, Any]]]:
+    """Metadata that sets the length of a task's prompts, once for each run of it, with a suffix for its results.
+
+    RULER takes a list of lengths in tokens, and reports each. BABILong takes one of its own names, such as `4k`.
+    """
+    lengths = section.max_seq_lengths
+    if lengths is None:
+        return [("", {})]
+    if not task.startswith("babilong"):
+        return [("", {"max_seq_lengths": list(lengths)})]
+    return [(f"/{name}", {"max_seq_lengths": name}) for name in (f"{length // 1024}k" for length in lengths)]
 
 
 def _why_unavailable(manager: TaskManager, task: str) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_serializer, model_validator
 
@@ -133,6 +133,8 @@ DEFAULT_TASKS = tuple(
 PAPER_TASKS = (
     "mmlu", "mmlu_continuation", "gsm8k", "bbh", "winogrande", "openbookqa", "piqa", "hellaswag", "arc_easy",
     "arc_challenge", "swde", "fda", "squad_completion", "ruler",
+    # Of long contexts and reading, used for other hybrids.
+    "drop", "nq_open", "triviaqa", "babilong", "infinitebench_kv_retrieval", "longbench_passage_retrieval_en",
 )  # fmt: skip
 
 
@@ -153,6 +155,24 @@ class LmEval(Section):
         None,
         description="Maximum prompt length in tokens; longer ones are cut at the start. By default the config's limit.",
     )
+    max_seq_lengths: tuple[Positive, ...] | None = Field(
+        None,
+        min_length=1,
+        description="ruler and babilong: lengths of the prompts in tokens; for babilong, multiples of 1024. By default "
+        "4096 for ruler, and babilong's prompts without distracting text (0k).",
+    )
+    new_keys: ClassVar[dict[str, Any]] = {"max_seq_lengths": None}
+
+    @model_validator(mode="after")
+    def _babilong_has_these_lengths(self) -> LmEval:
+        if any(task.startswith("babilong") for task in self.tasks):
+            for length in self.max_seq_lengths or ():
+                if length % 1024:
+                    raise ValueError(
+                        f"`max_seq_lengths`: BABILong has multiples of 1024 tokens, not {length}. Change it, or list "
+                        "`tasks` without babilong"
+                    )
+        return self
 
 
 class Evaluate(Section):

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -91,3 +92,50 @@ def test_without_lm_eval_every_task_is_skipped(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(harness, "find_spec", lambda name: None)
     found = run_lm_eval(None, None, LmEval(tasks=("mmlu", "gsm8k")))  # type: ignore[arg-type]
     assert set(found) == {"mmlu", "gsm8k"} and "ssm-surgery[eval]" in found["mmlu"]["skipped"]
+
+
+LENGTHS_TASK = """
+task: {name}
+custom_dataset: !function lengths.dataset
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{text}}}}"
+doc_to_target: "x"
+generation_kwargs: {{max_gen_toks: 1, until: []}}
+process_results: !function lengths.score
+metric_list:
+  - metric: words
+    aggregation: mean
+    higher_is_better: true
+"""
+LENGTHS_CODE = """
+import datasets
+
+def dataset(max_seq_lengths=(7,), **_):
+    sizes = [int(max_seq_lengths[:-1])] if isinstance(max_seq_lengths, str) else max_seq_lengths
+    return {"test": datasets.Dataset.from_list([{"text": "a " * size} for size in sizes])}
+
+def score(doc, results):
+    return {"words": len(doc["text"].split())}
+"""
+
+
+def test_lengths_of_prompts_reach_the_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As RULER and BABILong read them: lengths in tokens, and a name such as 2k for each run."""
+    for name in ("lengths_of_texts", "babilong_like"):
+        (tmp_path / f"{name}.yaml").write_text(LENGTHS_TASK.format(name=name))
+    (tmp_path / "lengths.py").write_text(LENGTHS_CODE)
+    monkeypatch.setattr(harness, "FOLDER", tmp_path)
+    base = Base(model=str(EXPORT))
+    model, tokenizer = load_model(base).eval(), load_tokenizer(base)
+
+    def mean_words(**fields: Any) -> dict[str, float]:
+        section = LmEval(tasks=("lengths_of_texts", "babilong_like"), **fields)
+        return {task: metrics["words,none"] for task, metrics in run_lm_eval(model, tokenizer, section).items()}
+
+    assert mean_words() == {"lengths_of_texts": 7, "babilong_like": 7}
+    found = mean_words(max_seq_lengths=(1024, 2048))
+    assert found == {"lengths_of_texts": 1536, "babilong_like/1k": 1, "babilong_like/2k": 2}
+    with pytest.raises(ValueError, match="BABILong has multiples of 1024 tokens, not 1000"):
+        mean_words(max_seq_lengths=(1000,))
+    assert LmEval(tasks=("ruler",), max_seq_lengths=(1000,)).max_seq_lengths == (1000,)

@@ -47,15 +47,14 @@ from surgery.recipe import (
     AnalysisRecipe,
     PretrainRecipe,
     Recipe,
-    load_any,
     load_recipe,
     shipped,
-    to_yaml,
 )
 from surgery.recipe.public import finetune_name
 from surgery.registry import load_plugins
 from surgery.shipped_commands import examples, recipes
 from surgery.show_command import show
+from surgery.validate_command import validate
 
 app = typer.Typer(
     help="Turn a pretrained Mamba into a hybrid: locate its retrieval heads, splice in attention, train, export.",
@@ -188,12 +187,6 @@ for _name, _what in {
 
 
 @app.command()
-def validate(recipe: RecipePath, overrides: Overrides = None) -> None:
-    """Validate a recipe and print it with all defaults."""
-    print(to_yaml(load_any(recipe, overrides or ())), end="")
-
-
-@app.command()
 def schema(
     pretrain: Annotated[bool, typer.Option("--pretrain", help="Print the schema of pretraining recipes.")] = False,
     analysis: Annotated[bool, typer.Option("--analysis", help="Print the schema of analysis recipes.")] = False,
@@ -244,7 +237,7 @@ def pretrain(
     out.print(f"wrote {to}", highlight=False)
 
 
-for _command in (show, inspect, generate, convert, compare, verify, publish, examples):
+for _command in (validate, show, inspect, generate, convert, compare, verify, publish, examples):
     app.command()(_command)
 app.add_typer(recipes, name="recipes")
 

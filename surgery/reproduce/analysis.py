@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import RecipeError
 from surgery.evaluate.evaluation import Arm, evaluate_model, p_values
@@ -32,6 +32,7 @@ from surgery.models.loading import check_vocabulary, load_config, load_model, lo
 from surgery.models.lookup import family_of
 from surgery.recipe import AnalysisRecipe, Change, as_base, to_yaml
 from surgery.recipe.inputs import inputs_of
+from surgery.recipe.public import is_hub_id
 from surgery.report.figures.curves import accuracy_by_pairs
 from surgery.report.figures.tasks import tasks_by_arm, tasks_by_site
 from surgery.reproduce.expansion import check_change, expand, off_heads, swap_plan
@@ -75,13 +76,39 @@ def analyse(
         return _analyse(recipe, folder, replaced, progress)
 
 
-def _analyse(recipe: AnalysisRecipe, folder: Path, replaced: bool, progress: Tick | None) -> dict[str, Any]:
+def check_without_weights(recipe: AnalysisRecipe) -> list[str]:
+    """Check the base and every change of an analysis. Loads no weights and sends no request.
+
+    Returns:
+        What was not checked, one text each.
+
+    Raises:
+        SurgeryError: the analysis would fail on a config, the tokenizer, or a layer or head of a change.
+    """
+    models = {"base.model": recipe.base.model, "teacher.model": recipe.teacher.model if recipe.teacher else ""}
+    on_the_hub = [
+        f"models and changes ({field} {model} is on the Hub)" for field, model in models.items() if is_hub_id(model)
+    ]
+    if not on_the_hub:
+        _checked_changes(recipe)
+    return on_the_hub
+
+
+def _checked_changes(
+    recipe: AnalysisRecipe,
+) -> tuple[PreTrainedConfig, PreTrainedConfig | None, dict[str, list[Change]], list[Change]]:
+    """Check every change against the configs. Return the configs, the changes of the sweeps, and the other changes."""
     config = load_config(recipe.base)
     check_vocabulary(load_tokenizer(recipe.base), config)
     teacher_config = load_config(as_base(recipe.teacher)) if recipe.teacher else None
     sweeps, single = expand(recipe, config)
     for change in (*single, *(c for changes in sweeps.values() for c in changes)):
         check_change(change, config, recipe.teacher, teacher_config)
+    return config, teacher_config, sweeps, single
+
+
+def _analyse(recipe: AnalysisRecipe, folder: Path, replaced: bool, progress: Tick | None) -> dict[str, Any]:
+    config, teacher_config, sweeps, single = _checked_changes(recipe)
     if replaced:
         remove(folder, _WRITTEN)
     write_text(folder / "recipe.yaml", to_yaml(recipe))

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.tokenizer import build_tokenizer
@@ -28,6 +26,7 @@ from surgery.models.sizes import meta_model, sizes_of
 from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Base, Hardware, Recipe, Splice, TrainStage, as_base, to_yaml
 from surgery.recipe.inputs import inputs_of
+from surgery.run.at_hand import at_hand, cached_folder
 from surgery.run.context import Run
 from surgery.run.folder import RunDir
 from surgery.run.memory_estimate import SourceSample, StepCost, sample_sources, step_cost
@@ -60,7 +59,7 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
         SurgeryError: the run would fail on the recipe, the folder or a model before it loads weights.
     """
     RunDir(folder).check(to_yaml(recipe), overwrite, inputs_of(recipe, path))
-    base, shapes_from = _at_hand(recipe.base, path)
+    base, shapes_from = at_hand(recipe.base, path)
     config = load_config(base)
     plan, fields, heads_from = _planned(recipe, config, folder, path)
     plain = _as_loaded(meta_model(config, base.trust_remote_code), recipe.base)
@@ -110,7 +109,7 @@ def _planned(
         fields = inserted_entries(config) or config.splice
         return plan_of_hybrid(config, recipe.base.model), fields, "in the hybrid"
     heads = _located(recipe, folder)
-    teacher = load_config(_at_hand(as_base(recipe.splice.teacher), path)[0]) if recipe.splice.teacher else None
+    teacher = load_config(at_hand(as_base(recipe.splice.teacher), path)[0]) if recipe.splice.teacher else None
     plan = make_plan(heads or _stand_in(recipe, recipe.splice, config), config, recipe.splice, recipe.seed, teacher)
     origin = "located" if heads else "listed" if recipe.splice.heads else "stand-in"
     if recipe.splice.form != "head":
@@ -129,7 +128,7 @@ def _teacher(
     """Build the teacher of training on the meta device."""
     assert recipe.train.teacher is not None
     base = as_base(recipe.train.teacher)
-    model = _as_loaded(meta_model(load_config(_at_hand(base, path)[0])), base)
+    model = _as_loaded(meta_model(load_config(at_hand(base, path)[0])), base)
     return Teacher(model, tokenizer, student, plan.grafts, stage.align, stage.needs)
 
 
@@ -202,31 +201,6 @@ def _as_loaded(model: PreTrainedModel, base: Base) -> PreTrainedModel:
     return model
 
 
-def _at_hand(base: Base, path: Path | None) -> tuple[Base, str]:
-    """Find the base's config, without a connection if possible.
-
-    A folder is used unchanged. A Hub id is looked up in the local cache, then in `configs/` next to the recipe. If
-    neither has it, loading requests the Hub.
-
-    Returns:
-        The base, and the folder in `configs/` if one is used (otherwise empty).
-    """
-    cached = _cached(base.model, "config.json", base.revision)
-    if Path(local_path(base.model)).exists() or cached is not None:
-        return base.model_copy(update={"model": str(cached or base.model)}), ""
-    owner, _, name = base.model.partition("/")
-    local = path.parent / "configs" / name if path is not None else None
-    if (
-        local is None
-        or not name
-        or "/" in name
-        or owner.startswith((".", "~"))
-        or not (local / "config.json").is_file()
-    ):
-        return base, ""
-    return base.model_copy(update={"model": str(local)}), str(local)
-
-
 def _tokenizer(base: Base, online: bool) -> tuple[PreTrainedTokenizerBase, str]:
     """Load the base's tokenizer, or else the toolkit's small one. Also return a note on which one it is.
 
@@ -234,7 +208,7 @@ def _tokenizer(base: Base, online: bool) -> tuple[PreTrainedTokenizerBase, str]:
         online: whether the Hub may be requested.
     """
     source = base.tokenizer or base.model
-    cached = _cached(source, "tokenizer.json", None if base.tokenizer else base.revision)
+    cached = cached_folder(source, "tokenizer.json", None if base.tokenizer else base.revision)
     if cached is not None or Path(local_path(source)).exists() or online:
         try:
             there = base if cached is None else base.model_copy(update={"tokenizer": str(cached)})
@@ -243,17 +217,6 @@ def _tokenizer(base: Base, online: bool) -> tuple[PreTrainedTokenizerBase, str]:
             pass  # the estimate works without it, and the run reports the error
     note = "the toolkit's small tokenizer, because its own is not available: about 5 tokens a key-value pair"
     return build_tokenizer(), note
-
-
-def _cached(source: str, name: str, revision: str | None) -> Path | None:
-    """Find the folder in the Hub's local cache that has this file, or None."""
-    if Path(local_path(source)).exists():
-        return None
-    try:
-        file = try_to_load_from_cache(source, name, revision=revision)
-    except HFValidationError:
-        return None
-    return Path(file).parent if isinstance(file, str) else None
 
 
 def _located(recipe: Recipe, folder: Path) -> HeadSet | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
+from transformers import PreTrainedConfig
 
 from surgery.data.user import open_source
 from surgery.errors import PlanError, RecipeError, RunError
@@ -108,10 +109,24 @@ def check_inputs(run: Run) -> None:
     check_configs(run)
     check_vocabulary(run.tokenizer(), run.base().config)
     _check_other_models(run)
+    check_documents(run, run.base().config)
     if "train" in run.stages:
-        _check_data(run)
+        if run.accelerator.is_main_process:
+            for name, counts in run.answer_spans.items():
+                run.reporter.note("data", f"{name}: answer_span: auto: {answer_spans_text(counts)}")
         if run.recipe.train.compile:
             check_compiler(run.accelerator.device)
+
+
+def check_documents(run: Run, config: PreTrainedConfig) -> None:
+    """Check every row of the user's data, the prompts of the evaluation and the chat template. Loads no weights.
+
+    Args:
+        run: the run. Its stages say what is needed.
+        config: of the base.
+    """
+    if "train" in run.stages:
+        _check_data(run, config)
     if "evaluate" in run.stages:
         probes = tuple(p.model_copy(update={"examples": None}) for p in run.recipe.evaluate.tasks)
         few = run.recipe.evaluate.model_copy(update={"tasks": probes, "examples": 1, "sentences": 1})
@@ -164,16 +179,13 @@ def _check_other_models(run: Run) -> None:
                 check_vocabulary(run.tokenizer(), load_config(as_base(model)), model.model)
 
 
-def _check_data(run: Run) -> None:
+def _check_data(run: Run, config: PreTrainedConfig) -> None:
     """Check every row of the user's data (not of streams), and the held-out rows that are evaluated."""
-    train, config = run.recipe.train, run.base().config
+    train = run.recipe.train
     context, vocab_size = getattr(config, "max_position_embeddings", None), config.vocab_size
     for source in [source for stage in train.sequence for source in stage.sources if source.data is not None]:
         open_source(source, run.tokenizer(), run.recipe.seed, 0, context, vocab_size)
     held_out_documents(train, run.tokenizer(), run.recipe.evaluate.examples, context, vocab_size)
-    if run.accelerator.is_main_process:
-        for name, counts in run.answer_spans.items():
-            run.reporter.note("data", f"{name}: answer_span: auto: {answer_spans_text(counts)}")
 
 
 def _check_base(run: Run, splice: Splice) -> None:

@@ -1,0 +1,100 @@
+"""Check a recipe as far as possible without weights and without the Hub (`surgery validate`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+from surgery.data.files import local_files
+from surgery.data.own_prompts import own_prompts
+from surgery.files.shipped import local_path
+from surgery.models.loading import check_vocabulary, load_config, open_checkpoint
+from surgery.recipe import Base, Checkpoint, Recipe, Teacher, as_base
+from surgery.recipe.public import is_hub_id
+from surgery.run.at_hand import at_hand, cached_folder
+from surgery.run.context import Run
+from surgery.run.pipeline import check_configs, check_documents
+from surgery.run.stages import stages_of
+from surgery.train.training import make_accelerator
+
+M = TypeVar("M", Checkpoint, Teacher)
+
+
+def check_without_weights(recipe: Recipe, file: Path | None = None) -> list[str]:
+    """Check the base, the heads and the data of a recipe. Loads no weights and sends no request.
+
+    Args:
+        recipe: the validated recipe.
+        file: the recipe's file. Configs of models on the Hub are looked up in `configs/` next to it.
+
+    Returns:
+        What was not checked, one text each.
+
+    Raises:
+        SurgeryError: the run would fail on a config, a tokenizer, the listed heads, or a row of the data.
+    """
+    own = [*recipe.train.own_data, *([recipe.locate.data] if recipe.locate.data is not None else [])]
+    on_the_hub = [data.path for data in own if not local_files(data)]
+    skipped = [f"data {path}, which is on the Hub" for path in on_the_hub]
+    is_folder, name = not is_hub_id(recipe.base.model), recipe.base.model
+    base, shapes_from = _found(recipe.base, file)
+    if base is None:
+        return [*skipped, _unavailable("base.model", name, "base, heads and tokens")]
+    recipe, others = _with_models_at_hand(recipe, base, file)
+    run = Run(recipe, Path("runs") / recipe.name, make_accelerator(), stages=tuple(s.name for s in stages_of(recipe)))
+    check_configs(run)
+    if is_folder:
+        open_checkpoint(base).weight_files()
+    skipped += others
+    if not shapes_from and not is_folder:
+        skipped.append(f"weight files of {name}, which is on the Hub")
+    lacks_tokenizer = base.tokenizer is not None and not Path(base.tokenizer).exists()
+    if lacks_tokenizer or (shapes_from and base.tokenizer is None):
+        return [*skipped, _unavailable("tokenizer", base.tokenizer or name, "tokens of data and prompts")]
+    config = load_config(base)
+    check_vocabulary(run.tokenizer(), config)
+    if on_the_hub:
+        return [*skipped, "tokens of data and prompts, since some data is not local"]
+    check_documents(run, config)
+    if recipe.locate.data is not None and recipe.splice is not None:
+        context = getattr(config, "max_position_embeddings", None)
+        own_prompts(recipe.locate.data, run.tokenizer(), recipe.locate.examples, context, config.vocab_size)
+    return skipped
+
+
+def _found(model: Base, file: Path | None) -> tuple[Base | None, str]:
+    """Return the model with local paths, or None if nothing of it is here; and the folder in `configs/`, if used."""
+    base, shapes_from = at_hand(model, file)
+    if is_hub_id(base.model):
+        return None, ""
+    if base.tokenizer is not None:
+        folder = cached_folder(base.tokenizer, "tokenizer.json", None) or Path(local_path(base.tokenizer))
+        base = base.model_copy(update={"tokenizer": str(folder)})
+    return base, shapes_from
+
+
+def _with_models_at_hand(recipe: Recipe, base: Base, file: Path | None) -> tuple[Recipe, list[str]]:
+    """Replace models by their local copies. Teachers and controls that are not here are removed and listed."""
+    skipped: list[str] = []
+
+    def local(field: str, model: M | None) -> M | None:
+        if model is None:
+            return None
+        found, shapes_from = _found(as_base(model), file)
+        if found is None or (shapes_from and field == "control.model"):  # its tokenizer is compared
+            skipped.append(_unavailable(field, model.model, "control" if field == "control.model" else "teacher"))
+            return None
+        return model.model_copy(update={"model": found.model})
+
+    splice, train = recipe.splice, recipe.train
+    if splice is not None:
+        splice = splice.model_copy(update={"teacher": local("splice.teacher", splice.teacher)})
+    train = train.model_copy(update={"teacher": local("train.teacher", train.teacher)})
+    control = local("control.model", recipe.control)
+    update = {"base": base, "splice": splice, "train": train, "control": control}
+    return recipe.model_copy(update=update), skipped
+
+
+def _unavailable(field: str, value: str, what: str) -> str:
+    """Say what was not checked, and which model is missing."""
+    return f"{what} ({field} {value} is not in the local cache of the Hub)"

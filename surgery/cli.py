@@ -38,6 +38,7 @@ from surgery.console import (
     print_results,
     print_sweep,
     print_sweep_plan,
+    show_progress,
     silence_libraries,
 )
 from surgery.errors import SurgeryError, is_out_of_memory, summary
@@ -249,6 +250,8 @@ def _root(
     debug: Annotated[
         bool, typer.Option("--debug", help=f"Print the traceback of an error. Also set by {_DEBUG}=1.")
     ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors, but no progress.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print a line for every step.")] = False,
 ) -> None:
     if version:
         print(__version__)
@@ -257,6 +260,9 @@ def _root(
         context.fail("Missing command.")
     if debug:
         os.environ[_DEBUG] = "1"
+    if quiet and verbose:
+        raise SurgeryError("--quiet", "and --verbose", "Use one of them.")
+    show_progress("quiet" if quiet else "verbose" if verbose else "normal")
 
 
 def main() -> None:

@@ -11,16 +11,25 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
 from surgery.recipe import Recipe
 from surgery.recipe.methods import UNRANKED
 from surgery.recipe.section import RenamedKeyWarning
+from surgery.report.progress_lines import ProgressLines
 from surgery.report.results import BEFORE, arm_label, cell_of, entries, label_of, ordered_arms, rows_of, value_text
 from surgery.report.text import size_text, visible
 from surgery.report.verdict import verdict_of
@@ -52,29 +61,41 @@ def _show_warning(
         show(message, category, *where, **more)
 
 
+_shown: Literal["quiet", "normal", "verbose"] = "normal"
+
+
+def show_progress(amount: Literal["quiet", "normal", "verbose"]) -> None:
+    """Set what later `Bars` print: nothing, a bar or at most ten lines a stage, or a line for every step."""
+    global _shown
+    _shown = amount
+
+
 class Bars:
     """Progress bar of a stage. Prints plain lines if the output is not a terminal."""
 
     def __init__(self) -> None:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
+        self._has_bar = _shown == "normal" and out.is_terminal
+        self._lines = ProgressLines(_ignore if _shown == "quiet" else _print_line, every_step=_shown == "verbose")
 
     def start(self, stage: str, what: str) -> None:
         """Show that a stage starts."""
-        if not out.is_terminal:
-            out.print(f"{stage:>9}  {what} ...", highlight=False)
+        if not self._has_bar:
+            self._lines.start(stage, what)
             return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, TextColumn("{task.fields[note]}"), console=out, transient=True)
+        left = (TimeRemainingColumn(), TextColumn("left  {task.fields[note]}"))
+        self._bar = Progress(*columns, *left, console=out, transient=True, speed_estimate_period=600)
         self._task = self._bar.add_task(f"{stage:>9}  {what}", total=None, note="")
         self._bar.start()
 
     def progress(self, done: int, total: int, note: str = "") -> None:
-        """Show that `done` of `total` steps are finished, with a short note."""
+        """Show that `done` of `total` steps are finished, with a short note and the time left."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done, total=total, note=note)
-        elif total >= 50 and done * 10 // total > (done - 1) * 10 // total:
-            out.print(f"{'':>9}  {done} of {total}  {note}", highlight=False)
+        elif not self._has_bar:
+            self._lines.progress(done, total, note)
 
     def stop(self) -> None:
         """Remove the bar. Call it after an error too."""
@@ -85,15 +106,23 @@ class Bars:
     def finish(self, stage: str, seconds: float) -> None:
         """Show that a stage is finished, and its time."""
         self.stop()
-        out.print(f"{stage:>9}  done in {seconds:.1f} s", highlight=False)
+        self._lines.finish(stage, seconds)
 
     def skip(self, stage: str, why: str) -> None:
         """Show that a stage is skipped, and why."""
-        out.print(f"{stage:>9}  skipped: {why}", highlight=False)
+        self._lines.skip(stage, why)
 
     def note(self, topic: str, text: str) -> None:
         """Show one line about a part of the run."""
-        out.print(f"{topic:>9}  {text}", highlight=False, markup=False)
+        self._lines.note(topic, text)
+
+
+def _print_line(line: str) -> None:
+    out.print(line, highlight=False, markup=False)
+
+
+def _ignore(line: str) -> None:
+    pass
 
 
 def print_plan(estimate: dict[str, Any]) -> None:

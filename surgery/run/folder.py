@@ -17,6 +17,7 @@ WRITTEN = (
     "heads.json", "heads.csv", "locate.html", "locate.json", "plan.json", "spliced",
     "splice.json", "state.json", "steps", "adapters", "teacher_logits", "logs", "trained", "training.json", "no_splice",
     "no_splice_training.json", "results.json", "report.html", "figures", "export", ".stages", "recipe.yaml",
+    "run.log",
 )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from surgery.recipe.inputs import inputs_of
 from surgery.recipe.methods import METHODS, RANKINGS, is_greedy
 from surgery.report.results import answer_spans_text
 from surgery.run.context import Reporter, Run, Silent
+from surgery.run.log import logged
 from surgery.run.sharing import find_origin, take_stage
 from surgery.run.stages import Stage, stages_of
 from surgery.splice.inserted import check_inserts, check_place
@@ -99,8 +100,9 @@ def run_pipeline(
             _check_earlier_stages(run, stages[:begin])
             run.rundir.claim(*claim)
         accelerator.wait_for_everyone()
-        for stage in chosen:
-            _run_stage(run, stage, forced=stage.name == first)
+        with logged(run) if is_main else nullcontext():
+            for stage in chosen:
+                _run_stage(run, stage, forced=stage.name == first)
     return run
 
 

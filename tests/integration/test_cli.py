@@ -13,6 +13,7 @@ import yaml
 from safetensors.torch import load_file
 
 from tests.integration.conftest import BASE, RECIPE, ROOT, SMALL, run_small, surgery
+from tests.support.errors import assert_refused
 
 
 def test_inspect_names_mixers_and_bytes(finished: Path, tmp_path: Path) -> None:
@@ -37,6 +38,14 @@ def test_generate_goes_on_with_the_prompt(finished: Path, tmp_path: Path) -> Non
     prompt = "Question: What is the job of"
     done = surgery("generate", str(finished / "export"), prompt, "--max-new-tokens", "3", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.startswith(prompt) and len(done.stdout) > len(prompt)
+
+
+def test_quiet_and_verbose(finished: Path, tmp_path: Path) -> None:
+    """Quiet prints what was asked for alone. Both together are refused."""
+    prompt = "Question: What is the job of"
+    command = ("generate", str(finished / "export"), prompt, "--max-new-tokens", "3")
+    assert surgery("-q", *command, cwd=tmp_path).stdout == surgery("-v", *command, cwd=tmp_path).stdout
+    assert_refused(surgery("-q", "-v", *command, cwd=tmp_path), "--quiet", "--verbose")
 
 
 def test_help_names_every_stage(tmp_path: Path) -> None:
@@ -89,6 +98,10 @@ def test_locate_alone_says_what_it_found(tmp_path: Path) -> None:
     only = ("locate.methods=[ablation]", "splice.select=ablation")
     whole = surgery("run", str(RECIPE), *SMALL, *only, cwd=tmp_path / "x")
     assert whole.returncode == 2 and "Add sharpen" in whole.stderr and not (tmp_path / "x" / "runs").exists()
+    settings = (*SMALL, "locate.methods=[attribution]", "splice.select=attribution")
+    again = surgery("--quiet", "locate", str(RECIPE), *settings, cwd=tmp_path)
+    assert again.returncode == 0 and "locate.html" in again.stdout and "measuring" not in again.stdout
+    assert (folder / "run.log").read_text().count("locate  measuring every head") == 2
     refused = surgery(
         "plan", str(RECIPE), *SMALL, "locate.methods=[attribution]", "splice.select=attribution", cwd=tmp_path
     )

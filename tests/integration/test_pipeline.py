@@ -21,6 +21,9 @@ def test_a_run_leaves_every_artifact(finished: Path) -> None:
     for name in ("heads.json", "plan.json", "results.json", "spliced", "trained", "no_splice", "export", "recipe.yaml"):
         assert (finished / name).exists(), name
     assert not list(finished.glob(".*.tmp")) and not (finished / "steps").exists()
+    log = (finished / "run.log").read_text()
+    for stage in ("locate", "plan", "splice", "train", "control", "evaluate", "export"):
+        assert f" {stage}  done in " in log, stage
     figures = {p.name for p in (finished / "figures").rglob("*.png")}
     assert {"head_maps.png", "accuracy_by_pairs.png", "training.png"} <= figures
 

@@ -1,0 +1,67 @@
+"""Append the events of a run to `run.log` in its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from surgery import __version__
+from surgery.errors import summary
+from surgery.report.progress_lines import ProgressLines
+from surgery.run.context import Reporter, Run
+
+LOG = "run.log"
+
+
+class LoggedReporter:
+    """Pass every event on to another reporter, and append it to a file as a line with the time in UTC."""
+
+    def __init__(self, path: Path, reporter: Reporter) -> None:
+        self._path, self._reporter, self._lines = path, reporter, ProgressLines(self.append)
+
+    def append(self, line: str) -> None:
+        """Append one line."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"{now}  {' '.join(line.splitlines())}\n")
+
+    def start(self, stage: str, what: str) -> None:
+        """Report that a stage starts."""
+        self._lines.start(stage, what)
+        self._reporter.start(stage, what)
+
+    def progress(self, done: int, total: int, note: str = "") -> None:
+        """Report that `done` of `total` steps are finished."""
+        self._lines.progress(done, total, note)
+        self._reporter.progress(done, total, note)
+
+    def finish(self, stage: str, seconds: float) -> None:
+        """Report that a stage is finished."""
+        self._lines.finish(stage, seconds)
+        self._reporter.finish(stage, seconds)
+
+    def skip(self, stage: str, why: str) -> None:
+        """Report that a stage is skipped."""
+        self._lines.skip(stage, why)
+        self._reporter.skip(stage, why)
+
+    def note(self, topic: str, text: str) -> None:
+        """Report one line about a part of the run."""
+        self._lines.note(topic, text)
+        self._reporter.note(topic, text)
+
+
+@contextmanager
+def logged(run: Run) -> Iterator[None]:
+    """Append the events inside the context to the run's log, with the error that ends it."""
+    log = LoggedReporter(run.folder / LOG, run.reporter)
+    log.append(f"surgery {__version__}: {', '.join(run.stages)}")
+    run.reporter = log
+    try:
+        yield
+    except BaseException as error:
+        with suppress(OSError):
+            log.append(f"stopped: {summary(error)}")
+        raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -344,6 +345,23 @@ def test_shared_states_equal_copied_ones(make: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ablation_sweep, "reading", lambda specs: ())
     assert_same(shared, change_at_query(run, variants))
     assert max(moved(run, shared)) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["mamba2", "falcon_h1", "llamba"])
+def test_in_16_bits_shared_states_are_as_exact_as_copied_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root mean square distance from fp32."""
+    wide, narrow = run_of(lambda: base(name)), run_of(lambda: copy.deepcopy(base(name)).to(torch.bfloat16))
+    variants = [Variant(ablate=(head,)) for spec in wide.specs for head in spec.heads]
+    exact = change_at_query(wide, variants)
+
+    def error() -> float:
+        rounded = change_at_query(narrow, variants)
+        margins = [a.margin.float() - b.margin for a, b in zip(rounded, exact, strict=True)]
+        return float(torch.stack(margins).pow(2).mean().sqrt())
+
+    shared = error()
+    monkeypatch.setattr(ablation_sweep, "reading", lambda specs: ())
+    assert 0 < shared < 2 * error()
 
 
 @every_model

@@ -16,6 +16,7 @@ from surgery.evaluate.contrasts import contrasts, gap_closed
 from surgery.evaluate.held_out import Example, examples_of
 from surgery.evaluate.lm_eval import run_lm_eval
 from surgery.evaluate.prompts import PromptSet, make_prompts
+from surgery.evaluate.read_twice import READ_TWICE
 from surgery.interventions.heads_off import HEADS_OFF
 from surgery.models.loading import check_vocabulary
 from surgery.probes.documents import Document
@@ -205,7 +206,8 @@ def compare_arms(arms: Mapping[str, Arm], seed: int = 0) -> dict[str, Any]:
     """
     flags = {name: {task: np.asarray(x, bool) for task, x in arm.correct.items()} for name, arm in arms.items()}
     pairs = [(name, "base") for name in arms if name != "base"]
-    pairs += [("hybrid", reference) for reference in ("no_splice", HEADS_OFF, "teacher")]
+    references = ("no_splice", f"no_splice{READ_TWICE}", HEADS_OFF, "teacher")
+    pairs += [("hybrid", reference) for reference in references]
     comparisons: dict[str, Any] = {"comparisons": contrasts(flags, pairs, seed)}
     if "teacher" in flags and "hybrid" in flags:
         control = flags.get("no_splice", flags["base"])

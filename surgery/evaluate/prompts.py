@@ -109,6 +109,9 @@ def _sizes(
     task, key = entry.result_name, entry.probe.seed_name
     if "tokens" in entry.probe.options:
         for tokens in entry.tokens:
+            if not entry.probe.has_depth:
+                yield f"{task}/{tokens}", f"{key}{tokens}", replace(options, tokens=tokens)
+                continue
             for depth in entry.depths:
                 sized = replace(options, tokens=tokens, depth=depth)
                 yield f"{task}/{tokens}/{depth:g}", f"{key}{tokens}/{depth}", sized

@@ -84,7 +84,7 @@ def needle_document(
     def build(hay: Sequence[str]) -> Document:
         return _document(hay, hidden, places, queried, choices, before, kind)
 
-    return build(_fitting(rng, length, size, split, build))
+    return build(fill_with_sentences(rng, length, size, split, build))
 
 
 def token_count(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
@@ -92,7 +92,7 @@ def token_count(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
     return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _fitting(
+def fill_with_sentences(
     rng: Random, length: int, size: Callable[[str], int], split: Split, build: Callable[[Sequence[str]], Document]
 ) -> list[str]:
     """Draw as many sentences as fit into `length`."""
@@ -212,4 +212,4 @@ class MultiQueryNeedle(Needle):
     kind = "multi_query"
 
 
-__all__ = ["DIGITS", "HEADER", "Kind", "needle_document", "token_count"]
+__all__ = ["DIGITS", "HEADER", "Kind", "fill_with_sentences", "needle_document", "token_count"]

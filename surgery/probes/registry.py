@@ -70,8 +70,8 @@ class Probe(ABC):
             answer, for questions without choices; `perplexity` is for texts without questions.
         pairs: smallest and largest `pairs`; None if the probe has no such size.
         options: other fields of `Options` that the probe uses: `questions`, `groups`, `hops`, `needles`, `half`,
-            `filler`, `value_digits`, `tokens`. With `tokens`, a recipe sets the length of a document and the depth in
-            it.
+            `filler`, `value_digits`, `tokens`. With `tokens`, a recipe sets the length of a document.
+        has_depth: with `tokens`, whether a recipe also sets the depth of what is asked for.
         gold_position: every question has a `segment` and a `value`, the places that attention may be trained to read.
         newline_ends_answer: a newline follows each answer, so that a source may train on it.
         needs_tokenizer: the text depends on the base model's tokenizer.
@@ -92,6 +92,7 @@ class Probe(ABC):
     scoring: Scoring = "choices"
     pairs: tuple[int, int] | None = None
     options: tuple[str, ...] = ()
+    has_depth: bool = True
     gold_position: bool = False
     newline_ends_answer: bool = False
     needs_tokenizer: bool = False

@@ -48,7 +48,7 @@ class EvaluationTask(Section):
         "`evaluate.pairs`.",
     )
     tokens: tuple[Positive, ...] = Field(
-        (512,), min_length=1, description="needle_*: maximum prompt lengths in tokens."
+        (512,), min_length=1, description="needle_*, variable_tracking, common_words: maximum prompt lengths in tokens."
     )
     depths: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(
         (0.0, 0.25, 0.5, 0.75, 1.0),
@@ -56,10 +56,12 @@ class EvaluationTask(Section):
         description="needle_*: depths of the needle, as shares of the text before it.",
     )
     needles: Annotated[int, Field(ge=2, le=16, strict=True)] = Field(
-        4, description="needle_multi_*: number of needles."
+        4, description="needle_multi_*: number of needles. common_words: number of common words."
     )
     hops: Annotated[int, Field(ge=2, le=20, strict=True)] = Field(
-        2, description="multi_hop: lines from the question to its answer."
+        2,
+        description="multi_hop: lines from the question to its answer. variable_tracking: assignments from variable to "
+        "variable.",
     )
     groups: Groups | None = Field(None, description=GROUPS_DESCRIPTION)
     filler: Filler | None = Field(None, description=FILLER_DESCRIPTION)
@@ -93,7 +95,7 @@ class EvaluationTask(Section):
             "task": True,
             "pairs": self.probe.pairs is not None and "tokens" not in options,
             "tokens": "tokens" in options,
-            "depths": "tokens" in options,
+            "depths": "tokens" in options and self.probe.has_depth,
             "needles": "needles" in options,
             "hops": "hops" in options,
             "groups": "groups" in options,
@@ -192,6 +194,10 @@ class Evaluate(Section):
     )
     lm_eval: LmEval | None = Field(None, description="Also evaluate tasks of lm-eval.")
     efficiency: Efficiency | None = Field(None, description="Also measure time and memory. By default not measured.")
+    read_twice: bool = Field(
+        False, description="Also evaluate base and control on prompts that contain their text twice (Just Read Twice)."
+    )
+    new_keys: ClassVar[dict[str, Any]] = {"read_twice": False}
 
     @model_validator(mode="after")
     def _tasks_are_known(self) -> Evaluate:

@@ -14,7 +14,9 @@ from surgery.recipe.public import public_name
 ARM_LABELS = {
     "hybrid": "hybrid",
     "no_splice": "control (trained, no splice)",
+    "no_splice_read_twice": "control, prompt read twice",
     "base": "base",
+    "base_read_twice": "base, prompt read twice",
     "hybrid_heads_off": "hybrid, attention off",
 }
 BEFORE = "before fine-tuning"  # label of the arm `base` with `splice: null`
@@ -61,6 +63,8 @@ def arm_label(arm: str, recipe: Recipe) -> str:
     """Column label of an arm. With `splice: null`, the base is the hybrid before fine-tuning."""
     if recipe.splice is None and arm == "base":
         return BEFORE
+    if recipe.splice is None and arm == "base_read_twice":
+        return f"{BEFORE}, prompt read twice"
     if recipe.splice is None and arm == "no_splice" and recipe.control is not None:
         return f"control ({public_name(recipe.control.model)}, same training)"
     return ARM_LABELS.get(arm, arm.replace("_", " "))

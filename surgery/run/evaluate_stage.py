@@ -21,6 +21,7 @@ from surgery.evaluate.efficiency import efficiency
 from surgery.evaluate.evaluation import Arm, compare_arms, evaluate_model, held_out_documents, p_values
 from surgery.evaluate.held_out import advice_of, side_by_side
 from surgery.evaluate.prompts import make_prompts
+from surgery.evaluate.read_twice import READ_TWICE, prompts_twice
 from surgery.files.atomic import new_folder, read_json, write_json
 from surgery.interventions.heads_off import HEADS_OFF, heads_off
 from surgery.models.loading import load_model, load_tokenizer
@@ -52,6 +53,8 @@ def evaluate_run(run: Run, before: Sequence[str]) -> None:
     models: dict[str, Callable[[], PreTrainedModel]] = {"base": run.base}
     if recipe.has_control:
         models["no_splice"] = lambda: run.model("no_splice")
+    if recipe.evaluate.read_twice:
+        models |= {f"{name}{READ_TWICE}": load for name, load in models.items()}
     models |= {name: lambda: run.model("trained") for name in (HEADS_OFF, "hybrid")}
     teacher, skipped = _teacher_arm(run)
     models |= teacher
@@ -65,8 +68,11 @@ def evaluate_run(run: Run, before: Sequence[str]) -> None:
         model = load()
         if name in ("base", "hybrid"):
             sizes[name] = asdict(sizes_of(model))
+        given, section = prompts, recipe.evaluate
+        if name.endswith(READ_TWICE):
+            given, section = prompts_twice(prompts), section.model_copy(update={"lm_eval": None})
         with heads_off(model) if name == HEADS_OFF else nullcontext():
-            arms[name] = evaluate_model(model, run.tokenizer(), recipe.evaluate, recipe.seed, prompts, progress)
+            arms[name] = evaluate_model(model, run.tokenizer(), section, recipe.seed, given, progress)
     _write_results(run, arms, sizes, before, began, skipped)
 
 

@@ -72,12 +72,17 @@ def test_a_finished_run_is_skipped_stage_by_stage(finished: Path, tmp_path: Path
 
 def test_a_changed_section_reruns_its_stage_and_those_below(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished.parent, tmp_path / "runs")
-    again = run_small(tmp_path, "evaluate.examples=8")
+    again = run_small(tmp_path, "evaluate.examples=8", "evaluate.read_twice=true")
     assert again.returncode == 0, again.stderr
     skipped = [line.split()[0] for line in again.stdout.splitlines() if "skipped" in line]
     assert skipped == ["locate", "plan", "splice", "train", "control"]
-    results = json.loads((tmp_path / "runs" / "quickstart" / "results.json").read_text())
+    run = tmp_path / "runs" / "quickstart"
+    results = json.loads((run / "results.json").read_text())
     assert results["arms"]["base"]["letter_choice"]["n"] == 8
+    twice = ["base_read_twice", "no_splice_read_twice"]
+    assert list(results["arms"]) == ["base", "no_splice", *twice, "hybrid_heads_off", "hybrid"]
+    assert "no_splice_read_twice" in results["comparisons"]["hybrid"]
+    assert "control, prompt read twice" in (run / "report.html").read_text()
 
 
 def test_a_stage_runs_alone(finished: Path, tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ ARM_LOOKS = {
     "no_splice": (ORANGE, "^"),
     "hybrid_heads_off": (SKY, "X"),
     "teacher": (GREEN, "D"),
+    "base_read_twice": (MUTED, "v"),
+    "no_splice_read_twice": (OCHRE, "v"),
 }
 _STYLE = {
     "svg.hashsalt": "surgery",

@@ -1,0 +1,48 @@
+"""Prompts that contain their text twice: a control that improves retrieval without attention.
+
+A recurrent model has to choose what it keeps before it knows the question. At the second reading it knows (Just Read
+Twice, arXiv 2407.05483).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from surgery.evaluate.prompts import PromptSet
+from surgery.probes.documents import Document, Span
+from surgery.scoring.generation import answer_list
+
+READ_TWICE = "_read_twice"  # end of an arm's name
+
+
+def prompts_twice(prompts: PromptSet) -> PromptSet:
+    """Repeat every prompt with an answer. Texts for perplexity are left out."""
+
+    def twice(tasks: Mapping[str, Sequence[Document]]) -> dict[str, list[Document]]:
+        return {
+            task: [read_twice(document) for document in documents]
+            for task, documents in tasks.items()
+            if documents[0].questions
+        }
+
+    return PromptSet(twice(prompts.choices), {}, twice(prompts.held_out), twice(prompts.generation))
+
+
+def read_twice(document: Document) -> Document:
+    """Put the prompt of a document, its question included, and a newline before its text."""
+    prompt = document.text[: answer_list(document)[0].answer[0]] + "\n"
+
+    def moved(span: Span) -> Span:
+        return span[0] + len(prompt), span[1] + len(prompt)
+
+    questions = tuple(
+        replace(
+            question,
+            answer=moved(question.answer),
+            segment=moved(question.segment) if question.segment is not None else None,
+            value=moved(question.value) if question.value is not None else None,
+        )
+        for question in document.questions
+    )
+    return Document(document.task, prompt + document.text, questions)

@@ -28,6 +28,7 @@ from surgery.arguments import (
     PretrainPath,
     RecipePath,
     Runs,
+    TrustRemoteCode,
 )
 from surgery.console import (
     Bars,
@@ -43,6 +44,15 @@ from surgery.console import (
 )
 from surgery.errors import SurgeryError, is_out_of_memory, summary
 from surgery.files.atomic import is_full
+from surgery.init.command import (
+    BaseOption,
+    DataFile,
+    Tokenizer,
+    init,
+    overrides_with_base,
+    recipe_of_base,
+    recipe_without_base,
+)
 from surgery.model_commands import compare, convert, generate, inspect, publish, verify
 from surgery.recipe import (
     AnalysisRecipe,
@@ -69,16 +79,27 @@ _DEBUG = "SURGERY_DEBUG"
 
 @app.command()
 def run(
-    recipe: RecipePath,
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="A recipe file, or a shipped recipe's name. Not with --base.")
+    ] = None,
     overrides: Overrides = None,
     first: First = None,
     last: Last = None,
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
     runs: Runs = Path("runs"),
+    base: BaseOption = None,
+    data: DataFile = None,
+    tokenizer: Tokenizer = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Run all stages of a recipe in RUNS/NAME."""
-    _run(recipe, overrides, first, last, overwrite, runs, dry_run)
+    """Run all stages of a recipe in RUNS/NAME. With --base, measure a model and write its recipe first."""
+    if base is not None:
+        overrides = overrides_with_base(recipe, overrides)
+        path = recipe_of_base(base, data, tokenizer, trust_remote_code, runs, overwrite)
+    else:
+        path = recipe_without_base(recipe, data, tokenizer, trust_remote_code)
+    _run(path, overrides, first, last, overwrite, runs, dry_run)
 
 
 def _run(
@@ -240,6 +261,7 @@ def pretrain(
 
 for _command in (validate, show, inspect, generate, convert, compare, verify, publish, examples):
     app.command()(_command)
+app.command()(init)
 app.add_typer(recipes, name="recipes")
 
 

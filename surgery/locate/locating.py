@@ -34,7 +34,7 @@ Progress = Callable[[int, int], None]
 
 _FEW_PAIRS = 4  # fewer would not help: with 2 pairs, every second guess is right
 _WAYS_ON = (
-    "It cannot retrieve even from so few pairs. Set locate.task to a text that it can answer, "
+    "It cannot retrieve even from so few pairs. Set locate.task to a text that it answers (`surgery init` tries six), "
     "choose heads without measuring them (splice.select: random), or train a base that retrieves first "
     "(docs/your-model.md)."
 )

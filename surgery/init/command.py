@@ -1,0 +1,111 @@
+"""The command `surgery init`, and the recipe of `surgery run --base`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from surgery.arguments import TrustRemoteCode
+from surgery.errors import RunError, SurgeryError
+from surgery.files.atomic import write_text
+from surgery.recipe import find_recipe, load_recipe
+
+DataFile = Annotated[
+    str | None,
+    typer.Option("--data", metavar="FILE", help="Your data: JSONL or Parquet with prompt and answer, or text."),
+]
+Tokenizer = Annotated[
+    str | None, typer.Option("--tokenizer", help="Folder or Hub id of the tokenizer. By default the model's.")
+]
+BaseOption = Annotated[
+    str | None, typer.Option("--base", metavar="MODEL", help="Write the recipe of this model to RUNS, and run it.")
+]
+
+
+def init(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder or a Hub id.")],
+    data: DataFile = None,
+    tokenizer: Tokenizer = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Measure a model and print a recipe for it: surgery init MODEL > my.yaml."""
+    print(recipe_text(model, data, tokenizer, trust_remote_code), end="")
+
+
+def recipe_text(model: str, data: str | None, tokenizer: str | None, trust_remote_code: bool) -> str:
+    """Measure a model and write a recipe for it. Progress goes to standard error.
+
+    Raises:
+        SurgeryError: the model or the data cannot be used.
+    """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        hint = "Run `surgery init MODEL > my.yaml` in one process, then launch `surgery run my.yaml`."
+        raise RunError("num_processes", os.environ["WORLD_SIZE"], hint)
+    from surgery.init.initial_recipe import write_recipe
+    from surgery.init.measuring import measure_base
+
+    return write_recipe(measure_base(model, data, tokenizer, trust_remote_code, _say), _say)
+
+
+def _say(line: str) -> None:
+    typer.echo(f"     init  {line}", err=True)
+
+
+def recipe_of_base(
+    model: str, data: str | None, tokenizer: str | None, trust_remote_code: bool, runs: Path, overwrite: bool
+) -> Path:
+    """Write the recipe of a base to RUNS/NAME.yaml, or find the one that an earlier call wrote there.
+
+    Raises:
+        SurgeryError: as `recipe_text`, or the recipe that is there has another base or other data.
+    """
+    from surgery.init.initial_recipe import recipe_name
+
+    path = runs / f"{recipe_name(model)}.yaml"
+    if path.exists() and not overwrite:
+        stored = load_recipe(path)
+        own = [entry.path for entry in stored.train.own_data]
+        if stored.base.model != model or own != ([] if data is None else [data]):
+            hint = "It is the recipe of another base or of other data. Pass --overwrite, or another --runs folder."
+            raise SurgeryError("--base", str(path), hint)
+        _say(f"using {path}, written before. Pass --overwrite to measure again.")
+        return path
+    text = recipe_text(model, data, tokenizer, trust_remote_code)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, text)
+    _say(f"wrote {path}")
+    return path
+
+
+def overrides_with_base(word: str | None, overrides: list[str] | None) -> list[str]:
+    """Return the overrides of `surgery run --base`, whose first one stands where a recipe would.
+
+    Raises:
+        SurgeryError: that word is no override.
+    """
+    if word is not None and "=" not in word:
+        raise SurgeryError("RECIPE", word, "--base writes the recipe. Remove RECIPE, or remove --base.")
+    return [*([word] if word is not None else []), *(overrides or ())]
+
+
+def recipe_without_base(recipe: str | None, data: str | None, tokenizer: str | None, trust_remote_code: bool) -> Path:
+    """Find the recipe of `surgery run` without --base.
+
+    Raises:
+        SurgeryError: there is none, or an option needs --base.
+    """
+    for option, key, value in (
+        ("--data", "train.sources", data),
+        ("--tokenizer", "base.tokenizer", tokenizer),
+        ("--trust-remote-code", "base.trust_remote_code", trust_remote_code or None),
+    ):
+        if value is not None:
+            raise SurgeryError(option, value, f"It needs --base. In a recipe, set {key}.")
+    if recipe is None:
+        raise SurgeryError(
+            "RECIPE", None, "Name a recipe, or set --base MODEL. `surgery recipes` lists the shipped ones."
+        )
+    return find_recipe(recipe)

@@ -1,0 +1,79 @@
+"""Write a recipe as YAML with a comment above each value that has a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+Path = tuple[str | int, ...]
+Comments = Mapping[Path, str]
+_WIDTH = 116  # of a comment
+
+
+def commented_yaml(data: Mapping[str, Any], comments: Comments, head: Sequence[str] = ()) -> str:
+    """Write nested plain data as YAML.
+
+    Mappings and lists of mappings with a comment inside are written over several lines, others in one.
+
+    Args:
+        data: mappings, lists and scalars.
+        comments: by the path of a value, such as `("locate", "pairs")` or `("train", "sources", 0)`.
+        head: lines of comments at the top.
+
+    Raises:
+        KeyError: a comment has no value.
+    """
+    for path in comments:
+        value: Any = data
+        for part in path:
+            value = value[part]
+    lines = [f"# {line}".rstrip() for line in head]
+    return "\n".join([*lines, *_block(data, (), comments, "")]) + "\n"
+
+
+def _block(data: Mapping[str, Any], path: Path, comments: Comments, indent: str) -> list[str]:
+    lines = []
+    for key, value in data.items():
+        place = (*path, key)
+        lines += _comment(comments.get(place, ""), indent)
+        if isinstance(value, Mapping) and _has_inside(place, comments):
+            lines += [f"{indent}{key}:", *_block(value, place, comments, indent + "  ")]
+        elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+            lines.append(f"{indent}{key}:")
+            for number, item in enumerate(value):
+                lines += _comment(comments.get((*place, number), ""), indent + "  ")
+                lines.append(f"{indent}  - {_flow(item)}")
+        else:
+            lines.append(f"{indent}{key}: {_flow(value)}")
+    return lines
+
+
+def _has_inside(path: Path, comments: Comments) -> bool:
+    """Whether a value below `path` has a comment, or is a list of mappings."""
+    return any(len(other) > len(path) and other[: len(path)] == path for other in comments)
+
+
+def _comment(text: str, indent: str) -> list[str]:
+    """Wrap a comment, one `#` for each line."""
+    lines, line = [], ""
+    for word in " ".join(text.split()).split(" "):
+        if line and len(indent) + len(line) + len(word) + 3 > _WIDTH:
+            lines.append(line)
+            line = ""
+        line = f"{line} {word}".strip()
+    return [f"{indent}# {part}" for part in [*lines, line] if part]
+
+
+def _flow(value: Any) -> str:
+    """Write a value in one line of flow style."""
+    text = yaml.safe_dump(_plain(value), default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**9)
+    return text.removesuffix("...\n").strip()
+
+
+def _plain(value: Any) -> Any:
+    """Replace tuples by lists, which YAML's safe writer knows."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

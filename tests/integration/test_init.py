@@ -1,0 +1,124 @@
+"""`surgery init` and `surgery run --base`: bases that retrieve, bases at chance, formats of files, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+
+import pytest
+
+from surgery.errors import ModelError, PlanError, SurgeryError
+from surgery.init import measuring
+from surgery.init.command import recipe_of_base
+from surgery.init.initial_recipe import write_recipe
+from surgery.init.measuring import measure_base
+from surgery.init.probing import ADJACENT, Prober, Screening, screen
+from surgery.models.loading import load_model
+from surgery.recipe import Base, Recipe, check_recipe, load_recipe
+from surgery.recipe.yaml import load_yaml
+from surgery.run.pipeline import run_pipeline
+from surgery.testing.pico import SPLICED_FAMILIES, pico_family, pico_tokenizer
+from tests.integration.conftest import PICO_MAMBA2, ROOT, surgery
+from tests.support.errors import assert_refused
+from tests.support.mamba_ssm_files import config_of, write
+
+
+@pytest.fixture(autouse=True)
+def few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One format and few prompts: the search is tested in tests/unit/init."""
+
+    def one_format(prober: Prober, count: int) -> Screening:
+        return screen(prober, count, (ADJACENT,))
+
+    monkeypatch.setattr(measuring, "screen", one_format)
+    monkeypatch.setattr(measuring, "PROMPTS_OF_SMALL", 24)
+    monkeypatch.setattr(measuring, "_KNOWLEDGE", ())
+
+
+def recipe_for(folder: Path) -> Recipe:
+    text = write_recipe(measure_base(str(folder), None, None, False, lambda line: None), lambda line: None)
+    return check_recipe(load_yaml(text))
+
+
+def family_folder(name: str, folder: Path) -> Path:
+    pico_family(name, vocab_size=1024).save_pretrained(folder)
+    copy.deepcopy(pico_tokenizer()).save_pretrained(folder)
+    return folder
+
+
+def shortened(recipe: Recipe) -> Recipe:
+    """The recipe with little of everything, to run in seconds."""
+    data = recipe.model_dump(mode="json")
+    data["locate"] |= {"examples": 8, "methods": ["query", "sharpen"]}
+    data["train"] |= {"steps": 2}
+    data["evaluate"] |= {"examples": 8, "sentences": 8}
+    for source in data["train"]["sources"]:
+        source["rows"] = 2
+    return check_recipe(data)
+
+
+@pytest.mark.parametrize("name", SPLICED_FAMILIES)
+def test_every_family_gets_a_recipe(name: str, tmp_path: Path) -> None:
+    recipe = recipe_for(family_folder(name, tmp_path / name))
+    assert recipe.splice is not None and recipe.splice.select == "random"  # random weights are at chance
+
+
+def test_a_base_at_chance_is_trained_and_evaluated(tmp_path: Path) -> None:
+    recipe = shortened(recipe_for(family_folder("zamba2", tmp_path / "zamba2")))
+    run_pipeline(recipe, tmp_path / "run", last="evaluate")
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_a_base_in_the_format_of_mamba_ssm_is_located_and_trained(tmp_path: Path) -> None:
+    """The shipped base, rewritten. Its tokenizer is next to it."""
+    model = load_model(Base(model=str(PICO_MAMBA2)))
+    config = {**config_of(model), "vocab_size": model.config.vocab_size, "pad_vocab_size_multiple": 1}
+    folder = write(tmp_path / "theirs", model, config=config)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(PICO_MAMBA2 / file, folder)
+    recipe = recipe_for(folder)
+    assert recipe.splice is not None and recipe.splice.select == "aggregate"
+    assert recipe.train.sources[0].weights.uses("attention")
+    run_pipeline(shortened(recipe), tmp_path / "run", last="train")
+    assert (tmp_path / "run" / "trained" / "config.json").is_file()
+
+
+def test_run_with_a_base_writes_its_recipe_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = str(family_folder("mamba2", tmp_path / "mine"))
+
+    def path_of(data: str | None = None) -> Path:
+        return recipe_of_base(base, data, None, False, tmp_path / "runs", overwrite=False)
+
+    assert path_of() == tmp_path / "runs" / "mine.yaml" and load_recipe(path_of()).base.model == base
+    captured = capsys.readouterr()
+    assert "written before" in captured.err and captured.out == ""
+    with pytest.raises(SurgeryError, match="of other data"):
+        path_of("mine.jsonl")
+
+
+def test_a_base_without_a_tokenizer_is_refused_with_the_option(tmp_path: Path) -> None:
+    pico_family("mamba2", vocab_size=1024).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"no tokenizer.*--tokenizer"):
+        recipe_for(tmp_path)
+
+
+def test_a_hybrid_is_refused_with_the_command_for_it() -> None:
+    with pytest.raises(PlanError, match="surgery finetune"):
+        recipe_for(ROOT / "checkpoints" / "quickstart" / "export")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("init", "nowhere"), "no such folder"),
+        (("init", str(ROOT / "checkpoints" / "pico-transformer")), "not spliced"),
+        (("init", str(PICO_MAMBA2), "--data", "nowhere.jsonl"), "No such file"),
+        (("run",), "--base"),
+        (("run", "quickstart", "--base", "x"), "Remove RECIPE"),
+        (("run", "quickstart", "--data", "x"), "needs --base"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_one_line(arguments: tuple[str, ...], says: str, tmp_path: Path) -> None:
+    assert_refused(surgery(*arguments, cwd=tmp_path), says)
+    assert list(tmp_path.iterdir()) == []

@@ -24,7 +24,7 @@ First = Annotated[
     str | None, typer.Option("--from", metavar="STAGE", help="Start at this stage, even if it is finished.")
 ]
 Last = Annotated[str | None, typer.Option("--to", metavar="STAGE", help="Stop after this stage.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print plan, cost and memory without loading weights.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print plan, cost, time and memory without loading weights.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run of another recipe in this folder.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the Python code in the checkpoint.")]
 Runs = Annotated[Path, typer.Option("--runs", help="Directory that holds the run folders.")]

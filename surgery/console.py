@@ -29,7 +29,7 @@ from rich.text import Text
 from surgery.recipe import Recipe
 from surgery.recipe.methods import UNRANKED
 from surgery.recipe.section import RenamedKeyWarning
-from surgery.report.progress_lines import ProgressLines
+from surgery.report.progress_lines import ProgressLines, duration_text
 from surgery.report.results import BEFORE, arm_label, cell_of, entries, label_of, ordered_arms, rows_of, value_text
 from surgery.report.text import size_text, visible
 from surgery.report.verdict import verdict_of
@@ -160,6 +160,7 @@ def print_plan(estimate: dict[str, Any]) -> None:
     table.add_row(
         "FLOPs", f"{flops['step']:.2e} per step, {flops['run']:.2e} in total{arms}, without elementwise operations"
     )
+    table.add_row("time", _time_text(estimate))
     out.print(table, highlight=False)
     _print_memory(estimate)
     if estimate["locating"]:
@@ -170,6 +171,18 @@ def print_plan(estimate: dict[str, Any]) -> None:
     for name, cache in estimate["cache"].items():
         table.add_row(name, *(size_text(cache[key]) for key in ("state", "kv_per_token", *lengths)))
     out.print(table, highlight=False)
+
+
+def _time_text(estimate: dict[str, Any]) -> str:
+    """Time of the training in a dry run, and how it was estimated."""
+    found = estimate["time"]
+    if found is None:
+        return "not estimated: set hardware.tflops to the TFLOP/s that one GPU reaches in training"
+    arms = ", including the control" if estimate["arms"] > 1 else ""
+    how = "from hardware.tflops"
+    if found["measured_on"]:
+        how = f"measured on this machine ({found['measured_on']}) with random weights"
+    return f"{duration_text(found['seconds'])} of training{arms}; {found['step']:.2g} s per step, {how}"
 
 
 def _print_memory(estimate: dict[str, Any]) -> None:
@@ -184,7 +197,8 @@ def _print_memory(estimate: dict[str, Any]) -> None:
         "temporaries": "further peak memory, without fused kernels",
     }
     for key, size in estimate["memory"].items():
-        table.add_row(key.replace("_", " "), size_text(size), notes.get(key, ""))
+        if size:
+            table.add_row(key.replace("_", " "), size_text(size), notes.get(key, ""))
     out.print(table, highlight=False)
     if fits is None:
         out.print("Set hardware.memory_gib to check whether the run fits.", highlight=False)

@@ -72,3 +72,10 @@ class Hardware(Section):
         1, description="Number of GPUs. Each holds the whole model and its share of a step's documents."
     )
     memory_gib: float | None = Field(None, gt=0, le=10**6, description="Memory of one GPU, in GiB.")
+    tflops: float | None = Field(
+        None,
+        gt=0,
+        le=10**6,
+        description="TFLOP/s that one GPU reaches in training, to estimate the time. By default a few steps with "
+        "random weights are timed on this machine, if they are small.",
+    )

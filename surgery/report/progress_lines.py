@@ -57,7 +57,12 @@ class ProgressLines:
 
 def time_left(seconds: float) -> str:
     """Format the time left: in seconds, minutes, or hours and minutes."""
+    return f"{duration_text(seconds)} left"
+
+
+def duration_text(seconds: float) -> str:
+    """Format a time: `45 s`, `7 min`, `3 h 20 min`."""
     if seconds < 60:
-        return f"{seconds:.0f} s left"
+        return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
-    return f"{minutes} min left" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min left"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

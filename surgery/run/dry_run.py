@@ -31,6 +31,7 @@ from surgery.run.context import Run
 from surgery.run.folder import RunDir
 from surgery.run.memory_estimate import SourceSample, StepCost, sample_sources, step_cost
 from surgery.run.stages import STAGES
+from surgery.run.time_estimate import estimate_time
 from surgery.splice.inserted import inserted_config
 from surgery.splice.plan import hybrid_config, make_plan, splice_field
 from surgery.train.teacher import Teacher
@@ -90,6 +91,15 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
         "cache": caches,
         "locating": _locating(plain, tokenizer, recipe),
         **_training(recipe, costs, counted_with),
+        "time": estimate_time(
+            recipe,
+            [(stage, cost) for stage, _, cost in costs],
+            tokenizer,
+            plan,
+            lambda: _hybrid(config, plan, fields, recipe),
+            lambda: _as_loaded(meta_model(config, base.trust_remote_code), recipe.base),
+            make_accelerator(),
+        ),
         "fits": _fits(max((cost for _, _, cost in costs), key=lambda c: c.memory.total), recipe.hardware),
     }
 

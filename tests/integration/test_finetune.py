@@ -232,6 +232,7 @@ def test_a_dry_run_counts_the_rows_of_the_file(place: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "L1H2 (in the hybrid)" in done.stdout and "(rows.jsonl)" in done.stdout
     assert "5 documents of" in done.stdout
+    assert "s per step, measured on this machine (cpu) with random weights" in done.stdout
     assert not (place / "dry").exists()
 
 

@@ -1,0 +1,54 @@
+"""The time of a dry run: from a known speed, from a few steps on this machine, or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surgery.recipe import Recipe, check_recipe
+from surgery.run import time_estimate
+from surgery.run.dry_run import dry_run
+from surgery.testing.pico import pico_base, pico_tokenizer
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("base")
+    pico_base(vocab_size=1024, layers=2).save_pretrained(folder)
+    pico_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def recipe(base: str, **more: Any) -> Recipe:
+    source = {"task": "kv_retrieval", "pairs": [2, 2], "rows": 1, "weights": {"answer": 1, "base_kl": 1}}
+    train = {"steps": 40, "sources": [source]}
+    return check_recipe({"name": "r", "base": {"model": base}, "train": train, **more})
+
+
+def test_a_known_speed_divides_the_flops(base: str, tmp_path: Path) -> None:
+    found = dry_run(recipe(base, hardware={"tflops": 0.5}), tmp_path / "r")
+    assert found["arms"] == 2 and found["time"]["measured_on"] == ""
+    assert found["time"]["step"] == pytest.approx(found["flops"]["step"] / 0.5e12)
+    assert found["time"]["seconds"] == pytest.approx(found["flops"]["run"] / 0.5e12)
+
+
+def test_small_steps_are_timed(base: str, tmp_path: Path) -> None:
+    """With several stages, each has its own time. Nothing is written."""
+    stage = {"sources": recipe(base).model_dump(mode="json")["train"]["sources"]}
+    stages = [{**stage, "name": "a", "steps": 30}, {**stage, "name": "b", "steps": 50}]
+    for given, steps in ((recipe(base), 40), (recipe(base, train={"stages": stages}), 80)):
+        time = dry_run(given, tmp_path / "r")["time"]
+        assert time["measured_on"] == "cpu" and 0 < time["step"] < 30
+        assert time["step"] * 30 * 2 <= time["seconds"] <= time["step"] * steps * 2 + 1e-9
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_large_steps_and_other_machines_are_not_timed(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time_estimate, "_timed", lambda *_: pytest.fail("it ran"))
+    assert dry_run(recipe(base, hardware={"count": 8}), tmp_path / "r")["time"] is None
+    monkeypatch.setattr(time_estimate, "_MOST_FLOPS", {"cpu": 1.0})
+    assert dry_run(recipe(base), tmp_path / "r")["time"] is None

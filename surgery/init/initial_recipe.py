@@ -211,7 +211,9 @@ def _train(draft: _Draft, found: Findings) -> None:
     for number, reason in enumerate(reasons):
         draft.explain(("train", "sources", number), reason)
     base_rate, heads_rate = rates(found.parameters)
-    ends = " to ".join(f"{a:g} / {b:g} at {size / 1e6:.1f} million" for size, a, b in (RATES[0], RATES[-1]))
+    ends = " to ".join(
+        f"{a:g} / {b:g} at {float(f'{size / 1e6:.2g}'):,g} million" for size, a, b in (RATES[0], RATES[-1])
+    )
     why = f"Rates by size, between those of the recipes: {ends} weights."
     draft.set("train.optimizer", {"lr": base_rate, "new_heads_lr": heads_rate, "warmup": 20}, why)
 

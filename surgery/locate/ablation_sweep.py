@@ -223,7 +223,8 @@ def change_at_query(run: CleanRun, variants: Sequence[Variant], memory: int | No
     for index, spec in enumerate(run.specs):
         from_here = [i for i, low in enumerate(lowest) if low == index]
         for chunk in _chunks(from_here, row, memory or _memory(run.model)):
-            changed = _change_from(run, spec, [variants[i] for i in chunk], reads, values)
+            change, cache = _change_from(run, spec, [variants[i] for i in chunk], reads, values)
+            changed = run_changed(run, run.query, len(chunk), change, cache, spec.layer)
             scores |= dict(zip(chunk, changed, strict=True))
     return [scores[i] for i in range(len(variants))]
 
@@ -234,8 +235,11 @@ def _change_from(
     group: Sequence[Variant],
     reads: Sequence[MixerSpec],
     values: dict[tuple[str, Reads], Tensor],
-) -> list[ChoiceScores]:
-    """Score variants from the block of their lowest mixer up. The mixers of `reads` do not write their states."""
+) -> tuple[Callable[[CleanPass], AbstractContextManager[None]], Cache]:
+    """Prepare variants from the block of their lowest mixer up: the change of a pass, and the states before it.
+
+    The mixers of `reads` do not write their states.
+    """
     W, (B, T), config = len(group), run.batch.input_ids.shape, run.model.config
     run.passes += W * (B / T + run.path_passes) * (1 - lowest.layer / config.num_hidden_layers)
     reads = [spec for spec in reads if spec.layer >= lowest.layer]
@@ -252,8 +256,7 @@ def _change_from(
         partial(from_shared_states, run.model, reads, cache, activations, unchanged),
         partial(intervene, run.model, run.specs, *changes_by_mixer(run, group, values), conv_states),
     )
-    change = partial(_from_block_changed, run, lowest, W, changes)
-    return run_changed(run, run.query, W, change, cache, lowest.layer)
+    return partial(_from_block_changed, run, lowest, W, changes), cache
 
 
 @contextmanager

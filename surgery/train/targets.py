@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,8 +67,14 @@ class Targets:
         weights = source.weights.at(progress)
         objectives = self._objectives(weights)
         needs = needs_of(objective.name for objective in objectives)
-        base, output = self._forward(model, batch, needs, model_options(needs, batch))
-        teacher = Outputs()
+        base, teacher = Outputs(), Outputs()
+        run_base, skip = self._of_base(needs)
+        if run_base is not None:
+            with torch.no_grad(), separate_documents(self.base, batch.documents):
+                base = Outputs(logits=run_base(batch.input_ids, batch.attention_mask))
+        with skip(), separate_documents(model, batch.documents):
+            options = model_options(needs, batch)
+            output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, **options)
         if self.teacher is not None:
             cached = self.cache.get(batch) if self.cache is not None and "teacher.logits" in needs else None
             teacher = self.teacher.outputs(batch, needs if cached is None else needs - {"teacher.logits"})
@@ -83,35 +89,34 @@ class Targets:
             losses["none"] = output.logits.sum() * 0  # DDP requires that every parameter takes part
         return losses
 
-    def group_losses(self, model: nn.Module, group: Sequence[MicroBatch], progress: float) -> dict[str, Tensor]:
-        """Compute the weighted losses of micro-batches in one forward pass. See `join`.
+    def joined_losses(self, model: nn.Module, group: Sequence[MicroBatch], progress: float) -> dict[str, Tensor]:
+        """Compute the weighted losses of several micro-batches in one forward pass. See `join`.
 
         Args:
             model: as in `weighted_losses`.
-            group: one micro-batch, or several whose objectives compare logits at most.
+            group: micro-batches whose objectives compare logits at most.
             progress: position in the stage, from 0 to 1.
 
         Returns:
-            The sum over the group by objective. A placeholder contributes 0.
+            The sum over the group by objective.
         """
-        if len(group) == 1:
-            (part,) = group
-            losses = self.weighted_losses(model, part.source, part.batch, part.counts, progress)
-            return {name: loss * float(part.real) for name, loss in losses.items()}
         width = max(part.batch.input_ids.shape[1] for part in group)
         ids, mask = (
             torch.cat([nn.functional.pad(x, (0, width - x.shape[1])) for x in rows])
             for rows in ([p.batch.input_ids for p in group], [p.batch.attention_mask for p in group])
         )
         needs = needs_of(name for part in group for name in part.source.weights.at(progress))
-        joined = replace(group[0].batch, input_ids=ids, attention_mask=mask)
-        base, output = self._forward(model, joined, needs, {})
+        run_base, skip = self._of_base(needs)
+        with torch.no_grad():
+            base_logits = run_base(ids, mask) if run_base is not None else None
+        with skip():
+            output = model(ids, attention_mask=mask, use_cache=False)
         sums: dict[str, Tensor] = {}
         start = 0
         for part in group:
             place = slice(start, start + len(part.batch)), slice(part.batch.input_ids.shape[1])
             start += len(part.batch)
-            of_base = Outputs() if base.logits is None else Outputs(logits=base.logits[place])
+            of_base = Outputs(logits=None if base_logits is None else base_logits[place])
             outputs = Outputs(logits=output.logits[place])
             inputs = ObjectiveInputs(part.batch, outputs, of_base, Outputs(), self.distil)
             for name, weight in part.source.weights.at(progress).items():
@@ -123,22 +128,21 @@ class Targets:
         """Return the objectives that have a weight. Without spliced heads, those that need them are left out."""
         return [OBJECTIVES[name] for name in weights if self.grafts or not OBJECTIVES[name].needs_splice]
 
-    def _forward(
-        self, model: nn.Module, batch: EncodedBatch, needs: Collection[str], options: Mapping[str, Any]
-    ) -> tuple[Outputs, Any]:
-        """Run the base, if its logits are needed, and the model. Returns the base's outputs and the model's output."""
-        tokens = {"attention_mask": batch.attention_mask, "use_cache": False}
-        base = Outputs()
-        with ExitStack() as stack, separate_documents(model, batch.documents):
-            if "base.logits" in needs:
-                assert self.base is not None
-                with torch.no_grad(), separate_documents(self.base, batch.documents):
-                    if self.prefix is None:
-                        base = Outputs(logits=self.base(batch.input_ids, **tokens).logits)
-                    else:
-                        base = Outputs(logits=self.prefix.base_logits(batch.input_ids, batch.attention_mask))
-                        stack.enter_context(self.prefix.skipped())
-            return base, model(batch.input_ids, **tokens, **options)
+    def _of_base(
+        self, needs: Collection[str]
+    ) -> tuple[Callable[[Tensor, Tensor], Tensor] | None, Callable[[], AbstractContextManager[None]]]:
+        """Return a function from tokens and mask to the base's logits, and a context for the model's pass after it.
+
+        In the context, the model skips the layers that it shares with the base. Without objectives that need the base,
+        there is no function.
+        """
+        base = self.base
+        if "base.logits" not in needs:
+            return None, nullcontext
+        assert base is not None
+        if self.prefix is not None:
+            return self.prefix.base_logits, self.prefix.skipped
+        return lambda ids, mask: base(ids, attention_mask=mask, use_cache=False).logits, nullcontext
 
     def _model_outputs(self, output: Any, needs: Collection[str], batch: EncodedBatch, full: bool) -> Outputs:
         """Select the outputs that one objective needs. `full`: the model's attention has the rows of all tokens."""

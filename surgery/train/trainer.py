@@ -281,15 +281,20 @@ def accumulate_gradients(
                     nullcontext() if last else accelerator.no_sync(prepared.wrapped),
                 ):
                     with autocast(section, accelerator):
-                        losses = targets.group_losses(prepared.wrapped, group, progress)
-                        total = torch.stack(list(losses.values())).sum()
+                        if len(group) > 1:
+                            losses = targets.joined_losses(prepared.wrapped, group, progress)
+                        else:
+                            losses = targets.weighted_losses(
+                                prepared.wrapped, group[0].source, group[0].batch, group[0].counts, progress
+                            )
+                        total = torch.stack(list(losses.values())).sum() * float(group[0].real)
                     accelerator.backward(total)
             except (RuntimeError, torch.OutOfMemoryError) as error:
                 if not should_reduce_batch_size(error):
                     raise
                 break
             for name, loss in losses.items():
-                sums[name] = sums.get(name, 0.0) + loss.detach()
+                sums[name] = sums.get(name, 0.0) + loss.detach() * float(group[0].real)
         else:
             return _reduced(sums, stage, parts, progress, accelerator)
         losses, total = {}, None  # their graph holds memory

@@ -137,7 +137,12 @@ def test_a_joined_pass_has_the_losses_and_gradients_of_separate_ones() -> None:
         losses: dict[str, float] = {}
         model.zero_grad()
         for group in groups:
-            for name, loss in targets.group_losses(model, group, 0.25).items():
+            found_here = (
+                targets.joined_losses(model, group, 0.25)
+                if len(group) > 1
+                else targets.weighted_losses(model, group[0].source, group[0].batch, group[0].counts, 0.25)
+            )
+            for name, loss in found_here.items():
                 loss.backward(retain_graph=True)
                 losses[name] = losses.get(name, 0.0) + float(loss.detach())
         found.append((losses, [p.grad.clone() for p in model.parameters() if p.grad is not None]))

@@ -485,7 +485,8 @@ def test_a_run_writes_nothing_that_is_not_listed() -> None:
     from surgery.run.stages import _CONTROL, STAGES, STATE, TUNING
 
     written = {name.split("/")[0] for stage in (*STAGES, *TUNING) for name in (*stage.writes, *_CONTROL, STATE)}
-    assert set(WRITTEN) == written | {".stages", "recipe.yaml", "steps", "adapters", "teacher_logits", "logs"}
+    of_runs = {".stages", "recipe.yaml", "run.log", "steps", "adapters", "teacher_logits", "logs"}
+    assert set(WRITTEN) == written | of_runs
 
 
 def test_remove_follows_no_link_and_leaves_the_rest(tmp_path: Path) -> None:

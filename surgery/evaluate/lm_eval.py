@@ -44,12 +44,15 @@ def run_lm_eval(
 
     length = section.max_length or getattr(model.config, "max_position_embeddings", None) or _NO_LIMIT
     lm = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=section.batch_size, max_length=length)
+    managers: dict[str, TaskManager] = {}  # by metadata: making one reads the files of all tasks
     results: dict[str, dict[str, Any]] = {}
     for task in section.tasks:
         for suffix, lengths in _lengths_of(task, section):
-            # Some tasks truncate their texts to a number of tokens, and load the tokenizer by its name.
-            metadata = {"tokenizer": tokenizer.name_or_path, **lengths}
-            manager = TaskManager(include_path=str(FOLDER), metadata=metadata)
+            if str(lengths) not in managers:
+                # Some tasks truncate their texts to a number of tokens, and load the tokenizer by its name.
+                metadata = {"tokenizer": tokenizer.name_or_path, **lengths}
+                managers[str(lengths)] = TaskManager(include_path=str(FOLDER), metadata=metadata)
+            manager = managers[str(lengths)]
             reason = _why_unavailable(manager, task)
             found = {task: {"skipped": reason}} if reason else _metrics(lm, manager, task, section)
             results |= {f"{name}{suffix}": metrics for name, metrics in found.items()}

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from surgery.evaluate import lm_eval as harness
-from surgery.evaluate.lm_eval import run_lm_eval
+from surgery.evaluate.lm_eval import _lengths_of, run_lm_eval
 from surgery.evaluate.lm_eval_files import lm_eval_groups
 from surgery.lm_eval_tasks import FOLDER
 from surgery.models.loading import load_model, load_tokenizer
@@ -133,9 +133,11 @@ def test_lengths_of_prompts_reach_the_tasks(tmp_path: Path, monkeypatch: pytest.
         section = LmEval(tasks=("lengths_of_texts", "babilong_like"), **fields)
         return {task: metrics["words,none"] for task, metrics in run_lm_eval(model, tokenizer, section).items()}
 
-    assert mean_words() == {"lengths_of_texts": 7, "babilong_like": 7}
-    found = mean_words(max_seq_lengths=(1024, 2048))
-    assert found == {"lengths_of_texts": 1536, "babilong_like/1k": 1, "babilong_like/2k": 2}
+    assert mean_words(max_seq_lengths=(2048,)) == {"lengths_of_texts": 2048, "babilong_like/2k": 2}
+    lengths = _lengths_of("babilong_like", LmEval(tasks=("ruler", "babilong"), max_seq_lengths=(1024, 2048)))
+    assert lengths == [("/1k", {"max_seq_lengths": "1k"}), ("/2k", {"max_seq_lengths": "2k"})]
+    assert _lengths_of("ruler", LmEval(max_seq_lengths=(1024, 2048))) == [("", {"max_seq_lengths": [1024, 2048]})]
+    assert _lengths_of("ruler", LmEval()) == _lengths_of("babilong", LmEval()) == [("", {})]
     with pytest.raises(ValueError, match="BABILong has multiples of 1024 tokens, not 1000"):
         mean_words(max_seq_lengths=(1000,))
     assert LmEval(tasks=("ruler",), max_seq_lengths=(1000,)).max_seq_lengths == (1000,)

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from random import Random
 
 from surgery.errors import ProbeError
-from surgery.probes.documents import Document, Question, Span, Split, Writer, rng_of
+from surgery.probes.documents import Document, Question, Span, Split, Writer
 from surgery.probes.pairs import Range, fillers, numbers
-from surgery.probes.registry import Options, Probe, register_probe
+from surgery.probes.registry import PROBES, Options, Probe, prompts_of, register_probe
 from surgery.probes.words import key_words
 
 NUM_VALUES = 100
@@ -111,8 +111,8 @@ def kv_prompts(
         count: number of prompts.
         pairs, filler, value_digits: as in `kv_document`.
     """
-    rngs = (rng_of(purpose, seed, i) for i in range(count))
-    return [kv_document(rng, pairs, 1, "eval", filler, value_digits) for rng in rngs]
+    options = Options(pairs=pairs, filler=filler, value_digits=value_digits)
+    return prompts_of(PROBES["kv_retrieval"], purpose, seed, count, options)
 
 
 @register_probe("kv_retrieval")

@@ -53,7 +53,8 @@ def evaluate_run(run: Run, before: Sequence[str]) -> None:
     models: dict[str, Callable[[], PreTrainedModel]] = {"base": run.base}
     if recipe.has_control:
         models["no_splice"] = lambda: run.model("no_splice")
-    if recipe.evaluate.read_twice:
+    twice = prompts_twice(prompts) if recipe.evaluate.read_twice else None
+    if twice is not None:
         models |= {f"{name}{READ_TWICE}": load for name, load in models.items()}
     models |= {name: lambda: run.model("trained") for name in (HEADS_OFF, "hybrid")}
     teacher, skipped = _teacher_arm(run)
@@ -69,8 +70,8 @@ def evaluate_run(run: Run, before: Sequence[str]) -> None:
         if name in ("base", "hybrid"):
             sizes[name] = asdict(sizes_of(model))
         given, section = prompts, recipe.evaluate
-        if name.endswith(READ_TWICE):
-            given, section = prompts_twice(prompts), section.model_copy(update={"lm_eval": None})
+        if twice is not None and name.endswith(READ_TWICE):
+            given, section = twice, section.model_copy(update={"lm_eval": None})
         with heads_off(model) if name == HEADS_OFF else nullcontext():
             arms[name] = evaluate_model(model, run.tokenizer(), section, recipe.seed, given, progress)
     _write_results(run, arms, sizes, before, began, skipped)

@@ -6,6 +6,7 @@ gradient of a step does not depend on the split.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,6 +22,7 @@ from surgery.recipe.objectives import OBJECTIVES, needs_of
 from surgery.registry import plugin_errors
 from surgery.train.packing import pack
 
+_LOG = logging.getLogger(__name__)
 _PADDING = 1.25  # tokens of a joined pass for each token of the separate passes
 
 
@@ -162,6 +164,32 @@ def join(
 def _compares_logits(part: MicroBatch) -> bool:
     """Whether the objectives of a micro-batch need logits at every token alone, of rows with one document each."""
     return part.batch.documents is None and needs_of(part.source.weights.at(0.5)) <= {"base.logits"}
+
+
+def shrink(sizes: dict[int, int | None], group: Sequence[MicroBatch], step: int, accelerator: Accelerator) -> None:
+    """Reduce the micro-batches of a group that did not fit into memory, in place.
+
+    Joined micro-batches run apart from then on. One alone is halved.
+
+    Raises:
+        RunError: a single document does not fit, or there are several processes.
+    """
+    if len(group) > 1:
+        sizes.update({part.index: part.documents for part in group})
+        return
+    (part,) = group
+    field = f"train.sources.{part.index}"
+    if accelerator.num_processes > 1:
+        hint = (
+            "Out of memory. With several processes the size cannot be lowered automatically. Lower train.micro_batch."
+        )
+        raise RunError(field, f"{part.documents} documents in a micro-batch", hint)
+    if part.documents == 1:
+        hint = "Out of memory with one document. Shorten it, or set train.gradient_checkpointing."
+        raise RunError(field, f"{part.batch.input_ids.shape[1]} tokens", hint)
+    sizes[part.index] = part.documents // 2
+    text = "step %d: out of memory; %s continues with %d documents in a micro-batch"
+    _LOG.warning(text, step + 1, field, part.documents // 2)
 
 
 def _may_have_no_terms(source: Source, objective: str) -> bool:

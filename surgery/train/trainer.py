@@ -37,7 +37,7 @@ from surgery.train.checkpoints import checkpoints, load_checkpoint, save_checkpo
 from surgery.train.compiling import compiling
 from surgery.train.growth import growing_loss
 from surgery.train.lora import Adapters
-from surgery.train.micro_batches import MicroBatch, join, split_step, with_counts
+from surgery.train.micro_batches import MicroBatch, join, shrink, split_step, with_counts
 from surgery.train.optimizer import adamw, mark_trainable, set_learning_rates
 from surgery.train.packing import packing_fault
 from surgery.train.sharded import gather, trainable_parameters, twin
@@ -298,10 +298,7 @@ def accumulate_gradients(
         else:
             return _reduced(sums, stage, parts, progress, accelerator)
         losses, total = {}, None  # their graph holds memory
-        if len(group) > 1:  # each alone has fewer tokens
-            prepared.sizes.update({part.index: part.documents for part in group})
-        else:
-            _halve(prepared.sizes, group[0], step, accelerator)
+        shrink(prepared.sizes, group, step, accelerator)
         prepared.optimizer.zero_grad()
         release_memory()
 
@@ -332,22 +329,6 @@ def _reduced(
     means = [float(x) for x in accelerator.reduce(torch.stack(values), "mean")]
     losses = dict(zip(names, means, strict=False))
     return {"loss": sum(losses.values()), **losses}, round(means[-1] * accelerator.num_processes)
-
-
-def _halve(sizes: dict[int, int | None], part: MicroBatch, step: int, accelerator: Accelerator) -> None:
-    """Halve the micro-batches of a source that did not fit into memory. Raises RunError if that is impossible."""
-    field = f"train.sources.{part.index}"
-    if accelerator.num_processes > 1:
-        hint = (
-            "Out of memory. With several processes the size cannot be lowered automatically. Lower train.micro_batch."
-        )
-        raise RunError(field, f"{part.documents} documents in a micro-batch", hint)
-    if part.documents == 1:
-        hint = "Out of memory with one document. Shorten it, or set train.gradient_checkpointing."
-        raise RunError(field, f"{part.batch.input_ids.shape[1]} tokens", hint)
-    sizes[part.index] = part.documents // 2
-    text = "step %d: out of memory; %s continues with %d documents in a micro-batch"
-    _LOG.warning(text, step + 1, field, part.documents // 2)
 
 
 def autocast(section: Train, accelerator: Accelerator) -> AbstractContextManager[None]:

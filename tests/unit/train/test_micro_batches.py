@@ -18,7 +18,7 @@ from surgery.errors import RunError
 from surgery.models.lookup import family_of
 from surgery.recipe import Source
 from surgery.testing.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
-from surgery.train.micro_batches import MicroBatch, join, split_step, with_counts
+from surgery.train.micro_batches import MicroBatch, join, shrink, split_step, with_counts
 from surgery.train.targets import Targets
 from surgery.types import Graft
 from tests.support import training_worker as worker
@@ -126,6 +126,14 @@ def test_short_texts_of_several_sources_take_one_pass() -> None:
     assert indices(join(*parts_of(LONG, SHORT[0], longer), accelerator)) == [[0], [1], [2]], "too much padding"
     for group in join(*parts_of(*SHORT), accelerator):  # without a longer source, none may grow
         assert len(group) == 1
+
+
+def test_a_joined_pass_that_does_not_fit_is_run_apart() -> None:
+    parts, sizes = parts_of(LONG, *SHORT)
+    accelerator = Accelerator(cpu=True)
+    shrink(sizes, join(parts, sizes, accelerator)[1], 0, accelerator)
+    assert sizes == {0: None, 1: 5, 2: 3, 3: 4}, "whole, so the next step has the same micro-batches"
+    assert indices(join(parts, sizes, accelerator)) == [[0], [1], [2], [3]]
 
 
 def test_a_joined_pass_has_the_losses_and_gradients_of_separate_ones() -> None:

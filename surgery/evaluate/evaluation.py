@@ -19,6 +19,7 @@ from surgery.evaluate.prompts import PromptSet, make_prompts
 from surgery.evaluate.read_twice import READ_TWICE
 from surgery.interventions.heads_off import HEADS_OFF
 from surgery.models.loading import check_vocabulary
+from surgery.models.torch_scans import torch_scans
 from surgery.probes.documents import Document
 from surgery.recipe import Data, Evaluate, Train
 from surgery.scoring.generation import exact_answers, generate_answers
@@ -119,16 +120,17 @@ def evaluate_model(
     training = model.training
     model.eval()
     arm = Arm({"kv_retrieval": {}}, {})
-    with fitting("evaluate.batch_size", section.batch_size):
-        for done, score in enumerate(_scores(model, tokenizer, section, seed, prompts), start=1):
-            _insert(arm.summary, score.task, score.entry)
-            arm.correct.update(score.correct)
-            arm.examples.update(score.examples)
-            if progress is not None:
-                progress(done, prompts.num_tasks)
-    if section.lm_eval is not None:
-        with fitting("evaluate.lm_eval.batch_size", section.lm_eval.batch_size):
-            arm.summary["lm_eval"] = run_lm_eval(model, tokenizer, section.lm_eval)
+    with torch_scans(model):
+        with fitting("evaluate.batch_size", section.batch_size):
+            for done, score in enumerate(_scores(model, tokenizer, section, seed, prompts), start=1):
+                _insert(arm.summary, score.task, score.entry)
+                arm.correct.update(score.correct)
+                arm.examples.update(score.examples)
+                if progress is not None:
+                    progress(done, prompts.num_tasks)
+        if section.lm_eval is not None:
+            with fitting("evaluate.lm_eval.batch_size", section.lm_eval.batch_size):
+                arm.summary["lm_eval"] = run_lm_eval(model, tokenizer, section.lm_eval)
     model.train(training)
     return arm
 

@@ -27,6 +27,7 @@ from surgery.init.settings import GIB, SMALL, Machine, find_machine, is_large, t
 from surgery.models.loading import check_vocabulary, load_config, load_model, load_tokenizer, open_checkpoint
 from surgery.models.lookup import family_of
 from surgery.models.sizes import meta_model, sizes_of
+from surgery.models.torch_scans import torch_scans
 from surgery.probes.documents import rng_of
 from surgery.probes.registry import PROBES, Options
 from surgery.recipe import Base
@@ -139,7 +140,8 @@ def measure_base(model: str, data: str | None, tokenizer: str | None, trust_remo
     loaded = load_model(base).to(make_accelerator().device)
     prober = Prober(loaded, words, START, say, context)
     count = PROMPTS_OF_SMALL if parameters <= SMALL else PROMPTS
-    with fitting("MODEL", model, "Use a machine with more memory, or a smaller model."), torch.inference_mode():
+    too_large = fitting("MODEL", model, "Use a machine with more memory, or a smaller model.")
+    with too_large, torch.inference_mode(), torch_scans(loaded):
         screening = screen(prober, count)
         form, pairs, share, ladder = _place(prober, screening, count)
         sizes = _possible(prober, form, pairs)

@@ -25,6 +25,7 @@ from surgery.locate.redundancy import ablate_in_turn, ablate_pairs, ablate_sets,
 from surgery.locate.scores import Array, Table, plain, roles_of, scores_of
 from surgery.locate.selection import CANDIDATES_BY, Candidate, choose, rank, ranking_of
 from surgery.models.lookup import family_of, geometry_of
+from surgery.models.torch_scans import torch_scans
 from surgery.recipe import Locate, Splice
 from surgery.recipe.methods import METHODS, RANKINGS, is_greedy
 from surgery.stats import bootstrap_mean, wilson
@@ -86,25 +87,26 @@ def locate_heads(
     family = family_of(model.config)
     specs, sites = family.mixers(model.config), family.sites(model.config)
     try:
-        prompts = PromptBatches(model.eval(), tokenizer, section, seed, batches)
-        _check_request(section, splice, prompts)
-        if note is not None:
-            note(str(locate_memory(prompts)))
-        tick = _ticker(section, splice, len(prompts), sum(spec.num_heads for spec in sites), progress)
-        if splice.select in RANKINGS and not any_accuracy:
-            check_clean(Table(prompts.clean()), section, prompts.chance)
-        table, alive = measure_heads(prompts, specs, sites, splice, tick)
-        check_moved(table)
-        heads, groups = _scored(table, alive, specs, section.layers, seed)
-        trained, trained_cost = train_candidates(prompts, heads, sites, splice, seed, tick)
-        heads = _with_trained_scores(heads, trained, seed)
-        ranked = rank(heads, ranking_of(splice, section))
-        method = RANKINGS[splice.select].name if splice.select in RANKINGS else ""
-        together = trained[method].chosen if method in trained else ()
-        scores = {scored.head: scored.scores for scored in heads}
-        chosen = tuple(replace(s, scores=scores[s.head]) for s in together)
-        chosen = chosen or choose(ranked, sites, splice, section, seed, partial(measure_gains, prompts, tick))
-        groups += _redundancy(prompts, heads, chosen, seed, tick)
+        with torch_scans(model):
+            prompts = PromptBatches(model.eval(), tokenizer, section, seed, batches)
+            _check_request(section, splice, prompts)
+            if note is not None:
+                note(str(locate_memory(prompts)))
+            tick = _ticker(section, splice, len(prompts), sum(spec.num_heads for spec in sites), progress)
+            if splice.select in RANKINGS and not any_accuracy:
+                check_clean(Table(prompts.clean()), section, prompts.chance)
+            table, alive = measure_heads(prompts, specs, sites, splice, tick)
+            check_moved(table)
+            heads, groups = _scored(table, alive, specs, section.layers, seed)
+            trained, trained_cost = train_candidates(prompts, heads, sites, splice, seed, tick)
+            heads = _with_trained_scores(heads, trained, seed)
+            ranked = rank(heads, ranking_of(splice, section))
+            method = RANKINGS[splice.select].name if splice.select in RANKINGS else ""
+            together = trained[method].chosen if method in trained else ()
+            scores = {scored.head: scored.scores for scored in heads}
+            chosen = tuple(replace(s, scores=scores[s.head]) for s in together)
+            chosen = chosen or choose(ranked, sites, splice, section, seed, partial(measure_gains, prompts, tick))
+            groups += _redundancy(prompts, heads, chosen, seed, tick)
     finally:
         model.train(training)
     right, margin = table.clean_correct(), table.clean_margin()

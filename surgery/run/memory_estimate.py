@@ -20,6 +20,7 @@ from surgery.data.encoding import EncodedBatch, encode
 from surgery.data.user import open_source
 from surgery.models.lookup import family_of
 from surgery.models.meters import PassCost, extrapolate, measure
+from surgery.models.torch_scans import torch_scans
 from surgery.recipe import Source, Train, TrainStage
 from surgery.recipe.objectives import OBJECTIVES, needs_of
 from surgery.train.optimizer import mark_trainable
@@ -305,4 +306,5 @@ class _Runner:
             states = self._output.hidden_states if "model.hidden_states" in needs else ()
             return [self._output.logits, *(self._output.splice_attentions if _OF_SPLICES & needs else ()), *states]
 
-        return measure(run, self.model)
+        with torch_scans(self.model):
+            return measure(run, self.model)

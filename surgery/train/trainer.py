@@ -27,7 +27,7 @@ from surgery.data.generated import Stream
 from surgery.data.user import open_source
 from surgery.errors import RunError, TrainingDiverged
 from surgery.files.atomic import fingerprint
-from surgery.models.mamba1_scan import linear_backward
+from surgery.models.torch_scans import torch_scans
 from surgery.probes.documents import Document
 from surgery.recipe import Train, TrainStage
 from surgery.recipe.objectives import OBJECTIVES
@@ -135,7 +135,7 @@ def train_stage(
         began = time.perf_counter()
         torch.manual_seed(hash((seed, number, step, accelerator.process_index)))  # for dropout
         set_learning_rates(optimizer, stage.optimizer, step, stage.num_steps)
-        with linear_backward(model):
+        with torch_scans(model):
             losses, tokens = accumulate_gradients(prepared, tokenizer, section, accelerator, step)
         norm = accelerator.clip_grad_norm_(trainable_parameters(prepared.wrapped), stage.optimizer.max_grad_norm)
         if not (math.isfinite(losses["loss"]) and math.isfinite(float(norm))):

@@ -23,7 +23,7 @@ from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import TrainingDiverged
 from surgery.locate.methods import Candidates
 from surgery.models.lookup import geometry_of
-from surgery.models.mamba1_scan import linear_backward
+from surgery.models.torch_scans import torch_scans
 from surgery.probes.documents import Document, rng_of
 from surgery.scoring.ranking import gold_log_probabilities, query_batches
 from surgery.splice.graft import splice_model
@@ -120,7 +120,7 @@ def adamw(parameters: Sequence[nn.Parameter], lr: float) -> torch.optim.AdamW:
 
 def trial_loss(hybrid: PreTrainedModel, plan: Plan, batch: EncodedBatch) -> Tensor:
     """Answer loss plus attention supervision of every branch at the position that it reads, in nats."""
-    with precision(hybrid), linear_backward(hybrid):
+    with precision(hybrid), torch_scans(hybrid):
         output = hybrid(
             batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, splice_queries=batch.read_query
         )

@@ -1,0 +1,188 @@
+"""The scans in plain PyTorch compute what transformers' do, and take less."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.mamba import modeling_mamba
+from transformers.models.mamba2 import modeling_mamba2
+
+from surgery.models.meters import Meter
+from surgery.models.torch_scans import chunk_scan, torch_scans
+from surgery.testing.pico import pico_family, pico_hybrid, random_site, tokens
+
+MAMBA1 = ("mamba", "falcon_mamba")
+MAMBA2 = ("mamba2", "nemotron_h", "bamba", "granite", "zamba2", "falcon_h1")
+
+
+def loss_and_gradients(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    loss = model(ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("name", MAMBA1 + MAMBA2)
+def test_loss_and_gradients_are_those_of_transformers(name: str) -> None:
+    model, ids = pico_family(name).train(), tokens(2, 20)
+    stock = loss_and_gradients(model, ids)
+    with torch_scans(model):
+        ours = loss_and_gradients(model, ids)
+    assert len(stock) == len(ours) > 10
+    for want, got in zip(stock, ours, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", MAMBA1 + MAMBA2)
+def test_a_prompt_and_more_tokens_after_it_are_those_of_transformers(name: str) -> None:
+    """The state after a prompt is the same, and further tokens begin with it."""
+    model, ids = pico_family(name), tokens(2, 19)
+    passes = []
+    for context in (False, True):
+        with torch.no_grad():
+            if context:
+                with torch_scans(model):
+                    passes.append(prompt_and_more(model, ids))
+            else:
+                passes.append(prompt_and_more(model, ids))
+    torch.testing.assert_close(passes[1], passes[0], atol=1e-5, rtol=1e-4)
+
+
+def prompt_and_more(model: Any, ids: Tensor) -> Tensor:
+    logits, cache = [], {}
+    for part in ids.split([12, 1, ids.shape[1] - 13], dim=1):
+        output = model(part, use_cache=True, **cache)
+        cache = {name: output[name] for name in ("past_key_values", "cache_params") if name in output}
+        logits.append(output.logits)
+    return torch.cat(logits, dim=1)
+
+
+def scan_inputs(tokens: int, P: int = 4, N: int = 8) -> dict[str, Any]:
+    """4 heads in 2 groups, with decays from almost none to almost total."""
+    drawn = torch.Generator().manual_seed(0)
+    return {
+        "x": torch.randn(2, tokens, 4, P, generator=drawn),
+        "dt": torch.randn(2, tokens, 4, generator=drawn),
+        "A": -torch.tensor([0.01, 1.0, 16.0, 200.0]),
+        "B": torch.randn(2, tokens, 2, N, generator=drawn),
+        "C": torch.randn(2, tokens, 2, N, generator=drawn),
+    }
+
+
+@pytest.mark.parametrize("length", [1, 3, 8, 9, 40])
+@pytest.mark.parametrize("begins", [False, True])
+def test_chunks_compute_the_recurrence(length: int, begins: bool) -> None:
+    """In float64 and token by token: h = exp(dt A) h + dt x B, y = h C + D x, with 1 to 3 chunks and a part of one."""
+    given = scan_inputs(length)
+    D, bias = torch.tensor([0.5, -1.0, 0.0, 2.0]), torch.tensor([-3.0, -1.0, 0.0, 1.0])
+    start = torch.randn(2, 4, 4, 8, generator=torch.Generator().manual_seed(1)) if begins else None
+    got, last = chunk_scan(
+        *given.values(),
+        chunk_size=256,
+        D=D,
+        dt_bias=bias,
+        dt_softplus=True,
+        dt_limit=(0.01, 2.0),
+        initial_states=start,
+        return_final_states=True,
+    )
+    x, dt, A, B, C = (value.double() for value in given.values())
+    dt = nn.functional.softplus(dt + bias).clamp(0.01, 2.0)
+    B, C = (value.repeat_interleave(2, dim=2) for value in (B, C))
+    state = torch.zeros(2, 4, 4, 8, dtype=torch.float64) if start is None else start.double()
+    for t in range(length):
+        put = (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
+        state = (dt[:, t] * A).exp()[..., None, None] * state + put
+        want = (state * C[:, t, :, None]).sum(-1) + D[:, None] * x[:, t]
+        torch.testing.assert_close(got[:, t].double(), want, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(last.double(), state, atol=2e-5, rtol=1e-5)
+
+
+def test_half_precision_is_computed_in_float32() -> None:
+    x, dt, A, B, C = scan_inputs(20).values()
+    half = [value.bfloat16() for value in (x, dt, B, C)]
+    got = chunk_scan(half[0], half[1], A, half[2], half[3], chunk_size=8)
+    want = chunk_scan(half[0].float(), half[1].float(), A, half[2].float(), half[3].float(), chunk_size=8)
+    assert isinstance(got, Tensor) and got.dtype == torch.float32
+    torch.testing.assert_close(got, want, atol=0, rtol=1e-2)
+
+
+def test_memory_grows_in_proportion_to_the_tokens() -> None:
+    """transformers combines every chunk with every earlier one."""
+    peaks: dict[bool, list[int]] = {False: [], True: []}
+    for ours in (False, True):
+        for length in (512, 2048):
+            given = [value.to("meta") for value in scan_inputs(length, N=16).values()]
+            with Meter() as meter:
+                (chunk_scan if ours else modeling_mamba2.mamba2_chunk_scan)(*given, chunk_size=8)
+            peaks[ours].append(meter.peak)
+    (stock_short, stock_long), (short, long) = peaks[False], peaks[True]
+    assert long < 4.1 * short and short < stock_short
+    assert stock_long > 5 * stock_short
+
+
+def test_packed_documents_need_kernels_as_in_transformers() -> None:
+    with torch_scans(pico_family("mamba2")), pytest.raises(ValueError, match="packed sequences"):
+        modeling_mamba2.mamba2_chunk_scan(*scan_inputs(8).values(), 8, seq_idx=torch.zeros(2, 8, dtype=torch.int32))
+
+
+def test_the_backward_pass_of_mamba1_is_linear_in_the_number_of_tokens() -> None:
+    """A gradient of an index is as large as all tokens; that of `unbind` is stacked once."""
+    model = pico_family("mamba").train()
+    counts = []
+    for length in (8, 16):
+        graph: list[str] = []
+        with torch_scans(model):
+            loss = model(tokens(1, length), use_cache=False).logits.sum()
+        seen: set[Any] = set()
+        waiting: list[Any] = [loss.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            graph.append(type(node).__name__)
+            waiting.extend(parent for parent, _ in node.next_functions)
+        counts.append(graph.count("SelectBackward0"))
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "function"),
+    [("mamba", modeling_mamba, "mamba_selective_scan"), ("mamba2", modeling_mamba2, "mamba2_chunk_scan")],
+)
+def test_the_function_of_transformers_is_restored_after_an_error(name: str, module: Any, function: str) -> None:
+    model, stock = pico_family(name), getattr(module, function)
+    with pytest.raises(RuntimeError), torch_scans(model), torch_scans(model):
+        assert getattr(module, function) is not stock
+        raise RuntimeError
+    assert getattr(module, function) is stock
+
+
+def test_a_hybrid_uses_them_too() -> None:
+    model, stock = pico_hybrid([random_site(1)]), modeling_mamba2.mamba2_chunk_scan
+    with torch_scans(model):
+        assert modeling_mamba2.mamba2_chunk_scan is not stock
+
+
+def test_other_families_keep_theirs() -> None:
+    stock = modeling_mamba.mamba_selective_scan
+    with torch_scans(pico_family("mamba2")):
+        assert modeling_mamba.mamba_selective_scan is stock
+
+
+def test_a_function_in_place_of_that_of_transformers_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = print
+    monkeypatch.setattr(modeling_mamba2, "mamba2_chunk_scan", kernel)
+    with torch_scans(pico_family("mamba2")):
+        assert modeling_mamba2.mamba2_chunk_scan is kernel
+
+
+def test_installed_kernels_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = modeling_mamba2.mamba2_chunk_scan
+    monkeypatch.setattr("surgery.models.torch_scans.find_spec", lambda name: name == "mamba_ssm")
+    with torch_scans(pico_family("mamba2")):
+        assert modeling_mamba2.mamba2_chunk_scan is stock

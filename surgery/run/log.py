@@ -9,6 +9,7 @@ from pathlib import Path
 
 from surgery import __version__
 from surgery.errors import summary
+from surgery.files.secret_scan import secrets_of_environment, tokens_in
 from surgery.report.progress_lines import ProgressLines
 from surgery.run.context import Reporter, Run
 
@@ -22,7 +23,9 @@ class LoggedReporter:
         self._path, self._reporter, self._lines = path, reporter, ProgressLines(self.append)
 
     def append(self, line: str) -> None:
-        """Append one line."""
+        """Append one line. Tokens, as in an address that could not be read, are left out."""
+        for _, _, token in list(tokens_in(line, secrets_of_environment())):
+            line = line.replace(token, "<token>")
         now = datetime.now(UTC).isoformat(timespec="seconds")
         with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{now}  {' '.join(line.splitlines())}\n")

@@ -71,3 +71,13 @@ def test_the_error_that_ends_a_run_is_the_last_line(error: BaseException, text: 
     with pytest.raises(type(error)):
         call(tmp_path, error)
     assert lines(tmp_path)[-1] == f"stopped: {text}"
+
+
+def test_no_token_reaches_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123")
+    token = "hf_" + "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bD1fG4h"
+    with pytest.raises(RunError):
+        call(tmp_path, RunError("base.model", f"https://user:{token}@host/x?key=0123456789abcdef0123", "Set a folder."))
+    text = (tmp_path / "run.log").read_text()
+    assert "base.model" in text and text.count("<token>") == 2
+    assert token not in text and "0123456789abcdef0123" not in text

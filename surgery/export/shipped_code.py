@@ -131,13 +131,17 @@ def _check_keys(name: str, data: Any, allowed: set[str]) -> None:
         place, value, skip = stack.pop()
         items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         for key, inner in items:
-            field = f"{place}.{key}" if place else str(key)
             # A key with a number is an entry of a vocabulary.
             names_code = key in _CODE_KEYS and key not in skip and inner and not _is_number(inner)
             if names_code or (key in _IMPLEMENTATION_KEYS and not _is_built_in(inner)):
-                value = shown(f"{field[:80]} is {json.dumps(inner)[:80]}")
+                value = shown(f"{_join(place, key)[:80]} is {json.dumps(inner)[:80]}")
                 raise ModelError(shown(name), value, f"Loading it could run other code. {_TRUST}")
-            stack.append((field, inner, set()))
+            if isinstance(inner, dict | list):  # not each of the thousands of numbers of a vocabulary
+                stack.append((_join(place, key), inner, set()))
+
+
+def _join(place: str, key: str | int) -> str:
+    return f"{place}.{key}" if place else str(key)
 
 
 def _is_number(value: Any) -> bool:

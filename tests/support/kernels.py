@@ -1,11 +1,12 @@
-"""Stand-ins in plain torch for the kernels of mamba_ssm and causal_conv1d that take `seq_idx`, token by token.
+"""Stand-ins in plain torch for the kernels of mamba_ssm and causal_conv1d that take `seq_idx`.
 
 They replace the functions that transformers' modelling files call, and compute in the dtype of their arguments.
 
     with_kernels(monkeypatch)                        every Mamba-2 family, with the fused training function
     with_kernels(monkeypatch, reset_state=False)     a faulty kernel: the state of one document reaches the next
 
-Shape legend: B rows, T tokens, C channels, H heads, P head width, G groups, N state width.
+Shape legend: B rows, T tokens, C channels, H heads, P head width, G groups, N state width; S as T, the token that
+is read.
 """
 
 from __future__ import annotations
@@ -73,21 +74,22 @@ def scan(
     reset: bool = True,
     **_: Any,
 ) -> Tensor:
-    """mamba_chunk_scan_combined: one token after the other; the state begins again with a document."""
+    """mamba_chunk_scan_combined, as one product over pairs of tokens; a document reads its own tokens only."""
     assert initial_states is None and not return_final_states, "these stand-ins are for training"
     dt = dt_BTH if dt_bias is None else dt_BTH + dt_bias
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     repeats = x_BTHP.shape[2] // B_BTGN.shape[2]
     B, C = (v.repeat_interleave(repeats, dim=2) for v in (B_BTGN, C_BTGN))
-    decay = (dt * A_H).exp()
+    T = x_BTHP.shape[1]
+    later_TS = torch.ones(T, T, dtype=torch.bool).tril(-1)
+    # Each sum begins at its token S, so that its rounding does not depend on the tokens before S.
+    step_BHTS = (dt * A_H).transpose(1, 2)[..., None].masked_fill(~later_TS, 0.0)
+    reads_BHTS = later_TS.logical_or(torch.eye(T, dtype=torch.bool))
     if seq_idx is not None and reset:
-        decay = decay * F.pad(seq_idx[:, 1:] == seq_idx[:, :-1], (1, 0))[..., None]
-    put = (dt[..., None] * x_BTHP)[..., None] * B[..., None, :]
-    state, found = torch.zeros_like(put[:, 0]), []
-    for t in range(x_BTHP.shape[1]):
-        state = state * decay[:, t, :, None, None] + put[:, t]
-        found.append((state * C[:, t, :, None, :]).sum(-1))
-    y = torch.stack(found, dim=1)
+        reads_BHTS = reads_BHTS & (seq_idx[:, :, None] == seq_idx[:, None])[:, None]
+    decay_BHTS = step_BHTS.cumsum(-2).exp() * reads_BHTS
+    weights_BHTS = torch.einsum("bthn,bshn->bhts", C, B) * decay_BHTS
+    y = torch.einsum("bhts,bshp->bthp", weights_BHTS, dt[..., None] * x_BTHP).contiguous()
     return y if D is None else y + D[:, None] * x_BTHP
 
 

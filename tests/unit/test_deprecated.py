@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import surgery
 from surgery.deprecated import MOVED
+from tests.support.processes import stock
 
 PACKAGE = Path(surgery.__file__).parent
 
@@ -88,9 +87,7 @@ def test_every_name_of_the_api_exists() -> None:
 def test_every_module_can_be_imported_under_another_name() -> None:
     """In one process, and without a warning of ours."""
     modules = [renamed(path) for path in PACKAGE.rglob("*.py") if path.name != "__main__.py"]
-    code = "".join(f"import {name} as m; assert m.__name__ == {name!r}\n" for name in sorted(modules))
-    run: Any = subprocess.run(
-        [sys.executable, "-W", "error:surgery:DeprecationWarning", "-c", code],
-        capture_output=True, text=True, cwd=PACKAGE.parent,
-    )  # fmt: skip
+    code = "import warnings; warnings.filterwarnings('error', 'surgery', DeprecationWarning)\n"
+    code += "".join(f"import {name} as m; assert m.__name__ == {name!r}\n" for name in sorted(modules))
+    run = stock().run(["-c"], PACKAGE.parent, script=code)
     assert run.returncode == 0, run.stderr

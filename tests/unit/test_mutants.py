@@ -12,6 +12,7 @@ from tests.mutants.mutations import Mutant, diff, mutants, sample
 from tests.mutants.runner import KILLED, SURVIVED, TIMED_OUT, MeasureError, Runner
 from tests.mutants.targets import TARGETS as ALL_TARGETS
 
+LIMIT = 1.0  # seconds of processor time: an unchanged test takes milliseconds
 SOURCE = '''"""A planted module."""
 
 def total(limit: int | None) -> int:
@@ -58,7 +59,7 @@ def on(operator: str, line: int) -> Mutant:
     ],
 )
 def test_what_becomes_of_a_mutant(tmp_path: Path, operator: str, line: int, outcome: str, by: str) -> None:
-    runner = Runner(planted(tmp_path / "tree"), limit=3.0)
+    runner = Runner(planted(tmp_path / "tree"), limit=LIMIT)
     try:
         mutated = on(operator, line).apply(SOURCE)
         assert mutated is not None
@@ -78,7 +79,7 @@ def test_what_becomes_of_a_mutant(tmp_path: Path, operator: str, line: int, outc
     ],
 )
 def test_tests_that_cannot_judge_are_refused(tmp_path: Path, test: str, message: str) -> None:
-    runner = Runner(planted(tmp_path / "tree", test), limit=3.0)
+    runner = Runner(planted(tmp_path / "tree", test), limit=LIMIT)
     try:
         with pytest.raises(MeasureError, match=message):
             measure(runner, TARGETS, 2, 0, tmp_path / "results")
@@ -87,7 +88,7 @@ def test_tests_that_cannot_judge_are_refused(tmp_path: Path, test: str, message:
 
 
 def test_an_interrupted_measurement_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = Runner(planted(tmp_path / "tree"), limit=3.0)
+    runner = Runner(planted(tmp_path / "tree"), limit=LIMIT)
     try:
         first = measure(runner, TARGETS, 3, 0, tmp_path / "results")
         judged: list[str] = []

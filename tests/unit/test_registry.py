@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -141,6 +142,9 @@ class TestPlugins:
 
     def test_an_entry_point_of_an_installed_package_is_loaded(self, folder: Path) -> None:
         (folder / "planted_entry.py").write_text("import sys\nsys.planted_entry = True\n")
+        os.utime(folder, ns=(0, 0))
+        load_plugins()  # a package that is installed later is found
+        assert not hasattr(sys, "planted_entry")
         info = folder / "planted-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1.0\n")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -150,8 +151,10 @@ def test_a_change_at_the_query_leaves_its_states_behind(index: int, name: str) -
     assert_margins(found, margins(whole_passes(run.model, run.batch, changed_at_query(run, variant)), run.batch))
 
 
-@every_model
-@pytest.mark.parametrize("fill", ["zero", "mean", "resample"])
+@pytest.mark.parametrize(
+    ("fill", "name"),
+    [*(("zero", name) for name in MODELS), *product(("mean", "resample"), ("mamba", "mamba2", "zamba2", "hybrid"))],
+)
 def test_folded_equals_all_blocks_one_variant_at_a_time(fill: Any, name: str) -> None:
     run = run_of(name)
     sets, variants = sets_of(run), variants_of(run)

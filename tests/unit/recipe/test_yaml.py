@@ -132,7 +132,7 @@ def test_the_kind_of_a_hostile_file_is_not_guessed(tmp_path: Path, name: str) ->
 
 @pytest.mark.parametrize("kind", [Recipe, PretrainRecipe, AnalysisRecipe])
 @pytest.mark.parametrize(
-    "value", [None, [], 3, float("nan"), 10**400, "x" * 10**6, {1: {2: 3}}, [[[]]], True, "\ud800"]
+    "value", [None, [], 3, float("nan"), 10**400, "x" * 10**5, {1: {2: 3}}, [[[]]], True, "\ud800"]
 )
 def test_a_value_of_any_type_anywhere_is_one_line(kind: type[Recipe], value: object) -> None:
     fields = [*kind.model_fields, "unknown"]

@@ -21,7 +21,7 @@ from surgery.run.dry_run import dry_run
 
 _ARMS = 4  # of an evaluation: base, control, hybrid without its new heads, hybrid
 _MINUTES = {"locate": 5, "evaluate": 10}  # aimed at
-_STEP = 4  # cost of a token in a decode step, compared with one in a full pass
+_STEP = 1.2  # cost of a token in a decode step, compared with one in a full pass (docs/LOG.md, 2026-11-23)
 _WIDE = 32  # channels of a state from which copies are not widened (docs/LOG.md, 2026-11-23)
 _SHARE_OF_MEMORY = 0.8
 _PAIRS_OF_UNSIZED = 4  # pairs that are as long as a prompt of a task without pairs
@@ -168,7 +168,7 @@ def _prompts_to_locate(found: Findings) -> tuple[int, list[str], str]:
     second = found.tokens / found.tokens_per_second  # of a pass
     full, steps = found.heads / 2, found.heads / 2 * _STEP / found.tokens  # passes of one column, half of the layers
     budget = _MINUTES["locate"] * 60 / second
-    for methods, passes in (([], 2 + 2 * full + 3 * steps), (["query", "sharpen"], 2 + 3 * steps)):
+    for methods, passes in (([], 3 + 2 * full + 3 * steps), (["query", "sharpen"], 2 + 3 * steps)):
         for examples in (128, 64, 32):
             if examples * passes <= budget:
                 return examples, methods, f"About {_minutes(examples * passes * second)} at the measured speed."

@@ -107,6 +107,19 @@ def test_a_slow_base_is_measured_on_fewer_prompts() -> None:
     assert len(slow.locate.methods) < len(fast.locate.methods)
 
 
+def test_the_time_of_locating_with_decode_steps() -> None:
+    """As measured for bases of 10 million weights: 3 columns of 1.2 tokens for each head, over half of the layers."""
+    config = pico_config(vocab_size=1024)
+    heads = config.num_hidden_layers * config.num_heads
+    tokens, speed = heads // 2, 0.1  # prompts a second
+    recipe, text = written(findings(tokens=tokens, sizes=(12,), batch_size=8, speeds={8: speed}))
+    assert recipe.locate.methods == ("query", "sharpen") and recipe.locate.examples == 16
+    assert (
+        comment_above(text, "examples: 16")
+        == f"# Few: about {round(16 * (2 + 3 * 1.2) / speed / 60)} minutes at the measured speed."
+    )
+
+
 def test_the_users_data_is_a_source() -> None:
     source = {"data": {"path": "mine.jsonl", "columns": {"answer_span": "auto"}}, "rows": 8,
               "weights": {"answer": 1.0, "attention": 1.0}}  # fmt: skip

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint format pretrain rounding compat newest fuzz kills mutants upstream serve-test client-test gguf-test real-shape gpu bench evidence docs clean
+.PHONY: demo test check lint format pretrain rounding compat newest fuzz kills mutants upstream serve-test client-test gguf-test qlora-test real-shape gpu bench evidence docs clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -114,6 +114,13 @@ gguf-test: $(VENV)/.installed .gguf/env/.installed
 		--llama-cpp .gguf/llama_cpp_python-0.3.36/vendor/llama.cpp
 	.gguf/env/bin/python integrations/llama_cpp/compare.py .gguf/cases --results .gguf/results.json
 
+## Test QLoRA with bitsandbytes (160 MB, in .qlora): a minute on one core.
+qlora-test: $(VENV)/.installed
+	test -x .qlora/bin/python || $(BIN)/python -m venv .qlora
+	.qlora/bin/pip install --quiet --disable-pip-version-check --no-deps "bitsandbytes==0.50.2"
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo .qlora/lib/python3*/site-packages)/zz_rest.pth
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) .qlora/bin/python -m pytest tests/unit/train/test_quantization.py tests/unit/train/test_lora.py
+
 ## Run recipes/mamba2-130m.yaml on the shipped model, padded to that shape and format, into runs/real-shape/.
 real-shape: $(VENV)/.installed
 	OMP_NUM_THREADS=2 $(BIN)/python -m bench.speed.real_shape runs/real-shape
@@ -137,4 +144,4 @@ docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf runs site $(VENV) .compat .newest .upstream .serve .gguf .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	rm -rf runs site $(VENV) .compat .newest .upstream .serve .gguf .qlora .pytest_cache .ruff_cache .mypy_cache build *.egg-info

@@ -24,6 +24,7 @@ from surgery.locate.methods import TrainedScores
 from surgery.locate.redundancy import ablate_in_turn, ablate_pairs, ablate_sets, ablate_together
 from surgery.locate.scores import Array, Table, plain, roles_of, scores_of
 from surgery.locate.selection import CANDIDATES_BY, Candidate, choose, rank, ranking_of
+from surgery.models.config_checks import check_unquantized
 from surgery.models.lookup import family_of, geometry_of
 from surgery.models.torch_scans import torch_scans
 from surgery.recipe import Locate, Splice
@@ -77,13 +78,14 @@ def locate_heads(
     Raises:
         ProbeError: more pairs than values, or the base is at chance or at ceiling.
         DataError: `section.data` cannot be read, or has no row with a place of the answer.
-        ModelError: an unknown model type, a tokenizer of another model, logits that are NaN, or a hook that never
-            fired.
+        ModelError: an unknown model type, quantized weights, a tokenizer of another model, logits that are NaN, or a
+            hook that never fired.
         RunError: out of memory.
         PlanError: the heads to choose cannot be spliced.
     """
     section, splice = section or Locate(), splice or Splice()
     training, began = model.training, time.perf_counter()
+    check_unquantized(model.config)
     family = family_of(model.config)
     specs, sites = family.mixers(model.config), family.sites(model.config)
     try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from surgery.errors import ModelError
 
 CONFIG_HINT = "Correct config.json, or download it again."
@@ -55,6 +57,22 @@ def check_splice_version(data: Mapping[str, Any]) -> None:
     if data.get("splice") and version != SPLICE_VERSION:
         hint = f"This release reads version {SPLICE_VERSION}. Install the release that wrote it."
         raise ModelError("config.json: splice_version", version, hint)
+
+
+def check_unquantized(config: PreTrainedConfig) -> None:
+    """Refuse a checkpoint whose weights are stored quantized.
+
+    Locating reads columns of weights, a splice copies rows, and merging adapters changes them.
+
+    Raises:
+        ModelError: the config has a `quantization_config`.
+    """
+    packed = getattr(config, "quantization_config", None)
+    if packed is not None:
+        method = packed.get("quant_method") if isinstance(packed, Mapping) else packed.quant_method
+        hint = "Its weights are stored quantized. Use the unquantized checkpoint. To train with a base in 4 bits, set "
+        hint += "train.lora.quantization: nf4 and train.trainable: lora."
+        raise ModelError("config.json: quantization_config", getattr(method, "value", method), hint)
 
 
 def check_kernels(data: Mapping[str, Any]) -> None:

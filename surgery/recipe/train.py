@@ -61,6 +61,12 @@ class Lora(Section):
     targets: tuple[str, ...] = Field(
         ("in_proj", "out_proj"), min_length=1, description="Names of the linear layers that get an adapter."
     )
+    quantization: Literal["nf4"] | None = Field(
+        None,
+        description="QLoRA: hold the frozen linear layers in 4 bits while the stage trains, with bitsandbytes. "
+        "Adapters are merged into the unquantized weights.",
+    )
+    new_keys: ClassVar[dict[str, Any]] = {"quantization": None}
 
 
 class Distil(Section):
@@ -158,6 +164,15 @@ class TrainStage(Section):
             raise ValueError("set `steps` or `tokens`, not both")
         if self.tokens is not None and any(source.tokens is None for source in self.sources):
             raise ValueError("`tokens` of a stage needs `tokens` in every source: replace `rows` by `tokens`")
+        return self
+
+    @model_validator(mode="after")
+    def _only_adapters_train_on_4_bits(self) -> TrainStage:
+        if self.lora.quantization is not None and self.trainable != "lora":
+            raise ValueError(
+                f"`lora.quantization: {self.lora.quantization}` needs `trainable: lora`, since weights of 4 bits are "
+                "frozen. Set it, or remove `quantization`"
+            )
         return self
 
     @property

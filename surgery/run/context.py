@@ -143,8 +143,9 @@ class Run:
         return load_config(as_base(teacher)) if teacher else None
 
     def untrained(self) -> PreTrainedModel:
-        """Load the hybrid to train: the output of the stage splice, or the base if it is a hybrid."""
-        return self.model("spliced") if self.recipe.splice is not None else load_model(self.recipe.base)
+        """Load the hybrid to train on the CPU: the output of the stage splice, or the base if it is a hybrid."""
+        spliced = Base(model=str(self.folder / "spliced"), dtype="auto")
+        return load_model(spliced if self.recipe.splice is not None else self.recipe.base)
 
     def untrained_control(self) -> PreTrainedModel:
         """Load the model to train as the control. With `splice.state_size` its state is cut as the hybrid's is."""

@@ -8,6 +8,7 @@ Shape legend: B documents, T tokens, V vocabulary, H spliced heads of a layer, D
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -24,6 +25,7 @@ from surgery.models.torch_scans import torch_scans
 from surgery.recipe import Source, Train, TrainStage
 from surgery.recipe.objectives import OBJECTIVES, needs_of
 from surgery.train.optimizer import mark_trainable
+from surgery.train.quantization import BITS_PER_WEIGHT, quantizable
 from surgery.train.targets import Targets, model_options
 from surgery.train.teacher import Teacher
 from surgery.types import Graft
@@ -100,7 +102,7 @@ class Memory:
     """Bytes on one device while training.
 
     Attributes:
-        weights: weights of the model.
+        weights: weights of the model; with `lora.quantization` those of 4 bits, without the copy in main memory.
         gradients: gradients of the trained parameters.
         optimizer: AdamW's two moments in fp32.
         master_copies: fp32 copies of trained parameters of a smaller dtype.
@@ -174,12 +176,13 @@ def step_cost(
     targets = Targets(stage.distil, grafts, teacher=teacher)
     costs = [_source_cost(runner, frozen, targets, sample) for sample in samples]
     largest = max(range(len(costs)), key=lambda i: costs[i].peak)
+    is_quantized = stage.lora.quantization is not None
     memory = Memory(
-        weights=weight_bytes(model),
+        weights=weight_bytes(model, is_quantized),
         gradients=sum(p.nbytes for p in trained),
         optimizer=sum(p.numel() for p in trained) * MOMENT_BYTES,
         master_copies=sum(p.numel() for p in trained if p.element_size() < MASTER_BYTES) * MASTER_BYTES,
-        frozen_base=weight_bytes(base) if base is not None else 0,
+        frozen_base=weight_bytes(base, is_quantized) if base is not None else 0,
         teacher=weight_bytes(teacher.model) if teacher is not None else 0,
         activations=costs[largest].saved,
         temporaries=costs[largest].peak - costs[largest].saved,
@@ -194,9 +197,16 @@ def step_cost(
 _OF_SPLICES = frozenset({"model.attention", "model.full_attention"})
 
 
-def weight_bytes(model: nn.Module) -> int:
-    """Count the bytes of parameters and buffers. Tied ones count once."""
-    return sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
+def weight_bytes(model: PreTrainedModel, is_quantized: bool = False) -> int:
+    """Count the bytes of parameters and buffers. Tied ones count once.
+
+    Args:
+        is_quantized: count the layers that `train.lora.quantization` quantizes as quantized.
+    """
+    layers = quantizable(model).values() if is_quantized else ()
+    weights = {id(layer.weight): layer.weight for layer in layers}.values()
+    saved = sum(weight.nbytes - math.ceil(weight.numel() * BITS_PER_WEIGHT / 8) for weight in weights)
+    return sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers()) - saved
 
 
 @dataclass(frozen=True)

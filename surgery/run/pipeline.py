@@ -23,6 +23,7 @@ from surgery.evaluate.prompts import make_prompts
 from surgery.export.chat_template import with_chat_template
 from surgery.export.formats import ExportFormat
 from surgery.files.lock import hold
+from surgery.models.config_checks import check_unquantized
 from surgery.models.donors import donor_mixers
 from surgery.models.inserted import has_inserted
 from surgery.models.loading import check_finite, check_vocabulary, load_config, load_tokenizer
@@ -40,6 +41,7 @@ from surgery.run.stages import Stage, stages_of
 from surgery.splice.inserted import check_inserts, check_place
 from surgery.splice.plan import check_in_range, check_not_spliced, check_splices, check_state_size
 from surgery.train.compiling import check_compiler
+from surgery.train.quantization import quantization_of
 from surgery.train.training import make_accelerator
 from surgery.types import HeadId
 
@@ -116,6 +118,8 @@ def check_inputs(run: Run) -> None:
         if run.accelerator.is_main_process:
             for name, counts in run.answer_spans.items():
                 run.reporter.note("data", f"{name}: answer_span: auto: {answer_spans_text(counts)}")
+        for stage in run.recipe.train.sequence:
+            quantization_of(run.recipe.train, stage)
         if run.recipe.train.compile:
             check_compiler(run.accelerator.device)
 
@@ -151,6 +155,7 @@ def _check_hybrid(run: Run) -> None:
     """Check that the base is a hybrid, and that the control has the same tokenizer and no splice."""
     recipe = run.recipe
     config = load_config(recipe.base)
+    check_unquantized(config)
     plan_of_hybrid(config, recipe.base.model)
     wrong = ("transformers",) if has_inserted(config) else LAYER_FORMATS
     if recipe.export.format in wrong:
@@ -194,6 +199,7 @@ def _check_base(run: Run, splice: Splice) -> None:
     """Check that the base can be spliced, if this run splices, and that it has the requested heads."""
     recipe = run.recipe
     config = load_config(recipe.base)
+    check_unquantized(config)
     check_not_spliced(config)
     only_locate = run.stages[-1] == "locate"  # a model that cannot be spliced can still be located
     if not only_locate:

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from surgery.errors import PlanError
 from surgery.hybrid.branches import BRANCHES
 from surgery.hybrid.shipping import module_of
+from surgery.models.config_checks import check_unquantized
 from surgery.models.donors import donor_mixers
 from surgery.models.inserted import has_inserted
 from surgery.models.layouts import Family
@@ -128,7 +129,8 @@ def check_not_spliced(config: PreTrainedConfig) -> None:
 
 
 def check_splices(config: PreTrainedConfig) -> None:
-    """Raise PlanError if nothing can be spliced into models of this type."""
+    """Raise PlanError if nothing can be spliced into models of this type, ModelError if the weights are quantized."""
+    check_unquantized(config)
     family = family_of(config)
     if family.hybrid is None:
         hint = f"This model type can be inspected and located but not spliced: {family.refuses}"

@@ -95,10 +95,15 @@ def save_checkpoint(
 
 def _write(target: Path, model: nn.Module, optimizer: Any, state: dict[str, Any], accelerator: Accelerator) -> None:
     with new_folder(target) as folder:
-        weights = {k: v.detach().cpu().contiguous() for k, v in model.named_parameters()}
+        weights = {k: v.detach().cpu().contiguous() for k, v in _saved_parameters(model).items()}
         save_file(weights, folder / WEIGHTS)
         torch.save(optimizer.state_dict(), folder / OPTIMIZER)
         (folder / STATE).write_text(json.dumps(state))
+
+
+def _saved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return all parameters but those of 4 bits, which are quantized again from the stage's first weights."""
+    return {name: p for name, p in model.named_parameters() if p.is_floating_point()}
 
 
 def _write_sharded(
@@ -167,7 +172,7 @@ def _read(step: Path, model: nn.Module, optimizer: Any) -> None:
     _check_names(step, weights.keys(), model)
     moments = torch.load(step / OPTIMIZER, weights_only=True, map_location="cpu")
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in _saved_parameters(model).items():
             parameter.copy_(weights[name])
     optimizer.load_state_dict(moments)
 
@@ -188,7 +193,7 @@ def _read_sharded(step: Path, model: nn.Module, optimizer: Any) -> None:
 
 
 def _check_names(step: Path, saved: Any, model: nn.Module) -> None:
-    different = set(saved) ^ {name for name, _ in model.named_parameters()}
+    different = set(saved) ^ _saved_parameters(model).keys()
     if different:
         names = f"{min(different)} and {len(different) - 1} more"
         hint = f"It has other weights: {names}. Delete it, or set another folder."

@@ -2,8 +2,8 @@
 
 The spliced heads are trained in full and saved with the adapters as `modules_to_save`. There are three special cases:
 
-- The fused training kernels of Mamba read `out_proj.weight` directly and bypass an adapter. A mixer with an adapter on
-  `out_proj` uses the code path of eval mode, which calls the module.
+- The fused training kernels of Mamba read `out_proj.weight` directly. They bypass an adapter and cannot read 4 bits. A
+  mixer whose `out_proj` has an adapter or 4 bits uses the code path of eval mode, which calls the module.
 - PEFT refuses `out_proj` for the model types with these kernels. With the other code path this is not necessary, so the
   model type is hidden from PEFT.
 - The columns of `out_proj` of a silenced head are zero and get no gradient, and the hybrid silences the adapter's input
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
@@ -52,11 +52,12 @@ class Adapters:
         self._silent = [graft for graft in grafts if graft.unit == "head" and graft.mode == "replace"]
         self._hooks: list[RemovableHandle] = []
         self._config = _peft_config(model, section)
-        with _without_model_type(model):
+        with _prepared_for_peft(model):
             inject_adapter_in_model(self._config, model)
         for spec in family_of(model.config).mixers(model.config):
             mixer = mixer_of(model, spec)
-            if isinstance(getattr(mixer, "out_proj", None), LoraLayer):
+            out_proj = getattr(mixer, "out_proj", None)
+            if isinstance(out_proj, LoraLayer) or (out_proj is not None and not out_proj.weight.is_floating_point()):
                 self._hooks += _unfuse(mixer)
 
     def check_gradients(self) -> None:
@@ -89,13 +90,23 @@ class Adapters:
             config.save_pretrained(str(new))
 
     @torch.no_grad()
-    def merge(self) -> None:
-        """Add every adapter to its layer's weight and remove it. Silenced heads stay silent."""
+    def merge(self, unquantized: Mapping[str, nn.Linear] | None = None) -> None:
+        """Add every adapter to its layer's weight and remove it. Silenced heads stay silent.
+
+        Args:
+            unquantized: layers by name that take the place of quantized ones.
+        """
         for name, module in list(self.model.named_modules()):
             if isinstance(module, LoraLayer):
-                module.merge()
+                layer = (unquantized or {}).get(name)
+                if layer is None:
+                    module.merge()
+                    layer = module.get_base_layer()
+                else:
+                    delta: Tensor = module.get_delta_weight("default").to(layer.weight.device)  # type: ignore[attr-defined]
+                    layer.weight.copy_(layer.weight.to(delta.dtype) + delta)
                 parent, _, last = name.rpartition(".")
-                setattr(self.model.get_submodule(parent), last, module.get_base_layer())
+                setattr(self.model.get_submodule(parent), last, layer)
         for hook in self._hooks:
             hook.remove()
         for graft in self._silent:
@@ -124,13 +135,15 @@ def _peft_config(model: PreTrainedModel, section: Lora) -> LoraConfig:
 
 
 @contextlib.contextmanager
-def _without_model_type(model: PreTrainedModel) -> Iterator[None]:
-    """Hide `model_type`, by which PEFT refuses `out_proj` of some models."""
+def _prepared_for_peft(model: PreTrainedModel) -> Iterator[None]:
+    """Hide `model_type`, by which PEFT refuses `out_proj` of some models, and announce layers of 4 bits."""
     model.config.model_type = ""
+    model.is_loaded_in_4bit = True  # without it, PEFT treats layers of 4 bits as plain ones
     try:
         yield
     finally:
         del model.config.model_type  # restores the class attribute
+        del model.is_loaded_in_4bit
 
 
 def _unfuse(mixer: nn.Module) -> list[RemovableHandle]:

@@ -47,6 +47,7 @@ from surgery.train.targets import Targets
 History = list[dict[str, float]]
 OnStep = Callable[[int, dict[str, float]], None]
 _LOG = logging.getLogger(__name__)
+_SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 _NOT_IN_IDENTITY = ("save_every", "no_splice", "trackers", "check_every")  # keys of 0.1 that change no weights
 
 
@@ -236,6 +237,9 @@ def check_stage(section: Train, stage: TrainStage, targets: Targets, accelerator
     if accelerator.is_fsdp2 and section.check_every is not None:
         hint = "One process cannot evaluate alone while weights are sharded. Remove it."
         raise RunError("train.check_every", section.check_every, hint)
+    if stage.lora.quantization is not None and accelerator.distributed_type in _SHARDING:
+        hint = "Weights of 4 bits are not sharded. Launch with recipes/accelerate/ddp.yaml, or set it to null."
+        raise RunError("train.lora.quantization", stage.lora.quantization, hint)
     for index, source in enumerate(stage.sources):
         if source.rows is not None and source.rows < accelerator.num_processes:
             hint = f"Set at least one row for each of the {accelerator.num_processes} processes."

@@ -19,6 +19,7 @@ from surgery.recipe import Train, TrainStage, as_base
 from surgery.recipe.objectives import OBJECTIVES, needs_of
 from surgery.train.checkpoints import checkpoints, set_aside_broken
 from surgery.train.logits_cache import LogitsCache
+from surgery.train.quantization import quantization_of, quantized, resume_unquantized
 from surgery.train.targets import Targets
 from surgery.train.teacher import Teacher, check_tokenizers
 from surgery.train.tracking import log, tracked
@@ -107,13 +108,18 @@ def train_model(
             cache = open_cache(outputs, section, stage, tokenizer, accelerator.is_main_process)
             targets = Targets(grafts=grafts, base=base, teacher=teacher, cache=cache)
             arguments = (model, tokenizer, section, seed, accelerator, targets, number, folders[number])
-            result = train_stage(*arguments, history, log_step, layers)
-            history = result.history
-            if result.adapters is not None:
-                if outputs is not None and accelerator.is_main_process and not control:
-                    adapters = outputs / "adapters" / (stage.name if section.stages else "")
-                    result.adapters.save(adapters, str(model.name_or_path))
-                result.adapters.merge()  # the next stage and the export need a plain model
+            settings, frozen = quantization_of(section, stage), () if base is None else (base,)
+            own_folder = folders[number]
+            if settings is not None and own_folder is not None and number != numbers[0]:
+                resume_unquantized(model, own_folder, accelerator)
+            with quantized((model, *frozen), settings, accelerator.device) as unquantized:
+                result = train_stage(*arguments, history, log_step, layers)
+                history = result.history
+                if result.adapters is not None:
+                    if outputs is not None and accelerator.is_main_process and not control:
+                        adapters = outputs / "adapters" / (stage.name if section.stages else "")
+                        result.adapters.save(adapters, str(model.name_or_path))
+                    result.adapters.merge(unquantized)  # the next stage and the export need a plain model
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtypes[name])
     return history

@@ -1,0 +1,306 @@
+"""QLoRA: which layers are quantized, what trains, what is merged, resuming, and what stock libraries load.
+
+Tests run with bitsandbytes if it is installed, otherwise with a stand-in (tests/support/four_bits.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from peft import PeftModel
+from pydantic import ValidationError
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+
+from surgery.errors import ModelError, RecipeError, RunError
+from surgery.models.config_checks import check_unquantized
+from surgery.models.lookup import family_of, geometry_of, mixer_of, structure_of
+from surgery.recipe import Splice, Train
+from surgery.recipe.section import keys_of_0_1
+from surgery.run.memory_estimate import weight_bytes
+from surgery.splice.graft import splice_model
+from surgery.splice.plan import check_splices, make_plan
+from surgery.testing.pico import (
+    SPLICED_FAMILIES,
+    pico_base,
+    pico_family,
+    pico_hybrid,
+    pico_site,
+    pico_tokenizer,
+    prompts,
+)
+from surgery.train import lora
+from surgery.train.quantization import BITS_PER_WEIGHT, quantizable, quantization_of, quantized
+from surgery.train.targets import Targets
+from surgery.train.trainer import check_stage
+from surgery.train.training import train_model
+from surgery.types import Graft, HeadId, HeadSet, Plan, ScoredHead
+from tests.support import four_bits
+
+SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2, "hidden_size": 64, "expand": 1}
+KV = {"task": "kv_retrieval", "rows": 2, "pairs": (2, 2), "weights": {"answer": 1.0}}
+TEXT = {"task": "sentence", "rows": 2, "weights": {"base_kl": 1.0}}
+FAST = {"warmup": 0, "lr": 1e-2, "new_heads_lr": 1e-2}
+NF4 = {"trainable": "lora", "lora": {"rank": 2, "quantization": "nf4"}}
+real = pytest.mark.skipif(not four_bits.HAS_BITSANDBYTES, reason="bitsandbytes is not installed")
+
+
+@pytest.fixture(autouse=True)
+def bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    four_bits.install(monkeypatch)
+
+
+def section(**given: Any) -> Train:
+    return Train.model_validate({"optimizer": FAST, "sources": [KV], "steps": 3, **NF4, **given})
+
+
+def settings(**given: Any) -> BitsAndBytesConfig:
+    made = section(**given)
+    config = quantization_of(made, made)
+    assert config is not None
+    return config
+
+
+def hybrid(mode: Any = "add") -> PreTrainedModel:
+    return pico_hybrid([pico_site(1, mode=mode)], **SHAPE)
+
+
+def plan() -> Plan:
+    config = pico_base(**SHAPE).config
+    graft = Graft(family_of(config).mixers(config)[1], (2,), "add", "ssm", ("segment_end",))
+    return Plan("base", geometry_of(config), (graft,), 0)
+
+
+def fit(model: PreTrainedModel, made: Train, **more: Any) -> list[dict[str, float]]:
+    return train_model(model, pico_tokenizer(), made, plan(), **more)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = model(prompts((6, 6)).input_ids % 64, use_cache=False).logits
+    return out
+
+
+CPU = torch.device("cpu")
+
+
+class TestLayers:
+    @pytest.mark.parametrize("name", SPLICED_FAMILIES)
+    def test_only_layers_that_are_called_as_modules(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("surgery.train.quantization.BLOCK", 1)
+        model = pico_family(name)
+        layers = quantizable(model)
+        names = {name.rpartition(".")[2] for name in layers}
+        assert {"in_proj", "out_proj"} <= names and not {"x_proj", "dt_proj", "lm_head", "conv1d"} & names
+        assert model.get_output_embeddings() not in layers.values()
+
+    def test_rows_are_whole_blocks(self) -> None:
+        layers = quantizable(pico_hybrid([pico_site(1)], layers=2))  # 32 inputs of in_proj, 64 of out_proj
+        assert {name.rpartition(".")[2] for name in layers} == {"out_proj"}
+
+    def test_spliced_heads_are_not_quantized(self) -> None:
+        names = set(quantizable(hybrid()))
+        assert names == {f"backbone.layers.{n}.mixer.{name}" for n in (0, 1) for name in ("in_proj", "out_proj")}
+
+    def test_the_model_computes_with_rounded_weights_and_is_restored(self) -> None:
+        model, rounded, before = hybrid(), hybrid(), weights(hybrid())
+        with quantized([model], settings(), CPU) as unquantized:
+            for name in unquantized:
+                layer = model.get_submodule(name)
+                assert (
+                    layer.weight.dtype == torch.uint8 and layer.weight.numel() * 2 == unquantized[name].weight.numel()
+                )
+                rounded.get_submodule(name).weight.data = four_bits.weight_of(layer)
+                error = (rounded.get_submodule(name).weight - unquantized[name].weight).norm()
+                assert 0 < error < 0.15 * unquantized[name].weight.norm()
+            torch.testing.assert_close(logits(model), logits(rounded), atol=1e-4, rtol=1e-4)
+        assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+        assert before.keys() == weights(model).keys()
+
+    def test_a_frozen_base_shares_equal_layers_and_is_restored_after_an_error(self) -> None:
+        model, base = hybrid(), pico_base(**SHAPE)
+        other = "backbone.layers.0.mixer.out_proj"
+        model.get_submodule(other).weight.data.mul_(2)
+        before = weights(base)
+        with pytest.raises(KeyError), quantized([model, base], settings(), CPU) as unquantized:
+            shared = {name for name in unquantized if model.get_submodule(name) is base.get_submodule(name)}
+            assert shared == set(unquantized) - {other}
+            raise KeyError
+        assert all(torch.equal(before[name], p) for name, p in base.named_parameters())
+
+    def test_layers_that_share_a_weight_share_the_quantized_one(self) -> None:
+        model = pico_family("zamba2", hidden_size=64, intermediate_size=64)
+        shared = [name for name in quantizable(model) if name.endswith("self_attn.q_proj")]
+        with quantized([model], settings(), CPU):
+            assert len(shared) > 1 and len({model.get_submodule(name) for name in shared}) == 1
+        assert len({id(model.get_submodule(name).weight) for name in shared}) == 1
+
+    @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+    def test_products_run_in_the_precision_of_the_recipe(self, precision: str, dtype: torch.dtype) -> None:
+        with quantized([model := hybrid()], settings(precision=precision), CPU) as unquantized:
+            assert {model.get_submodule(name).compute_dtype for name in unquantized} == {dtype}
+
+
+class TestTraining:
+    def test_heads_and_adapters_train_and_are_merged_into_the_unquantized_weights(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, base, before, deltas = hybrid(), pico_base(**SHAPE), weights(hybrid()), dict[str, Tensor]()
+        merge = lora.Adapters.merge
+
+        def recorded(self: lora.Adapters, *args: Any) -> None:
+            for name, module in self.model.named_modules():
+                if isinstance(module, lora.LoraLayer):
+                    deltas[f"{name}.weight"] = module.get_delta_weight("default").detach()
+            merge(self, *args)
+
+        monkeypatch.setattr(lora.Adapters, "merge", recorded)
+        base_before = weights(base)
+        history = fit(model, section(sources=[KV, TEXT]), base=base)
+        assert len(history) == 3 and all(entry["base_kl"] >= 0 for entry in history)
+        assert len(deltas) == 4 and all(delta.abs().max() > 0 for delta in deltas.values())
+        for name, p in model.named_parameters():
+            if name in deltas:
+                torch.testing.assert_close(p, before[name] + deltas[name])
+            else:
+                assert torch.equal(p, before[name]) != (".attention." in name)
+        assert all(torch.equal(base_before[name], p) for name, p in base.named_parameters())
+        assert not hasattr(model, "is_loaded_in_4bit") and all(
+            type(m) is not four_bits.Linear4bit for m in model.modules()
+        )
+
+    def test_fused_kernels_get_no_weight_of_4_bits(self) -> None:
+        """Also where `out_proj` has no adapter."""
+        model, seen = hybrid(), list[bool]()
+        model.backbone.layers[0].mixer.norm.register_forward_hook(
+            lambda *_: seen.append(model.backbone.layers[0].mixer.training)
+        )
+        fit(model, section(steps=1, lora={"rank": 2, "targets": ["in_proj"], "quantization": "nf4"}))
+        assert seen and not any(seen)
+
+    @pytest.mark.parametrize("kind", ["mamba2", "mamba"])
+    def test_silenced_heads_stay_silent(self, kind: str) -> None:
+        base = pico_family(kind, vocab_size=1024)
+        scored = (ScoredHead(HeadId(1, 1), "neither", "segment_end", {}),)
+        splice = Splice(select="list", heads=("L1H1",), mode="replace")
+        made = make_plan(HeadSet("", "", geometry_of(base.config), (), scored, "list", 0), base.config, splice, 0)
+        model, graft = splice_model(base, made, splice), made.grafts[0]
+        train_model(model, pico_tokenizer(), section(), made)
+        columns = [structure_of(graft.site).weight_slices(graft.site, head).out for head in graft.heads]
+        out_proj = mixer_of(model, graft.site).out_proj
+        assert type(out_proj) is nn.Linear and all(bool((out_proj.weight[:, c] == 0).all()) for c in columns)
+
+    @pytest.mark.parametrize("stages", [False, True], ids=["one stage", "after a stage that trains all"])
+    def test_a_resumed_training_ends_with_the_same_weights(self, tmp_path: Path, stages: bool) -> None:
+        more: dict[str, Any] = {"save_every": 1}
+        made = section(**more)
+        if stages:
+            first = {"name": "first", "steps": 1, "sources": [KV], "optimizer": FAST}
+            second = {"name": "second", "steps": 3, "sources": [KV], "optimizer": FAST, **NF4}
+            made = Train.model_validate({"stages": [first, second], **more})
+        whole, resumed = hybrid(), hybrid()
+        fit(whole, made)
+
+        def stop(step: int, entry: dict[str, float]) -> None:
+            if step == made.num_all_steps - 1:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            fit(hybrid(), made, folder=tmp_path, on_step=stop)
+        assert list(tmp_path.rglob("step_*/model.safetensors"))
+        history = fit(resumed, made, folder=tmp_path)
+        assert [entry["step"] for entry in history] == list(range(1, made.num_all_steps + 1))
+        assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+
+class TestRefusals:
+    def test_a_recipe_that_trains_more_than_adapters(self) -> None:
+        with pytest.raises(ValidationError, match=r"lora.quantization: nf4` needs `trainable: lora`"):
+            section(trainable="all")
+        with pytest.raises(ValidationError, match="'nf4'"):
+            section(lora={"quantization": "int8"})
+
+    def test_no_bitsandbytes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.undo()
+        monkeypatch.setattr("surgery.train.quantization.version", _missing)
+        with pytest.raises(RecipeError, match=r"train.lora.quantization: nf4.*pip install 'ssm-surgery\[qlora\]'"):
+            settings()
+
+    @pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.DEEPSPEED])
+    def test_sharded_weights(self, kind: DistributedType, monkeypatch: pytest.MonkeyPatch) -> None:
+        accelerator = Accelerator(cpu=True)
+        monkeypatch.setattr(Accelerator, "distributed_type", kind)
+        monkeypatch.setattr(Accelerator, "is_fsdp2", True)
+        with pytest.raises(RunError, match=r"train.lora.quantization: nf4.*ddp.yaml"):
+            check_stage(section(), section(), Targets(), accelerator)
+
+    def test_a_checkpoint_of_quantized_weights(self) -> None:
+        config = pico_base().config
+        check_unquantized(config)
+        for packed in ({"quant_method": "gptq"}, BitsAndBytesConfig(load_in_4bit=True)):
+            config.quantization_config = packed
+            with pytest.raises(ModelError, match=r"quantization_config: (gptq|bitsandbytes).*quantization: nf4"):
+                check_splices(config)
+
+
+def _missing(name: str) -> str:
+    from importlib.metadata import PackageNotFoundError
+
+    raise PackageNotFoundError(name)
+
+
+def test_recipes_without_it_keep_their_hash() -> None:
+    plain = section(lora={"rank": 2}).model_dump(mode="json")
+    assert "quantization" not in keys_of_0_1(Train, plain)["lora"]
+    assert keys_of_0_1(Train, section().model_dump(mode="json"))["lora"]["quantization"] == "nf4"
+
+
+def test_the_estimate_counts_quantized_layers_as_such() -> None:
+    model = hybrid()
+    linear = sum(layer.weight.nbytes for layer in quantizable(model).values())
+    saved = weight_bytes(model) - weight_bytes(model, is_quantized=True)
+    assert saved == pytest.approx(linear * (1 - BITS_PER_WEIGHT / 32), abs=8)
+
+
+@real
+class TestBitsandbytes:
+    def test_bytes_of_a_layer(self) -> None:
+        from surgery.train.quantization import _in_4_bits
+
+        layer = _in_4_bits(nn.Linear(512, 1024, bias=False), settings(), CPU)
+        parts = [tensor for tensor in layer.state_dict().values() if isinstance(tensor, Tensor)]
+        stored = sum(tensor.nbytes for tensor in parts)
+        assert stored == pytest.approx(512 * 1024 * BITS_PER_WEIGHT / 8, rel=0.01)
+
+    def test_rows_need_not_be_a_multiple_of_32_in_eval_mode(self) -> None:
+        from surgery.train.quantization import _in_4_bits
+
+        layer = _in_4_bits(nn.Linear(32, 37, bias=False), settings(), CPU).eval()
+        with torch.no_grad():
+            expected = torch.ones(1, 32) @ four_bits.weight_of(layer).T
+            torch.testing.assert_close(layer(torch.ones(1, 32)), expected)
+
+    def test_transformers_and_peft_load_the_same_model(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """`spliced/` in 4 bits by BitsAndBytesConfig, with the saved adapters, equals the model that was trained."""
+        monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
+        model, trained = hybrid(), dict[str, Tensor]()
+        model.save_pretrained(tmp_path / "spliced")
+
+        def record(step: int, entry: dict[str, float]) -> None:
+            trained["logits"] = logits(model)
+
+        fit(model, section(), outputs=tmp_path, on_step=record)
+        config = settings()
+        config.llm_int8_skip_modules = ["lm_head", "backbone.layers.1.mixer.attention"]
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "spliced", quantization_config=config)
+        loaded = PeftModel.from_pretrained(loaded, str(tmp_path / "adapters")).train()
+        torch.testing.assert_close(logits(loaded), trained["logits"], atol=1e-5, rtol=1e-5)

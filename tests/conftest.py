@@ -10,11 +10,17 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
+import pytest
 import torch
 from transformers.utils import logging
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 logging.disable_progress_bar()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run tests of training before other unit tests: at the end, one worker waits for a long file of the other."""
+    items.sort(key=lambda item: not {"integration", "train"} & set(item.path.parts))
 
 
 def pytest_collection_finish() -> None:

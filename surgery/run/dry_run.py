@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +228,13 @@ def _tokenizer(base: Base, online: bool) -> tuple[PreTrainedTokenizerBase, str]:
         except ModelError:
             pass  # the estimate works without it, and the run reports the error
     note = "the toolkit's small tokenizer, because its own is not available: about 5 tokens a key-value pair"
-    return build_tokenizer(), note
+    return deepcopy(_small_tokenizer()), note
+
+
+@cache
+def _small_tokenizer() -> PreTrainedTokenizerBase:
+    """Train the toolkit's tokenizer once: it takes a second."""
+    return build_tokenizer()
 
 
 def _located(recipe: Recipe, folder: Path) -> HeadSet | None:

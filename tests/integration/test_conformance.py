@@ -9,9 +9,8 @@ from __future__ import annotations
 import copy
 import json
 import os
+import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -45,7 +44,7 @@ from surgery.types import HeadId, HeadSet, ScoredHead
 from tests.integration.conftest import ROOT
 from tests.support.battery import trained
 from tests.support.exports import in_this_process
-from tests.support.processes import module_script, stock
+from tests.support.processes import Started, module_script, stock
 
 
 @pytest.fixture(scope="module")
@@ -186,23 +185,21 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", SERVE, "serve", str(folder), "--device", "cpu", "--host", "127.0.0.1"]
-    command += ["--port", str(port), *["--trust-remote-code"] * (request.param == "folder")]
-    with open(folder.parent / "server.log", "w") as log:
-        given: dict[str, Any] = {"env": environment(folder.parent), "cwd": folder.parent, "stdout": log, "stderr": log}
-        process = subprocess.Popen(command, **given)
-        try:
-            wait_for(f"http://127.0.0.1:{port}/health", process)
-            with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60) as client:
-                yield client, folder
-        finally:
-            process.kill()
-            process.wait()
+    command = ["transformers", "serve", str(folder), "--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--trust-remote-code"] * (request.param == "folder")
+    process = stock().start(command, folder.parent, environment(folder.parent), SERVE)
+    try:
+        wait_for(f"http://127.0.0.1:{port}/health", process)
+        with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60) as client:
+            yield client, folder
+    finally:
+        process.kill(signal.SIGKILL)
+        process.wait()
 
 
-def wait_for(address: str, process: subprocess.Popen[bytes]) -> None:
+def wait_for(address: str, process: Started) -> None:
     for _ in range(400):
-        assert process.poll() is None, "the server is gone"
+        assert process.running, "the server is gone"
         try:
             urllib.request.urlopen(address, timeout=5).read()
             return

@@ -146,9 +146,7 @@ def test_an_installed_plugin_is_in_the_schema(tmp_path: Path) -> None:
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: reversal\nVersion: 1.0\n")
     (installed / "entry_points.txt").write_text("[surgery.plugins]\nreversal = reversal\n")
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    asked = [sys.executable, "-m", "surgery", "schema"]
-    done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
+    done = command("schema", cwd=tmp_path, path=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert '"reversal"' in done.stdout
 
@@ -288,20 +286,8 @@ def test_a_family_from_outside(tmp_path: Path) -> None:
 
     tests = [f"tests/integration/test_{name}.py" for name in ("families", "family_hybrids")]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    battery = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "twin_family",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "twin",
-        *tests,
-    ]
-    done = subprocess.run(battery, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    battery = ["pytest", "-q", "-p", "twin_family", "-p", "no:cacheprovider", "-k", "twin", *tests]
+    done = library().run(battery, ROOT, environment, "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))")
     assert done.returncode == 0, done.stdout[-3000:]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from surgery.models.loading import load_model, load_tokenizer
 from surgery.probes.documents import rng_of
 from surgery.recipe import Base, LmEval
 from surgery.scoring.generation import answer_batches, generate_answers
+from tests.support.processes import stock
 
 pytest.importorskip("lm_eval")
 EXPORT = Path(__file__).parents[2] / "checkpoints" / "quickstart" / "export"
@@ -51,13 +50,13 @@ def test_the_command_gives_the_same_answers_prompt_by_prompt(tmp_path: Path) -> 
     tasks, model = [f"surgery_{NAME}", f"surgery_{NAME}_generated"], dulled(tmp_path / "model")
     code = "import sys; sys.modules['surgery'] = None; from lm_eval.__main__ import cli_evaluate; cli_evaluate()"
     command = [
-        sys.executable, "-c", code, "--model", "hf",
+        "lm_eval", "--model", "hf",
         "--model_args", f"pretrained={model},trust_remote_code=True,max_length=4096", "--include_path", str(FOLDER),
         "--tasks", ",".join(tasks), "--device", "cpu", "--batch_size", "16", "--limit", str(LIMIT),
         "--output_path", str(tmp_path / "out"), "--log_samples",
     ]  # fmt: skip
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | offline, capture_output=True, text=True, timeout=500)
+    folders = {"HF_HOME": str(tmp_path / "hub"), "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = stock().run(command, tmp_path, os.environ | folders | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}, code)
     assert done.returncode == 0, done.stderr[-3000:]
     base = Base(model=str(model))
     documents = [lm_eval_groups()["retrieval"][NAME](rng_of("lm_eval", 0, NAME, i)) for i in range(LIMIT)]

@@ -201,7 +201,8 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     [("splice.mode=replace",), ("splice.init=random", "splice.num_heads=2", "splice.select=random")],
     ids=["replace", "random init, two random heads"],
 )
-def test_other_ways_to_splice_export_too(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+def test_other_ways_to_splice_export_too(finished: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    shutil.copytree(finished.parent, tmp_path / "runs")
     few = ("train.steps=2", "train.control=false", "evaluate.tasks=[kv_retrieval]", "evaluate.pairs=[4]")
     done = run_small(tmp_path, *overrides, *few)
     assert done.returncode == 0, done.stderr

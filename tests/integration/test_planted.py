@@ -64,7 +64,7 @@ def check_found(planted: Planted, heads: Sequence[ScoredHead]) -> None:
 
 
 class TestMamba2:
-    @pytest.mark.parametrize("seed", SEEDS)
+    @pytest.mark.parametrize("seed", SEEDS[:5])
     def test_found(self, seed: int) -> None:
         planted = plant(seed)
         check_found(planted, scored_heads(planted.model, [prompts(seed)]))
@@ -150,8 +150,7 @@ class TestTraining:
         "trial": {"steps": 16, "rows": 8, "candidates": 3},
     }
 
-    @pytest.mark.parametrize("method", ["gates", "trial"])
-    @pytest.mark.parametrize(("seed", "n_groups"), [(0, 1), (4, 4)])
+    @pytest.mark.parametrize(("method", "seed", "n_groups"), [("gates", 4, 4), ("trial", 0, 1)])
     def test_the_aggregate_head_is_chosen(self, method: str, seed: int, n_groups: int) -> None:
         planted = plant(seed, n_groups=n_groups, train=True, decoy=False)
         chosen = self.chosen(planted, method)

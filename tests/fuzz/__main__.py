@@ -171,6 +171,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--only", type=lambda text: tuple(text.split(",")), default=(), help=", ".join(NAMES))
     parser.add_argument("--case", type=int, help="run this one, and print its input")
+    parser.add_argument("--limit", type=float, default=runner.LIMIT, help="seconds after which a command hangs")
     parser.add_argument("--folder", type=Path, help="where inputs and findings are kept; a temporary folder if not set")
     parser.add_argument("--json", type=Path, help="write the summary here")
     options = parser.parse_args(given)
@@ -178,6 +179,7 @@ def main(given: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"--only {', '.join(sorted(unknown))}: choose from {', '.join(NAMES)}")
     root = (options.folder or Path(tempfile.mkdtemp(prefix="fuzz-"))).resolve()
+    runner.LIMIT = options.limit
     session = Session(root, options.seed)
     try:
         if options.case is not None:

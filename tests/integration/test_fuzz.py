@@ -38,6 +38,8 @@ def test_twelve_cases(tmp_path: Path) -> None:
         "12",
         "--only",
         "recipes,overrides,exports",
+        "--limit",
+        "120",  # on a busy machine
     ]
     done = subprocess.run([*command, "--folder", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -8,7 +8,7 @@ from surgery.locate.locating import locate_heads
 from surgery.recipe import Locate
 from surgery.testing.planted import plant, planted_prompts, planted_tokenizer
 
-SECTION = Locate.model_validate({"methods": ["ablation", "query", "context", "sharpen"]})
+SECTION = Locate.model_validate({"methods": ["query", "context"]})
 
 
 def test_removals_of_planted_heads() -> None:
@@ -17,7 +17,7 @@ def test_removals_of_planted_heads() -> None:
     sets = head_sets(found)
     assert sets[f"{planted.gather} (Gather) removed"] == [planted.gather]
     assert sets["all Aggregate heads removed"] == [planted.aggregate]
-    kept = sets["only these heads kept, all others removed"]
+    kept = sets["only the named heads kept, all others removed"]
     assert len(kept) == len(found.heads) - 2 and not {*kept} & {*planted.heads}
 
     prompts = PromptBatches(planted.model, tokenizer, SECTION, 1, [planted_prompts(100, 48, 5)])
@@ -25,7 +25,7 @@ def test_removals_of_planted_heads() -> None:
     clean = shares["nothing removed"]
     assert clean > 0.9
     assert shares["all Gather heads removed"] < clean / 2 and shares["all Aggregate heads removed"] < clean / 2
-    assert shares["only these heads kept, all others removed"] > 0.8 * clean
+    assert shares["only the named heads kept, all others removed"] > 0.8 * clean
 
 
 def test_tables() -> None:

@@ -73,8 +73,8 @@ def head_sets(found: HeadSet) -> dict[str, Sequence[HeadId]]:
     if aggregate:
         sets["all Aggregate heads removed"] = aggregate
     if called:
-        sets["only these heads kept in their layers"] = [h for h in heads if h.layer in layers and h not in called]
-        sets["only these heads kept, all others removed"] = [head for head in heads if head not in called]
+        sets["only the named heads kept in their layers"] = [h for h in heads if h.layer in layers and h not in called]
+        sets["only the named heads kept, all others removed"] = [head for head in heads if head not in called]
     return sets
 
 
@@ -125,7 +125,8 @@ def main() -> int:
     """Parse the command line, measure, and write tables and numbers."""
     arguments = parser(__doc__)
     arguments.add_argument("--base", type=Path, default=PICO_FAR)
-    arguments.add_argument("--examples", type=int, default=400)
+    arguments.add_argument("--examples", type=int, default=400, help="prompts that measure an accuracy")
+    arguments.add_argument("--located", type=int, default=2400, help="prompts that decide which heads are called")
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument(
         "--page",
@@ -136,19 +137,15 @@ def main() -> int:
     options = arguments.parse_args()
     quiet_on_one_thread()
     model, tokenizer = load(options.base)
-    section = Locate.model_validate(
-        {
-            "pairs": 8,
-            "filler": FAR,
-            "examples": options.examples,
-            "methods": ["ablation", "query", "context", "sharpen"],
-        }
-    )
+    prompts = {"pairs": 8, "filler": FAR, "methods": ["query", "context"]}
+    section = Locate.model_validate(prompts | {"examples": options.located})
     found = locate_heads(model, tokenizer, section, seed=options.seed)
+    section = Locate.model_validate(prompts | {"examples": options.examples})
     others = PromptBatches(model, tokenizer, section, options.seed + 1)
     results = {
         "base": options.base.name,
         "examples": options.examples,
+        "located": options.located,
         "seed": options.seed,
         "roles": {str(s.head): s.role for s in found.heads if s.role != "neither"},
         "removals": removals(found, others),

@@ -152,7 +152,8 @@ def print_plan(estimate: dict[str, Any]) -> None:
         )
         table.add_row(f"layer {site['layer']}", text + f"value {site['v_width']}")
     for key in ("parameters", "new_parameters", "trainable_parameters", "steps", "documents"):
-        table.add_row(key.replace("_", " "), f"{estimate[key]:,}")
+        note = " at most, fewer if a plateau is found" if key == "steps" and estimate["until_plateau"] else ""
+        table.add_row(key.replace("_", " "), f"{estimate[key]:,}{note}")
     tokens, flops = estimate["tokens"], estimate["flops"]
     arms = ", including the control" if estimate["arms"] > 1 else ""
     table.add_row("tokens", f"{tokens['step']:,} per step, {tokens['run']:,} in total{arms}")
@@ -182,7 +183,8 @@ def _time_text(estimate: dict[str, Any]) -> str:
     how = "from hardware.tflops"
     if found["measured_on"]:
         how = f"measured on this machine ({found['measured_on']}) with random weights"
-    return f"{duration_text(found['seconds'])} of training{arms}; {found['step']:.2g} s per step, {how}"
+    most = "at most " if estimate["until_plateau"] else ""
+    return f"{most}{duration_text(found['seconds'])} of training{arms}; {found['step']:.2g} s per step, {how}"
 
 
 def _print_memory(estimate: dict[str, Any]) -> None:

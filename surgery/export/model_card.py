@@ -85,7 +85,7 @@ def model_card(
         "versions": ", ".join(f"{name} {version}" for name, version in results.get("versions", {}).items()),
         "usage": export_format.usage,
         "chat_template": Path(recipe.export.chat_template).name if recipe.export.chat_template else None,
-        "limits": limits_of(recipe),
+        "limits": limits_of(recipe, results),
         "license": _license_text(recipe, plan, base_card),
         "recipe": to_yaml(public_recipe(recipe)),
         "version": __version__,

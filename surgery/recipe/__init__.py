@@ -10,7 +10,7 @@ from surgery.recipe.pretrain import PretrainRecipe, TinyMamba, TinyMamba2, TinyT
 from surgery.recipe.run import Recipe
 from surgery.recipe.sources import Columns, Data, Source, Task, Weights
 from surgery.recipe.splice import Splice
-from surgery.recipe.train import Align, Distil, Lora, Optimizer, Train, TrainStage
+from surgery.recipe.train import Align, Distil, Lora, Optimizer, Plateau, Train, TrainStage
 
 __all__ = [
     "Align",
@@ -31,6 +31,7 @@ __all__ = [
     "Locate",
     "Lora",
     "Optimizer",
+    "Plateau",
     "PretrainRecipe",
     "Recipe",
     "Search",

@@ -132,3 +132,9 @@ class PretrainRecipe(Section):
                 f"Pretraining from scratch has no base model and no new heads: set {', '.join(unusable)} to 0"
             )
         return self
+
+    @model_validator(mode="after")
+    def _a_fixed_number_of_steps(self) -> PretrainRecipe:
+        if self.train.has_plateau:
+            raise ValueError("Pretraining evaluates at each tenth of its steps. Set `train.plateau` to null")
+        return self

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -20,6 +20,7 @@ __all__ = [
     "Distil",
     "Lora",
     "Optimizer",
+    "Plateau",
     "Source",
     "Task",
     "Train",
@@ -50,6 +51,29 @@ class Optimizer(Section):
     decay: Share = Field(0.1, description="wsd: share of the steps, at the end, in which the rate decays.")
     floor: Share = Field(0.0, description="Final learning rate, as a share of the rate after the warm-up.")
     max_grad_norm: float = Field(1.0, gt=0)
+
+
+class Plateau(Section):
+    """End of a stage before its last step: a loss that no longer falls, as in `ReduceLROnPlateau` of PyTorch.
+
+    Every `window` steps, the mean loss of these steps is compared with the lowest mean so far.
+    """
+
+    monitor: str = Field(
+        "loss", description="Loss to compare: the weighted sum of all objectives, or the name of one objective."
+    )
+    window: Positive = Field(25, description="Steps of a mean.")
+    threshold: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.05, description="A mean is an improvement if it is lower than the lowest one by more than this share of it."
+    )
+    patience: Positive = Field(
+        3,
+        description="Number of means in a row without an improvement that make a plateau. Counted from the first "
+        "improvement, so a loss that has not fallen yet is not at a plateau.",
+    )
+    min_steps: Positive | None = Field(
+        None, description="Steps before which the stage is not at a plateau. By default half of `steps`."
+    )
 
 
 class Lora(Section):
@@ -137,9 +161,17 @@ class TrainStage(Section):
     """One stage of training: its length, data, objectives, trainable weights and optimizer."""
 
     name: str = Field("finetune", pattern=r"^[a-z0-9_-]+$")
-    steps: Positive | None = Field(None, description="Number of steps. 300 if neither this nor `tokens` is set.")
+    steps: Positive | None = Field(
+        None,
+        description="Number of steps; with `plateau`, the largest. 300 if neither this nor `tokens` is set.",
+    )
     tokens: Tokens | None = Field(
         None, description="Total number of tokens, instead of `steps`. Every source must then set `tokens`."
+    )
+    plateau: Plateau | None = Field(
+        None,
+        description="End before the last step, at a plateau of the loss. With `wsd` the rate then decays, for the "
+        "share `decay` of all trained steps; with `constant` training ends. By default all steps are trained.",
     )
     trainable: Trainable = Field(
         "all",
@@ -157,6 +189,7 @@ class TrainStage(Section):
     align: Align = Align()
     path_in_recipe: ClassVar[str] = "train"
     renamed: ClassVar[dict[str, str]] = {"trains": "trainable"}
+    new_keys: ClassVar[dict[str, Any]] = {"plateau": None}
 
     @model_validator(mode="after")
     def _a_length(self) -> TrainStage:
@@ -175,9 +208,30 @@ class TrainStage(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _a_plateau_that_can_be_found(self) -> TrainStage:
+        if self.plateau is None:
+            return self
+        if self.optimizer.schedule == "cosine":
+            hint = "Set `optimizer.schedule` to wsd or constant"
+            raise ValueError(f"`plateau` cannot end a cosine, whose rates follow from the number of steps. {hint}")
+        if self.optimizer.schedule == "wsd" and self.optimizer.decay == 1:
+            raise ValueError(
+                "`plateau` ends steps at a constant rate, and there are none. Set `optimizer.decay` below 1"
+            )
+        if any(source.weights.at(0.0) != source.weights.at(1.0) for source in self.sources):
+            hint = "Set one number for each weight"
+            raise ValueError(f"`plateau` needs constant weights: a change of weights needs the number of steps. {hint}")
+        if self.plateau.monitor not in ("loss", *self.objectives):
+            known = ", ".join(("loss", *self.objectives))
+            raise ValueError(
+                f"`plateau.monitor` is {self.plateau.monitor}, which is not trained on. Use one of {known}"
+            )
+        return self
+
     @property
     def num_steps(self) -> int:
-        """Number of steps of this stage."""
+        """Number of steps of this stage; the largest number if it can end at a plateau."""
         if self.tokens is None:
             return self.steps or 300
         return -(-self.tokens // sum(source.tokens or 0 for source in self.sources))
@@ -297,8 +351,22 @@ class Train(TrainStage):
 
     @property
     def num_all_steps(self) -> int:
-        """Number of steps of all stages."""
+        """Number of steps of all stages; the largest number if a stage can end at a plateau."""
         return sum(stage.num_steps for stage in self.sequence)
+
+    @property
+    def has_plateau(self) -> bool:
+        """Whether a stage can end at a plateau."""
+        return any(stage.plateau is not None for stage in self.sequence)
+
+    def with_steps(self, steps: Sequence[int]) -> Train:
+        """Return the section with a fixed number of steps for each stage, and without plateaus."""
+        fixed = [
+            stage.model_copy(update={"steps": number, "tokens": None, "plateau": None})
+            for stage, number in zip(self.sequence, steps, strict=True)
+        ]
+        update = {"stages": tuple(fixed)} if self.stages else {"steps": steps[0], "tokens": None, "plateau": None}
+        return self.model_copy(update=update)
 
     @property
     def trains_spliced_layers(self) -> bool:

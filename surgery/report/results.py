@@ -119,14 +119,41 @@ def perplexity_text(value: float) -> str:
     return f"{value:.3f}" if value < 1e6 else f"{value:.1e}"
 
 
-def limits_of(recipe: Recipe) -> tuple[str, ...]:
-    """Limits of the model, one or two sentences each."""
+def trained_steps(results: Mapping[str, Any], recipe: Recipe) -> int:
+    """Number of steps of all stages that the hybrid was trained.
+
+    Args:
+        results: content of results.json, with `training` if a stage could end at a plateau.
+        recipe: the run's recipe.
+    """
+    if "training" not in results:
+        return recipe.train.num_all_steps
+    return sum(stage["steps"] for stage in results["training"].values())
+
+
+def steps_text(results: Mapping[str, Any], recipe: Recipe) -> str:
+    """Format the number of steps, and where a plateau was found. The arguments are those of `trained_steps`."""
+    text, train = f"{trained_steps(results, recipe)} steps", recipe.train
+    if not train.has_plateau:
+        return text
+    found = [str(stage["plateau"]) for stage in results.get("training", {}).values() if "plateau" in stage]
+    where = f"plateau at step {' and '.join(found)}" if found else "no plateau was found"
+    return f"{text} (of at most {train.num_all_steps}; {where})"
+
+
+def limits_of(recipe: Recipe, results: Mapping[str, Any]) -> tuple[str, ...]:
+    """Limits of the model, one or two sentences each.
+
+    Args:
+        recipe: the run's recipe.
+        results: content of results.json.
+    """
     sources = [source for stage in recipe.train.sequence for source in stage.sources]
     tasks = sorted({source.task for source in sources if source.task})
     data = [f"generated text ({', '.join(tasks)})"] * bool(tasks) + own_data(recipe)
     trained = "Trained further" if recipe.splice is None else "Trained"
     return (
-        f"{trained} for {recipe.train.num_all_steps} steps, only on {' and '.join(data)}.",
+        f"{trained} for {steps_text(results, recipe)}, only on {' and '.join(data)}.",
         "The probes are generated from short words and invented facts. They measure retrieval, not real tasks.",
         "The spliced layers store keys and values for every token. Unlike the base's memory, theirs grows with length.",
         *EXPORT_FORMATS[recipe.export.format].limits,

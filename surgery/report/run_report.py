@@ -20,6 +20,7 @@ from surgery.report.results import (
     limits_of,
     ordered_arms,
     rows_of,
+    steps_text,
 )
 from surgery.report.templates import embedded_svg, render
 from surgery.report.text import visible
@@ -104,7 +105,7 @@ def write_report(inputs: ReportInputs, path: Path) -> Path:
         "seed": results.get("seed", recipe.seed),
         "times": ", ".join(f"{name} {time}" for name, time in seconds.items()),
         "versions": ", ".join(f"{name} {version}" for name, version in results.get("versions", {}).items()),
-        "limits": limits_of(recipe),
+        "limits": limits_of(recipe, results),
         "recipe": to_yaml(public_recipe(recipe)),
     }
     values["sections"] = _sections(values)
@@ -156,7 +157,7 @@ def _operation(inputs: ReportInputs) -> _Values:
         "gloss": gloss_of(splice.select) if splice is not None else "",
         "prompts": prompts if is_ranked and inputs.heads is not None and inputs.heads.clean else None,
         "state": (plan.grafts[0].site.state_size, recipe.state_size) if recipe.state_size is not None else None,
-        "steps": train.num_all_steps,
+        "steps": steps_text(inputs.results, recipe),
         "trained": _TRAINED.get(in_order, in_order) if len(trained) == 1 else in_order,
     }
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from surgery.probes.registry import PROBES
 from surgery.recipe import Recipe
-from surgery.report.results import BEFORE, Place, arm_label, entries, label_of, perplexity_text
+from surgery.report.results import BEFORE, Place, arm_label, entries, label_of, perplexity_text, trained_steps
 
 Tone = Literal["better", "unclear", "worse"]
 Entry = Mapping[str, Any]
@@ -104,7 +104,7 @@ def tiles_of(results: Mapping[str, Any], recipe: Recipe) -> list[Tile]:
     tiles += [tile for place in others if (tile := _task_tile(arms, place, recipe)).label not in used]
     seconds = results.get("seconds", {}).get("train")
     took = f"{seconds / 60:.0f} min" if seconds and seconds >= 120 else f"{seconds:.0f} s" if seconds else ""
-    tiles.append(Tile("training", f"{recipe.train.num_all_steps:,} steps", took))
+    tiles.append(Tile("training", f"{trained_steps(results, recipe):,} steps", took))
     return tiles[:4]
 
 

@@ -17,7 +17,7 @@ from surgery.files.atomic import digest, new_folder, read_json
 from surgery.files.shipped import local_path
 from surgery.models.loading import load_config, load_model, load_tokenizer, revision_of
 from surgery.models.spliced import plan_of_hybrid
-from surgery.recipe import Base, Recipe, as_base
+from surgery.recipe import Base, Recipe, Train, as_base
 from surgery.recipe.public import public_name
 from surgery.run.folder import RunDir
 from surgery.splice.graft import cut_model
@@ -25,6 +25,7 @@ from surgery.splice.state_size import StateCut, cut_from_json
 from surgery.types import HeadSet, Plan, head_set_from_json, plan_from_json
 
 STATE = "state.json"  # the channels of the state to keep, with `splice.state_size`
+PLATEAU = "plateau.json"  # the steps that the hybrid was trained, with `train.plateau`
 
 
 class Reporter(Protocol):
@@ -160,6 +161,21 @@ class Run:
         path = self.folder / STATE
         with reading(str(path), None, "Run the stage splice.", RunError):
             return cut_from_json(read_json(path))
+
+    def trained_steps(self) -> dict[str, dict[str, int]]:
+        """Read how many steps each stage trained the hybrid. Empty if no stage can end at a plateau."""
+        if not self.recipe.train.has_plateau:
+            return {}
+        path = self.folder / PLATEAU
+        with reading(str(path), None, "Run the stage train.", RunError):
+            stages = read_json(path)
+            names = [stage.name for stage in self.recipe.train.sequence]
+            return {name: {**stages[name], "steps": int(stages[name]["steps"])} for name in names}
+
+    def as_trained(self) -> Train:
+        """The section `train`, with the number of steps that the hybrid was trained."""
+        steps = [stage["steps"] for stage in self.trained_steps().values()]
+        return self.recipe.train.with_steps(steps) if steps else self.recipe.train
 
     def model(self, name: str) -> PreTrainedModel:
         """Load a model that a stage saved in the run folder."""

@@ -158,6 +158,7 @@ def _training(
     documents = sum(sum(micro.rows for micro in batch) * n for (_, batch, _), n in zip(costs, lengths, strict=True))
     return {
         "steps": recipe.train.num_all_steps,
+        "until_plateau": recipe.train.has_plateau,
         "arms": arms,
         "documents": round(documents * processes),
         "tokens": {"step": max(tokens), "run": sum(t * n for t, n in zip(tokens, lengths, strict=True)) * arms},

@@ -121,6 +121,7 @@ def _write_results(
         **({"skipped": skipped} if skipped else {}),
         **{key: value for key, value in _own_data(run, arms).items() if value},
         "step_zero_gap": read_json(run.folder / "splice.json") if recipe.splice is not None else None,
+        **({"training": trained_steps} if (trained_steps := run.trained_steps()) else {}),
         "sizes": sizes,
         "seconds": {**seconds, "evaluate": round(time.perf_counter() - began, 2)},
         "seed": recipe.seed,
@@ -144,7 +145,7 @@ def _own_data(run: Run, arms: Mapping[str, Arm]) -> dict[str, Any]:
     summaries = {name: arm.summary for name, arm in arms.items()}
     return {
         "answer_spans": run.answer_spans,
-        "advice": advice_of(run.recipe.train, summaries, run.answer_spans),
+        "advice": advice_of(run.as_trained(), summaries, run.answer_spans),
         "held_out_examples": side_by_side({name: arm.examples for name, arm in arms.items()}),
     }
 

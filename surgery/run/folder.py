@@ -14,10 +14,9 @@ from surgery.files.ownership import check_apart, check_replaceable, kind_of, mar
 
 # Files and folders that a run writes, besides its mark (`files.ownership`).
 WRITTEN = (
-    "heads.json", "heads.csv", "locate.html", "locate.json", "plan.json", "spliced",
-    "splice.json", "state.json", "steps", "adapters", "teacher_logits", "logs", "trained", "training.json", "no_splice",
-    "no_splice_training.json", "results.json", "report.html", "figures", "export", ".stages", "recipe.yaml",
-    "run.log",
+    "heads.json", "heads.csv", "locate.html", "locate.json", "plan.json", "spliced", "splice.json", "state.json",
+    "steps", "adapters", "teacher_logits", "logs", "trained", "training.json", "plateau.json", "no_splice",
+    "no_splice_training.json", "results.json", "report.html", "figures", "export", ".stages", "recipe.yaml", "run.log",
 )  # fmt: skip
 
 

@@ -160,7 +160,7 @@ def _planned_stages(run: Run, known: dict[tuple[str, str], str], grid: Grid) -> 
     finished: set[str] = set()  # outputs of finished stages: only their hashes are known
     for stage in stages_of(run.recipe):
         predicted = stage.key(run, inputs=inputs)
-        key = stage.key(run) if finished.issuperset(stage.reads) else ""
+        key = stage.key(run) if finished.issuperset(stage.reads_with(run.recipe)) else ""
         outputs = stage.outputs(run)
         names = {str(output.relative_to(run.folder)) for output in outputs}
         if key and run.rundir.is_fresh(stage.name, key, outputs):

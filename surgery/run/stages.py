@@ -27,13 +27,14 @@ from surgery.report.figures.curves import training_curve
 from surgery.report.figures.heatmaps import head_maps
 from surgery.report.heads_page import PromptAttention, write_csv, write_page
 from surgery.report.run_report import ReportInputs, write_report
-from surgery.run.context import STATE, Run
+from surgery.run.context import PLATEAU, STATE, Run
 from surgery.run.evaluate_stage import evaluate_run
 from surgery.run.located_prompts import located_prompts, page_prompts, sample_batch
 from surgery.run.watch import Watch
 from surgery.splice.graft import splice_model, step_zero_gap
 from surgery.splice.plan import make_plan
 from surgery.splice.state_size import StateCut, choose_channels, cut_to_json, state_contributions
+from surgery.train.plateau import plateau_to_json
 from surgery.train.training import train_model
 from surgery.types import HeadSet, to_json
 
@@ -99,15 +100,23 @@ class Stage:
             # The channels to keep follow from these, so the control does not depend on the spliced heads.
             parts["state"] = [settings.state_size, *(recipe["locate"].get(name) for name in _MEASURED)]
             parts["state"] += [recipe["locate"][name] for name in ("task",) if name in recipe["locate"]]
+        hashes = {r: digest(run.folder / r) if inputs is None else inputs.get(r, "") for r in self.reads_with(settings)}
+        return fingerprint([self.name, self.version, run.revision, parts, hashes])
+
+    def reads_with(self, settings: Recipe) -> tuple[str, ...]:
+        """Files and folders of the run folder that the stage reads for this recipe."""
         reads = self.reads
         if self.name == "control" and settings.splice is not None and settings.train.trains_spliced_layers:
-            reads = ("plan.json",)  # the control trains the layers that have spliced heads in the hybrid
-        hashes = {r: digest(run.folder / r) if inputs is None else inputs.get(r, "") for r in reads}
-        return fingerprint([self.name, self.version, run.revision, parts, hashes])
+            reads += ("plan.json",)  # the control trains the layers that have spliced heads in the hybrid
+        if self.name == "control" and settings.train.has_plateau:
+            reads += (PLATEAU,)  # the control trains as many steps as the hybrid
+        return reads
 
     def outputs(self, run: Run) -> list[Path]:
         """Files and folders that the stage writes for this recipe."""
         more: tuple[str, ...] = ()
+        if self.name == "train" and run.recipe.train.has_plateau:
+            more = (PLATEAU,)
         if self.name == "control" and run.recipe.has_control:
             more = _CONTROL
         if self.name == "splice" and run.recipe.state_size is not None:
@@ -211,7 +220,8 @@ def _train_arm(
     Args:
         reference: loads the frozen model for the objective `base_kl`.
     """
-    section, steps = run.recipe.train, run.folder / "steps"
+    is_control, steps = name == "no_splice", run.folder / "steps"
+    section = run.as_trained() if is_control else run.recipe.train  # both train the same number of steps
     checkpoints = steps / key[:16]
     if run.accelerator.is_main_process and steps.is_dir():
         for other in steps.iterdir():
@@ -226,13 +236,17 @@ def _train_arm(
         run.recipe.seed,
         checkpoints,
         run.accelerator,
-        Watch(run, model, name),
-        control=name == "no_splice",
+        Watch(run, model, name, section),
+        control=is_control,
         outputs=run.folder,
     )
     if run.accelerator.is_main_process:
         run.save(model, name)
         write_json(run.folder / f"{curve}.json", history)
+        if section.has_plateau:
+            write_json(run.folder / PLATEAU, plateau_to_json(history, section))
+        elif not is_control:
+            (run.folder / PLATEAU).unlink(missing_ok=True)
         with new_folder(run.folder / "figures" / curve) as figures:
             training_curve(history, figures, curve)
         shutil.rmtree(steps, ignore_errors=True)

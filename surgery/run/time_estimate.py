@@ -75,7 +75,7 @@ def _timed(
     accelerator: Accelerator,
 ) -> list[float]:
     """Train a few steps of every stage with random weights. Return the seconds of a step, by stage."""
-    short = {"steps": STEPS, "tokens": None}
+    short = {"steps": STEPS, "tokens": None, "plateau": None}
     train = recipe.train.model_copy(update={"check_every": None, "trackers": ()})
     if train.stages:
         train = train.model_copy(update={"stages": tuple(stage.model_copy(update=short) for stage in train.stages)})

@@ -1,7 +1,8 @@
 """Training loop of one stage, for hybrids, their controls, and the pretraining of small bases.
 
-The documents, learning rate and random numbers of a step depend on the step's number only. So a run that was killed and
-resumed ends with the same weights as an uninterrupted one.
+The documents, learning rate and random numbers of a step depend on the step's number only; with `plateau`, the learning
+rate and the last step also depend on the losses before it. So a run that was killed and resumed ends with the same
+weights as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, broadcast_object_list
 from accelerate.utils.memory import release_memory, should_reduce_batch_size
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -40,6 +41,7 @@ from surgery.train.lora import Adapters
 from surgery.train.micro_batches import MicroBatch, join, shrink, split_step, with_counts
 from surgery.train.optimizer import adamw, mark_trainable, set_learning_rates
 from surgery.train.packing import packing_fault
+from surgery.train.plateau import LAST_STEP, find_plateau, num_steps_from, stage_lengths
 from surgery.train.sharded import gather, trainable_parameters, twin
 from surgery.train.shared_prefix import SharedPrefix, share_weights, unshare_weights
 from surgery.train.targets import Targets
@@ -127,15 +129,18 @@ def train_stage(
     """
     prepared = prepare_stage(model, tokenizer, section, seed, accelerator, targets, number, layers)
     stage, student, optimizer, adapters = prepared.stage, prepared.student, prepared.optimizer, prepared.adapters
-    before = sum(earlier.num_steps for earlier in section.sequence[:number])
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         folder = None  # DeepSpeed steps during backward, and keeps the optimizer's state to itself
     identity = _identity(model, section, number, seed)
     start, entries = _resume(folder, student, optimizer, identity, accelerator, number, list(history))
+    lengths = stage_lengths(entries, section)
+    before, num_steps = sum(lengths[:number]), lengths[number]
     for step in range(start, stage.num_steps):
+        if step == num_steps:  # after a plateau
+            break
         began = time.perf_counter()
         torch.manual_seed(hash((seed, number, step, accelerator.process_index)))  # for dropout
-        set_learning_rates(optimizer, stage.optimizer, step, stage.num_steps)
+        set_learning_rates(optimizer, stage.optimizer, step, num_steps)
         with torch_scans(model):
             losses, tokens = accumulate_gradients(prepared, tokenizer, section, accelerator, step)
         norm = accelerator.clip_grad_norm_(trainable_parameters(prepared.wrapped), stage.optimizer.max_grad_norm)
@@ -150,9 +155,13 @@ def train_stage(
         optimizer.zero_grad()
         seconds = round(time.perf_counter() - began, 4)
         entries.append({"step": before + step + 1, **losses, "tokens": tokens, "seconds": seconds})
-        growing = growing_loss([e for e in entries if e["step"] > before], stage, model.config.vocab_size)
+        of_stage = [entry for entry in entries if entry["step"] > before]
+        growing = growing_loss(of_stage, stage, model.config.vocab_size)
         if growing is not None:
             raise _diverged(folder, before + step + 1, growing)
+        if num_steps == stage.num_steps and _is_at_plateau(of_stage, stage):
+            num_steps = num_steps_from(step + 1, stage)
+            entries[-1][LAST_STEP] = before + num_steps
         if on_step is not None:
             on_step(before + step + 1, entries[-1])
     if student is not model:
@@ -160,7 +169,7 @@ def train_stage(
         if adapters is not None:
             adapters.model = model
     if not all(bool(p.isfinite().all()) for p in trainable_parameters(model)):
-        raise _diverged(folder, before + stage.num_steps, "not finite")
+        raise _diverged(folder, before + num_steps, "not finite")
     accelerator.free_memory()
     model.eval()
     if targets.cache is not None:
@@ -377,6 +386,15 @@ def _resume(
     if number:  # keep the result of the earlier stages
         save_checkpoint(folder, student, optimizer, 0, {"of": identity, "history": entries}, accelerator)
     return 0, entries
+
+
+def _is_at_plateau(history: History, stage: TrainStage) -> bool:
+    """Whether the stage is at a plateau since its last step. The main process decides for all."""
+    if stage.plateau is None or len(history) % stage.plateau.window:
+        return False
+    found = [find_plateau(history, stage) == len(history)]
+    broadcast_object_list(found)
+    return found[0]
 
 
 def _identity(model: nn.Module, section: Train, number: int, seed: int) -> str:

@@ -68,7 +68,8 @@ def train_model(
         seed: of documents, adapters and dropout.
         folder: for the checkpoints to resume from. Training resumes from the newest one. None saves no checkpoints.
         accelerator: of this process; created by default.
-        on_step: called after each step with its number and its entry of the history: losses, tokens, seconds.
+        on_step: called after each step with its number and its entry of the history: losses, tokens, seconds, and
+            `last_step` where a plateau was found.
         control: True for the control, a model without a splice. Stages that train new heads only are skipped.
         outputs: folder for `adapters/` in PEFT's format, `teacher_logits/` of stages with `distil.cache`, and `logs/`
             of trackers. None writes none of them.

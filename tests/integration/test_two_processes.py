@@ -35,8 +35,9 @@ def test_packed_documents_are_those_of_one_process_in_padded_rows(
     assert two.keys() == one.keys() and 0 < float(apart / scale) < 1e-5
 
 
-def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
+def test_losses_are_those_of_one_process_up_to_the_same_plateau(tmp_path: Path) -> None:
     two, one = worker.launch(tmp_path, "losses"), worker.losses(tmp_path)
+    assert any("last_step" in step for step in one) and len(one) < 9
     for name, values in two.items():
         assert values.tolist() == pytest.approx([step[name] for step in one], rel=1e-4), name
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from surgery.models.lookup import family_of, geometry_of
@@ -47,10 +50,10 @@ def plan(teacher: str | None = None) -> Plan:
     return Plan("quick", geometry_of(config), (graft,), 0, teacher=teacher)
 
 
-def spliced(model: str, **export: str) -> Recipe:
+def spliced(model: str, train: Mapping[str, Any] | None = None, **export: str) -> Recipe:
     source = {"task": "kv_retrieval", "rows": 2, "weights": {"answer": 1}}
-    given = {"name": "hybrid", "base": {"model": model}, "train": {"steps": 7, "sources": [source]}, "export": export}
-    return check_recipe(given)
+    section = {"steps": 7, "sources": [source], **(train or {})}
+    return check_recipe({"name": "hybrid", "base": {"model": model}, "train": section, "export": export})
 
 
 def cost(rows: int, tokens: int, speed: float) -> dict[str, float]:

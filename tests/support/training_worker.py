@@ -163,8 +163,10 @@ def sharded(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def losses(folder: Path) -> list[dict[str, float]]:
-    """Of three steps."""
-    return stage_run(folder, section(folder, 3)).run()
+    """Of the steps to a plateau: the first loss that is not lower by 2% than the lowest one."""
+    ends = {"window": 1, "patience": 1, "threshold": 0.02, "min_steps": 3}
+    optimizer = {"warmup": 1, "lr": 1e-3, "new_heads_lr": 1e-2, "schedule": "wsd", "decay": 0.2}
+    return stage_run(folder, section(folder, 9, plateau=ends, optimizer=optimizer)).run()
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ _MORE_ARMS = (
 )
 _COLOURS = {"loss": INK, "answer": BLUE, "attention": ORANGE, "base_kl": GREEN, "lm": PURPLE}
 _MORE_COLOURS = [OCHRE, SKY, GREY]
-_NOT_LOSSES = ("step", "seconds", "tokens", "kv_accuracy")
+_NOT_LOSSES = ("step", "seconds", "tokens", "kv_accuracy", "last_step")
 _Curves = Mapping[str, NDArray[np.float64]]
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from surgery.report.figures.curves import accuracy_by_pairs
 from surgery.report.run_report import ReportInputs, write_report
+from surgery.report.verdict import tiles_of
 from tests.support.reports import ARMS as COSTS
 from tests.support.reports import head_set, plan, spliced
 
@@ -54,6 +55,23 @@ def test_it_says_what_was_done_and_what_came_of_it(page: str) -> None:
     assert "The hybrid is better than the control: KV-retrieval, 8 pairs, 83.3% against 42.2%" in story
     assert story.index("control 42.2%") < story.index("base 41.1%")
     assert "64 pairs, beyond training" in story, "training went up to 16"
+
+
+@pytest.mark.parametrize(
+    ("trained", "text", "tile"),
+    [
+        ({"steps": 6, "plateau": 5}, "6 steps (of at most 7; plateau at step 5)", "6 steps"),
+        ({"steps": 7}, "7 steps (of at most 7; no plateau was found)", "7 steps"),
+    ],
+)
+def test_it_says_where_a_plateau_was_found(tmp_path: Path, trained: dict[str, int], text: str, tile: str) -> None:
+    recipe = spliced("owner/base", {"optimizer": {"schedule": "wsd"}, "plateau": {}})
+    given = replace(inputs(tmp_path / "figures", training={"finetune": trained}), recipe=recipe)
+    page = write_report(given, tmp_path / "report.html").read_text()
+    assert page.count(text) == 2, "in the story and in the limits"
+    few = {"kv_retrieval": {}, "closed_book": share(0.9)}
+    arms = {"arms": {"base": few, "hybrid": few}, "training": {"finetune": trained}}
+    assert tile in [found.value for found in tiles_of(arms, recipe)]
 
 
 def test_the_hybrid_is_the_first_column_and_p_values_are_the_last(tmp_path: Path) -> None:

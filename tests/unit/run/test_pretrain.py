@@ -42,6 +42,12 @@ def test_other_heads_and_layers_begin_as_always() -> None:
         assert rows_HTT[:, -1].max() < 0.5
 
 
+def test_a_plateau_is_refused() -> None:
+    train = {"sources": [{"task": "sentence", "rows": 1, "weights": {"lm": 1.0}}], "optimizer": {"schedule": "wsd"}}
+    with pytest.raises(RecipeError, match=r"Set `train\.plateau` to null"):
+        check_recipe({"name": "t", "model": SHAPE, "train": {**train, "plateau": {}}}, PretrainRecipe)
+
+
 def test_more_numbers_than_heads_are_refused() -> None:
     train = {"sources": [{"task": "copying", "rows": 1, "weights": {"answer": 1.0}}]}
     with pytest.raises(RecipeError, match="looks_back"):

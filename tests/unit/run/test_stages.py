@@ -138,3 +138,32 @@ def test_keys_of_stages_know_the_width_of_copies_and_locate_only_if_it_trains_th
             "export",
         }
         assert "locate" in changed("splice.min_width=null", "splice.mode=replace", methods=methods)
+
+
+def test_the_control_depends_on_the_steps_of_the_hybrid_only_with_a_plateau(tmp_path: Path) -> None:
+    """Without one, all hybrids of a sweep share a control."""
+    ends = load_recipe(RECIPE, ["train.plateau={}", "train.optimizer.schedule=wsd"])
+    fixed = load_recipe(RECIPE)
+    for name in ("heads.json", "plan.json", "spliced", "trained", "no_splice", "results.json", "report.html"):
+        (tmp_path / name).write_text(name)
+
+    def keys(recipe: Recipe, steps: int) -> dict[str, str]:
+        write_json(tmp_path / "plateau.json", {"finetune": {"steps": steps}})
+        return {stage.name: stage.key(bare_run(recipe, tmp_path)) for stage in stages.stages_of(recipe)}
+
+    one, other = keys(ends, 200), keys(ends, 225)
+    assert {name for name in one if one[name] != other[name]} == {"control"}
+    assert keys(fixed, 200) == keys(fixed, 225)
+    train, control = (stage for stage in stages.STAGES if stage.name in ("train", "control"))
+    run = Run(ends, tmp_path, make_accelerator())
+    assert "plateau.json" in {path.name for path in train.outputs(run)} & set(control.reads_with(ends))
+    assert run.as_trained() == ends.train.with_steps([225])
+    assert "plateau.json" not in {path.name for path in train.outputs(Run(fixed, tmp_path, make_accelerator()))}
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"finetune": 3}', '{"finetune": {}}'])
+def test_a_file_of_steps_of_another_form_is_named(tmp_path: Path, text: str) -> None:
+    ends = load_recipe(RECIPE, ["train.plateau={}", "train.optimizer.schedule=wsd"])
+    (tmp_path / "plateau.json").write_text(text)
+    with pytest.raises(RunError, match=r"plateau\.json.*Run the stage train"):
+        Run(ends, tmp_path, make_accelerator()).as_trained()

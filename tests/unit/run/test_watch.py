@@ -15,18 +15,26 @@ from surgery.testing.pico import pico_base, pico_tokenizer
 LOSSES = {"step": 1, "tokens": 100, "seconds": 0.5, "loss": 2.0, "answer": 1.5}
 
 
-def watched(check_every: int | None, seen: list[str]) -> tuple[Watch, Any]:
+def watched(
+    check_every: int | None, seen: list[str], totals: list[int] | None = None, **more: Any
+) -> tuple[Watch, Any]:
     source = {"task": "kv_retrieval", "rows": 1, "weights": {"answer": 1.0}}
-    train = {"steps": 4, "sources": [source], "check_every": check_every}
+    train = {"steps": 4, "sources": [source], "check_every": check_every, **more}
     recipe = check_recipe({"name": "t", "base": {"model": "m"}, "train": train, "locate": {"pairs": 3}}, Recipe)
+
+    def progress(done: int, total: int, note: str) -> None:
+        seen.append(note)
+        if totals is not None:
+            totals.append(total)
+
     run = SimpleNamespace(
         recipe=recipe,
         accelerator=SimpleNamespace(is_main_process=True),
-        reporter=SimpleNamespace(progress=lambda done, total, note: seen.append(note)),
+        reporter=SimpleNamespace(progress=progress),
         tokenizer=pico_tokenizer,
     )
     model = pico_base(vocab_size=len(pico_tokenizer()), layers=1).train()
-    return Watch(run, model, "t"), model  # type: ignore[arg-type]
+    return Watch(run, model, "t", recipe.train), model  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("every", "first"), [(2, 2), (3, 3), (None, 9)])
@@ -48,3 +56,15 @@ def test_it_is_the_share_of_prompts_that_are_answered_right(monkeypatch: pytest.
     monkeypatch.setattr("surgery.run.watch.answer_choices", lambda *given: found)
     watch(1, LOSSES)
     assert ", KV 0.75" in seen[0]
+
+
+def test_the_total_is_the_largest_number_of_steps_until_a_plateau_is_found() -> None:
+    notes: list[str] = []
+    totals: list[int] = []
+    watch, _ = watched(None, notes, totals, steps=40, optimizer={"schedule": "wsd"}, plateau={"window": 2})
+    watch(1, LOSSES)
+    watch(20, {**LOSSES, "step": 20, "last_step": 22})
+    watch(21, {**LOSSES, "step": 21})
+    assert totals == [40, 22, 22]
+    assert [note.rsplit(", ", 1)[1] for note in notes] == ["no plateau yet", "plateau at step 20", "plateau at step 20"]
+    assert all("last_step" not in note for note in notes)

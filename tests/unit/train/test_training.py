@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,9 +21,11 @@ from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site,
 from surgery.train import checkpoints as checkpoints_module
 from surgery.train import losses as formulas
 from surgery.train import tracking as track
+from surgery.train import trainer
 from surgery.train.checkpoint_files import fault_of
 from surgery.train.checkpoints import checkpoints
 from surgery.train.optimizer import adamw, learning_rate_factor, mark_trainable, spliced_parameters
+from surgery.train.plateau import stage_lengths
 from surgery.train.training import train_model
 from surgery.types import Graft, Plan
 
@@ -56,6 +58,10 @@ def weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def moved(before: dict[str, Tensor], model: PreTrainedModel) -> set[str]:
     return {name for name, p in model.named_parameters() if not torch.equal(before[name], p)}
+
+
+def without_time(history: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{k: v for k, v in entry.items() if k != "seconds"} for entry in history]
 
 
 def fit(model: PreTrainedModel, train_section: Train, **more: Any) -> list[dict[str, float]]:
@@ -161,6 +167,67 @@ class TestStages:
     def test_what_cannot_be_is_refused(self, given: dict[str, Any], says: str) -> None:
         with pytest.raises(ValueError, match=says):
             Train.model_validate(given)
+
+
+class TestPlateau:
+    """A loss that does not fall from one step to the next is at a plateau, after 4 steps or more."""
+
+    ENDS: ClassVar[dict[str, Any]] = {
+        "steps": 20,
+        "optimizer": {**FAST, "schedule": "wsd", "decay": 0.3},
+        "plateau": {"window": 1, "patience": 1, "threshold": 0.0, "min_steps": 4},
+    }
+
+    def test_the_weights_are_those_of_a_stage_of_this_length(self) -> None:
+        model, again, made = hybrid(), hybrid(), section(**self.ENDS)
+        history = fit(model, made)
+        (entry,) = (h for h in history if "last_step" in h)
+        assert 4 <= entry["step"] < entry["last_step"] == len(history) == history[-1]["step"] < 20
+        assert len(history) == round(entry["step"] / 0.7)
+        fit(again, made.with_steps([len(history)]))
+        assert moved(weights(model), again) == set()
+
+    def test_a_stopped_run_ends_with_the_same_step_and_weights(self, tmp_path: Path) -> None:
+        every, whole = section(**self.ENDS, save_every=1), hybrid()
+        expected = without_time(fit(whole, every))
+        found = next(int(h["step"]) for h in expected if "last_step" in h)
+        for last in (found, found + 1):
+
+            def stop(step: int, _: Any, last: int = last) -> None:
+                if step == last:
+                    raise KeyboardInterrupt
+
+            with pytest.raises(KeyboardInterrupt):
+                fit(hybrid(), every, folder=tmp_path / str(last), on_step=stop)
+            again = hybrid()
+            assert without_time(fit(again, every, folder=tmp_path / str(last))) == expected
+            assert moved(weights(whole), again) == set()
+
+    def test_later_stages_begin_where_it_ends(self, tmp_path: Path) -> None:
+        ends = stage("ends", **self.ENDS)
+        made = section(stages=[ends, stage("fixed"), {**ends, "name": "again"}]).model_copy(update={"save_every": 1})
+        model, again, seen = hybrid(), hybrid(), []
+        history = fit(model, made)
+        lengths = stage_lengths(history, made)
+        assert [h["step"] for h in history] == list(range(1, sum(lengths) + 1))
+        assert lengths[0] < 20 > lengths[2] and lengths[1] == 2
+
+        def stop(step: int, _: Any) -> None:
+            seen.append(step)
+            if step == lengths[0] + 1:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            fit(hybrid(), made, folder=tmp_path, on_step=stop)
+        assert without_time(fit(again, made, folder=tmp_path)) == without_time(history)
+        assert moved(weights(model), again) == set()
+
+    @pytest.mark.parametrize("decided", [True, False])
+    def test_the_main_process_decides(self, decided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where the losses of another process differed by rounding, it would find another step."""
+        monkeypatch.setattr(trainer, "broadcast_object_list", lambda found: found.__setitem__(0, decided))
+        settings = {**self.ENDS, "steps": 12, "plateau": {"window": 4, "min_steps": 8 if decided else 1, "patience": 9}}
+        assert len(fit(hybrid(), section(**settings))) == (round(4 / 0.7) if decided else 12)
 
 
 class TestWhatTrains:

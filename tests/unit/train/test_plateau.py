@@ -1,0 +1,184 @@
+"""Where a training loss is at a plateau, and how many steps its stage then has."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from surgery.recipe import Optimizer, Train, TrainStage
+from surgery.train.optimizer import learning_rate_factor
+from surgery.train.plateau import LAST_STEP, find_plateau, num_steps_from, plateau_to_json, stage_lengths
+
+ROOT = Path(__file__).parents[3]
+SOURCE = {"task": "kv_retrieval", "rows": 1, "weights": {"answer": 1.0, "attention": 1.0}}
+STEPS, WINDOW = 400, 25
+
+
+def stage(steps: int = STEPS, decay: float = 0.1, schedule: str = "wsd", **plateau: Any) -> TrainStage:
+    optimizer = {"schedule": schedule, "decay": decay}
+    return TrainStage.model_validate(
+        {"steps": steps, "sources": [SOURCE], "optimizer": optimizer, "plateau": {"min_steps": 1, **plateau}}
+    )
+
+
+def entries(losses: list[float], name: str = "loss") -> list[dict[str, float]]:
+    return [{"step": i + 1, name: loss} for i, loss in enumerate(losses)]
+
+
+def found(losses: list[float], made: TrainStage | None = None, name: str = "loss") -> int | None:
+    return find_plateau(entries(losses, name), made or stage())
+
+
+def noisy(losses: list[float], seed: int, spread: float = 0.45) -> list[float]:
+    """Multiply each loss by a factor of mean 1. Single steps of the quickstart have this spread."""
+    rng, sigma = Random(seed), math.sqrt(math.log(1 + spread**2))
+    return [loss * rng.lognormvariate(-(sigma**2) / 2, sigma) for loss in losses]
+
+
+FALLING = [3.0 * 0.99**i for i in range(STEPS)]  # by a fifth in a window
+FLAT_AFTER = [3.0 * 0.98 ** min(i, 150) for i in range(STEPS)]
+PLATEAU = 250
+
+
+def test_a_falling_loss_is_at_no_plateau() -> None:
+    assert found(FALLING) is None
+    assert found([1.0 / (1 + i / 40) for i in range(200)]) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_on_a_falling_loss_is_no_plateau(seed: int) -> None:
+    assert found(noisy(FALLING, seed)) is None
+
+
+def test_a_loss_that_stays_flat_after_it_has_fallen_is_at_a_plateau() -> None:
+    """The means from step 150 on are equal, and three of them without an improvement follow the first one."""
+    assert found(FLAT_AFTER) == PLATEAU == 150 + 4 * WINDOW
+    assert found(FLAT_AFTER, stage(patience=5)) == 150 + 6 * WINDOW
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_hides_no_plateau(seed: int) -> None:
+    after = found(noisy(FLAT_AFTER, seed))
+    assert after is not None and 150 < after <= STEPS - WINDOW
+
+
+@pytest.mark.parametrize("value", [0.0, 2.0])
+def test_a_loss_that_never_fell_is_at_no_plateau(value: float) -> None:
+    assert found([value] * STEPS) is None
+    assert found([0.5 + i / 100 for i in range(STEPS)]) is None
+
+
+def test_a_plateau_at_chance_is_waited_out() -> None:
+    """A head that finds its place after 150 steps at chance."""
+    late = [5.0] * 150 + [5.0 * 0.97**i for i in range(100)] + [0.2] * 150
+    assert found(late[:150]) is None and found(late[:250]) is None
+    assert found(late) == 250 + 4 * WINDOW
+
+
+def test_the_disturbance_at_the_start_is_no_plateau() -> None:
+    """A base that starts well gets worse first: patience is counted from the first improvement on the start."""
+    disturbed = [0.6] * WINDOW + [1.2 * 0.99**i for i in range(STEPS - WINDOW)]
+    assert found(disturbed) is None
+
+
+def test_slow_progress_within_the_patience_counts() -> None:
+    slow = [2.0 * 0.97 ** (i // WINDOW) for i in range(STEPS)]
+    assert found(slow, stage(threshold=0.05)) is None
+    assert found(slow, stage(threshold=0.1)) is not None
+
+
+@pytest.mark.parametrize(("least", "expected"), [(1, 250), (251, 275), (275, 275), (None, 250)])
+def test_there_is_no_plateau_before_the_least_number_of_steps(least: int | None, expected: int) -> None:
+    """By default half of the steps."""
+    assert found(FLAT_AFTER, stage(min_steps=least)) == expected
+    assert found(FLAT_AFTER, stage(700, min_steps=least)) == (350 if least is None else expected)
+
+
+def test_the_answer_follows_from_the_steps_until_then() -> None:
+    """As after every step of a run, and after a resumption at any step."""
+    losses, made = noisy(FLAT_AFTER, 3), stage()
+    first = next(step for step in range(STEPS + 1) if find_plateau(entries(losses[:step]), made) is not None)
+    assert found(losses) == first
+    assert {find_plateau(entries(losses[:step]), made) for step in range(first, STEPS + 1)} == {first}
+
+
+def test_one_objective_can_be_monitored() -> None:
+    history = [{**a, "answer": b} for a, b in zip(entries(FALLING), FLAT_AFTER, strict=True)]
+    assert find_plateau(history, stage(monitor="loss")) is None
+    assert find_plateau(history, stage(monitor="answer")) == PLATEAU
+    assert find_plateau(entries(FALLING), stage(monitor="attention")) is None, "a model without spliced heads"
+
+
+@pytest.mark.parametrize("curve", ["training", "no_splice_training"])
+def test_the_quickstart_s_own_curves_still_fall(curve: str) -> None:
+    with open(ROOT / "checkpoints" / "quickstart" / "figures" / curve / f"{curve}.csv", encoding="utf-8") as file:
+        losses = [float(row["loss"]) for row in csv.DictReader(file)]
+    assert len(losses) == 250 and found(losses) is None
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.05, 0.1, 0.25, 0.3, 0.5, 0.9])
+@pytest.mark.parametrize("plateau", [1, 20, 33, 175, 225])
+def test_rates_are_those_of_a_stage_of_this_length(decay: float, plateau: int) -> None:
+    """So the same weights follow from `steps` alone: constant until the plateau, then the decay."""
+    made = stage(decay=decay)
+    steps, settings = num_steps_from(plateau, made), made.optimizer.model_copy(update={"warmup": 0})
+    assert plateau <= steps <= STEPS
+    rates = [learning_rate_factor(step, steps, settings) for step in range(steps)]
+    if steps < STEPS:
+        assert all(rate == 1.0 for rate in rates[:plateau]), "these steps were taken before the length was known"
+        assert len(rates) - plateau == pytest.approx(decay * steps, abs=0.5)
+    assert decay == 0.0 or rates[-1] < 1.0 or steps - plateau <= 1
+
+
+def test_a_plateau_too_late_to_shorten_the_stage_is_none() -> None:
+    losses = FLAT_AFTER[:300]
+    assert found(losses, stage(300, decay=0.1)) == PLATEAU
+    assert found(losses, stage(300, decay=0.2)) is None
+
+
+def test_a_constant_rate_ends_at_once() -> None:
+    assert num_steps_from(225, stage(schedule="constant")) == 225
+
+
+def test_lengths_of_stages_follow_from_the_history() -> None:
+    section = Train.model_validate(
+        {"stages": [{**stage(steps).model_dump(), "name": name} for name, steps in (("a", 50), ("b", 40), ("c", 30))]}
+    )
+    assert stage_lengths([], section) == [50, 40, 30]
+    history: list[dict[str, float]] = [{"step": step} for step in range(1, 101)]
+    history[59] = {"step": 60, LAST_STEP: 70}
+    assert stage_lengths(history, section) == [50, 20, 30]
+    history[39] = {"step": 40, LAST_STEP: 44}
+    assert stage_lengths(history, section) == [44, 26, 30]
+    described = {"a": {"steps": 44, "plateau": 40}, "b": {"steps": 26, "plateau": 60}, "c": {"steps": 30}}
+    assert plateau_to_json(history, section) == described
+    fixed = section.with_steps([44, 26, 30])
+    assert fixed.num_all_steps == 100 and not fixed.has_plateau and section.has_plateau
+    assert [s.name for s in fixed.sequence] == ["a", "b", "c"] and stage_lengths(history[:30], fixed) == [44, 26, 30]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"optimizer": Optimizer()}, "cannot end a cosine.*Set `optimizer.schedule` to wsd or constant"),
+        ({"optimizer": Optimizer(schedule="wsd", decay=1.0)}, "Set `optimizer.decay` below 1"),
+        ({"sources": [{**SOURCE, "weights": {"answer": (1.0, 0.0)}}]}, "constant weights.*Set one number"),
+        ({"plateau": {"monitor": "lm"}}, "`plateau.monitor` is lm.*Use one of loss, answer, attention"),
+    ],
+)
+def test_a_plateau_that_could_not_end_a_stage_is_refused(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        TrainStage.model_validate({**stage().model_dump(), **change})
+
+
+def test_the_setting_is_hashed_only_where_it_is_set() -> None:
+    plain, ends = (TrainStage.model_validate({**stage().model_dump(), "plateau": p}) for p in (None, {}))
+    assert "plateau" not in TrainStage.names_of_0_1(plain.model_dump(mode="json"))
+    assert "plateau" in TrainStage.names_of_0_1(ends.model_dump(mode="json"))
+    section = Train.model_validate({"sources": [SOURCE], "optimizer": {"schedule": "wsd"}, "plateau": {}})
+    assert "plateau" not in Train.names_of_0_1(section.with_steps([7]).model_dump(mode="json"))

@@ -56,8 +56,8 @@ def selective_scan(
     if delta_softplus:
         dt_BIT = F.softplus(dt_BIT)
     decays = torch.exp(A_IN[:, None] * dt_BIT[..., None]).unbind(2)
-    keys_BTN = B_BNT.transpose(1, 2)[:, None].float()
-    inputs = (dt_BIT[..., None] * keys_BTN * x_BIT[..., None].float()).unbind(2)
+    keys_BTN = _at_least_float32(B_BNT).transpose(1, 2)[:, None]
+    inputs = (dt_BIT[..., None] * keys_BTN * _at_least_float32(x_BIT)[..., None]).unbind(2)
     state_BIN = torch.zeros_like(inputs[0], dtype=x_BIT.dtype)
     outputs = []
     for decay_BIN, input_BIN, query_BN in zip(decays, inputs, C_BNT.unbind(2), strict=True):
@@ -94,22 +94,23 @@ def chunk_scan(
         D: (H,), the skip. dt_bias: (H,), added to dt before the softplus. initial_states: (B,H,P,N), zero if None.
 
     Returns:
-        (B,T,H,P) in float32, and with `return_final_states` the state (B,H,P,N) after the last token.
+        (B,T,H,P) in float32, or in float64 if `x_BTHP` is, and with `return_final_states` the state (B,H,P,N) after the
+        last token.
     """
     if dt_bias is not None:
         dt_BTH = dt_BTH + dt_bias.to(dt_BTH.dtype)
     if dt_softplus:
         dt_BTH = F.softplus(dt_BTH)
-    dt_BTH, x_BTHP = dt_BTH.clamp(*dt_limit).float(), x_BTHP.float()
+    dt_BTH, x_BTHP = _at_least_float32(dt_BTH.clamp(*dt_limit)), _at_least_float32(x_BTHP)
     P, N = x_BTHP.shape[-1], B_BTGN.shape[-1]
     if initial_states is None:
         initial_states = x_BTHP.new_zeros(*x_BTHP.shape[::2], P, N)
     y_BTHP, state_BHPN = chunked_scan(
         x_BTHP * dt_BTH[..., None],
-        B_BTGN.float(),
-        C_BTGN.float(),
-        dt_BTH * A_H.float(),
-        initial_states.float(),
+        _at_least_float32(B_BTGN),
+        _at_least_float32(C_BTGN),
+        dt_BTH * _at_least_float32(A_H),
+        initial_states.to(x_BTHP.dtype),
         2 ** round(math.log2(P * N) / 2),
     )
     if D is not None:
@@ -118,19 +119,24 @@ def chunk_scan(
     return (y_BTHP, state_BHPN) if return_final_states else y_BTHP
 
 
+def _at_least_float32(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))  # transformers rounds float64 to float32
+
+
 _SCANS: dict[str, Scan] = {"mamba_selective_scan": selective_scan, "mamba2_chunk_scan": chunk_scan}
 
 
 @contextmanager
-def torch_scans(model: PreTrainedModel) -> Iterator[None]:
-    """Use these scans in `model` inside the context, unless a kernel or `torch.compile` has a faster one.
+def torch_scans(*models: PreTrainedModel | None) -> Iterator[None]:
+    """Use these scans in `models` inside the context, unless a kernel or `torch.compile` has a faster one.
 
     They take the place of functions of transformers, so other models of the same class that run inside the context use
     them too.
     """
-    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    given = [model for model in models if model is not None]
+    classes = {cls for model in given for module in model.modules() for cls in type(module).__mro__}
     files = {cls.__module__ for cls in classes if cls.__module__.startswith("transformers.models.")}
-    has_own = find_spec("mamba_ssm") is not None or getattr(model.config, "use_mambapy", False)
+    has_own = find_spec("mamba_ssm") is not None or any(getattr(m.config, "use_mambapy", False) for m in given)
     replaced = []
     try:
         for file, name in () if has_own else product(sorted(files), _SCANS):

@@ -234,7 +234,9 @@ def _source_cost(runner: _Runner, frozen: _Runner | None, targets: Targets, samp
         batch = sample.batch.to("meta")  # inside `measure`, which keeps the values of integers
         return [torch.stack(list(targets.weighted_losses(outputs, sample.source, batch).values())).sum()]
 
-    loss = measure(losses, targets.teacher.model if targets.teacher is not None else None)
+    teacher = targets.teacher.model if targets.teacher is not None else None
+    with torch_scans(teacher):
+        loss = measure(losses, teacher)
     logits = outputs.output.logits.nbytes  # freed before the backward pass begins, unless they are saved
     peak = max(
         body.forward_peak,

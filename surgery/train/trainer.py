@@ -133,6 +133,7 @@ def train_stage(
         folder = None  # DeepSpeed steps during backward, and keeps the optimizer's state to itself
     identity = _identity(model, section, number, seed)
     start, entries = _resume(folder, student, optimizer, identity, accelerator, number, list(history))
+    compared = (model, targets.base, targets.teacher.model if targets.teacher is not None else None)
     lengths = stage_lengths(entries, section)
     before, num_steps = sum(lengths[:number]), lengths[number]
     for step in range(start, stage.num_steps):
@@ -141,7 +142,7 @@ def train_stage(
         began = time.perf_counter()
         torch.manual_seed(hash((seed, number, step, accelerator.process_index)))  # for dropout
         set_learning_rates(optimizer, stage.optimizer, step, num_steps)
-        with torch_scans(model):
+        with torch_scans(*compared):
             losses, tokens = accumulate_gradients(prepared, tokenizer, section, accelerator, step)
         norm = accelerator.clip_grad_norm_(trainable_parameters(prepared.wrapped), stage.optimizer.max_grad_norm)
         if not (math.isfinite(losses["loss"]) and math.isfinite(float(norm))):

@@ -482,9 +482,10 @@ def test_inputs_are_what_a_recipe_names_by_key() -> None:
 
 def test_a_run_writes_nothing_that_is_not_listed() -> None:
     """What `--overwrite` removes is what every stage writes, and no more."""
-    from surgery.run.stages import _CONTROL, STAGES, STATE, TUNING
+    from surgery.run.stages import _CONTROL, PLATEAU, STAGES, STATE, TUNING
 
-    written = {name.split("/")[0] for stage in (*STAGES, *TUNING) for name in (*stage.writes, *_CONTROL, STATE)}
+    of_some = (*_CONTROL, PLATEAU, STATE)
+    written = {name.split("/")[0] for stage in (*STAGES, *TUNING) for name in (*stage.writes, *of_some)}
     of_runs = {".stages", "recipe.yaml", "run.log", "steps", "adapters", "teacher_logits", "logs"}
     assert set(WRITTEN) == written | of_runs
 

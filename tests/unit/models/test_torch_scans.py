@@ -110,6 +110,15 @@ def test_half_precision_is_computed_in_float32() -> None:
     torch.testing.assert_close(got, want, atol=0, rtol=1e-2)
 
 
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+def test_double_precision_is_kept(name: str) -> None:
+    """transformers computes these scans in float32 at most, so a row would differ by 1e-7 from itself in a batch."""
+    model, ids = pico_family(name).double(), tokens(3, 20)
+    with torch_scans(model), torch.no_grad():
+        together, alone = model(ids).logits, model(ids[:1]).logits
+    torch.testing.assert_close(together[:1], alone, atol=1e-12, rtol=0)
+
+
 def test_memory_grows_in_proportion_to_the_tokens() -> None:
     """transformers combines every chunk with every earlier one."""
     peaks: dict[bool, list[int]] = {False: [], True: []}
@@ -166,6 +175,15 @@ def test_a_hybrid_uses_them_too() -> None:
     model, stock = pico_hybrid([random_site(1)]), modeling_mamba2.mamba2_chunk_scan
     with torch_scans(model):
         assert modeling_mamba2.mamba2_chunk_scan is not stock
+
+
+def test_several_models_of_different_families() -> None:
+    """A frozen base and a teacher run beside the model. None is a model that a recipe does without."""
+    first, second = modeling_mamba.mamba_selective_scan, modeling_mamba2.mamba2_chunk_scan
+    with torch_scans(pico_family("mamba"), None, pico_family("mamba2")):
+        assert modeling_mamba.mamba_selective_scan is not first
+        assert modeling_mamba2.mamba2_chunk_scan is not second
+    assert modeling_mamba.mamba_selective_scan is first and modeling_mamba2.mamba2_chunk_scan is second
 
 
 def test_other_families_keep_theirs() -> None:

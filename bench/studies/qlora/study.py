@@ -48,7 +48,8 @@ from surgery.locate.locating import locate_heads
 from surgery.models.loading import revision_of
 from surgery.models.lookup import geometry_of
 from surgery.recipe import Base, Evaluate, Recipe, Splice, Train, load_recipe
-from surgery.report.figures.canvas import BLUE, GREY, add_axes, add_heading, new_figure, style
+from surgery.recipe.section import keys_of_0_1
+from surgery.report.figures.canvas import BLUE, GREY, add_axes, add_heading, new_figure, plain_log_ticks, style
 from surgery.report.figures.canvas import save as save_figure
 from surgery.run.memory_estimate import weight_bytes
 from surgery.splice.graft import splice_model
@@ -182,7 +183,7 @@ EXPERIMENTS: dict[str, Callable[[], dict[str, Any]]] = {
 
 def key_of(name: str) -> str:
     """Hash of everything that the result of an arm depends on."""
-    recipes = [recipe_of(method).model_dump(mode="json") for method in METHODS]
+    recipes = [keys_of_0_1(Recipe, recipe_of(method).model_dump(mode="json")) for method in METHODS]
     return fingerprint([name, recipes, PROMPTS_SEED, revision_of(Base(model=str(FAR)))])
 
 
@@ -239,7 +240,7 @@ def curves(results: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
     add_heading(figure, "Losses of LoRA and QLoRA", f"checkpoints/pico-far, three seeds; means of {WINDOW} steps")
     rows = []
     for place, name in enumerate(("answer", "attention", "base_kl")):
-        axes = add_axes(figure, 0.6 + 2.7 * place, 0.6, 2.1, 1.6)
+        axes = add_axes(figure, 0.6 + 2.7 * place, 0.85, 2.1, 1.6)
         axes.set_title(name, size=9)
         axes.set_xlabel("step")
         for arm in (result for key, result in results.items() if "_seed" in key):
@@ -251,7 +252,8 @@ def curves(results: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
             axes.plot(steps, points, color=colour, linewidth=1.1, label=label)
             rows += [[arm["method"], arm["seed"], name, step, point] for step, point in zip(steps, points, strict=True)]
         axes.set_yscale("log")
-    figure.legend(loc="upper right", ncols=2, fontsize=8.5)
+        plain_log_ticks(axes.yaxis)
+    figure.legend(*axes.get_legend_handles_labels(), loc="upper right", ncols=2, fontsize=8.5)
     save_figure(figure, folder, "losses", ["method", "seed", "loss", "step", "value"], rows)
 
 

@@ -15,8 +15,10 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from surgery.errors import SurgeryError
 from surgery.files.atomic import write_text
@@ -86,6 +88,14 @@ def add_heading(figure: Figure, title: str, note: str, left: float = 0.15) -> No
     width, height = figure.get_size_inches()
     figure.text(left / width, 1 - 0.12 / height, title, size=12, weight="bold", va="top")
     figure.text(left / width, 1 - 0.38 / height, note, size=8.5, color=MUTED, va="top", linespacing=1.35)
+
+
+def plain_log_ticks(axis: Axis) -> None:
+    """Write the ticks of a logarithmic axis as plain numbers. Set the limits of the axis before."""
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(10, (1, 2, 5) if high / low < 100 else (1,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]], gap: float) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import NullFormatter
 
 from surgery.report.figures.canvas import (
     BLUE,
@@ -21,6 +21,7 @@ from surgery.report.figures.canvas import (
     add_axes,
     add_heading,
     new_figure,
+    plain_log_ticks,
     require,
     save,
     style,
@@ -97,10 +98,7 @@ def _panel(axes: Axes, arms: Mapping[str, Sequence[Cost]], batch: int, value: Ca
     low, high = axes.get_ylim()
     if high / low < 4:  # otherwise nearly equal lines would show noise at full height
         axes.set_ylim((low * high) ** 0.5 / 2, (low * high) ** 0.5 * 2)
-    spans = axes.get_ylim()[1] / axes.get_ylim()[0]
-    axes.yaxis.set_major_locator(LogLocator(10, (1, 2, 5) if spans < 100 else (1,)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 1 else f"{y:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    plain_log_ticks(axes.yaxis)
     axes.grid(color=FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
     return lines

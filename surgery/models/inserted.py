@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import Mamba2Config, NemotronHConfig, NemotronHForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import ModelError
+from surgery.hybrid.attention import SplicedAttention
 from surgery.hybrid.causal_lm import HybridCausalLMOutput
 from surgery.hybrid.splice_pass import SpliceRows
 from surgery.types import Graft, MixerSpec
@@ -133,12 +134,11 @@ def grafts_of(config: PreTrainedConfig, sites: Mapping[int, MixerSpec]) -> tuple
     return tuple(grafts)
 
 
-def inserted_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the inserted blocks of a model, from below; empty if nothing was inserted."""
+def new_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return spliced heads and inserted blocks by name, in the model's order."""
     config = getattr(model, "config", None)
-    if not has_inserted(config):
-        return []
-    return [model.get_submodule(f"model.layers.{layer}") for layer in new_layers(config)]
+    blocks = {f"model.layers.{layer}" for layer in new_layers(config)} if has_inserted(config) else set()
+    return {n: m for n, m in model.named_modules() if n in blocks or isinstance(m, SplicedAttention)}
 
 
 def held_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -13,10 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import reading
-from surgery.hybrid.attention import SplicedAttention
 from surgery.hybrid.branches import BRANCHES
 from surgery.hybrid.sites import is_whole
-from surgery.models.inserted import inserted_blocks
+from surgery.models.inserted import new_modules
 from surgery.models.lookup import family_of, structure_of
 
 
@@ -61,8 +60,7 @@ def sizes_of(model: PreTrainedModel, itemsize: int = 4) -> Sizes:
         model: any model, possibly on the meta device.
         itemsize: bytes per cached value.
     """
-    branches = [m for m in model.modules() if isinstance(m, SplicedAttention)]
-    new = sum(p.numel() for module in (*branches, *inserted_blocks(model)) for p in module.parameters())
+    new = sum(p.numel() for module in new_modules(model).values() for p in module.parameters())
     splice: Sequence[dict[str, Any]] = getattr(model.config, "splice", None) or []
     return Sizes(
         parameters=sum(p.numel() for p in model.parameters()),

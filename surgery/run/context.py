@@ -127,6 +127,10 @@ class Run:
             self._base = load_model(self.recipe.base).to(self.accelerator.device)
         return self._base
 
+    def release_base(self) -> None:
+        """Free the memory of `base`. It is loaded again where it is needed."""
+        self._base = None
+
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The base's tokenizer, loaded once."""
         if self._tokenizer is None:

@@ -111,6 +111,8 @@ def run_pipeline(
 def check_inputs(run: Run) -> None:
     """Check models, heads and data before anything is written or measured."""
     check_configs(run)
+    for stage in run.recipe.train.sequence if "train" in run.stages else ():
+        quantization_of(run.recipe.train, stage)
     check_vocabulary(run.tokenizer(), run.base().config)
     _check_other_models(run)
     check_documents(run, run.base().config)
@@ -118,8 +120,6 @@ def check_inputs(run: Run) -> None:
         if run.accelerator.is_main_process:
             for name, counts in run.answer_spans.items():
                 run.reporter.note("data", f"{name}: answer_span: auto: {answer_spans_text(counts)}")
-        for stage in run.recipe.train.sequence:
-            quantization_of(run.recipe.train, stage)
         if run.recipe.train.compile:
             check_compiler(run.accelerator.device)
 

@@ -223,6 +223,9 @@ def _train_arm(
     is_control, steps = name == "no_splice", run.folder / "steps"
     section = run.as_trained() if is_control else run.recipe.train  # both train the same number of steps
     checkpoints = steps / key[:16]
+    needs_base = "base.logits" in section.needs
+    if not needs_base and any(stage.lora.quantization is not None for stage in section.sequence):
+        run.release_base()
     if run.accelerator.is_main_process and steps.is_dir():
         for other in steps.iterdir():
             if other != checkpoints:
@@ -232,7 +235,7 @@ def _train_arm(
         run.tokenizer(),
         section,
         run.plan(),
-        reference() if "base.logits" in section.needs else None,
+        reference() if needs_base else None,
         run.recipe.seed,
         checkpoints,
         run.accelerator,

@@ -1,6 +1,7 @@
 """Train LoRA adapters in addition to the spliced heads, with PEFT.
 
-The spliced heads are trained in full and saved with the adapters as `modules_to_save`. There are three special cases:
+Spliced heads and inserted layers train in full, and are saved with the adapters as `modules_to_save`. There are three
+special cases:
 
 - The fused training kernels of Mamba read `out_proj.weight` directly. They bypass an adapter and cannot read 4 bits. A
   mixer whose `out_proj` has an adapter or 4 bits uses the code path of eval mode, which calls the module.
@@ -28,8 +29,8 @@ from transformers import PreTrainedModel
 
 from surgery.errors import RecipeError
 from surgery.files.atomic import new_folder
-from surgery.hybrid.attention import SplicedAttention
 from surgery.interventions.silence import silence
+from surgery.models.inserted import new_modules
 from surgery.models.lookup import family_of, mixer_of
 from surgery.recipe import Lora
 from surgery.types import Graft
@@ -76,14 +77,15 @@ class Adapters:
             folder: replaced atomically.
             base: path or id of the spliced model, for `adapter_config.json`.
         """
-        branches = tuple(f"{name}." for name, m in self.model.named_modules() if isinstance(m, SplicedAttention))
+        new_heads = list(new_modules(self.model))
+        inside = tuple(f"{name}." for name in new_heads)
         state = {
             f"base_model.model.{name.replace('.default.', '.')}": tensor.detach().cpu().contiguous()
             for name, tensor in self.model.state_dict().items()
-            if ".lora_" in name or name.startswith(branches)
+            if ".lora_" in name or name.startswith(inside)
         }
         config = copy.copy(self._config)
-        config.modules_to_save = ["attention"] if branches else None
+        config.modules_to_save = new_heads or None
         config.base_model_name_or_path, config.inference_mode = base, True
         with new_folder(folder) as new:
             save_file(state, new / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -115,12 +117,8 @@ class Adapters:
 
 def _peft_config(model: PreTrainedModel, section: Lora) -> LoraConfig:
     """Make a configuration that lists every target by its full name, so that none is inside a spliced head."""
-    inside = {name for name, m in model.named_modules() if isinstance(m, SplicedAttention)}
-    linear = [
-        name
-        for name, m in model.named_modules()
-        if isinstance(m, nn.Linear) and not any(name.startswith(f"{branch}.") for branch in inside)
-    ]
+    new = tuple(f"{name}." for name in new_modules(model))
+    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and not name.startswith(new)]
     matches = {target: [n for n in linear if n.rsplit(".", 1)[-1] == target] for target in section.targets}
     for target, names in matches.items():
         if not names:

@@ -11,8 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from surgery.errors import RunError
-from surgery.hybrid.attention import SplicedAttention
-from surgery.models.inserted import held_parameters, inserted_blocks
+from surgery.models.inserted import held_parameters, new_modules
 from surgery.models.lookup import block_of, family_of
 from surgery.recipe import Optimizer, TrainStage
 from surgery.train.lora import adapter_parameters
@@ -20,8 +19,7 @@ from surgery.train.lora import adapter_parameters
 
 def spliced_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Parameters of the spliced heads and of inserted layers, each once, in the model's order."""
-    branches = [m for m in model.modules() if isinstance(m, SplicedAttention)]
-    return [p for module in (*branches, *inserted_blocks(model)) for p in module.parameters()]
+    return [p for module in new_modules(model).values() for p in module.parameters()]
 
 
 def mark_trainable(model: PreTrainedModel, stage: TrainStage, layers: Sequence[int] = ()) -> list[nn.Parameter]:

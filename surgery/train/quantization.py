@@ -21,7 +21,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from surgery.errors import RecipeError, RunError, reading
 from surgery.files.atomic import new_folder
-from surgery.hybrid.attention import SplicedAttention
+from surgery.models.inserted import new_modules
 from surgery.recipe import Train, TrainStage
 from surgery.train.checkpoint_files import WEIGHTS
 from surgery.train.checkpoints import checkpoints
@@ -60,14 +60,14 @@ def quantizable(model: PreTrainedModel) -> Unquantized:
 
     Their number of inputs is a multiple of the block. bitsandbytes 0.50 dequantizes other layers wrongly on a CPU.
     """
-    branches = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, SplicedAttention))
+    new = tuple(f"{name}." for name in new_modules(model))
     kept = model.get_output_embeddings()
     return {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
         and module is not kept
-        and not name.startswith(branches)
+        and not name.startswith(new)
         and name.rpartition(".")[2] not in _DIRECTLY_READ
         and module.in_features % BLOCK == 0
     }
@@ -96,10 +96,10 @@ def quantized(
     originals: list[Unquantized] = []
     made: dict[int, nn.Module] = {}  # by the identity of the weight, which layers may share
     homes = [model.device for model in models]
+    for model in models[1:]:
+        unshare_weights(models[0], model)  # merging changes the unquantized layers of the first in place
     try:
         for model in models:
-            if model is not models[0]:
-                unshare_weights(models[0], model)  # merging changes the unquantized layers of the first in place
             originals.append(layers := quantizable(model))
             for name, layer in layers.items():
                 twin = originals[0].get(name)
@@ -119,7 +119,7 @@ def quantized(
 def resume_unquantized(model: PreTrainedModel, folder: Path, accelerator: Accelerator) -> None:
     """Write the layers that a stage will quantize, or read them if the stage has begun.
 
-    Checkpoints hold no quantized layers, so those that earlier stages have changed are written once.
+    Checkpoints hold no quantized layers. Call it if an earlier stage has changed these, so that they are written once.
 
     Args:
         model: the unquantized model. Its layers are overwritten if the stage has begun.
@@ -129,16 +129,19 @@ def resume_unquantized(model: PreTrainedModel, folder: Path, accelerator: Accele
     Raises:
         RunError: the disk is full, or the file cannot be read.
     """
-    layers, file = quantizable(model), folder / "unquantized" / WEIGHTS
+    file, stored = folder / "unquantized" / WEIGHTS, dict[str, nn.Parameter]()
+    for name, layer in quantizable(model).items():
+        for kind, parameter in layer.named_parameters():
+            if all(parameter is not other for other in stored.values()):  # layers may share a weight
+                stored[f"{name}.{kind}"] = parameter
     if checkpoints(folder):
         with reading("steps", str(file), f"Delete {folder.name}, and the stages before it resume.", RunError):
             weights = load_file(file)
-            for name, layer in layers.items():
-                layer.weight.data = weights[name].to(layer.weight.device)
+            for name, parameter in stored.items():
+                parameter.data = weights[name].to(parameter.device)
     elif accelerator.is_main_process:
         with new_folder(file.parent) as new:
-            weights = {name: layer.weight.detach().cpu().contiguous() for name, layer in layers.items()}
-            save_file(weights, new / WEIGHTS)
+            save_file({name: p.detach().cpu().contiguous() for name, p in stored.items()}, new / WEIGHTS)
     accelerator.wait_for_everyone()
 
 

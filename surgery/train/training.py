@@ -111,7 +111,8 @@ def train_model(
             arguments = (model, tokenizer, section, seed, accelerator, targets, number, folders[number])
             settings, frozen = quantization_of(section, stage), () if base is None else (base,)
             own_folder = folders[number]
-            if settings is not None and own_folder is not None and number != numbers[0]:
+            has_changed = any(section.sequence[n].trainable != "new_heads" for n in numbers if n < number)
+            if settings is not None and own_folder is not None and has_changed:
                 resume_unquantized(model, own_folder, accelerator)
             with quantized((model, *frozen), settings, accelerator.device) as unquantized:
                 result = train_stage(*arguments, history, log_step, layers)

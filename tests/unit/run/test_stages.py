@@ -12,6 +12,7 @@ from surgery.recipe import Recipe, load_recipe
 from surgery.recipe.section import keys_of_0_1
 from surgery.run import stages
 from surgery.run.context import Run
+from surgery.testing.pico import pico_base, pico_tokenizer
 from surgery.train.training import make_accelerator
 from tests.integration.conftest import RECIPE
 
@@ -167,3 +168,34 @@ def test_a_file_of_steps_of_another_form_is_named(tmp_path: Path, text: str) -> 
     (tmp_path / "plateau.json").write_text(text)
     with pytest.raises(RunError, match=r"plateau\.json.*Run the stage train"):
         Run(ends, tmp_path, make_accelerator()).as_trained()
+
+
+@pytest.mark.parametrize(
+    ("quantization", "with_base", "held"), [("nf4", False, False), ("nf4", True, True), (None, False, True)]
+)
+def test_qlora_trains_without_the_unquantized_base_if_no_objective_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None, with_base: bool, held: bool
+) -> None:
+    """The base was loaded by an earlier stage."""
+
+    class Reached(Exception):
+        pass
+
+    def train_model(*_: Any, **__: Any) -> None:
+        raise Reached
+
+    monkeypatch.setattr(stages, "train_model", train_model)
+    weights = {"answer": 1.0, **({"base_kl": 1.0} if with_base else {})}
+    train = {
+        "trainable": "lora",
+        "lora": {"quantization": quantization},
+        "sources": [{"task": "kv_retrieval", "rows": 2, "weights": weights}],
+    }
+    plain = load_recipe(RECIPE)
+    recipe = plain.model_copy(update={"train": type(plain.train).model_validate(train)})
+    run = Run(recipe, tmp_path, make_accelerator())
+    run._base, run._tokenizer = base, _ = pico_base(), pico_tokenizer()
+    monkeypatch.setattr(Run, "plan", lambda self: None)
+    with pytest.raises(Reached):
+        stages._train_arm(run, "key", pico_base(), lambda: base, "trained", "training")
+    assert (run._base is not None) == held

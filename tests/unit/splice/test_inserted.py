@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, NemotronHForCausalLM
 
 from surgery.errors import ModelError, PlanError
 from surgery.interventions.heads_off import heads_off
-from surgery.models.inserted import InsertedForCausalLM, as_inserted, inserted_blocks, inserted_entries
+from surgery.models.inserted import InsertedForCausalLM, as_inserted, inserted_entries, new_modules
 from surgery.models.lookup import family_of, geometry_of
 from surgery.models.sizes import sizes_of
 from surgery.models.spliced import plan_of_hybrid
@@ -29,6 +30,7 @@ from surgery.train.optimizer import mark_trainable
 from surgery.train.packing import separate_documents
 from surgery.train.training import train_model
 from surgery.types import HeadId, HeadSet, Plan, ScoredHead, plan_from_json, to_json
+from tests.support import four_bits
 from tests.support.battery import assert_cache_is_as_large_as_said, logits
 
 # side: a pair with side channels, copies: with `init: ssm` too
@@ -170,7 +172,7 @@ class TestDelayLine:
     def test_the_output_has_gradients_at_the_first_step(self) -> None:
         model = inserted("pair", before=0).requires_grad_(True)
         model(tokens(2, 13), use_cache=False).logits.square().sum().backward()
-        for block in inserted_blocks(model):
+        for block in new_modules(model).values():
             out = block.mixer.out_proj if block.block_type == "linear_attention" else block.mixer.o_proj
             assert float(out.weight.grad.abs().max()) > 0
 
@@ -179,7 +181,7 @@ class TestSideChannels:
     def test_the_base_neither_reads_nor_writes_them(self) -> None:
         hybrid, plain = inserted("side", use_bias=True), base(use_bias=True).config.hidden_size
         assert hybrid.config.hidden_size == plain + SIDE and hybrid.config.side_channels == SIDE
-        new = {id(block) for block in inserted_blocks(hybrid)}
+        new = {id(block) for block in new_modules(hybrid).values()}
         for block in (block for block in hybrid.model.layers if id(block) not in new):
             assert not block.mixer.in_proj.weight[:, plain:].any()
             assert not block.mixer.out_proj.weight[plain:].any() and not block.mixer.out_proj.bias[plain:].any()
@@ -325,14 +327,14 @@ class TestStock:
     def test_the_cache_is_as_large_as_said(self, form: str) -> None:
         assert_cache_is_as_large_as_said(trained(form))
         model = trained(form)
-        counted = sum(p.numel() for block in inserted_blocks(model) for p in block.parameters())
+        counted = sum(p.numel() for block in new_modules(model).values() for p in block.parameters())
         assert sizes_of(model).new_parameters == counted > 0
 
     @every_form
     def test_attention_off_is_a_zero_output(self, form: str) -> None:
         model, ids = trained(form), tokens(2, 15)
         off = copy.deepcopy(model)
-        for block in inserted_blocks(off):
+        for block in new_modules(off).values():
             if block.block_type == "full_attention":
                 block.mixer.o_proj.weight.zero_()
         with heads_off(model):
@@ -407,6 +409,34 @@ class TestTraining:
         changed = {n for (n, a), b in zip(before.named_parameters(), model.parameters(), strict=True) if (a != b).any()}
         assert {"model.layers.2.mixer.o_proj.weight", "model.layers.1.mixer.out_proj.weight"} <= changed
         assert "model.layers.0.mixer.in_proj.weight" in changed
+
+    @pytest.mark.parametrize("quantization", [None, "nf4"])
+    def test_adapters_train_beside_the_inserted_layers(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None
+    ) -> None:
+        """Inserted layers train in full and get no adapters. PEFT loads both; it refuses `out_proj` of Nemotron-H."""
+        four_bits.install(monkeypatch)
+        shape = self.SHAPE | {"hidden_size": 64, "expand": 1}
+        plan = planned(base(**shape), "pair")
+        model, fresh = (splice_model(base(**shape), plan, section("pair")) for _ in range(2))
+        seen: dict[str, set[str]] = {}
+
+        def record(step: int, entry: dict[str, float]) -> None:
+            seen["trained"] = {name for name, p in model.named_parameters() if p.requires_grad}
+
+        recipe = {
+            "steps": 2,
+            "sources": [self.KV],
+            "trainable": "lora",
+            "lora": {"rank": 2, "targets": ["in_proj"], "quantization": quantization},
+        }
+        train_model(model, pico_tokenizer(), Train.model_validate(recipe), plan, outputs=tmp_path, on_step=record)
+        new = ("model.layers.1.", "model.layers.2.", "model.layers.4.", "model.layers.5.")
+        assert all((".lora_" in name) != name.startswith(new) for name in seen["trained"])
+        loaded = PeftModel.from_pretrained(fresh, str(tmp_path / "adapters"))
+        with torch.no_grad():
+            found, wanted = (m(input_ids=tokens(1, 12), use_cache=False).logits for m in (loaded, model))
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
     def test_new_heads_are_the_inserted_layers(self) -> None:
         before, model, _ = self.fitted(trainable="new_heads")

@@ -35,7 +35,7 @@ from surgery.testing.pico import (
     prompts,
 )
 from surgery.train import lora
-from surgery.train.quantization import BITS_PER_WEIGHT, quantizable, quantization_of, quantized
+from surgery.train.quantization import BITS_PER_WEIGHT, quantizable, quantization_of, quantized, resume_unquantized
 from surgery.train.targets import Targets
 from surgery.train.trainer import check_stage
 from surgery.train.training import train_model
@@ -76,6 +76,12 @@ def plan() -> Plan:
     return Plan("base", geometry_of(config), (graft,), 0)
 
 
+def two_stages(first: str = "all", **more: Any) -> Train:
+    before = {"name": "first", "steps": 1, "sources": [KV, TEXT], "optimizer": FAST, "trainable": first}
+    after = {"name": "second", "steps": 3, "sources": [KV], "optimizer": FAST, **NF4}
+    return Train.model_validate({"stages": [before, after], **more})
+
+
 def fit(model: PreTrainedModel, made: Train, **more: Any) -> list[dict[str, float]]:
     return train_model(model, pico_tokenizer(), made, plan(), **more)
 
@@ -102,6 +108,8 @@ class TestLayers:
         names = {name.rpartition(".")[2] for name in layers}
         assert {"in_proj", "out_proj"} <= names and not {"x_proj", "dt_proj", "lm_head", "conv1d"} & names
         assert model.get_output_embeddings() not in layers.values()
+        with quantized([model], settings(), CPU):  # a weight that is read directly would have half its columns
+            assert logits(model).isfinite().all()
 
     def test_rows_are_whole_blocks(self) -> None:
         layers = quantizable(pico_hybrid([pico_site(1)], layers=2))  # 32 inputs of in_proj, 64 of out_proj
@@ -178,6 +186,17 @@ class TestTraining:
             type(m) is not four_bits.Linear4bit for m in model.modules()
         )
 
+    @pytest.mark.parametrize("first", ["new_heads", "all"])
+    def test_a_frozen_base_keeps_its_weights_after_a_stage_that_shared_them(self, first: str) -> None:
+        base = pico_base(**SHAPE)
+        before = weights(base)
+        fit(hybrid(), two_stages(first), base=base)
+        assert all(torch.equal(before[name], p) for name, p in base.named_parameters())
+
+    def test_gradient_checkpointing_changes_no_loss(self) -> None:
+        plain, recomputed = (fit(hybrid(), section(gradient_checkpointing=on)) for on in (False, True))
+        assert [a["loss"] for a in recomputed] == pytest.approx([a["loss"] for a in plain], rel=1e-5)
+
     def test_fused_kernels_get_no_weight_of_4_bits(self) -> None:
         """Also where `out_proj` has no adapter."""
         model, seen = hybrid(), list[bool]()
@@ -199,27 +218,36 @@ class TestTraining:
         out_proj = mixer_of(model, graft.site).out_proj
         assert type(out_proj) is nn.Linear and all(bool((out_proj.weight[:, c] == 0).all()) for c in columns)
 
-    @pytest.mark.parametrize("stages", [False, True], ids=["one stage", "after a stage that trains all"])
-    def test_a_resumed_training_ends_with_the_same_weights(self, tmp_path: Path, stages: bool) -> None:
-        more: dict[str, Any] = {"save_every": 1}
-        made = section(**more)
-        if stages:
-            first = {"name": "first", "steps": 1, "sources": [KV], "optimizer": FAST}
-            second = {"name": "second", "steps": 3, "sources": [KV], "optimizer": FAST, **NF4}
-            made = Train.model_validate({"stages": [first, second], **more})
-        whole, resumed = hybrid(), hybrid()
-        fit(whole, made)
+    @pytest.mark.parametrize("first", ["", "new_heads", "all"])
+    def test_a_resumed_training_ends_with_the_same_weights(self, tmp_path: Path, first: str) -> None:
+        """Biases are trained too."""
+        made = two_stages(first, save_every=1) if first else section(save_every=1)
+        shape = SHAPE | {"use_bias": True}
+        whole, resumed, stopped = (pico_hybrid([pico_site(1)], **shape) for _ in range(3))
+        bases = [pico_base(**shape) for _ in range(3)]
+        fit(whole, made, base=bases[0])
 
         def stop(step: int, entry: dict[str, float]) -> None:
             if step == made.num_all_steps - 1:
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            fit(hybrid(), made, folder=tmp_path, on_step=stop)
+            fit(stopped, made, base=bases[1], folder=tmp_path, on_step=stop)
         assert list(tmp_path.rglob("step_*/model.safetensors"))
-        history = fit(resumed, made, folder=tmp_path)
+        assert bool(list(tmp_path.rglob("unquantized"))) == (first == "all")
+        history = fit(resumed, made, base=bases[2], folder=tmp_path)
         assert [entry["step"] for entry in history] == list(range(1, made.num_all_steps + 1))
         assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+    def test_layers_that_share_a_weight_are_stored_once(self, tmp_path: Path) -> None:
+        model, other = (pico_family("zamba2", hidden_size=64, intermediate_size=64) for _ in range(2))
+        for parameter in other.parameters():
+            parameter.data.zero_()
+        resume_unquantized(model, tmp_path, Accelerator(cpu=True))
+        (tmp_path / "step_000001").mkdir()
+        resume_unquantized(other, tmp_path, Accelerator(cpu=True))
+        read = quantizable(other)
+        assert all(torch.equal(layer.weight, read[name].weight) for name, layer in quantizable(model).items())
 
 
 class TestRefusals:
@@ -269,6 +297,7 @@ def test_the_estimate_counts_quantized_layers_as_such() -> None:
     linear = sum(layer.weight.nbytes for layer in quantizable(model).values())
     saved = weight_bytes(model) - weight_bytes(model, is_quantized=True)
     assert saved == pytest.approx(linear * (1 - BITS_PER_WEIGHT / 32), abs=8)
+    assert pytest.approx(4.127, abs=5e-4) == BITS_PER_WEIGHT  # arXiv 2305.14314, section 3
 
 
 @real

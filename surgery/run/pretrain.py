@@ -191,9 +191,9 @@ def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -
     if not list(steps.rglob("step_*")):  # those of stages lie in folders of their own
         scores_file.unlink(missing_ok=True)
 
-    def on_step(step: int, losses: dict[str, float]) -> None:
+    def on_step(step: int, entries: list[dict[str, float]]) -> None:
         if progress is not None:
-            progress(step, recipe.train.num_all_steps, f"loss {losses['loss']:.3f}")
+            progress(step, recipe.train.num_all_steps, f"loss {entries[-1]['loss']:.3f}")
         if step in marks:
             scores = read_json(scores_file) if scores_file.is_file() else {}
             scores[str(step)] = evaluate_model(model, tokenizer, recipe.evaluate, recipe.seed, prompts).summary

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from transformers import PreTrainedModel
 
 from surgery.recipe import Train
@@ -16,7 +18,7 @@ _WATCHED = 64  # prompts of one measurement during training
 class Watch:
     """Report the progress of training, with held-out KV accuracy every `train.check_every` steps.
 
-    Until a plateau is found, the total is the largest number of steps.
+    A stage counts with its largest number of steps until its plateau is found.
 
     Args:
         run: the run.
@@ -27,13 +29,12 @@ class Watch:
 
     def __init__(self, run: Run, model: PreTrainedModel, name: str, section: Train) -> None:
         self.run, self.model, self.name, self.section = run, model, name, section
-        self._plateaus: list[dict[str, float]] = []  # entries of the steps after which one was found
         self.accuracy = ""
         self.prompts = located_prompts(run, "watch", _WATCHED, run.recipe.locate.pairs)
         self._recent: list[tuple[float, float]] = []
 
-    def __call__(self, step: int, losses: dict[str, float]) -> None:
-        section, recipe = self.section, self.run.recipe
+    def __call__(self, step: int, history: list[dict[str, float]]) -> None:
+        section, recipe, losses = self.section, self.run.recipe, history[-1]
         if section.check_every and step % section.check_every == 0 and self.run.accelerator.is_main_process:
             self.model.eval()
             scores = answer_choices(self.model, self.run.tokenizer(), self.prompts, recipe.evaluate.batch_size)
@@ -43,7 +44,10 @@ class Watch:
         tokens, seconds = (sum(column) for column in zip(*self._recent, strict=True))
         parts = " ".join(f"{k} {v:.3f}" for k, v in losses.items() if k not in ("step", "tokens", "seconds", LAST_STEP))
         note = f"{parts}{self.accuracy}, {tokens / max(seconds, 1e-9):.0f} tokens/s"
-        self._plateaus += [losses] if LAST_STEP in losses else []
-        if section.has_plateau:
-            note += f", plateau at step {self._plateaus[-1]['step']}" if self._plateaus else ", no plateau yet"
-        self.run.reporter.progress(step, sum(stage_lengths(self._plateaus, section)), note)
+        lengths = stage_lengths(history, section)
+        ends = list(accumulate(lengths))
+        number = next(number for number, end in enumerate(ends) if step <= end)
+        if section.sequence[number].plateau is not None:
+            found = [entry["step"] for entry in history if entry.get(LAST_STEP) == ends[number]]
+            note += f", plateau at step {found[0]}" if found else ", no plateau yet"
+        self.run.reporter.progress(step, ends[-1], note)

@@ -47,7 +47,7 @@ from surgery.train.shared_prefix import SharedPrefix, share_weights, unshare_wei
 from surgery.train.targets import Targets
 
 History = list[dict[str, float]]
-OnStep = Callable[[int, dict[str, float]], None]
+OnStep = Callable[[int, History], None]
 _LOG = logging.getLogger(__name__)
 _SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 _NOT_IN_IDENTITY = ("save_every", "no_splice", "trackers", "check_every")  # keys of 0.1 that change no weights
@@ -120,7 +120,8 @@ def train_stage(
         number: index of the stage in `section.sequence`.
         folder: folder of `step_*/`, the checkpoints to resume from; the two newest are kept. None saves no checkpoints.
         history: entries of the earlier stages.
-        on_step: called on every process after each step with its number and its entry.
+        on_step: called on every process after each step with its number and the history so far. The last entry is
+            that of the step.
         layers: layers that `trainable: spliced_layers` selects in a control.
 
     Raises:
@@ -164,7 +165,7 @@ def train_stage(
             num_steps = num_steps_from(step + 1, stage)
             entries[-1][LAST_STEP] = before + num_steps
         if on_step is not None:
-            on_step(before + step + 1, entries[-1])
+            on_step(before + step + 1, entries)
     if student is not model:
         gather(student, model)
         if adapters is not None:

@@ -23,7 +23,7 @@ from surgery.train.quantization import quantization_of, quantized, resume_unquan
 from surgery.train.targets import Targets
 from surgery.train.teacher import Teacher, check_tokenizers
 from surgery.train.tracking import log, tracked
-from surgery.train.trainer import OnStep, train_stage
+from surgery.train.trainer import History, OnStep, train_stage
 from surgery.types import Graft, Plan
 
 
@@ -68,8 +68,8 @@ def train_model(
         seed: of documents, adapters and dropout.
         folder: for the checkpoints to resume from. Training resumes from the newest one. None saves no checkpoints.
         accelerator: of this process; created by default.
-        on_step: called after each step with its number and its entry of the history: losses, tokens, seconds, and
-            `last_step` where a plateau was found.
+        on_step: called after each step with its number and the history so far, with the steps before an interruption.
+            The last entry is that of the step: losses, tokens, seconds, and `last_step` where a plateau was found.
         control: True for the control, a model without a splice. Stages that train new heads only are skipped.
         outputs: folder for `adapters/` in PEFT's format, `teacher_logits/` of stages with `distil.cache`, and `logs/`
             of trackers. None writes none of them.
@@ -93,12 +93,12 @@ def train_model(
     for stage_folder in filter(None, folders.values()):
         set_aside_broken(stage_folder, accelerator)
     begun = [n for n, stage_folder in folders.items() if stage_folder is not None and checkpoints(stage_folder)]
-    history: list[dict[str, float]] = []
+    history: History = []
 
-    def log_step(step: int, entry: dict[str, float]) -> None:
-        log(accelerator, step, entry)
+    def log_step(step: int, entries: History) -> None:
+        log(accelerator, step, entries[-1])
         if on_step is not None:
-            on_step(step, entry)
+            on_step(step, entries)
 
     trackers = section.trackers if outputs is not None else ()
     logs = (outputs or Path()) / "logs" / ("no_splice" if control else "hybrid")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.recipe import Train
 from surgery.train.sharded import full
 from surgery.train.targets import Targets
-from surgery.train.trainer import PreparedStage, StageResult, prepare_stage, train_stage
+from surgery.train.trainer import OnStep, PreparedStage, StageResult, prepare_stage, train_stage
 
 
 @dataclass
@@ -29,7 +29,7 @@ class StageRun:
     folder: Path | None
     accelerator: Accelerator
     targets: Targets = field(default_factory=Targets)
-    on_step: Callable[[int, dict[str, float]], None] | None = None
+    on_step: OnStep | None = None
     result: StageResult | None = None
 
     def run(self) -> list[dict[str, float]]:

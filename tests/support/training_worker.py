@@ -130,7 +130,7 @@ def gradients(folder: Path, **more: Any) -> dict[str, torch.Tensor]:
 def weights(folder: Path, steps: int, stop: int | None = None, double: bool = True, **more: Any) -> dict[str, Any]:
     """After so many steps. `stop`: after that one the process ends as if killed."""
 
-    def on_step(step: int, _: dict[str, float]) -> None:
+    def on_step(step: int, _: Any) -> None:
         if step == stop:
             raise SystemExit(9)
 

@@ -94,7 +94,7 @@ def run_arm(method: str, seed: int) -> dict[str, Any]:
     outcome: dict[str, Any] = {}
     dequantized: dict[str, Tensor] = {}
 
-    def at_the_end(step: int, entry: dict[str, float]) -> None:
+    def at_the_end(step: int, entries: list[dict[str, float]]) -> None:
         if step == recipe.train.num_all_steps:
             dequantized.update(merged_as_quantized(model))
             outcome["trained"] = scores(model, tokenizer, recipe.evaluate)

@@ -227,7 +227,7 @@ class TestTraining:
         bases = [pico_base(**shape) for _ in range(3)]
         fit(whole, made, base=bases[0])
 
-        def stop(step: int, entry: dict[str, float]) -> None:
+        def stop(step: int, _: Any) -> None:
             if step == made.num_all_steps - 1:
                 raise KeyboardInterrupt
 
@@ -324,7 +324,7 @@ class TestBitsandbytes:
         model, trained = hybrid(), dict[str, Tensor]()
         model.save_pretrained(tmp_path / "spliced")
 
-        def record(step: int, entry: dict[str, float]) -> None:
+        def record(step: int, _: Any) -> None:
             trained["logits"] = logits(model)
 
         fit(model, section(), outputs=tmp_path, on_step=record)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +23,7 @@ from surgery.train import trainer as loop
 from surgery.train.checkpoints import checkpoints
 from surgery.train.optimizer import adamw, learning_rate_factor, mark_trainable, spliced_parameters
 from surgery.train.targets import Targets
+from surgery.train.trainer import OnStep
 from surgery.types import Graft, MixerSpec
 from tests.support.stage_run import StageRun
 
@@ -109,7 +109,7 @@ def test_training_on_one_batch_lowers_its_loss(tmp_path: Path, monkeypatch: pyte
 
 def test_history_tells_every_step_and_every_weighted_objective(tmp_path: Path) -> None:
     seen: list[tuple[int, dict[str, float]]] = []
-    made = trainer(tmp_path, section(3), on_step=lambda step, parts: seen.append((step, parts)))
+    made = trainer(tmp_path, section(3), on_step=lambda step, entries: seen.append((step, entries[-1])))
     history = made.run()
     assert [entry["step"] for entry in history] == [1, 2, 3] == [step for step, _ in seen]
     for entry, (_, parts) in zip(history, seen, strict=True):
@@ -139,8 +139,8 @@ class Interrupted(Exception):
     """Stands for a killed process."""
 
 
-def interrupt_at(last: int) -> Callable[[int, dict[str, float]], None]:
-    def on_step(step: int, _: dict[str, float]) -> None:
+def interrupt_at(last: int) -> OnStep:
+    def on_step(step: int, _: Any) -> None:
         if step == last:
             raise Interrupted
 

@@ -199,9 +199,11 @@ class TestPlateau:
 
             with pytest.raises(KeyboardInterrupt):
                 fit(hybrid(), every, folder=tmp_path / str(last), on_step=stop)
-            again = hybrid()
-            assert without_time(fit(again, every, folder=tmp_path / str(last))) == expected
+            again, seen = hybrid(), list[list[dict[str, float]]]()
+            folder, record = tmp_path / str(last), lambda _, entries, seen=seen: seen.append(list(entries))
+            assert without_time(fit(again, every, folder=folder, on_step=record)) == expected
             assert moved(weights(whole), again) == set()
+            assert without_time(seen[0]) == expected[:last], "the callback has the steps of the stopped run too"
 
     def test_later_stages_begin_where_it_ends(self, tmp_path: Path) -> None:
         ends = stage("ends", **self.ENDS)

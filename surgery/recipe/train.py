@@ -52,6 +52,11 @@ class Optimizer(Section):
     floor: Share = Field(0.0, description="Final learning rate, as a share of the rate after the warm-up.")
     max_grad_norm: float = Field(1.0, gt=0)
 
+    @property
+    def decay_share(self) -> float:
+        """Share of the steps, at the end, in which the rate decays linearly: `decay` with `wsd`, otherwise 0."""
+        return self.decay if self.schedule == "wsd" else 0.0
+
 
 class Plateau(Section):
     """End of a stage before its last step: a loss that no longer falls, as in `ReduceLROnPlateau` of PyTorch.
@@ -74,6 +79,14 @@ class Plateau(Section):
     min_steps: Positive | None = Field(
         None, description="Steps before which the stage is not at a plateau. By default half of `steps`."
     )
+
+    def earliest(self, steps: int) -> int:
+        """First step after which a plateau can be found, in a stage of at most `steps` steps.
+
+        The first window has nothing to compare with, the second one can improve on it, and `patience` windows follow.
+        """
+        least = -(-steps // 2) if self.min_steps is None else self.min_steps
+        return self.window * max(self.patience + 2, -(-least // self.window))
 
 
 class Lora(Section):
@@ -215,9 +228,9 @@ class TrainStage(Section):
         if self.optimizer.schedule == "cosine":
             hint = "Set `optimizer.schedule` to wsd or constant"
             raise ValueError(f"`plateau` cannot end a cosine, whose rates follow from the number of steps. {hint}")
-        if self.optimizer.schedule == "wsd" and self.optimizer.decay == 1:
+        if self.optimizer.decay_share == 1:
             raise ValueError(
-                "`plateau` ends steps at a constant rate, and there are none. Set `optimizer.decay` below 1"
+                "`plateau` needs steps at a constant rate, and `optimizer.decay: 1` leaves none. Set it below 1"
             )
         if any(source.weights.at(0.0) != source.weights.at(1.0) for source in self.sources):
             hint = "Set one number for each weight"
@@ -228,6 +241,38 @@ class TrainStage(Section):
                 f"`plateau.monitor` is {self.plateau.monitor}, which is not trained on. Use one of {known}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _steps_for_a_plateau(self) -> TrainStage:
+        if self.plateau is None or not self.sources:  # without sources, `tokens` gives no number of steps
+            return self
+        steps, plateau = self.num_steps, self.plateau
+        end = self._earliest_end(plateau, steps)
+        if end < steps:
+            return self
+        enough = steps
+        for _ in range(100):  # without `min_steps`, more steps delay the earliest plateau
+            enough = max(enough, self._earliest_end(plateau, enough) + 1)
+        if plateau.earliest(steps) == plateau.window * (plateau.patience + 2):
+            why, other = f"`window: {plateau.window}`, `patience: {plateau.patience}`", "lower `plateau.window`"
+        elif plateau.min_steps is not None:
+            why, other = f"`min_steps: {plateau.min_steps}`", "lower `plateau.min_steps`"
+        else:
+            why, other = "`min_steps` is half of the steps by default", "set a smaller `plateau.min_steps`"
+        more = f"`steps` to {enough}"
+        if self.tokens is not None:
+            more = f"`tokens` to {(enough - 1) * sum(source.tokens or 0 for source in self.sources) + 1}"
+        is_enough = self._earliest_end(plateau, enough) < enough <= 10**9
+        hint = f"Set {more}, or {other}" if is_enough else other.capitalize()
+        decay = f", and the decay ends at step {end}" if self.optimizer.decay_share else ""
+        raise ValueError(
+            f"`plateau` cannot end {steps} steps early: the earliest plateau is at step {plateau.earliest(steps)} "
+            f"({why}){decay}. {hint}"
+        )
+
+    def _earliest_end(self, plateau: Plateau, steps: int) -> int:
+        """Last step of a stage of at most `steps` steps that ends at its earliest plateau."""
+        return round(plateau.earliest(steps) / (1 - self.optimizer.decay_share))
 
     @property
     def num_steps(self) -> int:

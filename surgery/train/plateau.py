@@ -51,8 +51,7 @@ def num_steps_from(plateau: int, stage: TrainStage) -> int:
     The decay takes its share of all steps that are trained. So the rates are those of a stage without `plateau` that
     has this number of steps.
     """
-    decay = stage.optimizer.decay if stage.optimizer.schedule == "wsd" else 0.0
-    return min(stage.num_steps, round(plateau / (1 - decay)))
+    return min(stage.num_steps, round(plateau / (1 - stage.optimizer.decay_share)))
 
 
 def stage_lengths(history: Sequence[Mapping[str, float]], section: Train) -> list[int]:

@@ -65,7 +65,8 @@ def test_it_says_what_was_done_and_what_came_of_it(page: str) -> None:
     ],
 )
 def test_it_says_where_a_plateau_was_found(tmp_path: Path, trained: dict[str, int], text: str, tile: str) -> None:
-    recipe = spliced("owner/base", {"optimizer": {"schedule": "wsd"}, "plateau": {}})
+    ends = {"window": 1, "patience": 1, "min_steps": 1}
+    recipe = spliced("owner/base", {"optimizer": {"schedule": "wsd"}, "plateau": ends})
     given = replace(inputs(tmp_path / "figures", training={"finetune": trained}), recipe=recipe)
     page = write_report(given, tmp_path / "report.html").read_text()
     assert page.count(text) == 2, "in the story and in the limits"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,6 +17,8 @@ from surgery.train.plateau import LAST_STEP, find_plateau, num_steps_from, plate
 
 ROOT = Path(__file__).parents[3]
 SOURCE = {"task": "kv_retrieval", "rows": 1, "weights": {"answer": 1.0, "attention": 1.0}}
+ROWS = {"data": {"path": "rows.jsonl"}, "tokens": 1000, "weights": {"answer": 1.0}}
+WSD = Optimizer(schedule="wsd")
 STEPS, WINDOW = 400, 25
 
 
@@ -125,7 +128,7 @@ def test_the_quickstart_s_own_curves_still_fall(curve: str) -> None:
 @pytest.mark.parametrize("plateau", [1, 20, 33, 175, 225])
 def test_rates_are_those_of_a_stage_of_this_length(decay: float, plateau: int) -> None:
     """So the same weights follow from `steps` alone: constant until the plateau, then the decay."""
-    made = stage(decay=decay)
+    made = stage(decay=decay, window=5)
     steps, settings = num_steps_from(plateau, made), made.optimizer.model_copy(update={"warmup": 0})
     assert plateau <= steps <= STEPS
     rates = [learning_rate_factor(step, steps, settings) for step in range(steps)]
@@ -147,7 +150,12 @@ def test_a_constant_rate_ends_at_once() -> None:
 
 def test_lengths_of_stages_follow_from_the_history() -> None:
     section = Train.model_validate(
-        {"stages": [{**stage(steps).model_dump(), "name": name} for name, steps in (("a", 50), ("b", 40), ("c", 30))]}
+        {
+            "stages": [
+                {**stage(steps, window=5).model_dump(), "name": name}
+                for name, steps in (("a", 50), ("b", 40), ("c", 30))
+            ]
+        }
     )
     assert stage_lengths([], section) == [50, 40, 30]
     history: list[dict[str, float]] = [{"step": step} for step in range(1, 101)]
@@ -166,14 +174,57 @@ def test_lengths_of_stages_follow_from_the_history() -> None:
     ("change", "says"),
     [
         ({"optimizer": Optimizer()}, "cannot end a cosine.*Set `optimizer.schedule` to wsd or constant"),
-        ({"optimizer": Optimizer(schedule="wsd", decay=1.0)}, "Set `optimizer.decay` below 1"),
+        ({"optimizer": Optimizer(schedule="wsd", decay=1.0)}, "needs steps at a constant rate.*Set it below 1"),
         ({"sources": [{**SOURCE, "weights": {"answer": (1.0, 0.0)}}]}, "constant weights.*Set one number"),
+        ({"steps": 50, "plateau": {}}, "`window: 25`, `patience: 3`.*Set `steps` to 140, or lower `plateau.window`"),
+        ({"plateau": {"min_steps": 500}}, "`min_steps: 500`.*Set `steps` to 557, or lower `plateau.min_steps`"),
+        ({"plateau": {"window": 500}}, "`window: 500`.*Set `steps` to 2779, or lower `plateau.window`"),
+        (
+            {"optimizer": WSD.model_copy(update={"decay": 0.5}), "plateau": {}},
+            "half of the.* Set a smaller `plateau.min",
+        ),
+        ({"plateau": {"window": 10**9}}, "ends at step 5555555556. Lower `plateau.window`"),
+        (
+            {"steps": None, "tokens": 10**4, "sources": [ROWS], "plateau": {}},
+            "end 10 steps early.*Set `tokens` to 139001,",
+        ),
         ({"plateau": {"monitor": "lm"}}, "`plateau.monitor` is lm.*Use one of loss, answer, attention"),
     ],
 )
 def test_a_plateau_that_could_not_end_a_stage_is_refused(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         TrainStage.model_validate({**stage().model_dump(), **change})
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1, 0.45])
+@pytest.mark.parametrize("least", [None, 1, 17, 60])
+@pytest.mark.parametrize(("window", "patience"), [(1, 1), (7, 2), (10, 3)])
+def test_a_stage_is_refused_if_its_fastest_loss_could_not_end_it(
+    window: int, patience: int, least: int | None, decay: float
+) -> None:
+    """The loss falls once, in the second window. The error names the next number of steps that is accepted."""
+    settings = {"window": window, "patience": patience, "min_steps": least}
+    plateau, possible = stage(1000, decay, **settings).plateau, list[int]()
+    suggested: dict[int, int] = {}
+    for steps in range(1, 150):
+        made = stage(decay=decay).model_copy(update={"steps": steps, "plateau": plateau})
+        after = found([2.0] * window + [1.0] * steps, made)
+        if after is not None:
+            possible.append(steps)
+            assert after == made.plateau.earliest(steps)
+            assert stage(steps, decay, **settings).num_steps == steps
+        else:
+            with pytest.raises(ValueError, match="`plateau` cannot end") as error:
+                stage(steps, decay, **settings)
+            suggested[steps] = int(re.search(r"Set `steps` to (\d+)", str(error.value))[1])
+    assert possible and suggested
+    for steps, more in suggested.items():
+        assert more == next((n for n in possible if n > steps), more)
+
+
+def test_a_stage_without_sources_is_not_asked_for_its_steps() -> None:
+    with pytest.raises(ValueError, match="has no `sources`"):
+        Train.model_validate({"tokens": 10**6, "optimizer": {"schedule": "wsd"}, "plateau": {}})
 
 
 def test_the_setting_is_hashed_only_where_it_is_set() -> None:

@@ -64,16 +64,23 @@ def side_by_side(examples: Mapping[str, Mapping[str, Sequence[Example]]]) -> dic
 
 
 def advice_of(
-    train: Train, arms: Mapping[str, Mapping[str, Any]], answer_spans: Mapping[str, Mapping[str, int]]
+    train: Train,
+    arms: Mapping[str, Mapping[str, Any]],
+    answer_spans: Mapping[str, Mapping[str, int]],
+    training: Mapping[str, Mapping[str, int]] | None = None,
 ) -> list[str]:
     """State for each data set that no arm has a right answer, if so, and what to try.
 
     Args:
-        train: the recipe's section `train`.
+        train: the recipe's section `train`, with the number of steps that were trained.
         arms: entry `arms` of results.json.
         answer_spans: counts of `answer_span: auto` by data set, from `count_answer_spans`.
+        training: entry `training` of results.json, if a stage could end at a plateau.
     """
     advice = []
+    longer = f"train longer (now {train.num_all_steps} steps)"
+    if any("plateau" in stage for stage in (training or {}).values()):  # more `steps` would change nothing
+        longer += ": a plateau ended a stage early, so increase `plateau.patience` or `plateau.min_steps`"
     for name, entry in arms["hybrid"].get("held_out", {}).items():
         if "accuracy" not in entry or any(arm["held_out"][name]["accuracy"] > 0 for arm in arms.values()):
             continue
@@ -81,8 +88,7 @@ def advice_of(
         first_token = entry.get("first_token", {}).get("accuracy", 0.0)
         if first_token:
             text += f" The hybrid's first token is right in {first_token:.0%} of them."
-        tips = [f"train longer (now {train.num_all_steps} steps)"]
-        tips += _span_tips(train, answer_spans.get(name))
+        tips = [longer, *_span_tips(train, answer_spans.get(name))]
         tips.append("check the format: compare wanted and generated text, and the space or newline before the answer")
         advice.append(f"{text} What to try: {'; '.join(tips)}.")
     return advice

@@ -11,7 +11,7 @@ from typing import Any
 
 from surgery.files.atomic import write_text
 from surgery.probes.registry import PROBES
-from surgery.recipe.grid import SEED, label_of_values, text_of
+from surgery.recipe.grid import NUM_HEADS, SEED, label_of_values, text_of
 from surgery.report.results import Place, entries, label_of, perplexity_text
 from surgery.report.templates import embedded_svg, render
 from surgery.stats import wilson
@@ -38,6 +38,7 @@ class PointResults:
         new_parameters: number of weights in the new heads.
         origins: where the run took a stage from, by the name of the stage.
         probes: name of the probe by `name` of a task of the recipe, for tasks with another name.
+        steps: number of training steps, if they depend on a plateau in a run of the sweep.
     """
 
     values: Mapping[str, Any]
@@ -50,6 +51,7 @@ class PointResults:
     new_parameters: int
     origins: Mapping[str, str] = field(default_factory=dict)
     probes: Mapping[str, str] = field(default_factory=dict)
+    steps: int | None = None
 
 
 def group_of(place: Place, probes: Mapping[str, str]) -> str | None:
@@ -135,6 +137,7 @@ def _point(point: PointResults) -> dict[str, Any]:
         "kv_bytes_per_token": point.kv_bytes_per_token,
         "state_bytes": point.state_bytes,
         "new_parameters": point.new_parameters,
+        **({} if point.steps is None else {"steps": point.steps}),
         "tasks": dict(_tasks(arm)),
         "origins": dict(point.origins),
     }
@@ -162,8 +165,8 @@ def _row(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         },
         **{
             name: _over([point[name] for point in points])
-            for name in ("perplexity", "kv_bytes_per_token", "state_bytes", "new_parameters")
-            if all(point[name] is not None for point in points)
+            for name in ("perplexity", "kv_bytes_per_token", "state_bytes", "new_parameters", "steps")
+            if all(point.get(name) is not None for point in points)
         },
         "tasks": {
             task: _over([_estimate(point["tasks"][task]) for point in points if task in point["tasks"]])
@@ -199,9 +202,11 @@ def table_of(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     shares = [group for group in GROUPS if any(group in row["share_of_teacher"] for row in rows)]
     several = any(len(row["seeds"]) > 1 for row in rows)
     has_perplexity = any("perplexity" in row for row in rows)
+    has_steps = any("steps" in row for row in rows)
     columns = [
         *rows[0]["values"],
         *["seeds"] * several,
+        *["steps"] * has_steps,
         *(GROUPS[group] for group in groups),
         *["perplexity"] * has_perplexity,
         *(f"share of teacher, {GROUPS[group]}" for group in shares),
@@ -213,6 +218,7 @@ def table_of(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
         [
             *_value_cells(row),
             *[str(len(row["seeds"]))] * several,
+            *[_cell(row.get("steps"), "{:,.0f}")] * has_steps,
             *(_cell(row["accuracy"].get(group), "{:.3f}") for group in groups),
             *[_cell(row.get("perplexity"), "{:.3f}")] * has_perplexity,
             *(_cell(row["share_of_teacher"].get(group), "{:.3f}") for group in shares),
@@ -232,6 +238,9 @@ def caption_of(summary: Mapping[str, Any]) -> str:
     parts.append("Each group is the accuracy over all prompts of its tasks. Keys, values and states are in fp32.")
     if any(row["arm"] == "no_splice" for row in summary["rows"]):
         parts.append("0 heads: the control, which is trained in the same way without a splice.")
+        if any("steps" in row for row in summary["rows"]):
+            of_run = next(value for value in summary["keys"][NUM_HEADS] if value)
+            parts.append(f"Its stages have as many steps as those of the hybrid with {NUM_HEADS}={of_run}.")
     if any(row["arm"] == "base" for row in summary["rows"]):
         parts.append("0 heads: the base, since only new heads are trained.")
     return " ".join(parts)
@@ -248,7 +257,7 @@ def _value_cells(row: Mapping[str, Any]) -> list[str]:
     """The values of a row. 0 heads also names the arm."""
     texts = {key: text_of(value) for key, value in row["values"].items()}
     if row["arm"] in _ARMS:
-        texts["splice.num_heads"] += f" ({_ARMS[row['arm']]})"
+        texts[NUM_HEADS] += f" ({_ARMS[row['arm']]})"
     return list(texts.values())
 
 

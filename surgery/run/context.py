@@ -148,7 +148,10 @@ class Run:
         return load_config(as_base(teacher)) if teacher else None
 
     def untrained(self) -> PreTrainedModel:
-        """Load the hybrid to train on the CPU: the output of the stage splice, or the base if it is a hybrid."""
+        """Load the hybrid that will be trained, into main memory.
+
+        It is the output of the stage splice, or the base if that is a hybrid.
+        """
         spliced = Base(model=str(self.folder / "spliced"), dtype="auto")
         return load_model(spliced if self.recipe.splice is not None else self.recipe.base)
 

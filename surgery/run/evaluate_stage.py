@@ -145,7 +145,7 @@ def _own_data(run: Run, arms: Mapping[str, Arm]) -> dict[str, Any]:
     summaries = {name: arm.summary for name, arm in arms.items()}
     return {
         "answer_spans": run.answer_spans,
-        "advice": advice_of(run.as_trained(), summaries, run.answer_spans),
+        "advice": advice_of(run.as_trained(), summaries, run.answer_spans, run.trained_steps()),
         "held_out_examples": side_by_side({name: arm.examples for name, arm in arms.items()}),
     }
 

@@ -5,6 +5,7 @@ Every run is an ordinary run folder inside the folder of the sweep.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -192,7 +193,8 @@ def _earlier(run: Run, stage: Stage, predicted: str, known: dict[tuple[str, str]
 
 def _write(grid: Grid, folder: Path, diverged: dict[str, TrainingDiverged]) -> dict[str, Any]:
     """Write `sweep.json`, the figure and `sweep.html` of the runs that are finished."""
-    points = [_results(point, folder) for point in grid.points if point.recipe.name not in diverged]
+    has_plateau = any(recipe.train.has_plateau for recipe in grid.recipes)
+    points = [_results(point, folder, has_plateau) for point in grid.points if point.recipe.name not in diverged]
     failures = {name: str(error) for name, error in diverged.items()}
     if not points:
         raise SurgeryError("sweep", "no run is finished", f"Change the recipe: {next(iter(failures.values()))}")
@@ -204,8 +206,8 @@ def _write(grid: Grid, folder: Path, diverged: dict[str, TrainingDiverged]) -> d
     return summary
 
 
-def _results(point: GridPoint, folder: Path) -> PointResults:
-    """Read the numbers of a point from its run."""
+def _results(point: GridPoint, folder: Path, has_plateau: bool) -> PointResults:
+    """Read the numbers of a point from its run. With plateaus in the sweep, also its number of steps."""
     run = RunDir(folder / point.recipe.name)
     results = read_json(run.path / "results.json")
     names = [stage.name for stage in stages_of(point.recipe)]
@@ -222,7 +224,19 @@ def _results(point: GridPoint, folder: Path) -> PointResults:
         new_parameters=sizes.new_parameters,
         origins={name: origin for name, origin in origins.items() if origin},
         probes={task.result_name: task.task for task in point.recipe.evaluate.tasks},
+        steps=_trained_steps(point, results.get("training", {})) if has_plateau else None,
     )
+
+
+def _trained_steps(point: GridPoint, trained: Mapping[str, Mapping[str, int]]) -> int:
+    """Number of steps that the model of a point was trained.
+
+    Args:
+        point: only its hybrid has the stages that train new heads alone.
+        trained: entry `training` of results.json. Stages that are not in it have a fixed number of steps.
+    """
+    stages = [s for s in point.recipe.train.sequence if point.arm == "hybrid" or s.trainable != "new_heads"]
+    return sum(trained[s.name]["steps"] if s.name in trained else s.num_steps for s in stages)
 
 
 def _sizes(point: GridPoint, path: Path) -> Sizes:

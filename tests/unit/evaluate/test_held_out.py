@@ -99,6 +99,15 @@ def test_zero_everywhere_says_so_and_what_to_try(
     assert tip is None or tip in text
 
 
+def test_longer_training_after_a_plateau_needs_more_patience_not_more_steps() -> None:
+    train, arms = train_of("auto", 1.0), arms_of(0.0, 0.0, 0.0)
+    (at_plateau,) = advice_of(train, arms, {}, {"finetune": {"steps": 123, "plateau": 110}})
+    assert (
+        "(now 123 steps): a plateau ended a stage early, so increase `plateau.patience` or `plateau.min" in at_plateau
+    )
+    assert advice_of(train, arms, {}, {"finetune": {"steps": 123}}) == advice_of(train, arms, {}), "all steps"
+
+
 def test_the_share_of_right_first_tokens_is_told() -> None:
     (text,) = advice_of(train_of("auto", 1.0), arms_of(0.0, 0.0, 0.0, first_token=0.957), {})
     assert "The hybrid's first token is right in 96% of them." in text

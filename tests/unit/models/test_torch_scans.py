@@ -75,7 +75,10 @@ def scan_inputs(tokens: int, P: int = 4, N: int = 8) -> dict[str, Any]:
 @pytest.mark.parametrize("length", [1, 3, 8, 9, 40])
 @pytest.mark.parametrize("begins", [False, True])
 def test_chunks_compute_the_recurrence(length: int, begins: bool) -> None:
-    """In float64 and token by token: h = exp(dt A) h + dt x B, y = h C + D x, with 1 to 3 chunks and a part of one."""
+    """In float64 and token by token: h = exp(dt A) h + dt x B, y = h C + D x.
+
+    A chunk has 4 tokens here, so these are 1 to 10 chunks, also with a part of one.
+    """
     given = scan_inputs(length)
     D, bias = torch.tensor([0.5, -1.0, 0.0, 2.0]), torch.tensor([-3.0, -1.0, 0.0, 1.0])
     start = torch.randn(2, 4, 4, 8, generator=torch.Generator().manual_seed(1)) if begins else None

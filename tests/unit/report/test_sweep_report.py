@@ -14,6 +14,7 @@ from surgery.report.figures.by_value import results_by_value
 from surgery.report.sweep_report import (
     PointResults,
     accuracy_by_group,
+    caption_of,
     group_of,
     markdown_of,
     summarize,
@@ -101,6 +102,23 @@ def test_one_row_for_each_value_with_the_control_for_no_heads() -> None:
     low, high = wilson(70, 150).low, wilson(70, 150).high
     assert rows[1][1] == f"0.467 [{low:.3f}, {high:.3f}]"
     json.dumps(summary, allow_nan=False)
+
+
+def test_steps_are_listed_where_a_plateau_can_end_a_run() -> None:
+    keys = {"splice.num_heads": [2, 0, 4], "seed": [0, 1]}
+    heads = ((2, 2, "hybrid"), (0, 2, "no_splice"), (4, 4, "hybrid"))
+    points = [
+        point({"splice.num_heads": n, "seed": seed}, 50, arm, steps=100 * of + 20 * seed)
+        for n, of, arm in heads
+        for seed in (0, 1)
+    ]
+    summary = summarize("tiny", keys, points)
+    columns, rows = table_of(summary)
+    at = columns.index("steps")
+    assert [row[at] for row in rows] == ["210 [200, 220]", "210 [200, 220]", "410 [400, 420]"]
+    assert "as many steps as those of the hybrid with splice.num_heads=2." in caption_of(summary)
+    plain = by_heads(0, 1)
+    assert "steps" not in table_of(plain)[0] and "steps" not in caption_of(plain)
 
 
 def test_the_teacher_s_share_where_it_was_evaluated() -> None:

@@ -44,7 +44,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
         if recipe.train.optimizer.lr == 1:
             raise TrainingDiverged("train", "step 1", "Lower the learning rate.")
         arms = {"no_splice": arm(20), "hybrid": arm(50 + recipe.splice.num_heads)}
-        write_json(folder / "results.json", {"arms": arms, "heads": ["L0H0"]})
+        results = {"arms": arms, "heads": ["L0H0"]}
+        if recipe.train.has_plateau:
+            results["training"] = {s.name: {"steps": 5 + recipe.splice.num_heads} for s in recipe.train.sequence}
+        write_json(folder / "results.json", results)
         for name in ("trained", "no_splice"):
             pico_base(layers=2).config.save_pretrained(folder / name)
 
@@ -58,7 +61,18 @@ def test_most_heads_first_and_later_runs_may_take_from_earlier_ones(path: Path, 
     assert started == [("tiny-splice.num_heads-2", []), ("tiny-splice.num_heads-1", ["tiny-splice.num_heads-2"])]
     found = [point["accuracy"]["retrieval"]["value"] for point in summary["points"]]
     assert found == [pytest.approx(n / 150) for n in (30, 61, 62)]
+    assert not any("steps" in point for point in summary["points"]), "all have the steps of the recipe"
     assert summary == json.loads((folder / "sweep.json").read_text()) and kind_of(folder) == "sweep"
+
+
+def test_the_control_has_the_steps_of_the_hybrid_of_its_run(path: Path, started: list[Any]) -> None:
+    """Each stage of the runs of 1 and 2 heads ended after 6 and 7 steps. The control has the second stage only."""
+    ends = {"window": 1, "patience": 1, "min_steps": 1}
+    stage = {"steps": 9, "sources": [SOURCE], "optimizer": {"schedule": "wsd"}, "plateau": ends}
+    stages = [{**stage, "name": "heads", "trainable": "new_heads"}, {**stage, "name": "all"}]
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "train": {"stages": stages}}))
+    summary = run_sweep(load_grid(path, ["splice.num_heads=0,1,2"]), path.parent / "s")
+    assert [point["steps"] for point in summary["points"]] == [6, 12, 14]
 
 
 def test_a_run_that_diverges_does_not_stop_the_others(path: Path, started: list[Any]) -> None:

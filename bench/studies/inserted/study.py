@@ -42,6 +42,7 @@ from surgery.files.atomic import fingerprint, read_json
 from surgery.models.loading import revision_of
 from surgery.models.lookup import geometry_of
 from surgery.recipe import Base, Evaluate, Optimizer, Source, Splice, Train, Weights
+from surgery.recipe.section import keys_of_0_1
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
 from surgery.train.targets import Targets
@@ -85,16 +86,21 @@ class Design:
         splice: fields of the recipe's section `splice`; None for the control.
         trainable: what trains.
         attention: weight of the attention loss in the first and the last step.
+        steps: number of steps.
+        bases: names in `PLACES`; empty for all.
     """
 
     splice: Mapping[str, Any] | None
     trainable: str = "all"
     attention: tuple[float, float] = (8.0, 1.0)
+    steps: int = STEPS
+    bases: tuple[str, ...] = ()
 
 
 DESIGNS: Mapping[str, Design] = {
     "pair": Design({"form": "pair"}),
     "pair-copies": Design({"form": "pair", "init": "ssm"}),
+    "pair-copies-long": Design({"form": "pair", "init": "ssm"}, steps=500, bases=("far",)),
     "pair-alone": Design({"form": "pair"}, "new_heads", (4.0, 4.0)),
     "pair-shared": Design({"form": "pair", "side_channels": 0}),
     "block": Design({"form": "block"}),
@@ -102,6 +108,7 @@ DESIGNS: Mapping[str, Design] = {
 }
 ORDER = (
     *(("pair", 0), ("control", 0), ("pair-copies", 0), ("pair-shared", 0), ("block", 0), ("pair-alone", 0)),
+    *(("pair-copies-long", seed) for seed in (0, 1, 2)),
     *((design, seed) for seed in (1, 2) for design in ("pair", "pair-copies")),
 )
 
@@ -141,7 +148,7 @@ class Arm:
         for task, rows in (("closed_book", 12), ("statement", 6), ("sentence", 12)):
             sources.append(Source(task=task, split=0, rows=rows, weights=Weights(base_kl=1.0)))
         return Train(
-            steps=STEPS,
+            steps=design.steps,
             trainable=design.trainable,
             sources=tuple(sources),
             optimizer=Optimizer(lr=PLACES[self.base].lr, new_heads_lr=2e-3, warmup=20),
@@ -155,7 +162,8 @@ class Arm:
     @property
     def key(self) -> str:
         """Hash of everything that the result depends on."""
-        sections = [None if part is None else part.model_dump() for part in (self.splice, self.train, self.evaluate)]
+        parts = [part for part in (self.splice, self.train, self.evaluate) if part is not None]
+        sections = [keys_of_0_1(type(part), part.model_dump(mode="json")) for part in parts]
         return fingerprint(
             [asdict(self), PROMPTS_SEED, sections, revision_of(Base(model=str(BASES[self.base].folder)))]
         )
@@ -164,7 +172,8 @@ class Arm:
 def arms(only: str | None = None) -> Iterator[Arm]:
     """All arms, or those of one base, the most informative first. Bases without a folder have none."""
     for design, seed in ORDER:
-        yield from (Arm(base, design, seed) for base in PLACES if only in (None, base) and BASES[base].folder.is_dir())
+        bases = [base for base in DESIGNS[design].bases or PLACES if only in (None, base)]
+        yield from (Arm(base, design, seed) for base in bases if BASES[base].folder.is_dir())
 
 
 def run_arm(arm: Arm, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -182,7 +191,7 @@ def run_arm(arm: Arm, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     result = evaluate_model(
         model, tokenizer, arm.evaluate, 0, make_prompts(arm.evaluate, PROMPTS_SEED, tokenizer=tokenizer)
     )
-    last = history[-STEPS // 10 :]
+    last = history[-len(history) // 10 :]
     losses = {
         name: sum(entry[name] for entry in last) / len(last) for name in last[-1] if name in ("answer", "base_kl")
     }

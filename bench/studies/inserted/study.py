@@ -101,6 +101,7 @@ DESIGNS: Mapping[str, Design] = {
     "pair": Design({"form": "pair"}),
     "pair-copies": Design({"form": "pair", "init": "ssm"}),
     "pair-copies-long": Design({"form": "pair", "init": "ssm"}, steps=500, bases=("far",)),
+    "head-long": Design({"form": "head"}, steps=500, bases=("far",)),
     "pair-alone": Design({"form": "pair"}, "new_heads", (4.0, 4.0)),
     "pair-shared": Design({"form": "pair", "side_channels": 0}),
     "block": Design({"form": "block"}),
@@ -108,7 +109,7 @@ DESIGNS: Mapping[str, Design] = {
 }
 ORDER = (
     *(("pair", 0), ("control", 0), ("pair-copies", 0), ("pair-shared", 0), ("block", 0), ("pair-alone", 0)),
-    *(("pair-copies-long", seed) for seed in (0, 1, 2)),
+    *((design, seed) for seed in (0, 1, 2) for design in ("pair-copies-long", "head-long")),
     *((design, seed) for seed in (1, 2) for design in ("pair", "pair-copies")),
 )
 
@@ -132,9 +133,11 @@ class Arm:
 
     @property
     def splice(self) -> Splice | None:
-        fields = DESIGNS[self.design].splice
-        place = PLACES[self.base]
-        return None if fields is None else Splice(select="list", heads=(place.head,), before=place.before, **fields)
+        fields, place = DESIGNS[self.design].splice, PLACES[self.base]
+        if fields is None:
+            return None
+        before = {} if fields["form"] == "head" else {"before": place.before}
+        return Splice.model_validate({"select": "list", "heads": (place.head,), **before, **fields})
 
     @property
     def train(self) -> Train:

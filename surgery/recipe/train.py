@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from surgery.recipe.base import Checkpoint
 from surgery.recipe.objectives import OBJECTIVES, needs_of
+from surgery.recipe.plateau import Plateau
 from surgery.recipe.section import Positive, Section, Tokens
 from surgery.recipe.sources import Columns, Data, Source, Task, Weight, Weights
 from surgery.types import HeadId
@@ -56,37 +57,6 @@ class Optimizer(Section):
     def decay_share(self) -> float:
         """Share of the steps, at the end, in which the rate decays linearly: `decay` with `wsd`, otherwise 0."""
         return self.decay if self.schedule == "wsd" else 0.0
-
-
-class Plateau(Section):
-    """End of a stage before its last step: a loss that no longer falls, as in `ReduceLROnPlateau` of PyTorch.
-
-    Every `window` steps, the mean loss of these steps is compared with the lowest mean so far.
-    """
-
-    monitor: str = Field(
-        "loss", description="Loss to compare: the weighted sum of all objectives, or the name of one objective."
-    )
-    window: Positive = Field(25, description="Steps of a mean.")
-    threshold: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.05, description="A mean is an improvement if it is lower than the lowest one by more than this share of it."
-    )
-    patience: Positive = Field(
-        3,
-        description="Number of means in a row without an improvement that make a plateau. Counted from the first "
-        "improvement, so a loss that has not fallen yet is not at a plateau.",
-    )
-    min_steps: Positive | None = Field(
-        None, description="Steps before which the stage is not at a plateau. By default half of `steps`."
-    )
-
-    def earliest(self, steps: int) -> int:
-        """First step after which a plateau can be found, in a stage of at most `steps` steps.
-
-        The first window has nothing to compare with, the second one can improve on it, and `patience` windows follow.
-        """
-        least = -(-steps // 2) if self.min_steps is None else self.min_steps
-        return self.window * max(self.patience + 2, -(-least // self.window))
 
 
 class Lora(Section):
@@ -247,12 +217,12 @@ class TrainStage(Section):
         if self.plateau is None or not self.sources:  # without sources, `tokens` gives no number of steps
             return self
         steps, plateau = self.num_steps, self.plateau
-        end = self._earliest_end(plateau, steps)
+        end = self.end_after(plateau.earliest(steps))
         if end < steps:
             return self
         enough = steps
         for _ in range(100):  # without `min_steps`, more steps delay the earliest plateau
-            enough = max(enough, self._earliest_end(plateau, enough) + 1)
+            enough = max(enough, self.end_after(plateau.earliest(enough)) + 1)
         if plateau.earliest(steps) == plateau.window * (plateau.patience + 2):
             why, other = f"`window: {plateau.window}`, `patience: {plateau.patience}`", "lower `plateau.window`"
         elif plateau.min_steps is not None:
@@ -262,7 +232,7 @@ class TrainStage(Section):
         more = f"`steps` to {enough}"
         if self.tokens is not None:
             more = f"`tokens` to {(enough - 1) * sum(source.tokens or 0 for source in self.sources) + 1}"
-        is_enough = self._earliest_end(plateau, enough) < enough <= 10**9
+        is_enough = self.end_after(plateau.earliest(enough)) < enough <= 10**9
         hint = f"Set {more}, or {other}" if is_enough else other.capitalize()
         decay = f", and the decay ends at step {end}" if self.optimizer.decay_share else ""
         raise ValueError(
@@ -270,9 +240,9 @@ class TrainStage(Section):
             f"({why}){decay}. {hint}"
         )
 
-    def _earliest_end(self, plateau: Plateau, steps: int) -> int:
-        """Last step of a stage of at most `steps` steps that ends at its earliest plateau."""
-        return round(plateau.earliest(steps) / (1 - self.optimizer.decay_share))
+    def end_after(self, step: int) -> int:
+        """Last step of a stage with a plateau after `step`. With `wsd` the decay takes its share of all steps."""
+        return round(step / (1 - self.optimizer.decay_share))
 
     @property
     def num_steps(self) -> int:

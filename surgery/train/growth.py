@@ -1,12 +1,15 @@
-"""Detect a loss that grows instead of falling."""
+"""Detect and report a loss that grows instead of falling."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from surgery.errors import TrainingDiverged
 from surgery.recipe import TrainStage
 from surgery.recipe.objectives import OBJECTIVES
+from surgery.train.checkpoints import checkpoints
 
 _WINDOW = 20  # steps in the means and minima
 _FEW = 3  # steps in the mean that is compared with uniform guessing
@@ -19,8 +22,7 @@ def growing_loss(history: Sequence[Mapping[str, float]], stage: TrainStage, voca
     difficulty, so a loss counts as grown in three cases only. Losses are in nats per token:
 
     - Worse than uniform guessing: the mean of the last three steps is above log(vocabulary) and above twice the loss of
-      the first step. Missing steps count as 0, so a single loss above three times
-      this bound is enough.
+      the first step. Missing steps count as 0, so a single loss above three times this bound is enough.
     - Never as low as at the start: each of the last 20 steps is more than one nat above twice the loss of the first
       step.
     - Growing: the weighted mean of the last 20 steps is more than one nat above twice that of the first 20.
@@ -52,6 +54,14 @@ def growing_loss(history: Sequence[Mapping[str, float]], stage: TrainStage, voca
             if sum(after) > 2 * sum(before) + _WINDOW:
                 return _message(name, sum(after) / _WINDOW, sum(before) / _WINDOW)
     return None
+
+
+def diverged(folder: Path | None, step: int, loss: str) -> TrainingDiverged:
+    """Error for a loss that has grown or is not finite. Its hint names the newest checkpoint in `folder`."""
+    saved = checkpoints(folder) if folder is not None else []
+    last = f"The last good checkpoint is {saved[-1].name}." if saved else "No checkpoint was saved yet."
+    hint = f"{last} Lower train.optimizer.lr and new_heads_lr, increase warmup, or check the data."
+    return TrainingDiverged(f"train step {step}", f"loss {loss}", hint)
 
 
 def _message(name: str, loss: float, first: float | None) -> str:

@@ -8,9 +8,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+from accelerate.utils import broadcast_object_list
+
 from surgery.recipe import Train, TrainStage
 
 LAST_STEP = "last_step"  # in the entry of the step after which a plateau was found: the number of the stage's last step
+
+
+def is_at_plateau(history: Sequence[Mapping[str, float]], stage: TrainStage) -> bool:
+    """Whether a plateau was found after the last step of a history. The main process decides for all.
+
+    Args:
+        history: entries of the steps of this stage, each with its weighted losses.
+        stage: may have no `plateau`.
+    """
+    if stage.plateau is None or len(history) % stage.plateau.window:
+        return False
+    found = [find_plateau(history, stage) == len(history)]
+    broadcast_object_list(found)
+    return found[0]
 
 
 def find_plateau(history: Sequence[Mapping[str, float]], stage: TrainStage) -> int | None:
@@ -31,7 +47,7 @@ def find_plateau(history: Sequence[Mapping[str, float]], stage: TrainStage) -> i
     settings = stage.plateau
     if settings is None:
         return None
-    least = stage.num_steps / 2 if settings.min_steps is None else settings.min_steps
+    least = settings.least(stage.num_steps)
     losses = [entry[settings.monitor] for entry in history if settings.monitor in entry]
     best, has_improved, waited = None, False, 0
     for end in range(settings.window, len(losses) + 1, settings.window):
@@ -51,7 +67,7 @@ def num_steps_from(plateau: int, stage: TrainStage) -> int:
     The decay takes its share of all steps that are trained. So the rates are those of a stage without `plateau` that
     has this number of steps.
     """
-    return min(stage.num_steps, round(plateau / (1 - stage.optimizer.decay_share)))
+    return min(stage.num_steps, stage.end_after(plateau))
 
 
 def stage_lengths(history: Sequence[Mapping[str, float]], section: Train) -> list[int]:

@@ -47,6 +47,11 @@ class Targets:
     teacher: Teacher | None = None
     cache: LogitsCache | None = None
 
+    @property
+    def frozen_models(self) -> tuple[PreTrainedModel | None, PreTrainedModel | None]:
+        """The base and the teacher's model."""
+        return self.base, self.teacher.model if self.teacher is not None else None
+
     def weighted_losses(
         self,
         model: nn.Module,

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate.utils import DistributedType
 from accelerate.utils.memory import release_memory, should_reduce_batch_size
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.data.encoding import encode
 from surgery.data.generated import Stream
 from surgery.data.user import open_source
-from surgery.errors import RunError, TrainingDiverged
+from surgery.errors import RunError
 from surgery.files.atomic import fingerprint
 from surgery.models.torch_scans import torch_scans
 from surgery.probes.documents import Document
@@ -34,14 +34,14 @@ from surgery.recipe import Train, TrainStage
 from surgery.recipe.objectives import OBJECTIVES
 from surgery.recipe.section import keys_of_0_1
 from surgery.recipe.sources import Weights
-from surgery.train.checkpoints import checkpoints, load_checkpoint, save_checkpoint
+from surgery.train.checkpoints import load_checkpoint, save_checkpoint
 from surgery.train.compiling import compiling
-from surgery.train.growth import growing_loss
+from surgery.train.growth import diverged, growing_loss
 from surgery.train.lora import Adapters
 from surgery.train.micro_batches import MicroBatch, join, shrink, split_step, with_counts
 from surgery.train.optimizer import adamw, mark_trainable, set_learning_rates
 from surgery.train.packing import packing_fault
-from surgery.train.plateau import LAST_STEP, find_plateau, num_steps_from, stage_lengths
+from surgery.train.plateau import LAST_STEP, is_at_plateau, num_steps_from, stage_lengths
 from surgery.train.sharded import gather, trainable_parameters, twin
 from surgery.train.shared_prefix import SharedPrefix, share_weights, unshare_weights
 from surgery.train.targets import Targets
@@ -120,8 +120,7 @@ def train_stage(
         number: index of the stage in `section.sequence`.
         folder: folder of `step_*/`, the checkpoints to resume from; the two newest are kept. None saves no checkpoints.
         history: entries of the earlier stages.
-        on_step: called on every process after each step with its number and the history so far. The last entry is
-            that of the step.
+        on_step: called on every process after each step with its number and the history, which ends with its entry.
         layers: layers that `trainable: spliced_layers` selects in a control.
 
     Raises:
@@ -134,7 +133,6 @@ def train_stage(
         folder = None  # DeepSpeed steps during backward, and keeps the optimizer's state to itself
     identity = _identity(model, section, number, seed)
     start, entries = _resume(folder, student, optimizer, identity, accelerator, number, list(history))
-    compared = (model, targets.base, targets.teacher.model if targets.teacher is not None else None)
     lengths = stage_lengths(entries, section)
     before, num_steps = sum(lengths[:number]), lengths[number]
     for step in range(start, stage.num_steps):
@@ -143,11 +141,11 @@ def train_stage(
         began = time.perf_counter()
         torch.manual_seed(hash((seed, number, step, accelerator.process_index)))  # for dropout
         set_learning_rates(optimizer, stage.optimizer, step, num_steps)
-        with torch_scans(*compared):
+        with torch_scans(model, *targets.frozen_models):
             losses, tokens = accumulate_gradients(prepared, tokenizer, section, accelerator, step)
         norm = accelerator.clip_grad_norm_(trainable_parameters(prepared.wrapped), stage.optimizer.max_grad_norm)
         if not (math.isfinite(losses["loss"]) and math.isfinite(float(norm))):
-            raise _diverged(folder, before + step + 1, str(losses["loss"]))
+            raise diverged(folder, before + step + 1, str(losses["loss"]))
         if step == start and adapters is not None:
             adapters.check_gradients()
         if folder is not None and step > start and step % section.save_every == 0:
@@ -158,10 +156,9 @@ def train_stage(
         seconds = round(time.perf_counter() - began, 4)
         entries.append({"step": before + step + 1, **losses, "tokens": tokens, "seconds": seconds})
         of_stage = [entry for entry in entries if entry["step"] > before]
-        growing = growing_loss(of_stage, stage, model.config.vocab_size)
-        if growing is not None:
-            raise _diverged(folder, before + step + 1, growing)
-        if num_steps == stage.num_steps and _is_at_plateau(of_stage, stage):
+        if (growing := growing_loss(of_stage, stage, model.config.vocab_size)) is not None:
+            raise diverged(folder, before + step + 1, growing)
+        if num_steps == stage.num_steps and is_at_plateau(of_stage, stage):
             num_steps = num_steps_from(step + 1, stage)
             entries[-1][LAST_STEP] = before + num_steps
         if on_step is not None:
@@ -171,7 +168,7 @@ def train_stage(
         if adapters is not None:
             adapters.model = model
     if not all(bool(p.isfinite().all()) for p in trainable_parameters(model)):
-        raise _diverged(folder, before + num_steps, "not finite")
+        raise diverged(folder, before + num_steps, "not finite")
     accelerator.free_memory()
     model.eval()
     if targets.cache is not None:
@@ -390,15 +387,6 @@ def _resume(
     return 0, entries
 
 
-def _is_at_plateau(history: History, stage: TrainStage) -> bool:
-    """Whether the stage is at a plateau since its last step. The main process decides for all."""
-    if stage.plateau is None or len(history) % stage.plateau.window:
-        return False
-    found = [find_plateau(history, stage) == len(history)]
-    broadcast_object_list(found)
-    return found[0]
-
-
 def _identity(model: nn.Module, section: Train, number: int, seed: int) -> str:
     """Hash that identifies the training of a checkpoint. Later stages are no part of it, so they may change."""
     shapes = {name: list(p.shape) for name, p in model.named_parameters()}
@@ -406,10 +394,3 @@ def _identity(model: nn.Module, section: Train, number: int, seed: int) -> str:
     if data["stages"]:
         data["stages"] = data["stages"][: number + 1]
     return fingerprint([{k: v for k, v in data.items() if k not in _NOT_IN_IDENTITY}, number, seed, shapes])
-
-
-def _diverged(folder: Path | None, step: int, loss: str) -> TrainingDiverged:
-    saved = checkpoints(folder) if folder is not None else []
-    last = f"The last good checkpoint is {saved[-1].name}." if saved else "No checkpoint was saved yet."
-    hint = f"{last} Lower train.optimizer.lr and new_heads_lr, increase warmup, or check the data."
-    return TrainingDiverged(f"train step {step}", f"loss {loss}", hint)

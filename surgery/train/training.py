@@ -110,9 +110,8 @@ def train_model(
             targets = Targets(grafts=grafts, base=base, teacher=teacher, cache=cache)
             arguments = (model, tokenizer, section, seed, accelerator, targets, number, folders[number])
             settings, frozen = quantization_of(section, stage), () if base is None else (base,)
-            own_folder = folders[number]
             has_changed = any(section.sequence[n].trainable != "new_heads" for n in numbers if n < number)
-            if settings is not None and own_folder is not None and has_changed:
+            if settings is not None and has_changed and (own_folder := folders[number]) is not None:
                 resume_unquantized(model, own_folder, accelerator)
             with quantized((model, *frozen), settings, accelerator.device) as unquantized:
                 result = train_stage(*arguments, history, log_step, layers)

@@ -20,8 +20,8 @@ from surgery.recipe import Optimizer, Train
 from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
 from surgery.train import checkpoints as checkpoints_module
 from surgery.train import losses as formulas
+from surgery.train import plateau
 from surgery.train import tracking as track
-from surgery.train import trainer
 from surgery.train.checkpoint_files import fault_of
 from surgery.train.checkpoints import checkpoints
 from surgery.train.optimizer import adamw, learning_rate_factor, mark_trainable, spliced_parameters
@@ -227,7 +227,7 @@ class TestPlateau:
     @pytest.mark.parametrize("decided", [True, False])
     def test_the_main_process_decides(self, decided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         """Where the losses of another process differed by rounding, it would find another step."""
-        monkeypatch.setattr(trainer, "broadcast_object_list", lambda found: found.__setitem__(0, decided))
+        monkeypatch.setattr(plateau, "broadcast_object_list", lambda found: found.__setitem__(0, decided))
         settings = {**self.ENDS, "plateau": {"window": 4, "patience": 1}} if decided else self.ENDS
         assert len(fit(hybrid(), section(**settings))) == (round(4 / 0.7) if decided else 20)
 

@@ -3,11 +3,11 @@
 The results are those of transformers up to rounding; docs/BENCHMARKS.md has the times.
 
 - Mamba-1: transformers takes each token from tensors of all tokens by index. The gradient of such an index is a tensor
-  as large as all tokens, so its backward pass is quadratic in the number of tokens.
+  as large as all tokens, so its backward pass is quadratic in the number of tokens. Ours is in `selective_scan.py`.
 - Mamba-2: transformers repeats B and C for every head, computes their products once a head, and combines every chunk
   with every earlier one. Here heads share the products of their group, and the state is carried from chunk to chunk.
 
-Shape legend: B batch, I inner width, T tokens, H heads of P, G groups, N state width.
+Shape legend: B batch, T tokens, H heads of P, G groups, N state width.
 """
 
 from __future__ import annotations
@@ -27,48 +27,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgery.hybrid.discrete_scan import chunked_scan
+from surgery.models.selective_scan import selective_scan
 
 Scan = Callable[..., Any]
-
-
-def selective_scan(
-    x_BIT: Tensor,
-    dt_BIT: Tensor,
-    A_IN: Tensor,
-    B_BNT: Tensor,
-    C_BNT: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Run the scan of arXiv 2312.00752 token by token, with the arguments of `mamba_ssm.selective_scan_fn`.
-
-    Args:
-        D: (I,), the skip. z: (B,I,T), the gate. delta_bias: (I,), added to dt before the softplus.
-
-    Returns:
-        (B,I,T), and with `return_last_state` the state (B,I,N) after the last token.
-    """
-    if delta_bias is not None:
-        dt_BIT = dt_BIT + delta_bias.to(dt_BIT.dtype)[:, None]
-    if delta_softplus:
-        dt_BIT = F.softplus(dt_BIT)
-    decays = torch.exp(A_IN[:, None] * dt_BIT[..., None]).unbind(2)
-    keys_BTN = _at_least_float32(B_BNT).transpose(1, 2)[:, None]
-    inputs = (dt_BIT[..., None] * keys_BTN * _at_least_float32(x_BIT)[..., None]).unbind(2)
-    state_BIN = torch.zeros_like(inputs[0], dtype=x_BIT.dtype)
-    outputs = []
-    for decay_BIN, input_BIN, query_BN in zip(decays, inputs, C_BNT.unbind(2), strict=True):
-        state_BIN = decay_BIN * state_BIN + input_BIN
-        outputs.append((state_BIN.to(x_BIT.dtype) @ query_BN[..., None]).squeeze(-1))
-    y_BIT = torch.stack(outputs, dim=-1)
-    if D is not None:
-        y_BIT = y_BIT + x_BIT * D[:, None]
-    if z is not None:
-        y_BIT = y_BIT * F.silu(z)
-    return (y_BIT, state_BIN) if return_last_state else y_BIT
 
 
 def chunk_scan(

@@ -9,9 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from transformers import Mamba2ForCausalLM
 
+from bench.common import load
 from bench.studies.head_choice import choosers as choosers_module
-from bench.studies.head_choice import study
+from bench.studies.head_choice import mamba1, study
 from bench.studies.head_choice.arms import (
     COLUMNS,
     DEFAULT_CHOOSER,
@@ -35,6 +39,7 @@ from bench.studies.head_choice.tables import tables
 from bench.studies.site_selection.tables import tables_on
 from surgery.errors import RunError
 from surgery.files.atomic import read_json, write_json
+from surgery.models.lookup import family_of
 from tests.integration.conftest import PICO_MAMBA2 as BASE
 
 TOY = Budget(
@@ -299,10 +304,35 @@ class TestRun:
 
 def test_the_published_tables_are_those_of_the_published_results(tmp_path: Path) -> None:
     # A base that this machine pretrained itself is another one than that of the published results.
-    gone = {name: replace(entry, folder=tmp_path / name) for name, entry in BASES.items() if entry.recipe is not None}
+    gone = {name: replace(entry, folder=tmp_path / name) for name, entry in BASES.items() if entry.recipe or entry.make}
     published = study.Experiment(study.PUBLISHED, bases={**BASES, **gone})
     results, files = study.collected(published)
     done = [read_json(path) for path in files["arms"]]
     assert results.choices and done
     labels = {base: entry.label for base, entry in BASES.items()}
     assert tables_on(study.PAGE) == tables(results, labels, study.settings_of(published, done))
+
+
+def test_a_mamba1_computes_a_mamba2_up_to_the_norm_behind_the_gate() -> None:
+    """With a constant in place of that norm, the logits are equal."""
+    model = load(BASE)[0]
+    assert isinstance(model, Mamba2ForCausalLM)
+    for block, scale in zip(model.backbone.layers, scales := [0.5, 1.0, 2.0, 4.0], strict=True):
+        norm = block.mixer.norm
+        norm.forward = lambda x, gate, norm=norm, scale=scale: scale * norm.weight * x * nn.functional.silu(gate)
+    ids = torch.randint(4, model.config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(0))
+    converted = mamba1.from_mamba2(model, scales)
+    with torch.no_grad():
+        torch.testing.assert_close(converted(ids).logits, model(ids).logits, atol=1e-3, rtol=1e-4)
+    sites = family_of(converted.config).sites(converted.config)
+    assert [len(spec.heads) for spec in sites] == [12] * 4
+
+
+def test_the_constant_in_place_of_the_norm_has_its_scale() -> None:
+    """The norm does not depend on the size of its input, so an input four times as large needs a quarter."""
+    model, tokenizer = load(BASE)
+    assert isinstance(model, Mamba2ForCausalLM)
+    scales = mamba1.norm_scales(model, tokenizer)
+    for block in model.backbone.layers:
+        block.mixer.norm.register_forward_pre_hook(lambda _, inputs: (4 * inputs[0], inputs[1]))
+    torch.testing.assert_close([4 * scale for scale in mamba1.norm_scales(model, tokenizer)], scales, atol=0, rtol=1e-3)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench.common import FAR, ROOT, RUNS, SHIPPED
+from bench.studies.head_choice import mamba1
 
 RECIPES = Path(__file__).parent / "recipes"
 FOLDERS = RUNS / "head_choice" / "bases"
@@ -21,9 +22,10 @@ class StudyBase:
     Attributes:
         label: heading in the report.
         folder: checkpoint.
-        recipe: recipe of `surgery pretrain` that makes the checkpoint. None if it cannot be made here: a missing
-            folder then skips the base.
+        recipe: recipe of `surgery pretrain` that makes the checkpoint.
         overrides: of the recipe, such as `seed=1`.
+        make: writes the checkpoint, for one that no recipe makes. Without a recipe and `make`, a missing folder skips
+            the base.
         options: fields of `arms.Budget` that differ: the task of training and evaluation with its pairs and filler,
             the pairs of locating, and the kinds of text that are kept. Choose `locate_pairs` so that the base scores
             0.6 to 0.95.
@@ -33,12 +35,13 @@ class StudyBase:
     folder: Path
     recipe: Path | None = None
     overrides: tuple[str, ...] = ()
+    make: Callable[[Path], None] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def available(self) -> bool:
         """Whether the checkpoint exists or can be made."""
-        return self.folder.is_dir() or self.recipe is not None
+        return self.folder.is_dir() or self.recipe is not None or self.make is not None
 
 
 BASES: Mapping[str, StudyBase] = {
@@ -52,4 +55,7 @@ BASES: Mapping[str, StudyBase] = {
         options=DISTANT,
     ),
     "english": StudyBase("English text", FOLDERS / "english", RECIPES / "english.yaml", options={"locate_pairs": 8}),
+    "mamba1": StudyBase(
+        "a Mamba-1 with distant keys and values", FOLDERS / "mamba1", make=mamba1.make, options=DISTANT
+    ),
 }

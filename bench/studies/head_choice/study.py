@@ -83,6 +83,9 @@ class Experiment(ArmExperiment):
         entry = self.bases[base]
         if entry.recipe is not None:
             return pretrained(entry.folder, entry.label, entry.recipe, entry.overrides)
+        if entry.make is not None and not entry.folder.is_dir():
+            print(f"making {entry.label}", flush=True)
+            entry.make(entry.folder)
         if not entry.folder.is_dir():
             raise RunError("base", base, f"There is no folder {entry.folder}. Make this checkpoint first.")
         return entry.folder

@@ -1,0 +1,68 @@
+"""Mamba-1's scan and its gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from surgery.models import selective_scan as module
+from surgery.models.meters import Meter
+from surgery.models.selective_scan import selective_scan
+
+
+def scan_inputs(tokens: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """x, dt, A, B, C of 2 documents, inner width 3 and state 4, with decays from almost none to almost total."""
+    drawn = torch.Generator().manual_seed(0)
+    sizes = (2, 3, tokens), (2, 3, tokens), (3, 4), (2, 4, tokens), (2, 4, tokens)
+    x, dt, A, B, C = (torch.randn(size, generator=drawn, dtype=torch.float64) for size in sizes)
+    return [v.to(dtype).requires_grad_() for v in (x, dt, -(3 * A).exp(), B, C)]
+
+
+@pytest.fixture(params=[1, 2, 5, 7, 100])
+def part(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Number of tokens in a part: of 7 tokens one each, parts with a rest, all, and more."""
+    monkeypatch.setattr(module, "_PART", request.param * 24)
+    return int(request.param)
+
+
+def test_the_recurrence(part: int) -> None:
+    x, dt, A, B, C = scan_inputs(7)
+    D, z, bias = torch.randn(3).double(), torch.randn(2, 3, 7).double(), torch.randn(3).double()
+    got, last = selective_scan(x, dt, A, B, C, D, z, bias, delta_softplus=True, return_last_state=True)
+    dt, state = nn.functional.softplus(dt + bias[:, None]), torch.zeros(2, 3, 4, dtype=torch.float64)
+    for t in range(7):
+        step = dt[..., t, None]
+        state = (step * A).exp() * state + step * x[..., t, None] * B[:, None, :, t]
+        want = ((state * C[:, None, :, t]).sum(-1) + D * x[..., t]) * nn.functional.silu(z[..., t])
+        torch.testing.assert_close(got[..., t], want)
+    torch.testing.assert_close(last, state)
+
+
+def test_the_gradient(part: int) -> None:
+    """By finite differences, of the output and of the last state."""
+    assert torch.autograd.gradcheck(
+        lambda *given: selective_scan(*given, delta_softplus=True, return_last_state=True), scan_inputs(7)
+    )
+
+
+def test_half_precision_is_computed_in_float32() -> None:
+    x, dt, A, B, C = scan_inputs(20)
+    half = [v.bfloat16().detach().requires_grad_() for v in (x, dt.abs(), A, B, C)]
+    got, state = selective_scan(*half, return_last_state=True)
+    want = selective_scan(*(v.float() for v in half))
+    assert got.dtype == torch.bfloat16 and state.dtype == torch.float32 and isinstance(want, Tensor)
+    torch.testing.assert_close(got.float(), want, atol=0, rtol=1e-2)
+    got.float().sum().backward()
+    assert all(v.grad is not None and v.grad.dtype == torch.bfloat16 for v in half)
+
+
+def test_states_of_all_tokens_never_exist_at_once() -> None:
+    """One (B,T,I,N) tensor has 64 MiB here."""
+    sizes = (1, 512, 1024), (1, 512, 1024), (512, 32), (1, 32, 1024), (1, 32, 1024)
+    given = [torch.empty(size, device="meta", requires_grad=True) for size in sizes]
+    with Meter() as meter:
+        y = selective_scan(*given)
+        assert isinstance(y, Tensor)
+        y.sum().backward()
+    assert meter.peak < 48 * 2**20

@@ -2,15 +2,16 @@
 
     python -m bench.studies.head_choice.mamba1
 
-No small Mamba-1 learned to retrieve from random weights (docs/LOG.md). One group of its channels does here what a head
-of the Mamba-2 does. All of a mixer can be expressed, except for the norm behind its gate:
+No small Mamba-1 learned to retrieve from random weights (docs/LOG.md). Here each group of channels does what one head of
+the Mamba-2 does. All of a Mamba-2 mixer can be expressed, except for the norm behind its gate:
 
 - x, B and C of the Mamba-2, of its convolution and SiLU, become channels of the Mamba-1; `x_proj` passes B and C on.
 - dt has no SiLU in the Mamba-2, so two channels carry it: silu(dt) - silu(-dt) = dt.
 - The heads' decay, skip and bias of dt are repeated for each of their channels.
 - The norm divides by a number that differs for every token. The constant that is closest on documents takes its place.
 
-Channels without a gate have no output. The training, with the Mamba-2 as the reference, mends what the constant breaks.
+The channels for B, C and dt have a gate of 0, so no output. Training with a KL term to the Mamba-2 mends what the constant
+breaks.
 """
 
 from __future__ import annotations
@@ -87,10 +88,10 @@ def norm_scales(model: Mamba2ForCausalLM, tokenizer: PreTrainedTokenizerBase) ->
 
 @torch.no_grad()
 def from_mamba2(model: Mamba2ForCausalLM, scales: list[float]) -> MambaForCausalLM:
-    """Mamba-1 with the weights of a Mamba-2 with one group and without biases of its projections.
+    """Mamba-1 with the weights of a Mamba-2. Its inner width is the next multiple of the hidden size that is enough.
 
     Args:
-        model: the Mamba-2, whose width divides the number of needed channels or leaves some unused.
+        model: with one group, and without biases in its projections.
         scales: for each layer, the constant in place of the norm behind the gate.
     """
     config = model.config

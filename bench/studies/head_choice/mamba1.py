@@ -2,16 +2,16 @@
 
     python -m bench.studies.head_choice.mamba1
 
-No small Mamba-1 learned to retrieve from random weights (docs/LOG.md). Here each group of channels does what one head of
-the Mamba-2 does. All of a Mamba-2 mixer can be expressed, except for the norm behind its gate:
+No small Mamba-1 learned to retrieve from random weights (docs/LOG.md). Here each group of channels does what one head
+of the Mamba-2 does. All of a Mamba-2 mixer can be expressed, except for the norm behind its gate:
 
 - x, B and C of the Mamba-2, of its convolution and SiLU, become channels of the Mamba-1; `x_proj` passes B and C on.
 - dt has no SiLU in the Mamba-2, so two channels carry it: silu(dt) - silu(-dt) = dt.
 - The heads' decay, skip and bias of dt are repeated for each of their channels.
 - The norm divides by a number that differs for every token. The constant that is closest on documents takes its place.
 
-The channels for B, C and dt have a gate of 0, so no output. Training with a KL term to the Mamba-2 mends what the constant
-breaks.
+The channels for B, C and dt have a gate of 0, so no output. Training with a KL term to the Mamba-2 mends what the
+constant breaks.
 """
 
 from __future__ import annotations

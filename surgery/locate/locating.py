@@ -23,7 +23,7 @@ from surgery.locate.memory import locate_memory
 from surgery.locate.methods import TrainedScores
 from surgery.locate.redundancy import ablate_in_turn, ablate_pairs, ablate_sets, ablate_together
 from surgery.locate.scores import Array, Table, plain, roles_of, scores_of
-from surgery.locate.selection import CANDIDATES_BY, Candidate, choose, rank, ranking_of
+from surgery.locate.selection import Candidate, choose, rank, ranking_of
 from surgery.models.config_checks import check_unquantized
 from surgery.models.lookup import family_of, geometry_of
 from surgery.models.torch_scans import torch_scans
@@ -132,10 +132,9 @@ def _check_request(section: Locate, splice: Splice, prompts: PromptBatches) -> N
     for method in section.trained:
         if splice.teacher is not None:
             raise RecipeError("locate.methods", method, "It cannot train copies of a teacher. Choose another method.")
-        if METHODS[CANDIDATES_BY].name not in section.methods:
-            raise RecipeError(
-                "locate.methods", method, f"It needs {CANDIDATES_BY}, which chooses the candidates. Add it."
-            )
+        for ranking in ("sharpen", section.candidates_by(method)):
+            if RANKINGS[ranking].name not in section.methods:
+                raise RecipeError("locate.methods", method, f"It needs {RANKINGS[ranking].name}. Add it.")
     if section.fill != "zero" and min(map(len, prompts.batches)) < 2:
         hint = "A batch has a single prompt, so there is no other prompt to take values from. "
         hint += "Change locate.batch_size or locate.examples."

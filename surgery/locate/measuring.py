@@ -17,7 +17,7 @@ from surgery.locate.batches import PromptBatches
 from surgery.locate.clean_run import CleanRun
 from surgery.locate.methods import Candidates, LocateBatch, TrainedScores
 from surgery.locate.scores import Array, Record, Table, plain, spread
-from surgery.locate.selection import CANDIDATES_BY, rank, search_rounds, still_candidates
+from surgery.locate.selection import rank, search_rounds, still_candidates
 from surgery.recipe import Splice
 from surgery.recipe.methods import METHODS, Method
 from surgery.registry import plugin_errors
@@ -136,7 +136,7 @@ def train_candidates(
     seed: int,
     tick: Callable[[], None],
 ) -> tuple[dict[str, TrainedScores], dict[str, float]]:
-    """Run the methods that train candidates: the heads with the best oracle reads among those that can be spliced.
+    """Run the methods that train candidates: the best heads by a ranking, among those that can be spliced.
 
     Every process does the same work, and takes the result of the first one.
 
@@ -154,7 +154,7 @@ def train_candidates(
     mixers = {spec.name for spec in sites}
     for method in (METHODS[name] for name in section.trained):
         began, count = time.perf_counter(), section.candidates_of(method.name)
-        ranked = [s for s in rank(heads, CANDIDATES_BY) if s.head.mixer in mixers]
+        ranked = [s for s in rank(heads, section.candidates_by(method.name)) if s.head.mixer in mixers]
         if not ranked:
             hint = "It splices heads to try them, and no head of this model can be spliced. Remove it."
             raise PlanError("locate.methods", method.name, hint)

@@ -22,7 +22,6 @@ from surgery.recipe.methods import METHODS, RANKINGS, is_greedy
 from surgery.stats import bootstrap_mean
 from surgery.types import HeadId, HeadSet, MixerSpec, Reads, ScoredHead
 
-CANDIDATES_BY = "sharpen"  # the ranking that chooses the candidates of methods that train
 Candidate = tuple[HeadId, Reads]
 # Takes candidates and the oracle reads made already. Returns (candidates,N) further gains in logits.
 Gains = Callable[[Sequence[Candidate], Sequence[Candidate]], np.ndarray]
@@ -99,7 +98,7 @@ def still_candidates(
     """
     assert section.search is not None
     select = ranking_of(splice, section)
-    measured = CANDIDATES_BY if RANKINGS[select].trains else select
+    measured = section.candidates_by(RANKINGS[select].name) if RANKINGS[select].trains else select
     arms = [table.effect(column.name)[: len(heads)] for column in RANKINGS[measured].columns]
     several = splice.num_heads > 1 or section.backups > 0
     tried = max((section.candidates_of(method) for method in section.trained), default=1)

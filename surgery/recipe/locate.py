@@ -16,6 +16,7 @@ from surgery.types import Fill, Where
 
 Method = Annotated[str, NameOf(METHODS)]
 Select = Annotated[str, NameOf(RANKINGS, extra=tuple(UNRANKED))]
+UntrainedRanking = Annotated[str, NameOf(RANKINGS, keep=lambda method: not method.trains)]
 
 
 def _locates(probe: Probe) -> bool:
@@ -43,6 +44,12 @@ class Training(Section):
 
     lr: float = Field(6e-3, gt=0, le=1, description="Learning rate of the candidates' attention branches.")
     rows: Positive = Field(16, description="Training documents per step, each with up to 4 questions.")
+    candidates_by: UntrainedRanking = Field(
+        "sharpen",
+        description="Value of `splice.select` whose best heads are the candidates. `aggregate` suits bases on which "
+        "the oracle read misleads.",
+    )
+    new_keys: ClassVar[dict[str, Any]] = {"candidates_by": "sharpen"}
 
     def num_steps(self, candidates: int, keep: int) -> int:
         """Training steps of all candidates together, for progress bars."""
@@ -52,9 +59,7 @@ class Training(Section):
 class Gates(Training):
     """Train all candidate heads together, each behind a gate that costs something while it is open."""
 
-    candidates: Positive = Field(
-        12, description="Heads that are trained: the best by `sharpen`. All of them are in memory together."
-    )
+    candidates: Positive = Field(12, description="Heads that are trained. All of them are in memory together.")
     steps: Positive = Field(80, description="Training steps.")
     gate_lr: float = Field(0.1, gt=0, le=10, description="Learning rate of the gates.")
     cost: float = Field(
@@ -68,7 +73,7 @@ class Gates(Training):
 class Trial(Training):
     """Train candidate heads one at a time, and drop the worse half after each round."""
 
-    candidates: Positive = Field(8, description="Heads that are tried: the best by `sharpen`.")
+    candidates: Positive = Field(8, description="Heads that are tried.")
     steps: Positive = Field(
         32, description="Training steps of the first round. Each further round doubles the steps trained so far."
     )
@@ -176,7 +181,7 @@ class Locate(Section):
         if len(set(value)) < len(value):
             raise ValueError("A method is listed twice. List each once.")
         if any(METHODS[method].trains for method in value) and "sharpen" not in value:
-            return (*value, "sharpen")  # it chooses the candidates, and the position that each one reads
+            return (*value, "sharpen")  # it measures the position that each candidate reads
         return value
 
     @model_validator(mode="after")
@@ -187,6 +192,10 @@ class Locate(Section):
             raise ValueError("`search` needs a method that ranks heads, such as ablation or sharpen.")
         if self.backups and "ablation" not in self.methods:
             raise ValueError("`backups` needs `ablation` in `methods`.")
+        for method in self.trained:
+            ranking = self.candidates_by(method)
+            if RANKINGS[ranking].name not in self.methods:
+                raise ValueError(f"`{method}.candidates_by: {ranking}` needs `{RANKINGS[ranking].name}` in `methods`.")
         if self.backups > self.top_k:
             raise ValueError("`backups` must not exceed `top_k`: it takes heads from the best `top_k`.")
         check_value_digits(self.pairs, self.value_digits)
@@ -252,6 +261,11 @@ class Locate(Section):
         """Number of heads that a method trains. A plugin's method has no section, and trains as many as `gates`."""
         budget = getattr(self, method, None)
         return budget.candidates if isinstance(budget, Gates | Trial) else self.gates.candidates
+
+    def candidates_by(self, method: str) -> str:
+        """The ranking whose best heads a method trains; `sharpen` for a plugin's method, which has no section."""
+        budget = getattr(self, method, None)
+        return budget.candidates_by if isinstance(budget, Gates | Trial) else "sharpen"
 
     def training_steps(self, method: str, heads: int, keep: int) -> int:
         """Training steps of a method, for progress bars.

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from surgery.errors import PlanError, RecipeError, TrainingDiverged
 from surgery.interventions.scaling import gated
@@ -320,6 +321,25 @@ class TestLocate:
         section = SECTION.model_copy(update={"search": Search(first=3), "methods": ("sharpen", "gates")})
         heads = locate_heads(model(), pico_tokenizer(), section, Splice(select="gates"), any_accuracy=True)
         assert sum("gates" in s.scores for s in heads.heads) == 3
+
+    @pytest.mark.parametrize("searches", [False, True])
+    def test_another_ranking_chooses_the_candidates(self, searches: bool) -> None:
+        gates = SECTION.gates.model_copy(update={"candidates_by": "aggregate"})
+        section = Locate(**{**dict(SECTION), "gates": gates, "methods": ("gates", "query")})
+        section = section.model_copy(update={"search": Search(first=3) if searches else None})
+        heads = locate_heads(model(), pico_tokenizer(), section, Splice(select="gates"), any_accuracy=True)
+        tried = {s.head for s in heads.heads if "gates" in s.scores}
+        best, oracle = ({s.head for s in rank(heads.heads, ranking)[:3]} for ranking in ("aggregate", "sharpen"))
+        assert tried == best != oracle
+
+    def test_a_ranking_of_candidates_is_measured(self) -> None:
+        with pytest.raises(ValidationError, match=r"`gates.candidates_by: aggregate` needs `query` in `methods`"):
+            Locate(methods=("gates",), gates=Gates(candidates_by="aggregate"))
+        with pytest.raises(ValidationError, match=r"Unknown way to select heads"):
+            Gates(candidates_by="trial")
+        section = SECTION.model_copy(update={"methods": ("gates", "query")})
+        with pytest.raises(RecipeError, match=r"locate.methods: gates. It needs sharpen. Add it"):
+            locate_heads(model(), pico_tokenizer(), section, Splice(select="gates"))
 
     def test_more_heads_than_candidates_are_refused(self) -> None:
         with pytest.raises(PlanError, match=r"splice.num_heads: 4. Set locate.gates.candidates to 4 or more"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import importlib
 import importlib.abc
@@ -208,6 +209,7 @@ class Runner:
     def _become(self, folder: Path, replaced: _Replaced, tests: tuple[str, ...]) -> None:
         """The tests, in the child. Does not return."""
         code = 3
+        gc.freeze()  # pytest collects garbage at its end, which would copy all memory shared with the parent
         try:
             os.setsid()
             with open(folder / "output", "w") as log, open(os.devnull) as nothing:

@@ -95,7 +95,8 @@ class _Scan(torch.autograd.Function):
             decays[1:] *= h[:-1]
             decays[0] *= before[number]
             ddt[part] = torch.mul(decays, A, out=d).sum(-1).addcmul_(put, x[part])
-            dA += decays.mul_(dt[part, ..., None]).sum((0, 1))
+            if ctx.needs_input_grad[2]:  # not while the base is frozen
+                dA += decays.mul_(dt[part, ..., None]).sum((0, 1))
         return dx, ddt, dA, dB, dC
 
 

@@ -148,8 +148,7 @@ def train_stage(
             raise diverged(folder, before + step + 1, str(losses["loss"]))
         if step == start and adapters is not None:
             adapters.check_gradients()
-        if folder is not None and step > start and step % section.save_every == 0:
-            # Saved here because the loss at these weights is known to be finite.
+        if folder is not None and step > start and step % section.save_every == 0:  # these weights have a finite loss
             save_checkpoint(folder, student, optimizer, step, {"of": identity, "history": entries}, accelerator)
         optimizer.step()
         optimizer.zero_grad()

@@ -9,6 +9,8 @@ from typing import Any
 
 from bench.common import FAR, ROOT, RUNS, SHIPPED
 from bench.studies.head_choice import mamba1
+from surgery.recipe import PretrainRecipe, load_recipe
+from surgery.run.pretrain import pretrain
 
 RECIPES = Path(__file__).parent / "recipes"
 FOLDERS = RUNS / "head_choice" / "bases"
@@ -22,10 +24,7 @@ class StudyBase:
     Attributes:
         label: heading in the report.
         folder: checkpoint.
-        recipe: recipe of `surgery pretrain` that makes the checkpoint.
-        overrides: of the recipe, such as `seed=1`.
-        make: writes the checkpoint, for one that no recipe makes. Without a recipe and `make`, a missing folder skips
-            the base.
+        make: writes the checkpoint into a folder. None if it cannot be made here: a missing folder then skips the base.
         options: fields of `arms.Budget` that differ: the task of training and evaluation with its pairs and filler,
             the pairs of locating, and the kinds of text that are kept. Choose `locate_pairs` so that the base scores
             0.6 to 0.95.
@@ -33,15 +32,18 @@ class StudyBase:
 
     label: str
     folder: Path
-    recipe: Path | None = None
-    overrides: tuple[str, ...] = ()
     make: Callable[[Path], None] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def available(self) -> bool:
         """Whether the checkpoint exists or can be made."""
-        return self.folder.is_dir() or self.recipe is not None or self.make is not None
+        return self.folder.is_dir() or self.make is not None
+
+
+def by_recipe(recipe: Path, *overrides: str) -> Callable[[Path], None]:
+    """Return a function that makes a checkpoint by a recipe of `surgery pretrain`, with overrides such as `seed=1`."""
+    return lambda folder: pretrain(load_recipe(recipe, overrides, PretrainRecipe), folder)
 
 
 BASES: Mapping[str, StudyBase] = {
@@ -50,12 +52,11 @@ BASES: Mapping[str, StudyBase] = {
     "again": StudyBase(
         "the base with distant keys and values, pretrained with seed 1",
         FOLDERS / "again",
-        ROOT / "recipes" / "pretrain-pico-far.yaml",
-        ("seed=1",),
+        by_recipe(ROOT / "recipes" / "pretrain-pico-far.yaml", "seed=1"),
         options=DISTANT,
     ),
-    "english": StudyBase("English text", FOLDERS / "english", RECIPES / "english.yaml", options={"locate_pairs": 8}),
-    "mamba1": StudyBase(
-        "a Mamba-1 with distant keys and values", FOLDERS / "mamba1", make=mamba1.make, options=DISTANT
+    "english": StudyBase(
+        "English text", FOLDERS / "english", by_recipe(RECIPES / "english.yaml"), options={"locate_pairs": 8}
     ),
+    "mamba1": StudyBase("a Mamba-1 with distant keys and values", FOLDERS / "mamba1", mamba1.make, options=DISTANT),
 }

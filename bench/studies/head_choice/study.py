@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from bench.common import ROOT, RUNS, parser, quiet_on_one_thread, share
-from bench.studies.experiment import ArmExperiment, pretrained
+from bench.studies.experiment import ArmExperiment
 from bench.studies.head_choice.arms import (
     COLUMNS,
     ORDER,
@@ -79,10 +79,8 @@ class Experiment(ArmExperiment):
         return replace(self.budget, **self.bases[base].options)
 
     def checkpoint(self, base: str) -> Path:
-        """Folder of a base. Pretrain it first if it does not exist."""
+        """Folder of a base. Make it first if it does not exist."""
         entry = self.bases[base]
-        if entry.recipe is not None:
-            return pretrained(entry.folder, entry.label, entry.recipe, entry.overrides)
         if entry.make is not None and not entry.folder.is_dir():
             print(f"making {entry.label}", flush=True)
             entry.make(entry.folder)

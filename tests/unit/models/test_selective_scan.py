@@ -46,6 +46,18 @@ def test_the_gradient(part: int) -> None:
     )
 
 
+def test_a_frozen_decay_gets_no_gradient_and_the_others_keep_theirs(part: int) -> None:
+    given, frozen = scan_inputs(7), scan_inputs(7)
+    frozen[2].requires_grad_(False)
+    for inputs in (given, frozen):
+        y = selective_scan(*inputs, delta_softplus=True)
+        assert isinstance(y, Tensor)
+        y.square().sum().backward()
+    assert frozen[2].grad is None
+    for index in (0, 1, 3, 4):
+        torch.testing.assert_close(frozen[index].grad, given[index].grad, atol=0, rtol=0)
+
+
 def test_half_precision_is_computed_in_float32() -> None:
     x, dt, A, B, C = scan_inputs(20)
     half = [v.bfloat16().detach().requires_grad_() for v in (x, dt.abs(), A, B, C)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from surgery.deprecated import find_old_modules
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 # The public API: each name with the module that defines it.
 _API = {

@@ -135,7 +135,9 @@ def _run(
 @app.command()
 def finetune(
     hybrid: Annotated[str, typer.Argument(metavar="HYBRID", help="A hybrid: a checkpoint folder or a Hub id.")],
-    data: Annotated[str, typer.Argument(metavar="DATA", help="JSONL file with the columns prompt and answer.")],
+    data: Annotated[
+        str, typer.Argument(metavar="DATA", help="Prompts with answers: JSONL, Parquet, a folder, or a Hub id.")
+    ],
     overrides: Overrides = None,
     first: First = None,
     last: Last = None,

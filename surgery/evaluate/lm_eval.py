@@ -37,7 +37,7 @@ def run_lm_eval(
         entry for each of its tasks, and one for itself if lm-eval aggregates it.
     """
     if find_spec("lm_eval") is None:
-        absent = "lm-eval is not installed: pip install 'ssm-surgery[eval]'"
+        absent = "lm-eval is not installed: pip install lm-eval"
         return {task: {"skipped": absent} for task in section.tasks}
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager

@@ -57,9 +57,7 @@ def check_recipe(section: Export, tokenizer: PreTrainedTokenizerBase) -> None:
 def _checked_pre_tokenizer(section: Export, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return llama.cpp's name for the pre-tokenizer. Raises as `check_recipe`."""
     if find_spec("gguf") is None:
-        raise RecipeError(
-            "export.format", "gguf", "It needs the package gguf. Install it: pip install 'ssm-surgery[gguf]'."
-        )
+        raise RecipeError("export.format", "gguf", "It needs the package gguf. Install it: pip install gguf.")
     return pre_tokenizer_of(tokenizer, section)
 
 

@@ -45,7 +45,7 @@ def quantization_of(section: Train, stage: TrainStage) -> BitsAndBytesConfig | N
     try:
         version("bitsandbytes")
     except PackageNotFoundError:
-        hint = "It needs bitsandbytes: pip install 'ssm-surgery[qlora]'. Or set it to null."
+        hint = "It needs bitsandbytes: pip install bitsandbytes. Or set it to null."
         raise RecipeError("train.lora.quantization", stage.lora.quantization, hint) from None
     return BitsAndBytesConfig(
         load_in_4bit=True,

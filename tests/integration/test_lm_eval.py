@@ -90,7 +90,7 @@ def test_what_can_be_had_is_run_and_the_rest_says_why_not() -> None:
 def test_without_lm_eval_every_task_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "find_spec", lambda name: None)
     found = run_lm_eval(None, None, LmEval(tasks=("mmlu", "gsm8k")))  # type: ignore[arg-type]
-    assert set(found) == {"mmlu", "gsm8k"} and "ssm-surgery[eval]" in found["mmlu"]["skipped"]
+    assert set(found) == {"mmlu", "gsm8k"} and "pip install lm-eval" in found["mmlu"]["skipped"]
 
 
 LENGTHS_TASK = """

@@ -47,7 +47,7 @@ def by_recipe(recipe: Path, *overrides: str) -> Callable[[Path], None]:
 
 
 BASES: Mapping[str, StudyBase] = {
-    "shipped": StudyBase("the shipped base", SHIPPED, options={"locate_pairs": 24}),
+    "shipped": StudyBase("`pico-mamba2`, adjacent pairs", SHIPPED, options={"locate_pairs": 24}),
     "far": StudyBase("the base with distant keys and values", FAR, options=DISTANT),
     "again": StudyBase(
         "the base with distant keys and values, pretrained with seed 1",

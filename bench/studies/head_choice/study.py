@@ -213,6 +213,8 @@ def report(experiment: Experiment, page: Path, folder: Path) -> None:
 def settings_of(experiment: Experiment, done: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Budget, time and versions of the finished arms, by name."""
     budget = experiment.budget
+    counts = {base: experiment.budget_of(base).examples for base in experiment.bases}
+    fewer = {base: count for base, count in counts.items() if count != budget.examples}
     versions = {", ".join(f"{k} {v}" for k, v in result["versions"].items()) for result in done}
     minutes = sum(result["cpu_seconds"] for result in done) / 60
     return {
@@ -222,7 +224,7 @@ def settings_of(experiment: Experiment, done: Sequence[Mapping[str, Any]]) -> di
         "AdamW learning rate (cosine)": f"{budget.lr:g}; new heads {budget.new_heads_lr:g}",
         "documents in a step": f"{budget.rows} of retrieval with {budget.questions} questions, "
         f"{budget.keep_rows} of each kept task (KL to the base)",
-        "evaluation prompts": str(budget.examples),
+        "evaluation prompts": ", ".join([str(budget.examples), *(f"{n} for `{base}`" for base, n in fewer.items())]),
         "locating prompts for each seed": str(budget.locate_examples),
         "`gates`": f"{budget.gates_steps} steps, {budget.gates_candidates} candidates",
         "`trial`": f"{budget.trial_steps} steps in the first round, {budget.trial_candidates} candidates",

@@ -66,7 +66,8 @@ def _of_base(results: Results, base: str) -> str:
         [
             f"Accuracy of the base on the locating prompts: {clean}. `/` separates the choices of different seeds.\n",
             _choices(results, base),
-            f"\nAccuracy after training, `{base}`:\n",
+            f"\nAccuracy after training, `{base}`, mean over the seeds that were run for each arm. "
+            "Do not compare rows of different seeds:\n",
             _accuracies(results, base),
             f"\nRegret in points of accuracy, `{base}`:\n",
             _regrets(results, base),

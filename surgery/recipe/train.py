@@ -33,6 +33,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Trainable = Literal["all", "new_heads", "spliced_layers", "lora"]
+Precision = Literal["fp32", "bf16"]
 
 
 class Optimizer(Section):
@@ -286,10 +287,10 @@ class Train(TrainStage):
     teacher: Checkpoint | None = Field(
         None, description="Model with the same tokenizer, for the objectives that compare with a teacher."
     )
-    precision: Literal["fp32", "bf16"] = Field(
+    precision: Precision = Field(
         "fp32",
-        description="bf16: compute matrix products in bf16. Trained weights stay in fp32, and so do A_log, dt_bias and "
-        "D.",
+        description="bf16: compute matrix products in bf16, as is always done for a base in half precision. Trained "
+        "weights stay in fp32, and so do A_log, dt_bias and D.",
     )
     micro_batch: Positive | None = Field(
         None,

@@ -34,6 +34,7 @@ from surgery.recipe import Train, TrainStage
 from surgery.recipe.objectives import OBJECTIVES
 from surgery.recipe.section import keys_of_0_1
 from surgery.recipe.sources import Weights
+from surgery.recipe.train import Precision
 from surgery.train.checkpoints import load_checkpoint, save_checkpoint
 from surgery.train.compiling import compiling
 from surgery.train.growth import diverged, growing_loss
@@ -82,6 +83,10 @@ class PreparedStage:
         adapters: LoRA adapters.
         sizes: index of a source -> documents in a micro-batch; all if None. Halved after an out-of-memory error.
         packing: True if documents share rows.
+        precision: of matrix products: the recipe's, and always `bf16` for a model in half precision.
+        identity: hash of the training, which its checkpoints have.
+        start: number of steps that a checkpoint has finished.
+        entries: those of all finished steps, earlier stages included.
     """
 
     stage: TrainStage
@@ -93,6 +98,10 @@ class PreparedStage:
     adapters: Adapters | None
     sizes: dict[int, int | None]
     packing: bool
+    precision: Precision
+    identity: str
+    start: int
+    entries: History
 
 
 def train_stage(
@@ -127,12 +136,12 @@ def train_stage(
         TrainingDiverged: loss or gradient is not finite, or the loss has grown. The last good checkpoint is kept.
         RunError: one document does not fit in memory, torch.compile fails, or the launch does not support the recipe.
     """
-    prepared = prepare_stage(model, tokenizer, section, seed, accelerator, targets, number, layers)
-    stage, student, optimizer, adapters = prepared.stage, prepared.student, prepared.optimizer, prepared.adapters
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         folder = None  # DeepSpeed steps during backward, and keeps the optimizer's state to itself
-    identity = _identity(model, section, number, seed)
-    start, entries = _resume(folder, student, optimizer, identity, accelerator, number, list(history))
+    given = (model, tokenizer, section, seed, accelerator, targets, number, layers)
+    prepared = prepare_stage(*given, folder, history)
+    stage, student, optimizer, adapters = prepared.stage, prepared.student, prepared.optimizer, prepared.adapters
+    start, entries = prepared.start, prepared.entries
     lengths = stage_lengths(entries, section)
     before, num_steps = sum(lengths[:number]), lengths[number]
     for step in range(start, stage.num_steps):
@@ -149,7 +158,9 @@ def train_stage(
         if step == start and adapters is not None:
             adapters.check_gradients()
         if folder is not None and step > start and step % section.save_every == 0:  # these weights have a finite loss
-            save_checkpoint(folder, student, optimizer, step, {"of": identity, "history": entries}, accelerator)
+            save_checkpoint(
+                folder, student, optimizer, step, {"of": prepared.identity, "history": entries}, accelerator
+            )
         optimizer.step()
         optimizer.zero_grad()
         seconds = round(time.perf_counter() - began, 4)
@@ -186,8 +197,10 @@ def prepare_stage(
     targets: Targets,
     number: int = 0,
     layers: Sequence[int] = (),
+    folder: Path | None = None,
+    history: Sequence[dict[str, float]] = (),
 ) -> PreparedStage:
-    """Open the sources, add adapters, freeze what does not train, and let Accelerate wrap model and optimizer.
+    """Open the sources, add adapters, freeze what does not train, wrap model and optimizer, and load a checkpoint.
 
     Args:
         model: changed in place. The other arguments are those of `train_stage`.
@@ -209,9 +222,9 @@ def prepare_stage(
     if targets.base is not None:
         unshare_weights(model, targets.base)  # weights that an earlier stage shared may be trained in this one
     trained = mark_trainable(model, stage, layers)
-    if section.precision == "bf16":
-        for parameter in trained:
-            parameter.data = parameter.data.float()
+    precision = precision_of(section, model)
+    for parameter in trained:
+        parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     if section.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     for frozen in (targets.base, targets.teacher.model if targets.teacher else None):
@@ -222,19 +235,34 @@ def prepare_stage(
         student = twin(model, accelerator)
         if adapters is not None:
             adapters.model = student
-    elif targets.base is not None:
-        model.to(accelerator.device)
-        share_weights(model, targets.base)
-        prefix = SharedPrefix.of(model, targets.base) if not section.compile else None
     if section.compile:
         student.compile()
-    targets = replace(targets, distil=stage.distil, prefix=prefix)
     wrapped, optimizer = accelerator.prepare(student, adamw(student, trainable_parameters(student), stage.optimizer))
     wrapped.train()
-    packing = section.packing and supports_packing(wrapped, section, stage, targets, accelerator)
+    identity = _identity(model, section, number, seed)
+    start, entries = _resume(folder, student, optimizer, identity, accelerator, number, list(history))
+    if targets.base is not None and not accelerator.is_fsdp2:
+        share_weights(model, targets.base)  # not before a checkpoint has been read into the model's weights
+        prefix = SharedPrefix.of(model, targets.base) if not section.compile else None
+    targets = replace(targets, distil=stage.distil, prefix=prefix)
+    packing = section.packing and supports_packing(wrapped, section, stage, targets, accelerator, precision)
     sizes: dict[int, int | None] = {}
     sizes.update(dict.fromkeys(range(len(stage.sources)), section.micro_batch))
-    return PreparedStage(stage, targets, student, wrapped, optimizer, streams, adapters, sizes, packing)
+    return PreparedStage(
+        stage=stage,
+        targets=targets,
+        student=student,
+        wrapped=wrapped,
+        optimizer=optimizer,
+        streams=streams,
+        adapters=adapters,
+        sizes=sizes,
+        packing=packing,
+        precision=precision,
+        identity=identity,
+        start=start,
+        entries=entries,
+    )
 
 
 def check_stage(section: Train, stage: TrainStage, targets: Targets, accelerator: Accelerator) -> None:
@@ -291,7 +319,7 @@ def accumulate_gradients(
                     compiling() if section.compile else nullcontext(),
                     nullcontext() if last else accelerator.no_sync(prepared.wrapped),
                 ):
-                    with autocast(section, accelerator):
+                    with autocast(prepared.precision, accelerator):
                         if len(group) > 1:
                             losses = targets.joined_losses(prepared.wrapped, group, progress)
                         else:
@@ -342,15 +370,26 @@ def _reduced(
     return {"loss": sum(losses.values()), **losses}, round(means[-1] * accelerator.num_processes)
 
 
-def autocast(section: Train, accelerator: Accelerator) -> AbstractContextManager[None]:
-    """Context manager for the precision of the recipe."""
-    if section.precision == "fp32":
+def precision_of(section: Train, model: nn.Module) -> Precision:
+    """Return the precision of matrix products: the recipe's, and always `bf16` for a model in half precision."""
+    is_half = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in model.parameters())
+    return "bf16" if is_half else section.precision
+
+
+def autocast(precision: Precision, accelerator: Accelerator) -> AbstractContextManager[None]:
+    """Context manager for matrix products in this precision."""
+    if precision == "fp32":
         return nullcontext()
     return torch.autocast(accelerator.device.type, torch.bfloat16)  # type: ignore[return-value]
 
 
 def supports_packing(
-    model: nn.Module, section: Train, stage: TrainStage, targets: Targets, accelerator: Accelerator
+    model: nn.Module,
+    section: Train,
+    stage: TrainStage,
+    targets: Targets,
+    accelerator: Accelerator,
+    precision: Precision,
 ) -> bool:
     """True if all models of the stage keep the documents of a row separate. Logs the reason otherwise."""
     models = {"the model": model}
@@ -358,7 +397,7 @@ def supports_packing(
         models["the frozen base"] = targets.base
     if targets.teacher is not None:
         models["the teacher"] = targets.teacher.model
-    with autocast(section, accelerator):
+    with autocast(precision, accelerator):
         fault = "not supported with torch.compile" if section.compile else packing_fault(models)
     if fault is not None and accelerator.is_main_process:
         _LOG.warning("train.packing: every document of %s has its own padded row (%s)", stage.name, fault)

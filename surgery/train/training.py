@@ -17,13 +17,14 @@ from surgery.files.atomic import fingerprint
 from surgery.models.loading import check_vocabulary, load_model, load_tokenizer, revision_of
 from surgery.recipe import Train, TrainStage, as_base
 from surgery.recipe.objectives import OBJECTIVES, needs_of
+from surgery.recipe.train import Precision
 from surgery.train.checkpoints import checkpoints, set_aside_broken
 from surgery.train.logits_cache import LogitsCache
 from surgery.train.quantization import quantization_of, quantized, resume_unquantized
 from surgery.train.targets import Targets
 from surgery.train.teacher import Teacher, check_tokenizers
 from surgery.train.tracking import log, tracked
-from surgery.train.trainer import History, OnStep, train_stage
+from surgery.train.trainer import History, OnStep, precision_of, train_stage
 from surgery.types import Graft, Plan
 
 
@@ -106,7 +107,8 @@ def train_model(
         for number in numbers[numbers.index(max(begun)) if begun else 0 :]:
             stage = section.sequence[number]
             teacher = load_teacher(section, stage, tokenizer, model, grafts) if stage.needs_teacher else None
-            cache = open_cache(outputs, section, stage, tokenizer, accelerator.is_main_process)
+            precision = precision_of(section, model)
+            cache = open_cache(outputs, section, stage, tokenizer, accelerator.is_main_process, precision)
             targets = Targets(grafts=grafts, base=base, teacher=teacher, cache=cache)
             arguments = (model, tokenizer, section, seed, accelerator, targets, number, folders[number])
             settings, frozen = quantization_of(section, stage), () if base is None else (base,)
@@ -121,8 +123,8 @@ def train_model(
                         adapters = outputs / "adapters" / (stage.name if section.stages else "")
                         result.adapters.save(adapters, str(model.name_or_path))
                     result.adapters.merge(unquantized)  # the next stage and the export need a plain model
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(dtypes[name])
+            for name, parameter in model.named_parameters():
+                parameter.data = parameter.data.to(dtypes[name])
     return history
 
 
@@ -153,9 +155,16 @@ def load_teacher(
 
 
 def open_cache(
-    outputs: Path | None, section: Train, stage: TrainStage, tokenizer: PreTrainedTokenizerBase, main: bool = True
+    outputs: Path | None,
+    section: Train,
+    stage: TrainStage,
+    tokenizer: PreTrainedTokenizerBase,
+    main: bool = True,
+    precision: Precision = "fp32",
 ) -> LogitsCache | None:
-    """Open the cache of the teacher's logits for this teacher, tokenizer and `top_k`; None if the stage uses none.
+    """Open the cache of the teacher's logits, for this teacher, tokenizer, `top_k` and precision.
+
+    None if the stage uses no cache.
 
     Args:
         outputs: the cache is in `teacher_logits/` of this folder.
@@ -163,6 +172,7 @@ def open_cache(
         stage: sets `distil.cache` and `distil.top_k`.
         tokenizer: the model's.
         main: True on the main process.
+        precision: of matrix products.
     """
     if section.teacher is None or outputs is None or not (stage.distil.cache and "teacher.logits" in stage.needs):
         return None
@@ -171,6 +181,9 @@ def open_cache(
         "tokenizer": fingerprint(sorted(tokenizer.get_vocab().items())),
         "top_k": stage.distil.top_k,
     }
+    computed = (section.teacher.dtype, precision)
+    if computed != ("float32", "fp32"):  # caches of 0.1 do not name it
+        identity["precision"] = ", ".join(computed)
     return LogitsCache(outputs / "teacher_logits" / f"top{stage.distil.top_k}", identity, main=main)
 
 

@@ -260,7 +260,7 @@ class TestRefusals:
     def test_no_bitsandbytes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
         monkeypatch.setattr("surgery.train.quantization.version", _missing)
-        with pytest.raises(RecipeError, match=r"train.lora.quantization: nf4.*pip install 'ssm-surgery\[qlora\]'"):
+        with pytest.raises(RecipeError, match=r"train.lora.quantization: nf4.*pip install bitsandbytes"):
             settings()
 
     @pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.DEEPSPEED])

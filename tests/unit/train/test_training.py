@@ -109,6 +109,32 @@ class TestStages:
         # A step is kept once the next one has begun; a stage's last one when the next stage begins.
         assert seen[0] == last
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("later", ["new_heads", "lora", "spliced_layers"])
+    @pytest.mark.parametrize("first", ["all", "lora", "spliced_layers"])
+    def test_a_run_stopped_behind_a_wider_stage_keeps_its_base(
+        self, tmp_path: Path, first: str, later: str, dtype: torch.dtype
+    ) -> None:
+        """Weights that the later stage freezes are no longer those of the base, which `base_kl` compares with."""
+        text = {"task": "sentence", "rows": 1, "weights": {"base_kl": 1.0}}
+        of_each: dict[str, Any] = {"sources": [KV, text], "lora": {"rank": 2}}
+        stages = [stage("one", trainable=first, **{**of_each, "steps": 1}), stage("two", trainable=later, **of_each)]
+        every = section(stages=stages, save_every=1)
+
+        def stop(step: int, _: Any) -> None:
+            if step == 3:
+                raise KeyboardInterrupt
+
+        whole, again, base = hybrid().to(dtype), hybrid().to(dtype), pico_base(**SHAPE).to(dtype)
+        as_loaded = weights(base)
+        expected = without_time(fit(whole, every, base=base))
+        with pytest.raises(KeyboardInterrupt):
+            fit(hybrid().to(dtype), every, base=pico_base(**SHAPE).to(dtype), folder=tmp_path, on_step=stop)
+        resumed_with = pico_base(**SHAPE).to(dtype)
+        assert without_time(fit(again, every, base=resumed_with, folder=tmp_path)) == expected
+        assert moved(weights(whole), again) == set()
+        assert moved(as_loaded, base) == moved(as_loaded, resumed_with) == set()
+
     def test_where_a_stage_s_checkpoints_are_broken_the_stage_before_goes_on(self, tmp_path: Path) -> None:
         """Without one, a stage cannot know what the stages before it have left."""
 
@@ -266,17 +292,21 @@ class TestWhatTrains:
         fit(model, section(steps=1, trainable="lora", sources=[source], lora={"targets": ["in_proj"]}))
         assert "backbone.layers.1.mixer.attention.qkv_proj.weight" in moved(before, model)
 
-    def test_bf16_keeps_fp32_masters_and_gives_the_dtypes_back(self) -> None:
-        model, seen = hybrid().to(torch.bfloat16), []
+    @pytest.mark.parametrize("precision", ["bf16", "fp32"])
+    @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+    def test_a_base_in_half_precision_trains_fp32_weights_and_gives_the_dtypes_back(
+        self, precision: str, half: torch.dtype
+    ) -> None:
+        model, seen = hybrid().to(half), []
         own = {id(p) for p in spliced_parameters(model)}
 
         def on_step(*_: Any) -> None:
             seen.append({p.dtype for p in model.parameters() if id(p) in own})
             seen.append({p.dtype for p in model.parameters() if id(p) not in own})
 
-        history = fit(model, section(steps=1, trainable="new_heads", precision="bf16"), on_step=on_step)
-        assert seen == [{torch.float32}, {torch.bfloat16}] and history[0]["loss"] > 0
-        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        history = fit(model, section(steps=1, trainable="new_heads", precision=precision), on_step=on_step)
+        assert seen == [{torch.float32}, {half}] and history[0]["loss"] > 0
+        assert {p.dtype for p in model.parameters()} == {half}
 
     def test_rates_of_adapters_are_their_own(self) -> None:
         from surgery.recipe import Lora
@@ -324,6 +354,17 @@ class TestTeacher:
         two = fit(second, given, outputs=tmp_path)
         assert [h["distil"] for h in one] == [h["distil"] for h in two]
         assert moved(weights(first), second) == set() and not any(asked)
+
+    @pytest.mark.parametrize("later", [{"teacher": {"dtype": "bfloat16"}}, {"precision": "bf16"}])
+    def test_a_cache_of_another_precision_is_refused(
+        self, teacher: Path, tmp_path: Path, later: dict[str, Any]
+    ) -> None:
+        sources = [{**KV, "weights": {"distil": 1.0}}]
+        given: dict[str, Any] = {"steps": 1, "sources": sources, "distil": {"top_k": 8, "cache": True}}
+        fit(hybrid(), section(**given, teacher={"model": str(teacher)}), outputs=tmp_path)
+        changed = {**given, **later, "teacher": {"model": str(teacher), **later.get("teacher", {})}}
+        with pytest.raises(RunError, match="another precision"):
+            fit(hybrid(), section(**changed), outputs=tmp_path)
 
     def test_a_teacher_of_other_tokens_is_refused(self, tmp_path: Path) -> None:
         from surgery.data.tokenizer import build_tokenizer

@@ -47,7 +47,12 @@ def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fol
         ModelError: a modelling file cannot be shipped.
     """
     config = copy.deepcopy(model.generation_config) or GenerationConfig()
-    config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    stops = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in stops:
+        config.eos_token_id = (
+            tokenizer.eos_token_id
+        )  # an id that belongs to another tokenizer, such as a class's default
+    config.pad_token_id = tokenizer.pad_token_id
     model.generation_config = config
     if getattr(model.config, "splice", None):
         model.config.splice_version = SPLICE_VERSION

@@ -56,7 +56,9 @@ _TOKENS = {
     "Private Key": r"BEGIN [A-Z0-9 ]{0,30}PRIVATE KEY|AGE-SECRET-KEY-1[0-9A-Z]{50,}",
 }
 _PATTERNS = {kind: re.compile(pattern) for kind, pattern in _TOKENS.items()}
-SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|SECRET_KEY)$", re.IGNORECASE)
+SECRET_NAME = re.compile(
+    r"(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|APIKEY)$|(?:^|_)(?:KEY|PAT|PASS)$", re.IGNORECASE
+)
 _BEFORE = r"(?<![\w.~-])"  # not part of a URL or of a relative path
 _HOMES = (
     rf"{_BEFORE}(?:/mnt)?(?:/[A-Za-z]|/var|/export|/usr)?/+(?:home|Users)/+(?!Shared\b|Public\b|linuxbrew\b)\w[\w.-]*",

@@ -53,7 +53,7 @@ def inserted_entries(config: PreTrainedConfig) -> list[dict[str, Any]]:
     for entry in entries:
         value = str(entry)[:120]
         keys = {"form", "init", "layers", "before", "site", "heads", "reads"}
-        if not isinstance(entry, dict) or set(entry) | {"init"} != keys:
+        if not isinstance(entry, dict) or set(entry) | {"init"} != keys or not isinstance(entry["form"], str):
             raise ModelError(f"config.json {FIELD}", value, hint)
         layers, numbers = entry["layers"], (entry["before"], entry["site"])
         expected = {"block": ["full_attention"], "pair": ["linear_attention", "full_attention"]}.get(entry["form"])

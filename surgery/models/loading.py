@@ -39,6 +39,7 @@ from surgery.recipe.public import is_hub_id, source_of
 from surgery.registry import load_plugins
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_TOKENIZER = ("tokenizer*.json", "chat_template.jinja")
 _LISTED = 4  # tensors to list in an error message
 
 
@@ -346,7 +347,7 @@ def revision_of(base: Base) -> str:
     """Identify the weights: by the commit of a Hub id, or by a hash of a folder's files."""
     folder = Path(local_path(base.model))
     if folder.is_dir():
-        patterns = ("config.json", "tokenizer*.json", *_WEIGHTS)
+        patterns = ("config.json", *_TOKENIZER, *_WEIGHTS)
         files = sorted(path for pattern in patterns for path in folder.glob(pattern))
         return _with_tokenizer(base, digest(*files)[:16])
     return _with_tokenizer(base, open_checkpoint(base).revision or "")
@@ -357,4 +358,5 @@ def _with_tokenizer(base: Base, revision: str) -> str:
     folder = Path(local_path(base.tokenizer)) if base.tokenizer is not None else None
     if folder is None or not folder.is_dir():
         return revision
-    return f"{revision}+{digest(*sorted(folder.glob('tokenizer*.json')))[:8]}"
+    files = sorted(path for pattern in _TOKENIZER for path in folder.glob(pattern))
+    return f"{revision}+{digest(*files)[:8]}"

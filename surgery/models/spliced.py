@@ -46,12 +46,15 @@ def plan_of_hybrid(config: PreTrainedConfig, name: str) -> Plan:
         plain = family_of(plain).with_state_size(plain, size)
     sites = {site.layer: site for site in family_of(plain).sites(plain)}
     grafts = []
-    for entry in entries:
+    for entry in sorted(entries, key=lambda entry: entry["layer"]):
         if entry["layer"] not in sites:
             raise PlanError(
                 "config.json splice", f"layer {entry['layer']}", f"Layers that can be spliced: {sorted(sites)}."
             )
         heads, reads = tuple(entry["heads"]), tuple(entry["reads"])
-        unit, donors = entry.get("unit", "head"), tuple(entry.get("donors", ()))
-        grafts.append(Graft(sites[entry["layer"]], heads, entry["mode"], entry["init"], reads, unit, donors))
+        unit, donors = entry.get("unit", "head"), entry.get("donors", [])
+        if not isinstance(donors, list | tuple) or not all(isinstance(donor, str) for donor in donors):
+            raise PlanError("config.json splice donors", repr(donors), "It must be a list of heads, such as [L0H1].")
+        site = sites[entry["layer"]]
+        grafts.append(Graft(site, heads, entry["mode"], entry["init"], reads, unit, tuple(donors)))
     return Plan(name, geometry_of(plain), tuple(grafts), 0)

@@ -216,7 +216,12 @@ def generate_greedy(model: PreTrainedModel, prompts: EncodedBatch, max_tokens: i
         eos_token_id=end,
         pad_token_id=fill,
     )
-    ids = model.generate(prompts.input_ids, attention_mask=prompts.attention_mask, generation_config=settings)
+    own = getattr(model, "generation_config", None)
+    model.generation_config = settings  # `generate` would take what `settings` leaves open from the model's own
+    try:
+        ids = model.generate(prompts.input_ids, attention_mask=prompts.attention_mask, generation_config=settings)
+    finally:
+        model.generation_config = own
     new_BN = ids[:, prompts.input_ids.shape[1] :]
     return torch.nn.functional.pad(new_BN, (0, max_tokens - new_BN.shape[1]), value=fill)
 

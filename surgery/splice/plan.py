@@ -69,6 +69,11 @@ def make_plan(
     for scored in head_set.chosen:
         check_in_range(scored.head, config)
         by_layer.setdefault(scored.head.layer, []).append(scored)
+    unused = set(splice.teacher.donors) - {str(s.head) for s in head_set.chosen} if splice.teacher else set()
+    if unused and splice.select == "list":
+        raise PlanError(
+            "splice.teacher.donors", min(unused), "It is not in splice.heads. Use heads of this list as keys."
+        )
     grafts = tuple(_graft(specs[layer], heads, splice, teacher) for layer, heads in sorted(by_layer.items()))
     if teacher is not None and teacher.hidden_size != config.hidden_size:
         value = f"hidden size {teacher.hidden_size}, but the base's is {config.hidden_size}"
@@ -104,6 +109,9 @@ def _graft(site: MixerSpec, heads: list[ScoredHead], splice: Splice, teacher: Pr
             )
     if splice.unit == "head":
         return Graft(site, numbers, splice.mode, splice.init, tuple(reads), "head", tuple(map(str, donors)))
+    if len({donor.layer for donor in donors}) > 1:
+        hint = "With splice.unit: layer, all heads of a layer need donors of one layer of the teacher."
+        raise PlanError("splice.teacher.donors", ", ".join(map(str, donors)), hint)
     count = donor_mixers(teacher)[donors[0].layer].num_heads
     same = (reads[0],) * count
     return Graft(site, tuple(range(count)), "replace", "teacher", same, "layer", (f"L{donors[0].layer}",))
@@ -175,8 +183,8 @@ def check_sites(plan: Plan, config: PreTrainedConfig) -> None:
     """Check the grafts of a plan, which may come from an edited file.
 
     Raises:
-        PlanError: there is no graft; a graft has no heads, an unknown branch or no site in the model; or two grafts
-            share a site.
+        PlanError: there is no graft; a graft has no heads, an unknown branch or no site in the model; two grafts share
+            a site; or they are not in the order of the layers.
     """
     check_splices(config)
     if not plan.grafts or not all(graft.heads for graft in plan.grafts):
@@ -192,6 +200,8 @@ def check_sites(plan: Plan, config: PreTrainedConfig) -> None:
     spliced = [graft.site.layer for graft in plan.grafts]
     if len(set(spliced)) < len(spliced):
         raise PlanError("plan.json grafts", f"layers {spliced}", "Put all heads of one layer into one graft.")
+    if spliced != sorted(spliced):
+        raise PlanError("plan.json grafts", f"layers {spliced}", "List the grafts in the order of their layers.")
 
 
 def hybrid_config(

@@ -45,7 +45,7 @@ class Adapters:
         grafts: the spliced heads. SSM heads that they replace stay silent after merging.
 
     Raises:
-        RecipeError: a target matches no linear layer.
+        RecipeError: a target matches no linear layer, or its weight is that of the input embeddings.
     """
 
     def __init__(self, model: PreTrainedModel, section: Lora, grafts: Sequence[Graft] = ()) -> None:
@@ -124,6 +124,10 @@ def _peft_config(model: PreTrainedModel, section: Lora) -> LoraConfig:
         if not names:
             known = ", ".join(sorted({n.rsplit(".", 1)[-1] for n in linear}))
             raise RecipeError("train.lora.targets", target, f"No linear layer has that name. Use one of {known}.")
+        embeddings = model.get_input_embeddings().weight
+        if any(model.get_submodule(name).weight is embeddings for name in names):
+            hint = "It shares its weight with the input embeddings, and merging would change both. Remove this target."
+            raise RecipeError("train.lora.targets", target, hint)
     return LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,

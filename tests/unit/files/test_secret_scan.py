@@ -190,6 +190,14 @@ def test_secrets_of_this_machine_need_no_form(
     assert findings and all("SOME_SERVICE_API_KEY" in f.value and secret not in f.value for f in findings)
 
 
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "PGPASSWORD", "GH_PAT", "AZURE_STORAGE_KEY", "DB_PASS", "AWS_CREDENTIALS"]
+)
+def test_names_that_suggest_a_secret(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "nothing-like-a-token")
+    assert secrets_of_environment() == {f"the value of {name}": "nothing-like-a-token"}
+
+
 def test_variables_that_hold_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "TOKENIZERS_PARALLELISM": "true-but-longer",

@@ -278,8 +278,23 @@ def test_a_folder_may_have_an_at_in_its_name(tmp_path: Path) -> None:
     assert revision_of(base_of(folder)) == revision_of(base_of(folder))
 
 
+def test_the_chat_template_is_part_of_the_revision(tmp_path: Path) -> None:
+    """The tokenizer writes the training text with it."""
+    pico_family("mamba2").save_pretrained(tmp_path)
+    own, apart = Base(model=str(tmp_path)), Base(model=str(BASE), tokenizer=str(tmp_path))
+    before = revision_of(own), revision_of(apart)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert revision_of(own) != before[0] and revision_of(apart) != before[1]
+
+
 class TestChannels:
     """What makes a head of a Mamba-1 is the user's choice."""
+
+    def test_by_default_it_is_a_divisor_of_the_channels(self) -> None:
+        for hidden, width in ((64, 64), (48, 48), (80, 40), (16, 32)):
+            config = pico_family_config("mamba", hidden_size=hidden, channels_per_head=None)
+            spec = family_of(config).mixers(config)[0]
+            assert (spec.head_dim, spec.num_heads) == (width, 2 * hidden // width)
 
     @pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])
     def test_the_recipe_says_how_many_channels_make_a_head(self, name: str, tmp_path: Path) -> None:

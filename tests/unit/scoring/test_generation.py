@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from surgery.errors import ProbeError
 from surgery.evaluate.evaluation import evaluate_model, p_values
@@ -58,6 +58,14 @@ def test_the_cache_generates_what_whole_passes_generate(name: str) -> None:
     ended = generate_greedy(model, batch, 4, end)
     assert torch.equal(ended, naive_generate_greedy(model, batch, 4, end))
     assert ended[0].tolist() == [int(free[0, 0]), end, end, end]
+
+
+def test_settings_of_the_model_s_own_do_not_count() -> None:
+    model, batch = pico_hybrid([pico_site(1, [1, 3])], layers=2), prompts()
+    free = generate_greedy(model, batch, 4)
+    own = model.generation_config = GenerationConfig(suppress_tokens=[int(free[0, 0])], no_repeat_ngram_size=1)
+    assert torch.equal(generate_greedy(model, batch, 4), free)
+    assert model.generation_config is own
 
 
 def test_the_batch_does_not_matter() -> None:

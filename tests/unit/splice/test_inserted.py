@@ -487,6 +487,7 @@ class TestPlan:
             ("before", 2),
             ("before", None),
             ("form", "head"),
+            ("form", []),
             ("init", "teacher"),
             ("init", "ssm"),  # of a block
             ("heads", []),

@@ -127,6 +127,33 @@ class TestCheckSites:
         caught = self._refused(plan, graft, dataclasses.replace(graft, heads=(0,)))
         assert "[1, 1]" in str(caught.value)
 
+    def test_grafts_in_another_order_than_the_layers(self) -> None:
+        """Attention comes back in the order of the layers, and what it is compared with in that of the grafts."""
+        plan = make_plan(chosen("L0H2", "L2H1"), pico_config())
+        caught = self._refused(plan, *reversed(plan.grafts))
+        assert "[2, 0]" in str(caught.value) and "order of their layers" in str(caught.value)
+
+
+class TestDonors:
+    BASE, TEACHER = pico_family_config("llamba"), pico_family_config("llama")
+
+    def _plan(self, donors: dict[str, str], **more: Any) -> Plan:
+        given = {"select": "list", "heads": ("L1H0", "L1H2"), "init": "teacher", "mode": "replace", **more}
+        section = Splice.model_validate({**given, "teacher": {"model": "t", "donors": donors}})
+        return make_plan(chosen("L1H0", "L1H2", config=self.BASE), self.BASE, section, 0, self.TEACHER)
+
+    def test_a_key_that_is_no_chosen_head_is_refused(self) -> None:
+        (graft,) = self._plan({"L1H2": "L2H0"}).grafts
+        assert graft.donors == ("L1H0", "L2H0")
+        with pytest.raises(PlanError, match=r"^splice\.teacher\.donors: L1H3\. It is not in splice\.heads"):
+            self._plan({"L1H3": "L2H0"})
+
+    def test_a_whole_layer_has_one_donor(self) -> None:
+        (graft,) = self._plan({"L1H0": "L2H0", "L1H2": "L2H1"}, unit="layer").grafts
+        assert graft.donors == ("L2",)
+        with pytest.raises(PlanError, match=r"^splice\.teacher\.donors: L2H0, L0H1\..*one layer of the teacher"):
+            self._plan({"L1H0": "L2H0", "L1H2": "L0H1"}, unit="layer")
+
 
 class TestSpliceField:
     @pytest.mark.parametrize("mode", ["add", "replace"])
@@ -188,6 +215,14 @@ class TestSpliceField:
 
 class TestPlanOfHybrid:
     """What a hybrid's config alone says of how it was spliced."""
+
+    def test_entries_in_another_order_and_donors_that_are_no_list(self) -> None:
+        config = pico_hybrid([pico_site(0), pico_site(2)]).config
+        config.splice = config.splice[::-1]
+        assert [graft.site.layer for graft in plan_of_hybrid(config, "").grafts] == [0, 2]
+        config.splice[0]["donors"] = 5
+        with pytest.raises(PlanError, match=r"^config\.json splice donors: 5\. It must be a list"):
+            plan_of_hybrid(config, "")
 
     def _lost(self, plan: Plan) -> Plan:
         """All of a plan that a config holds: not the base's name, the seed, or which teacher it was."""

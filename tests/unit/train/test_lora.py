@@ -65,6 +65,13 @@ def test_spliced_heads_have_no_adapter() -> None:
         Adapters(hybrid(), Lora(targets=("o_proj",)))
 
 
+def test_a_target_that_is_tied_to_the_embeddings_is_refused() -> None:
+    target = Lora(rank=2, targets=("lm_head",))
+    assert Adapters(pico_base(tie_word_embeddings=False), target)
+    with pytest.raises(RecipeError, match=r"lm_head.*shares its weight with the input embeddings"):
+        Adapters(pico_base(tie_word_embeddings=True), target)
+
+
 @pytest.mark.parametrize("make", [hybrid, pico_base], ids=["hybrid", "base"])
 def test_a_fused_kernel_does_not_pass_adapters_by(make: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mixers with an adapter behind the scan run their other path; a kernel that is used all the same is an error."""

@@ -2,9 +2,10 @@
 
     python examples/records.py records.jsonl
 
-Each line is {"prompt", "answer", "answer_span"}. The prompt has 3 to 6 records of one sentence each, and asks for the
-agent of one of them. In a record, 16 to 19 words stand between the name and the agent's number, so a model cannot see
-both at once in a short convolution. `answer_span` is where the prompt contains the answer; `--no-spans` leaves it out.
+Each line is {"prompt", "answer", "answer_span"}. The prompt has 3 to 6 records of one sentence each (`--records LOW
+HIGH` changes it), and asks for the agent of one of them. In a record, 16 to 19 words stand between the name and the
+agent's number, so a model cannot see both at once in a short convolution. `answer_span` is where the prompt contains
+the answer; `--no-spans` leaves it out.
 The same options write the same lines.
 """
 
@@ -52,13 +53,14 @@ def main() -> None:
     parser.add_argument("path", type=Path, help="the file to write")
     parser.add_argument("--lines", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--records", type=int, nargs=2, default=(3, 6), metavar=("LOW", "HIGH"), help="in a prompt")
     parser.add_argument("--digits", type=int, default=2, help="digits of an agent's number")
     parser.add_argument("--no-spans", action="store_true", help="leave `answer_span` out")
     options = parser.parse_args()
     rng = Random(options.seed)
     with open(options.path, "w", encoding="utf-8") as file:
         for _ in range(options.lines):
-            line = record_line(rng, digits=options.digits)
+            line = record_line(rng, *options.records, digits=options.digits)
             if options.no_spans:
                 del line["answer_span"]
             file.write(json.dumps(line) + "\n")

@@ -12,6 +12,7 @@ text               plain text without a question; texts longer than `max_tokens`
 from __future__ import annotations
 
 import hashlib
+import json
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -64,8 +65,7 @@ class Reader:
     end: str = field(init=False)
 
     def __post_init__(self) -> None:
-        path = Path(self.data.path).expanduser()
-        self.task = path.name if path.exists() else self.data.path
+        self.task = name_of(self.data)
         self.end = _end(self.tokenizer) if self.data.end else ""
         chat = self.data.chat_template or self.data.columns.messages is not None
         if chat and not self.tokenizer.chat_template:
@@ -79,15 +79,23 @@ class Reader:
         """
         return self._parsed(row)[0]
 
-    def _parsed(self, row: Row) -> tuple[Document, str]:
-        """Turn a row into a document. Also return the key of `spans` that counts it, empty without `auto`."""
+    def _parsed(self, row: Row) -> tuple[Document, str, str]:
+        """Turn a row into a document.
+
+        Returns:
+            The document; the key of `spans` that counts it, empty without `auto`; and the text that decides whether the
+            row is held out. It has nothing of a chat template, which may print the date.
+        """
         fields, columns = row.fields(), self.data.columns
         if columns.text is not None:
-            return Document(self.task, self._whole(row, _string(row, fields, columns.text))), ""
+            text = self._whole(row, _string(row, fields, columns.text))
+            return Document(self.task, text), "", text
+        content = None
         if columns.messages is not None or self.data.chat_template:
             messages = self._messages(row, fields)
             request, answer = messages[-2]["content"], messages[-1]["content"]
             prompt = self._chat_prompt(row, messages[:-1])
+            content = request if len(messages) == 2 else json.dumps(messages[:-1], ensure_ascii=False)
         else:
             request = prompt = _string(row, fields, columns.prompt)
             answer = _string(row, fields, columns.answer)
@@ -110,7 +118,8 @@ class Reader:
         if value is not None:
             line_end = prompt.find("\n", value[1] - 1)
             segment = prompt.rfind("\n", 0, value[0]) + 1, line_end + 1 if line_end >= 0 else len(prompt)
-        return Document(self.task, text, (Question((len(prompt), len(text)), (), -1, segment, value),)), origin
+        question = Question((len(prompt), len(text)), (), -1, segment, value)
+        return Document(self.task, text, (question,)), origin, prompt if content is None else content
 
     def read(self, rows: Iterable[Row]) -> Iterator[Piece]:
         """Yield the documents of all rows, in order.
@@ -123,12 +132,11 @@ class Reader:
             documents = []
             for number, row in chunk:
                 try:
-                    document, origin = self._parsed(row)
+                    document, origin, content = self._parsed(row)
                 except DataError as error:
                     self._skip(error)
                     continue
-                prompt_end = document.questions[-1].answer[0] if document.questions else len(document.text)
-                if is_held_out(document.text[:prompt_end], self.data.holdout) == self.held_out:
+                if is_held_out(content, self.data.holdout) == self.held_out:
                     documents.append((number, row, document, origin))
             if not documents:
                 continue
@@ -211,6 +219,12 @@ class Reader:
             reason = "The model takes at most" if limit == self.context else "`max_tokens` is"
             raise DataError(row.where, f"{len(ids)} tokens", f"{reason} {limit}. Shorten the row, or remove it.")
         return cut(document.text, ids, offsets, limit, lambda text: self._tokens([text])[0][0])
+
+
+def name_of(data: Data) -> str:
+    """Return the name of a data set in results: of a file or folder, or the id on the Hub."""
+    path = Path(data.path).expanduser()
+    return path.name if path.exists() else data.path
 
 
 def is_held_out(prompt: str, share: float) -> bool:

@@ -6,6 +6,8 @@ Arrow tables on disk (`datasets`). Lines and rows are counted from 1.
 
 from __future__ import annotations
 
+import codecs
+import glob
 import json
 import re
 from array import array
@@ -209,7 +211,7 @@ def local_files(data: Data) -> list[Path]:
             "data.path", data.path, "It is a local path. Remove `name` and `revision`, which apply to Hub data sets."
         )
     inside = sorted(path.rglob("*")) if path.is_dir() else [path]
-    files = [f for f in inside if f.is_file() and f.suffix.lower() in FORMATS and not f.name.startswith(".")]
+    files = [f for f in inside if f.is_file() and f.suffix.lower() in FORMATS and not _is_hidden(f, path)]
     if not files:
         raise DataError("data.path", data.path, f"It has no {', '.join(FORMATS)} file. Set another path.")
     formats = sorted({f.suffix.lower() for f in files})
@@ -220,6 +222,12 @@ def local_files(data: Data) -> list[Path]:
             f"The folder has {' and '.join(formats)} files. Set one file, or use one folder per format.",
         )
     return _of_split(files, path, data.split)
+
+
+def _is_hidden(file: Path, folder: Path) -> bool:
+    """Whether the name of a file, or of a folder above it, begins with a dot, such as `.ipynb_checkpoints`."""
+    parts = file.relative_to(folder).parts or (file.name,)
+    return any(part.startswith(".") for part in parts)
 
 
 def _of_split(files: list[Path], root: Path, split: str) -> list[Path]:
@@ -263,7 +271,8 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
 
 def _is_list(path: Path) -> bool:
     """Whether a .json file is one list instead of one object per line."""
-    return path.suffix.lower() == ".json" and next((t for _, _, t in _lines(path)), b"").lstrip()[:1] == b"["
+    first = next((text for _, _, text in _lines(path)), b"")
+    return path.suffix.lower() == ".json" and first.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
 
 
 def _listed(path: Path) -> ArrowRows:
@@ -304,7 +313,7 @@ def _open_file(path: Path, columns: Columns) -> Rows:
 
     names = _parquet_columns(path, columns)
     with reading(str(path), None, _DAMAGED, DataError):
-        table = datasets.load_dataset("parquet", data_files=str(path), columns=names, split="train")
+        table = datasets.load_dataset("parquet", data_files=glob.escape(str(path)), columns=names, split="train")
     return ArrowRows(table, str(path))
 
 

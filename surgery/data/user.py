@@ -7,14 +7,14 @@ streamed rows are checked as they arrive.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
-from itertools import count, islice
+from itertools import chain, count, islice
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from surgery.data.documents import Reader, check_documents
+from surgery.data.documents import Reader, check_documents, name_of
 from surgery.data.files import ShuffledEpochs, open_rows, rows_in_order
 from surgery.data.generated import GeneratedStream, Stream
 from surgery.data.pieces import Piece, part
@@ -102,12 +102,10 @@ def count_answer_spans(
         DataError: as `open_source`.
     """
     counts: dict[str, dict[str, int]] = {}
-    done: list[Data] = []
-    for source in [source for stage in train.sequence for source in stage.sources]:
+    for source, name in named_data(train):
         data = source.data
-        if data is None or not data.columns.finds_spans or data.columns.text is not None or data in done:
+        if data is None or not data.columns.finds_spans or data.columns.text is not None:
             continue
-        done.append(data)
         reader = Reader(data, tokenizer, source.max_tokens, context, vocab_size)
         rows = rows_in_order(data)
         for _ in reader.read(islice(rows, _COUNTED) if data.streaming else rows):
@@ -116,14 +114,20 @@ def count_answer_spans(
         if any(searched.values()):
             marked = {"marked": reader.spans["marked"]} if reader.spans["marked"] else {}
             read = {"first_rows": _COUNTED} if data.streaming else {}
-            counts[distinct_name(reader.task, counts)] = {**searched, **marked, **read}
+            counts[name] = {**searched, **marked, **read}
     return counts
 
 
-def distinct_name(name: str, known: Iterable[str]) -> str:
-    """Append a number to the name of a data set if another one has the same name."""
-    same = sum(other.split(" (")[0] == name for other in known)
-    return f"{name} ({same + 1})" if same else name
+def named_data(train: Train) -> list[tuple[Source, str]]:
+    """Return the first source of every data set, and the name of the data set, with a number if another one has it."""
+    named: list[tuple[Source, str]] = []
+    for source in [source for stage in train.sequence for source in stage.sources]:
+        if source.data is None or any(source.data == other.data for other, _ in named):
+            continue
+        name, known = name_of(source.data), {other for _, other in named}
+        candidates = chain([name], (f"{name} ({number})" for number in count(2)))
+        named.append((source, next(candidate for candidate in candidates if candidate not in known)))
+    return named
 
 
 class IndexedDocuments:

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.data.user import distinct_name, read_documents
+from surgery.data.user import named_data, read_documents
 from surgery.errors import fitting
 from surgery.evaluate.contrasts import contrasts, gap_closed
 from surgery.evaluate.held_out import Example, examples_of
@@ -21,7 +21,7 @@ from surgery.interventions.heads_off import HEADS_OFF
 from surgery.models.loading import check_vocabulary
 from surgery.models.torch_scans import torch_scans
 from surgery.probes.documents import Document
-from surgery.recipe import Data, Evaluate, Train
+from surgery.recipe import Evaluate, Train
 from surgery.scoring.generation import exact_answers, generate_answers
 from surgery.scoring.ranking import LARGEST, answer_nats, perplexity, ranked
 from surgery.stats import bootstrap_mean, mcnemar, wilson
@@ -81,14 +81,10 @@ def held_out_documents(
         DataError: the data cannot be read, or `holdout` selects no row.
     """
     held_out: dict[str, list[Document]] = {}
-    done: list[Data] = []
-    for source in [source for stage in train.sequence for source in stage.sources]:
-        data = source.data
-        if data is None or not data.holdout or data in done:
-            continue
-        done.append(data)
-        documents, _ = read_documents(data, tokenizer, source.max_tokens, limit, context, vocab_size, held_out=True)
-        held_out[distinct_name(documents[0].task, held_out)] = documents
+    for source, name in named_data(train):
+        if source.data is not None and source.data.holdout:
+            given = (source.data, tokenizer, source.max_tokens, limit, context, vocab_size)
+            held_out[name], _ = read_documents(*given, held_out=True)
     return held_out
 
 

@@ -158,7 +158,7 @@ def _origins(recipe: Recipe, plan: Plan, base_card: Mapping[str, Any]) -> dict[s
     if models:
         origins["base_model"] = models[0] if len(models) == 1 else models
         origins["base_model_relation"] = relation
-    datasets = sorted({data.path for data in recipe.train.own_data if not Path(data.path).exists()})
+    datasets = sorted({data.path for data in recipe.train.own_data if data.is_on_hub})
     return {**origins, "datasets": datasets} if datasets else origins
 
 

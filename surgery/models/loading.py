@@ -39,7 +39,7 @@ from surgery.recipe.public import is_hub_id, source_of
 from surgery.registry import load_plugins
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_TOKENIZER = ("tokenizer*.json", "chat_template.jinja")
+_TOKENIZER = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 _LISTED = 4  # tensors to list in an error message
 
 

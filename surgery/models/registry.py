@@ -68,7 +68,7 @@ def register_family(
     return register
 
 
-CHANNELS_PER_HEAD = 64  # at most, by default, in a head of Mamba-1: `base.channels_per_head`
+CHANNELS_PER_HEAD = 64  # default of `base.channels_per_head`: Mamba-1 has channels and no heads
 _NO_SSM = "it has no SSM heads. It can be a teacher (splice.init: teacher)."
 _OWN_SLOT = "all its layers have attention, which uses the cache slot that a spliced branch needs."
 _PER_GROUP = "5.23"  # before, the gated norm of these types took one mean square over all groups
@@ -163,10 +163,12 @@ def _mamba2(config: PreTrainedConfig) -> list[MixerSpec]:
 def _mamba1(config: PreTrainedConfig) -> list[MixerSpec]:
     """Every layer has one mixer, whose heads are groups of channels."""
     kind = "falcon_mamba" if config.model_type.startswith("falcon") else "mamba1"
-    channels = config.intermediate_size
-    width = getattr(config, "channels_per_head", None)
-    width = width or max(size for size in range(1, CHANNELS_PER_HEAD + 1) if channels % size == 0)
-    heads = channels // width
+    width = getattr(config, "channels_per_head", None) or CHANNELS_PER_HEAD
+    width = min(width, config.intermediate_size)
+    if config.intermediate_size % width:
+        hint = f"Heads are groups of channels. Set it to a divisor of the {config.intermediate_size} channels."
+        raise ModelError("base.channels_per_head", width, hint)
+    heads = config.intermediate_size // width
     return [
         MixerSpec(
             layer,

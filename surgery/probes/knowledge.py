@@ -68,21 +68,21 @@ def fact_statement(fact: Fact) -> Document:
     return Document("statement", STATEMENTS[fact.relation].format(name=fact.name, answer=fact.answer))
 
 
-def letter_choice(rng: Random, split: Split = "train") -> Document:
+def letter_choice(rng: Random, split: Split = "train", half: Half | None = None) -> Document:
     """Generate a question with options `A.` to `D.`, whose answer is a letter. The splits have different prompts."""
-    return _multiple_choice(rng, split, lettered=True)
+    return _multiple_choice(rng, split, half, lettered=True)
 
 
-def option_text(rng: Random, split: Split = "train") -> Document:
+def option_text(rng: Random, split: Split = "train", half: Half | None = None) -> Document:
     """Generate a letter-choice question without its list of options; the answer is the option's text."""
-    return _multiple_choice(rng, split, lettered=False)
+    return _multiple_choice(rng, split, half, lettered=False)
 
 
-def _multiple_choice(rng: Random, split: Split, lettered: bool) -> Document:
+def _multiple_choice(rng: Random, split: Split, half: Half | None, lettered: bool) -> Document:
     drawn: list[tuple[Fact, list[str]]] = []
 
     def listing() -> str:
-        fact = rng.choice(facts())
+        fact = rng.choice(fact_half(half))
         options = rng.sample([a for a in ANSWERS[fact.relation] if a != fact.answer], len(LETTERS) - 1)
         options.insert(rng.randrange(len(LETTERS)), fact.answer)
         drawn.append((fact, options))
@@ -116,11 +116,12 @@ class LetterChoice(Probe):
 
     gold_position = newline_ends_answer = True
     seed_name = "letter"  # the same seed as `option_text`: both ask about the same facts
+    options = ("half",)
     lm_eval_group = "knowledge"
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
         """Generate a question with four lettered options."""
-        return letter_choice(rng, split)
+        return letter_choice(rng, split, options.half)
 
 
 @register_probe("option_text")
@@ -131,11 +132,12 @@ class OptionText(Probe):
     short_label = "option text"
     knowledge = newline_ends_answer = True
     seed_name = "letter"
+    options = ("half",)
     lm_eval_group = "knowledge"
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
         """Generate a question whose options are not listed."""
-        return option_text(rng, split)
+        return option_text(rng, split, options.half)
 
 
 @register_probe("closed_book")

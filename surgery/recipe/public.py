@@ -37,15 +37,15 @@ def source_of(model: str, revision: str | None) -> tuple[str, str | None]:
 def is_hub_id(model: str) -> bool:
     """Whether a model is `owner/name` on the Hub rather than a local path."""
     model = local_path(model)
-    return not Path(model).exists() and model.count("/") == 1 and not model.startswith((".", "~", "/"))
+    return not Path(model).expanduser().exists() and model.count("/") == 1 and not model.startswith((".", "~", "/"))
 
 
 def public_name(model: str) -> str:
     """Return a Hub id without its revision, or the last part of a path. `runs/NAME/export` becomes NAME."""
     model, _ = source_of(model, None)
-    if model.count("/") == 1 and not Path(model).exists():
+    if is_hub_id(model):
         return model
-    path = Path(model).resolve()
+    path = Path(model).expanduser().resolve()
     return path.parent.name if path.name == "export" else path.name
 
 

@@ -79,6 +79,19 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _held_out_prompts_are_not_located_on(self) -> Recipe:
+        located = self.locate.data
+        if located is None:
+            return self
+        for data in self.train.own_data:
+            if data.holdout and data.place == located.place and data.holdout != located.holdout:
+                raise ValueError(
+                    f"locate.data.holdout: {located.holdout:g}, but train.sources hold out {data.holdout:g} of this "
+                    "file. Set the same, or heads are located on prompts that are evaluated"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _choice_is_measured(self) -> Recipe:
         select = self.splice.select if self.splice is not None else ""
         if select in RANKINGS and RANKINGS[select].name not in self.locate.methods:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, GetJsonSchemaHandler, TypeAdapter, model_validator
@@ -136,6 +137,16 @@ class Data(Section):
         0.0, ge=0, lt=1, description="Share of the prompts to hold out from training. The evaluation uses them."
     )
 
+    @property
+    def is_on_hub(self) -> bool:
+        """Whether the path is an id on the Hub rather than a local path."""
+        return not Path(self.path).expanduser().exists() and not self.path.startswith((".", "~", "/"))
+
+    @property
+    def place(self) -> str:
+        """The id on the Hub, or the absolute path without symbolic links: one string for all spellings of a path."""
+        return self.path if self.is_on_hub else str(Path(self.path).expanduser().resolve())
+
 
 class Source(Section):
     """Documents that one task or one data set contributes to every step. The mixture follows from the sizes."""
@@ -167,7 +178,9 @@ class Source(Section):
         False, description="Also train on the newline after each answer of a task, so that generation stops there."
     )
     split: Literal[0, 1] | None = Field(
-        None, description="closed_book, statement, sentence: use this half only. By default both."
+        None,
+        description="closed_book, statement, letter_choice, option_text, sentence: use this half only. By default "
+        "both. Half 1 is evaluated.",
     )
     weights: Weights
     path_in_recipe: ClassVar[str] = "train.sources"

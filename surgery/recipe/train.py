@@ -348,7 +348,7 @@ class Train(TrainStage):
     def _held_out_everywhere(self) -> Train:
         shares: dict[str, float] = {}
         for data in self.own_data:
-            if shares.setdefault(data.path, data.holdout) != data.holdout:
+            if shares.setdefault(data.place, data.holdout) != data.holdout:
                 raise ValueError(
                     f"{data.path} is listed twice with different `holdout`, so held-out prompts would be trained on. "
                     "Set the same `holdout`"

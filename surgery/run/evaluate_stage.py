@@ -48,7 +48,10 @@ def evaluate_run(run: Run, before: Sequence[str]) -> None:
     """
     began = time.perf_counter()
     recipe = run.recipe
-    held_out = held_out_documents(recipe.train, run.tokenizer(), recipe.evaluate.examples)
+    config = run.base().config
+    context = getattr(config, "max_position_embeddings", None)
+    limits = (recipe.evaluate.examples, context, config.vocab_size)
+    held_out = held_out_documents(recipe.train, run.tokenizer(), *limits)
     prompts = make_prompts(recipe.evaluate, recipe.seed, held_out, run.tokenizer())
     models: dict[str, Callable[[], PreTrainedModel]] = {"base": run.base}
     if recipe.has_control:

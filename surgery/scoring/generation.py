@@ -168,8 +168,9 @@ def exact_answers(
 ) -> ExactAnswers:
     """Generate the last answer of each document and compare it exactly, without spaces at the ends.
 
-    A text ends at the end token, or after as many tokens as the longest answer of its batch has. For documents without
-    an end token, it ends after as many tokens as the answer has.
+    A text ends at the end token, or one token after the number of tokens that the answer has. For documents without an
+    end token, it ends after that number. A tokenizer may normalise characters, so the decoded tokens of the answer are
+    correct too.
 
     Raises:
         ProbeError: a document has no question.
@@ -184,19 +185,23 @@ def exact_answers(
         answer_B = (whole.attention_mask.sum(1) - prompt_B).tolist()
         first_B = whole.input_ids.gather(1, prompt_B[:, None])[:, 0].tolist()
         lengths = [n - _has_end_token(d, tokenizer) for n, d in zip(answer_B, chunk, strict=True)]
-        new_BN = generate_greedy(model, prompts, max(lengths), tokenizer.eos_token_id)
-        for document, ids, length, first in zip(chunk, new_BN.tolist(), lengths, first_B, strict=True):
+        new_BN = generate_greedy(model, prompts, max(lengths) + 1, tokenizer.eos_token_id)
+        answers = [
+            ids[n : n + k] for ids, n, k in zip(whole.input_ids.tolist(), prompt_B.tolist(), lengths, strict=True)
+        ]
+        for document, ids, answer, first in zip(chunk, new_BN.tolist(), answers, first_B, strict=True):
             text = document.text[slice(*document.questions[-1].answer)]
             first_token.append(ids[:1] == [first])
             if not _has_end_token(document, tokenizer):
-                ids = ids[:length]
+                ids = ids[: len(answer)]
             else:
                 text = text.removesuffix(str(tokenizer.eos_token))
                 if tokenizer.eos_token_id in ids:
                     ids = ids[: ids.index(tokenizer.eos_token_id)]
             wanted.append(text)
             generated.append(str(tokenizer.decode(ids)))
-            correct.append(generated[-1].strip() == text.strip())
+            compared = str(tokenizer.decode(ids[: len(answer) + 1])).strip()  # not what only a longer answer asked for
+            correct.append(compared in (text.strip(), str(tokenizer.decode(answer)).strip()))
     return ExactAnswers(torch.tensor(correct), torch.tensor(first_token), wanted, generated)
 
 

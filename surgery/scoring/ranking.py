@@ -148,6 +148,8 @@ def perplexity(
         total, count = total + losses.item(), count + int(scored.sum())
     if math.isnan(total):
         raise _not_finite(model)
+    if not count:
+        raise ProbeError(documents[0].task, "texts of one token", "Use longer texts: the first token is not scored.")
     return math.exp(total / count) if total / count < math.log(LARGEST) else LARGEST
 
 

@@ -30,7 +30,7 @@ NEEDLES = tuple(task for task in TASKS if task.startswith("needle_"))
 OF_LINES = tuple(task for task in TASKS if "questions" in PROBES[task].options)
 READING = tuple(task for task in TASKS if PROBES[task].gold_position)
 ENDING = tuple(task for task in TASKS if PROBES[task].newline_ends_answer)
-HALVED = ("closed_book", "statement", "sentence")
+HALVED = ("closed_book", "statement", "letter_choice", "option_text", "sentence")
 SIZES: dict[str, dict[str, Any]] = {
     "json_kv": {"groups": [4]},
     "multi_hop": {"pairs": [4, 16]},

@@ -290,11 +290,13 @@ def test_the_chat_template_is_part_of_the_revision(tmp_path: Path) -> None:
 class TestChannels:
     """What makes a head of a Mamba-1 is the user's choice."""
 
-    def test_by_default_it_is_a_divisor_of_the_channels(self) -> None:
-        for hidden, width in ((64, 64), (48, 48), (80, 40), (16, 32)):
+    def test_a_default_that_is_no_divisor_names_the_key(self) -> None:
+        for hidden, heads in ((64, 2), (16, 1)):
             config = pico_family_config("mamba", hidden_size=hidden, channels_per_head=None)
-            spec = family_of(config).mixers(config)[0]
-            assert (spec.head_dim, spec.num_heads) == (width, 2 * hidden // width)
+            assert family_of(config).mixers(config)[0].num_heads == heads
+        config = pico_family_config("mamba", hidden_size=48, channels_per_head=None)
+        with pytest.raises(ModelError, match=r"^base\.channels_per_head: 64\..*divisor of the 96 channels"):
+            family_of(config).mixers(config)
 
     @pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])
     def test_the_recipe_says_how_many_channels_make_a_head(self, name: str, tmp_path: Path) -> None:

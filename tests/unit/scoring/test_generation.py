@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
+from tokenizers import normalizers
 from transformers import GenerationConfig, PreTrainedModel
 
 from surgery.errors import ProbeError
@@ -114,11 +116,21 @@ def test_without_an_end_token_what_follows_the_answer_does_not_count() -> None:
     assert found.tolist() == [True, False]
 
 
-def test_nobody_is_asked_to_say_the_end_token_behind_the_longest_answer() -> None:
-    """A model that never learned to end is not wrong for that where every answer is as long."""
-    documents = [document("Who?\n", "42"), document("Who?\n", "17")]
-    found = exact_matches(Parrot("42 and more"), pico_tokenizer(), documents, 2)  # type: ignore[arg-type]
-    assert found.tolist() == [True, False]
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_batch_does_not_decide_whether_an_answer_must_end(size: int) -> None:
+    documents = [document("Who?\n", answer) for answer in ("42", "17", "the old baker")]
+    for text, correct in (("42 and more", [False] * 3), (f"42{END} and more", [True, False, False])):
+        found = exact_matches(Parrot(text), pico_tokenizer(), documents, size)  # type: ignore[arg-type]
+        assert found.tolist() == correct
+
+
+def test_an_answer_that_the_tokenizer_normalises_can_be_right() -> None:
+    tokenizer = copy.deepcopy(pico_tokenizer())
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    decomposed = document("Who?\n", "cafe\u0301")
+    for text, correct in ((f"caf\u00e9{END}", True), (f"cafe{END}", False)):
+        parrot = Parrot(text)
+        assert exact_matches(parrot, tokenizer, [decomposed], 1).tolist() == [correct]  # type: ignore[arg-type]
 
 
 def test_texts_and_first_tokens_are_kept() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ END = pico_tokenizer().eos_token_id
     ],
 )
 def test_generation_ends_at_the_base_s_tokens(of_base: Any, of_tokenizer: bool, exported: Any, tmp_path: Path) -> None:
-    model, tokenizer = pico_hybrid([pico_site(1)]), pico_tokenizer()
+    model, tokenizer = pico_hybrid([pico_site(1)]), copy.deepcopy(pico_tokenizer())
     model.generation_config = GenerationConfig(eos_token_id=of_base)
     if not of_tokenizer:
         tokenizer.eos_token = None

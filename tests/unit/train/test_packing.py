@@ -86,7 +86,9 @@ def trainer(train: Train, control: bool = False, **more: Any) -> StageRun:
 
 
 def packs(run: StageRun) -> bool:
-    return supports_packing(run.model, run.section, run.section.sequence[0], run.targets, run.accelerator)
+    return supports_packing(
+        run.model, run.section, run.section.sequence[0], run.targets, run.accelerator, run.section.precision
+    )
 
 
 def first_step(train: Train, monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[dict, dict[str, Tensor], list]:

@@ -57,4 +57,8 @@ EARLIER: dict[str, dict[str, str]] = {
         "streams.py": "3bc0ebbc41942bbd54fe0cff1ceb8968393a620bebd23658ef42800040495bf0",
     },
     "0.2.0.dev0, before `transformers serve`": _BEFORE_SERVE,
+    "0.2.0.dev0, before padding without biases": {
+        **_BEFORE_SERVE,
+        "shipping.py": "4dd64fb756d270552814aea5aea3bc39185f15b4b0c37eab77b182b31e843d49",
+    },
 }

@@ -48,10 +48,9 @@ def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fol
     """
     config = copy.deepcopy(model.generation_config) or GenerationConfig()
     stops = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    # Another id belongs to another tokenizer, such as the default of a config class.
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in stops:
-        config.eos_token_id = (
-            tokenizer.eos_token_id
-        )  # an id that belongs to another tokenizer, such as a class's default
+        config.eos_token_id = tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id
     model.generation_config = config
     if getattr(model.config, "splice", None):

@@ -32,6 +32,7 @@ from .discrete_scan import chunked_scan, scan_step
 from .donor import DonorMixer
 from .mixer import HybridMixerMixin
 from .model import HybridInitMixin, HybridModelMixin, RecordingMixin
+from .packing import masked
 from .sites import is_whole, splice_sites
 
 BLOCK_NORM_EPSILON = 1e-5  # of the norms in a block; `norm_epsilon` is the final norm's
@@ -134,10 +135,6 @@ class LlambaConfig(HybridConfigMixin, PreTrainedConfig):
     hidden_act = property(lambda self: self.mlp_cfg["act_fn"])
 
 
-def _masked(x_BTI: Tensor, mask_BT: Tensor | None) -> Tensor:
-    return x_BTI if mask_BT is None else x_BTI * mask_BT[:, :, None].to(x_BTI.dtype)
-
-
 class LlambaMixer(nn.Module):
     """The discrete Mamba-2. Rows of `in_proj`: [x | B | C | z | a]; channels of `conv1d`: [x | B | C]."""
 
@@ -172,10 +169,12 @@ class LlambaMixer(nn.Module):
             cache_params: a transformers Cache; updated in place. Any number of new tokens may follow a filled one.
             attention_mask: (B,T) of the new tokens, 0 on padding; None when there is none.
         """
-        u_BTD = _masked(hidden_states, attention_mask)
+        u_BTD = masked(hidden_states, attention_mask)
         state = cache_params.get_recurrent_state(self.layer_idx) if cache_params is not None else None
         mixed, gate, decay = self.in_proj(u_BTD).split([self.conv_dim, self.intermediate_size, self.num_heads], dim=-1)
-        mixed = _masked(self._convolve(mixed, cache_params), attention_mask)
+        # Biases of the projection and of the convolution are not 0 on padding.
+        mixed = self._convolve(masked(mixed, attention_mask), cache_params)
+        mixed = masked(mixed, attention_mask)
         with maybe_autocast(device_type=u_BTD.device.type, enabled=False):
             y_BTHP, state = self._recur(mixed, decay, state)
             if self.z_bias is not None:

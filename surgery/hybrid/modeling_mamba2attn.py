@@ -27,7 +27,7 @@ from .modeling_mamba2_hybrid import (
     Mamba2HybridModel,
     Mamba2HybridPreTrainedModel,
 )
-from .packing import convolved
+from .packing import convolved, masked
 from .splice_pass import SplicePass
 
 # The keys of mamba_ssm's `attn_cfg` that are kept, and its defaults. `causal` has to be true and is not kept.
@@ -137,8 +137,7 @@ class MambaSsmAttention(nn.Module):
 
     def _convolve(self, qkv_BTC: Tensor, cache: Any, padding: Tensor | None, documents: Tensor | None) -> Tensor:
         """Run the short causal convolution over all channels, without activation; its state is in the cache."""
-        if padding is not None:  # after the projection, whose bias padding would have too
-            qkv_BTC = qkv_BTC * padding[:, :, None].to(qkv_BTC.dtype)
+        qkv_BTC = masked(qkv_BTC, padding)  # after the projection, whose bias padding would have too
         x_BCT, T = qkv_BTC.transpose(1, 2), qkv_BTC.shape[1]
         if cache is not None:
             x_BCT = cache.update_conv_state(x_BCT, self.layer_idx, conv_kernel_size=self.conv_kernel)

@@ -61,7 +61,13 @@ class StreamAttention(SplicedAttention):
         source.copy_output(self.o_proj)
 
     def project(
-        self, u_BTD: Tensor, cache: Any, streams: Any, positions: Tensor | None, documents: Tensor | None = None
+        self,
+        u_BTD: Tensor,
+        cache: Any,
+        streams: Any,
+        positions: Tensor | None,
+        documents: Tensor | None = None,
+        padding_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Map [dt | B | C] to queries and keys, and take the heads' channels as values."""
         assert streams is not None, "the mixer did not call x_proj"

@@ -36,7 +36,14 @@ def donor_fields(config: PreTrainedConfig, spec: MixerSpec, heads: Sequence[int]
         config: config of the donor.
         spec: the donor's mixer.
         heads: heads to take, each with its own key/value head; None for the whole layer.
+
+    Raises:
+        PlanError: the layer has a sliding window, which no branch has.
     """
+    kinds = getattr(config, "layer_types", None)
+    if kinds and kinds[spec.layer] == "sliding_attention":
+        hint = "A branch reads the whole text. Choose layers with full attention, or another teacher."
+        raise PlanError("splice.teacher", f"layer {spec.layer}: sliding window of {config.sliding_window} tokens", hint)
     rope = dict(config.rope_parameters)
     share = rope.pop("partial_rotary_factor", 1.0)
     neox = spec.kind == "neox_attention"

@@ -31,8 +31,7 @@ class Base(Section):
     )
     trust_remote_code: bool = Field(False, description="Run modelling code that comes with the checkpoint.")
     channels_per_head: Positive | None = Field(
-        None,
-        description="Mamba-1 only, which has channels and no heads: channels per head. By default 64.",
+        None, description="Mamba-1 only, which has channels and no heads: channels per head. By default 64."
     )
 
 

@@ -62,7 +62,9 @@ class Splice(Section):
         description="`layer`: replace the whole mixer of each chosen head by the teacher's attention (Llamba).",
     )
     with_block: bool = Field(
-        False, description="With `unit: layer`: also copy the teacher's norms and MLP of that layer."
+        False,
+        description="With `unit: layer`: also copy the teacher's norms and MLP of that layer. The norms keep the "
+        "base's epsilon.",
     )
     teacher: Teacher | None = Field(None, description="With `init: teacher`: Transformer whose attention is copied.")
     random_width: Positive = Field(32, description="With `init: random`: width of query and key.")

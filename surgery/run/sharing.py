@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,6 +75,11 @@ def take_stage(run: Run, stage: Stage, key: str, origin: Origin) -> None:
     else:
         for output in stage.outputs(run):
             copy_entry(origin.folder / output.relative_to(run.folder), output)
+        for name in stage.extras:
+            if (origin.folder / name).is_dir():
+                copy_entry(origin.folder / name, run.folder / name)
+            else:
+                shutil.rmtree(run.folder / name, ignore_errors=True)
     run.rundir.finish(stage.name, key, stage.outputs(run), manifest["seconds"], str(origin))
 
 

@@ -35,7 +35,7 @@ from surgery.splice.graft import splice_model, step_zero_gap
 from surgery.splice.plan import make_plan
 from surgery.splice.state_size import StateCut, choose_channels, cut_to_json, state_contributions
 from surgery.train.plateau import plateau_to_json
-from surgery.train.training import train_model
+from surgery.train.training import ADAPTERS, train_model
 from surgery.types import HeadSet, to_json
 
 
@@ -52,6 +52,7 @@ class Stage:
         work: runs the stage. Takes the run and the stage's key.
         together: True if every process takes part, False for rank 0 only.
         version: increased when the result changes for the same inputs.
+        extras: files and folders that it writes for some recipes, and that no later stage reads.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Stage:
     work: Callable[[Run, str], None]
     together: bool = False
     version: int = 1
+    extras: tuple[str, ...] = ()
 
     def key(self, run: Run, settings: Recipe | None = None, inputs: Mapping[str, str] | None = None) -> str:
         """Hash everything that the result depends on: sections of the recipe, inputs and revisions.
@@ -226,10 +228,12 @@ def _train_arm(
     needs_base = "base.logits" in section.needs
     if not needs_base and any(stage.lora.quantization is not None for stage in section.sequence):
         run.release_base()
-    if run.accelerator.is_main_process and steps.is_dir():
-        for other in steps.iterdir():
+    if run.accelerator.is_main_process:
+        for other in steps.iterdir() if steps.is_dir() else ():
             if other != checkpoints:
                 shutil.rmtree(other)
+        if not is_control and not checkpoints.is_dir():
+            shutil.rmtree(run.folder / ADAPTERS, ignore_errors=True)  # of an earlier training
     history = train_model(
         model,
         run.tokenizer(),
@@ -294,18 +298,18 @@ STAGES: tuple[Stage, ...] = (
     Stage("plan", "planning the grafts", ("base", "splice"), ("heads.json",), ("plan.json",), _plan),
     Stage("splice", "splicing", ("base", "splice"), ("plan.json",), ("spliced", "splice.json"), _splice),
     Stage("train", "training the hybrid", ("base", "train"), ("spliced", "plan.json"),
-          ("trained", "training.json", "figures/training"), _train, together=True),
+          ("trained", "training.json", "figures/training"), _train, together=True, extras=(ADAPTERS,)),
     Stage("control", "training the control", ("base", "train"), (), (), _control, together=True),
     Stage("evaluate", "evaluating every arm", ("base", "train", *_PROMPTS, "evaluate"),
-          ("trained", "no_splice", "spliced", "plan.json"), ("results.json", "report.html", "figures/evaluate"),
-          _evaluate, version=2),
+          ("trained", "no_splice", "spliced", "plan.json", "heads.json"),
+          ("results.json", "report.html", "figures/evaluate"), _evaluate, version=2),
     Stage("export", "exporting", ("base", "locate", "splice", "train", "evaluate", "export"),
           ("trained", "results.json", "report.html", "plan.json", "heads.json"), ("export",), _export, version=2),
 )  # fmt: skip
 # Stages for a base that is a hybrid already (`splice: null`).
 TUNING: tuple[Stage, ...] = (
     Stage("train", "training the hybrid", ("base", "train"), (), ("trained", "training.json", "figures/training"),
-          _train, together=True),
+          _train, together=True, extras=(ADAPTERS,)),
     Stage("control", "training the control", ("base", "control", "train"), (), (), _control, together=True),
     Stage("evaluate", "evaluating every arm", ("base", "control", "train", *_PROMPTS, "evaluate"),
           ("trained", "no_splice"), ("results.json", "report.html", "figures/evaluate"), _evaluate,

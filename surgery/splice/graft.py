@@ -10,7 +10,7 @@ import copy
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgery.errors import PlanError
@@ -76,7 +76,7 @@ def splice_model(
         branch.fill(HeadSource(graft, mixer_of(model, graft.site), plan.seed, teacher))
         if graft.unit == "layer":
             if section is not None and section.with_block:
-                _transplant_block(block_of(hybrid, graft.site.layer, graft.site), graft, teacher)
+                _transplant_block(hybrid, graft, teacher)
         elif graft.mode == "add":
             branch.o_proj.weight.zero_()
         else:
@@ -127,12 +127,16 @@ def _take_over(model: PreTrainedModel, hybrid: PreTrainedModel, cut: StateCut | 
     hybrid.generation_config = copy.deepcopy(model.generation_config)
 
 
-def _transplant_block(block: nn.Module, graft: Graft, teacher: PreTrainedModel | None) -> None:
-    """Copy the norms and the MLP around a transplanted layer. Raises PlanError if shapes differ."""
+def _transplant_block(hybrid: PreTrainedModel, graft: Graft, teacher: PreTrainedModel | None) -> None:
+    """Copy the norms and the MLP around a transplanted layer. Raises PlanError if shapes or activations differ."""
     assert teacher is not None
     spec, _ = donor_of(graft, teacher.config)
+    activation = hybrid.config.hidden_act
+    if teacher.config.hidden_act != activation:
+        hint = f"The base's MLP has {activation}. Set with_block: false."
+        raise PlanError("splice.with_block", f"a teacher with hidden_act: {teacher.config.hidden_act}", hint)
     donor = block_of(teacher, spec.layer, spec).state_dict()
-    for name, tensor in block.state_dict().items():
+    for name, tensor in block_of(hybrid, graft.site.layer, graft.site).state_dict().items():
         if name.startswith("mixer."):
             continue
         shape = None if name not in donor else tuple(donor[name].shape)

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,12 @@ from surgery.data.encoding import encode
 from surgery.data.generated import Stream
 from surgery.data.user import open_source
 from surgery.errors import RunError
-from surgery.files.atomic import fingerprint
 from surgery.models.torch_scans import torch_scans
 from surgery.probes.documents import Document
 from surgery.recipe import Train, TrainStage
 from surgery.recipe.objectives import OBJECTIVES
-from surgery.recipe.section import keys_of_0_1
-from surgery.recipe.sources import Weights
 from surgery.recipe.train import Precision
-from surgery.train.checkpoints import load_checkpoint, save_checkpoint
+from surgery.train.checkpoints import save_checkpoint
 from surgery.train.compiling import compiling
 from surgery.train.growth import diverged, growing_loss
 from surgery.train.lora import Adapters
@@ -43,6 +40,8 @@ from surgery.train.micro_batches import MicroBatch, join, shrink, split_step, wi
 from surgery.train.optimizer import adamw, mark_trainable, set_learning_rates
 from surgery.train.packing import packing_fault
 from surgery.train.plateau import LAST_STEP, is_at_plateau, num_steps_from, stage_lengths
+from surgery.train.precision import autocast, precision_of
+from surgery.train.resuming import identity_of, resume
 from surgery.train.sharded import gather, trainable_parameters, twin
 from surgery.train.shared_prefix import SharedPrefix, share_weights, unshare_weights
 from surgery.train.targets import Targets
@@ -51,7 +50,6 @@ History = list[dict[str, float]]
 OnStep = Callable[[int, History], None]
 _LOG = logging.getLogger(__name__)
 _SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
-_NOT_IN_IDENTITY = ("save_every", "no_splice", "trackers", "check_every")  # keys of 0.1 that change no weights
 
 
 @dataclass(frozen=True)
@@ -158,9 +156,8 @@ def train_stage(
         if step == start and adapters is not None:
             adapters.check_gradients()
         if folder is not None and step > start and step % section.save_every == 0:  # these weights have a finite loss
-            save_checkpoint(
-                folder, student, optimizer, step, {"of": prepared.identity, "history": entries}, accelerator
-            )
+            state = {"of": prepared.identity, "history": entries}
+            save_checkpoint(folder, student, optimizer, step, state, accelerator)
         optimizer.step()
         optimizer.zero_grad()
         seconds = round(time.perf_counter() - began, 4)
@@ -239,8 +236,8 @@ def prepare_stage(
         student.compile()
     wrapped, optimizer = accelerator.prepare(student, adamw(student, trainable_parameters(student), stage.optimizer))
     wrapped.train()
-    identity = _identity(model, section, number, seed)
-    start, entries = _resume(folder, student, optimizer, identity, accelerator, number, list(history))
+    identity = identity_of(model, section, number, seed)
+    start, entries = resume(folder, student, optimizer, identity, accelerator, number, list(history))
     if targets.base is not None and not accelerator.is_fsdp2:
         share_weights(model, targets.base)  # not before a checkpoint has been read into the model's weights
         prefix = SharedPrefix.of(model, targets.base) if not section.compile else None
@@ -370,19 +367,6 @@ def _reduced(
     return {"loss": sum(losses.values()), **losses}, round(means[-1] * accelerator.num_processes)
 
 
-def precision_of(section: Train, model: nn.Module) -> Precision:
-    """Return the precision of matrix products: the recipe's, and always `bf16` for a model in half precision."""
-    is_half = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in model.parameters())
-    return "bf16" if is_half else section.precision
-
-
-def autocast(precision: Precision, accelerator: Accelerator) -> AbstractContextManager[None]:
-    """Context manager for matrix products in this precision."""
-    if precision == "fp32":
-        return nullcontext()
-    return torch.autocast(accelerator.device.type, torch.bfloat16)  # type: ignore[return-value]
-
-
 def supports_packing(
     model: nn.Module,
     section: Train,
@@ -402,33 +386,3 @@ def supports_packing(
     if fault is not None and accelerator.is_main_process:
         _LOG.warning("train.packing: every document of %s has its own padded row (%s)", stage.name, fault)
     return fault is None
-
-
-def _resume(
-    folder: Path | None,
-    student: PreTrainedModel,
-    optimizer: Any,
-    identity: str,
-    accelerator: Accelerator,
-    number: int,
-    entries: History,
-) -> tuple[int, History]:
-    """Load the newest checkpoint. Returns the number of finished steps and their entries."""
-    if folder is None:
-        return 0, entries
-    state = load_checkpoint(folder, student, optimizer, identity, accelerator)
-    if state is not None:
-        renamed = Weights.renamed  # checkpoints of 0.1 have the old names
-        return int(state["step"]), [{renamed.get(k, k): v for k, v in entry.items()} for entry in state["history"]]
-    if number:  # keep the result of the earlier stages
-        save_checkpoint(folder, student, optimizer, 0, {"of": identity, "history": entries}, accelerator)
-    return 0, entries
-
-
-def _identity(model: nn.Module, section: Train, number: int, seed: int) -> str:
-    """Hash that identifies the training of a checkpoint. Later stages are no part of it, so they may change."""
-    shapes = {name: list(p.shape) for name, p in model.named_parameters()}
-    data = keys_of_0_1(Train, section.model_dump(mode="json"))
-    if data["stages"]:
-        data["stages"] = data["stages"][: number + 1]
-    return fingerprint([{k: v for k, v in data.items() if k not in _NOT_IN_IDENTITY}, number, seed, shapes])

@@ -20,12 +20,15 @@ from surgery.recipe.objectives import OBJECTIVES, needs_of
 from surgery.recipe.train import Precision
 from surgery.train.checkpoints import checkpoints, set_aside_broken
 from surgery.train.logits_cache import LogitsCache
+from surgery.train.precision import precision_of
 from surgery.train.quantization import quantization_of, quantized, resume_unquantized
 from surgery.train.targets import Targets
 from surgery.train.teacher import Teacher, check_tokenizers
 from surgery.train.tracking import log, tracked
-from surgery.train.trainer import History, OnStep, precision_of, train_stage
+from surgery.train.trainer import History, OnStep, train_stage
 from surgery.types import Graft, Plan
+
+ADAPTERS = "adapters"  # folder of LoRA adapters in PEFT's format, in the run folder
 
 
 def make_accelerator() -> Accelerator:
@@ -107,8 +110,8 @@ def train_model(
         for number in numbers[numbers.index(max(begun)) if begun else 0 :]:
             stage = section.sequence[number]
             teacher = load_teacher(section, stage, tokenizer, model, grafts) if stage.needs_teacher else None
-            precision = precision_of(section, model)
-            cache = open_cache(outputs, section, stage, tokenizer, accelerator.is_main_process, precision)
+            given = (outputs, section, stage, tokenizer, accelerator.is_main_process)
+            cache = open_cache(*given, precision_of(section, model))
             targets = Targets(grafts=grafts, base=base, teacher=teacher, cache=cache)
             arguments = (model, tokenizer, section, seed, accelerator, targets, number, folders[number])
             settings, frozen = quantization_of(section, stage), () if base is None else (base,)
@@ -120,7 +123,7 @@ def train_model(
                 history = result.history
                 if result.adapters is not None:
                     if outputs is not None and accelerator.is_main_process and not control:
-                        adapters = outputs / "adapters" / (stage.name if section.stages else "")
+                        adapters = outputs / ADAPTERS / (stage.name if section.stages else "")
                         result.adapters.save(adapters, str(model.name_or_path))
                     result.adapters.merge(unquantized)  # the next stage and the export need a plain model
             for name, parameter in model.named_parameters():

@@ -178,7 +178,8 @@ def _site(name: str, entry: Any, streams: bool) -> Site:
         raise wrong(f"{name}.unit", entry["unit"], "'head': whole layers are not served")
     reads_streams = streams and entry["init"] == "ssm"
     required = REQUIRED | STREAM_FIELDS if reads_streams else REQUIRED
-    unknown = sorted(set(entry) - required - OPTIONAL)
+    ignored = OPTIONAL | STREAM_FIELDS if streams else OPTIONAL  # other heads of such a model have these fields too
+    unknown = sorted(set(entry) - required - ignored)
     if unknown:
         raise ValueError(f"{name}.{unknown[0]}: unknown in splice version {versions}. Install a newer plugin.")
     missing = sorted(required - set(entry))

@@ -113,7 +113,7 @@ def stream_sites(eps: float | None) -> list[dict[str, Any]]:
     return [
         site(0, [3, 5], INNER, "replace", stream_eps=eps, **STREAMS),
         site(1, [6], INNER, stream_eps=eps, **STREAMS | {"qk_width": 24}),
-        site(3, [7], INNER, init="random", qk_width=32, activation=None, gate=False),
+        site(3, [7], INNER, init="random", qk_width=32, activation=None, gate=False, rank=8, stream_eps=eps),
     ]
 
 
@@ -124,7 +124,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "two-layers": random_case(SMALL, [site(1, [0, 5], SMALL), site(3, [2, 7], SMALL)]),
     "unequal-layers": random_case(SMALL | {"n_groups": 2, "conv_kernel": 3}, UNEQUAL),
     "mamba1": family_case(MambaHybridConfig, stream_sites(None), **MAMBA1),
-    "falcon-mamba": family_case(FalconMambaHybridConfig, stream_sites(1e-6)[:-1], **MAMBA1),
+    "falcon-mamba": family_case(FalconMambaHybridConfig, stream_sites(1e-6), **MAMBA1),
     "nemotron-h": family_case(
         NemotronHHybridConfig,
         [{**entry, "layer": layer} for entry, layer in zip(THREE_SITES, (0, 3, 5), strict=True)],

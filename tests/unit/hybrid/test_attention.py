@@ -39,6 +39,8 @@ SITES = [
     pico_site(0, [2], gate=False),
     pico_site(0, [0, 2], qk_width=3, v_width=5, activation=None),
     {**pico_site(0, [1, 3], qk_width=7), "copied_width": 3},
+    {**pico_site(0, [1, 3]), "bias": True, "out_bias": True},
+    {**random_site(0, [2]), "bias": True},
 ]
 
 
@@ -46,7 +48,7 @@ def naive(branch: SplicedAttention, u: Tensor, real: Tensor) -> tuple[Tensor, Te
     """(T,D) and (T,) bool -> the branch's output (T,D) and its weights (H,T,T), one token and one head at a time."""
     T, H, K, V = u.shape[0], branch.num_heads, branch.qk_width, branch.v_width
     bias = 0 if branch.conv1d.bias is None else branch.conv1d.bias
-    before = torch.stack([branch.qkv_proj.weight @ u[t] if real[t] else torch.zeros(H * (2 * K + V)) for t in range(T)])
+    before = torch.stack([branch.qkv_proj(u[t]) if real[t] else torch.zeros(H * (2 * K + V)) for t in range(T)])
     after = []
     for t in range(T):
         x = torch.zeros(H * (2 * K + V), dtype=u.dtype)
@@ -70,10 +72,10 @@ def naive(branch: SplicedAttention, u: Tensor, real: Tensor) -> tuple[Tensor, Te
                 weights[h, t, s] = math.exp(score - max(scores)) / total
                 y = y + weights[h, t, s] * after[s][2 * H * K + h * V : 2 * H * K + (h + 1) * V]
             if branch.gate_proj is not None:
-                z = branch.gate_proj.weight[h * V : (h + 1) * V] @ u[t]
+                z = branch.gate_proj(u[t])[h * V : (h + 1) * V]
                 y = y * z * torch.sigmoid(z)
             mixed.append(y / torch.sqrt(y.pow(2).mean() + branch.config.layer_norm_epsilon))
-        outputs.append(branch.o_proj.weight @ torch.cat(mixed))
+        outputs.append(branch.o_proj(torch.cat(mixed)))
     return torch.stack(outputs), weights
 
 
@@ -151,7 +153,7 @@ def naive_stream(branch: StreamAttention, u: Tensor, x: Tensor, parameters: Tens
             z = branch.gate_proj.weight[h * V : (h + 1) * V] @ u[t]
             y = y * z * torch.sigmoid(z)
             mixed.append(y / torch.sqrt(y.pow(2).mean() + branch.norm_eps))
-        outputs.append(branch.o_proj.weight @ torch.cat(mixed))
+        outputs.append(branch.o_proj(torch.cat(mixed)))
     return torch.stack(outputs)
 
 

@@ -96,11 +96,27 @@ class TestLayers:
             found = block_of(hybrid, 1, plan.grafts[0].site).mlp.up_proj.weight
             assert torch.equal(found, donor if with_block else own)
 
-    def test_another_mlp_is_refused(self) -> None:
-        base, teacher = pico_family("llamba"), teacher_of("llama", intermediate_size=40)
+    @pytest.mark.parametrize(
+        ("more", "message"),
+        [({"intermediate_size": 40}, "mlp"), ({"hidden_act": "gelu"}, "hidden_act: gelu.*The base's MLP has silu")],
+    )
+    def test_another_mlp_is_refused(self, more: dict, message: str) -> None:
+        base, teacher = pico_family("llamba"), teacher_of("llama", **more)
         chosen = section(mode="replace", unit="layer", with_block=True)
-        with pytest.raises(PlanError, match="mlp"):
+        with pytest.raises(PlanError, match=message):
             splice_model(base, plan_for(base, teacher, chosen, "L1H0"), chosen, teacher)
+
+    def test_a_sliding_window_is_refused(self) -> None:
+        windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
+        base, teacher = pico_family("llamba"), teacher_of("qwen2", **windows)
+        for layer, message in ((1, None), (2, "splice.teacher: layer 2: sliding window of 4 tokens")):
+            chosen = section({"L1H0": f"L{layer}H0"}, mode="replace", unit="layer")
+            plan = plan_for(base, teacher, chosen, "L1H0")
+            if message is None:
+                splice_model(base, plan, chosen, teacher)
+            else:
+                with pytest.raises(PlanError, match=message):
+                    splice_model(base, plan, chosen, teacher)
 
 
 @torch.no_grad()

@@ -105,9 +105,10 @@ class TestDecoding:
         second = model(ids[:, border:], past_key_values=first.past_key_values, use_cache=True)
         assert_close(torch.cat([first.logits, second.logits], 1), loop_logits(model, ids))
 
+    @every_variant
     @pytest.mark.parametrize("side", ["left", "right"])
-    def test_padded_batch_equals_single_prompts(self, side: Any) -> None:
-        model, rows = llamba(), [tokens(1, n, seed=n)[0] for n in (9, 14, 2)]
+    def test_padded_batch_equals_single_prompts(self, side: Any, config: dict) -> None:
+        model, rows = llamba(**config), [tokens(1, n, seed=n)[0] for n in (9, 14, 2)]
         ids, mask = pad(rows, side)
         logits = full(model, ids, mask)
         assert logits.isfinite().all()

@@ -180,10 +180,10 @@ def test_families_are_served_or_refused() -> None:
         refusing("bamba_hybrid").from_dict({})
 
 
-@pytest.mark.parametrize("mode", ["add", "replace"])
+@pytest.mark.parametrize(("mode", "init"), [("add", "ssm"), ("replace", "ssm"), ("add", "random")])
 @pytest.mark.parametrize("name", ["falcon_mamba", "granite", "mamba", "mamba2", "nemotron_h", "zamba2"])
-def test_exports_of_the_families_are_read(name: str, mode: str, tmp_path: Path) -> None:
-    hybrid = trained(name, mode)
+def test_exports_of_the_families_are_read(name: str, mode: str, init: str, tmp_path: Path) -> None:
+    hybrid = trained(name, mode, init)
     hybrid.save_pretrained(tmp_path)
     config = {c.model_type: c for c in CONFIGS}[hybrid.config.model_type].from_pretrained(tmp_path)
     entries = {entry["layer"]: entry for entry in hybrid.config.splice}

@@ -90,6 +90,22 @@ def test_a_finished_stage_is_taken_with_its_time(tmp_path: Path) -> None:
     assert [p.is_file() for p in control.outputs(new)] == [p.is_file() for p in control.outputs(other)]
 
 
+def test_adapters_are_those_of_the_training_that_is_taken(tmp_path: Path) -> None:
+    train = BY_NAME["train"]
+    for name, made in (("lora", recipe(trainable="lora")), ("all", recipe())):
+        other = run(tmp_path / name, made)
+        key = finish(other, train)
+        if name == "lora":
+            write_json(tmp_path / "lora" / "adapters" / "adapter_config.json", {"r": 8})
+        new = run(tmp_path / "new", made, tmp_path / name)
+        origin = find_origin(new, train, key)
+        assert origin is not None
+        take_stage(new, train, key, origin)
+        found = tmp_path / "new" / "adapters" / "adapter_config.json"
+        assert found.is_file() == (name == "lora")
+        assert new.rundir.is_fresh("train", key, train.outputs(new))
+
+
 @pytest.mark.parametrize("change", ["seed", "edited", "evaluate", "unfinished"])
 def test_a_stage_is_not_taken(tmp_path: Path, change: str) -> None:
     stage = BY_NAME["evaluate" if change == "evaluate" else "control"]

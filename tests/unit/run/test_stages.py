@@ -42,6 +42,16 @@ def test_keys_of_stages_know_the_content_of_own_prompts(tmp_path: Path) -> None:
     assert {name for name in one if one[name] != other[name]} == {"locate", "export"}
 
 
+def test_scores_of_heads_in_the_report_are_those_of_the_last_locate(tmp_path: Path) -> None:
+    recipe = load_recipe(RECIPE)
+    (evaluate,) = (stage for stage in stages.stages_of(recipe) if stage.name == "evaluate")
+    for name in evaluate.reads:
+        (tmp_path / name).write_text(name)
+    before = evaluate.key(bare_run(recipe, tmp_path))
+    (tmp_path / "heads.json").write_text("other scores, the same heads")
+    assert evaluate.key(bare_run(recipe, tmp_path)) != before
+
+
 def test_keys_of_stages_know_the_form_of_located_prompts_only_where_it_is_set(tmp_path: Path) -> None:
     """A recipe without `locate.filler` keeps its finished stages."""
     recipe = load_recipe(RECIPE, ["locate.filler=null"])
@@ -199,3 +209,22 @@ def test_qlora_trains_without_the_unquantized_base_if_no_objective_needs_it(
     with pytest.raises(Reached):
         stages._train_arm(run, "key", pico_base(), lambda: base, "trained", "training")
     assert (run._base is not None) == held
+
+
+@pytest.mark.parametrize(
+    ("resumes", "name", "kept"), [(False, "trained", False), (True, "trained", True), (False, "no_splice", True)]
+)
+def test_a_new_training_of_the_hybrid_removes_the_adapters_of_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumes: bool, name: str, kept: bool
+) -> None:
+    monkeypatch.setattr(stages, "train_model", lambda *_, **__: [])
+    monkeypatch.setattr(stages, "training_curve", lambda *_: None)
+    monkeypatch.setattr(Run, "plan", lambda self: None)
+    monkeypatch.setattr(Run, "save", lambda *_: None)
+    adapters = tmp_path / "adapters" / "adapter_config.json"
+    write_json(adapters, {})
+    if resumes:
+        (tmp_path / "steps" / "key" / "step_000001").mkdir(parents=True)
+    made = Run(load_recipe(RECIPE), tmp_path, make_accelerator())
+    stages._train_arm(made, "key", pico_base(), pico_base, name, "training")
+    assert adapters.exists() == kept

@@ -26,6 +26,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from surgery.files.atomic import read_json
 from surgery.recipe import Recipe
 from surgery.recipe.methods import UNRANKED
 from surgery.recipe.section import RenamedKeyWarning
@@ -327,9 +328,10 @@ def _print_end(folder: Path, verdict: str) -> None:
         say(f"report: {folder / 'report.html'}")
     export = folder if (folder / "export.json").is_file() else folder / "export"
     if (export / "export.json").is_file():
-        name = shlex.quote(str(export))
+        name, form = shlex.quote(str(export)), read_json(export / "export.json").get("format", "transformers")
+        same = "" if form == "transformers" else f" export.format={form}"  # the only form that these layers have
         say("next:")
-        for command in (f"generate {name} 'PROMPT'", f"finetune {name} DATA.jsonl", f"publish {name} OWNER/NAME"):
+        for command in (f"generate {name} 'PROMPT'", f"finetune {name} DATA.jsonl{same}", f"publish {name} OWNER/NAME"):
             say(f"  surgery {command}")
 
 

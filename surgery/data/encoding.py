@@ -95,9 +95,12 @@ class EncodedBatch:
 
     def last_question(self) -> tuple[Tensor, Tensor]:
         """(B,K,C) tokens of the choices of each row's last question, and (B,) the index of the answer."""
-        last = (self.gold >= 0).sum(1).clamp(min=1) - 1
-        rows = torch.arange(len(self), device=last.device)
-        return self.choice_tokens[rows, last], self.gold[rows, last]
+        return self.of_last_question(self.choice_tokens), self.of_last_question(self.gold)
+
+    def of_last_question(self, values_BQ: Tensor) -> Tensor:
+        """(B,Q,...) -> (B,...), the entry of each row's last question."""
+        last_B = (self.gold >= 0).sum(1).clamp(min=1) - 1
+        return values_BQ[torch.arange(len(self), device=last_B.device), last_B]
 
     @property
     def same_document(self) -> Tensor:

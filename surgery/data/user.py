@@ -168,6 +168,11 @@ class IndexedDocuments:
             documents.append(part(self.reader.document(self._rows[row]), (start, end)))
         return documents
 
+    def longest(self) -> Document:
+        """Return the document with the most tokens."""
+        row, start, end, _ = self._pieces_N4[self._pieces_N4[:, 3].argmax()].tolist()
+        return part(self.reader.document(self._rows[row]), (start, end))
+
     def _order_of(self, epoch: int) -> np.ndarray:
         """Return the order of an epoch, (N,), which depends on (seed, source, epoch)."""
         seed = rng_of("data", *self._key, epoch).getrandbits(64)

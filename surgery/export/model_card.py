@@ -73,13 +73,14 @@ def model_card(
         "ranked": heads is not None and heads.method not in UNRANKED,
         "gloss": gloss_of(heads.method) if heads is not None else "",
         "head_seed": heads.seed if heads is not None else None,
-        "located_on": _located_on(recipe),
+        "located_on": _located_on(recipe) if recipe.splice is not None else None,
         "gap": (results.get("step_zero_gap") or {}).get("max_logit"),
         "state": (plan.grafts[0].site.state_size, recipe.state_size) if recipe.state_size is not None else None,
         "columns": columns,
         "rows": rows,
         "seed": recipe.seed,
         "has_p_values": "p" in columns,
+        "before": "the base" if recipe.splice is not None else "before fine-tuning",
         "has_control": recipe.splice is not None and "no_splice" in results["arms"],
         "has_ablation": "hybrid_heads_off" in results["arms"],
         "versions": ", ".join(f"{name} {version}" for name, version in results.get("versions", {}).items()),
@@ -124,7 +125,7 @@ def _license(recipe: Recipe, base_card: Mapping[str, Any]) -> dict[str, Any]:
     """License entries of the front matter: those of the recipe, otherwise those of the base, otherwise `unknown`."""
     if recipe.export.license is not None:
         return {"license": recipe.export.license}
-    if not base_card.get("license"):
+    if base_card.get("license", "unknown") == "unknown":
         return {"license": "unknown"}
     license = {key: base_card[key] for key in ("license", "license_name", "license_link") if base_card.get(key)}
     base, link = public_name(recipe.base.model), str(license.get("license_link", ""))
@@ -137,7 +138,7 @@ def _license_text(recipe: Recipe, plan: Plan, base_card: Mapping[str, Any]) -> s
     base, license = public_name(recipe.base.model), _license(recipe, base_card)
     if recipe.export.license is not None:
         text = f"{license['license']}, set in the recipe."
-    elif base_card.get("license"):
+    elif license["license"] != "unknown":
         text = f"{license.get('license_name', license['license'])}, inherited from the card of {base}."
     else:
         text = f"**Unknown**: no card of {base} names a license. Look it up before you share this model."
@@ -152,8 +153,9 @@ def _origins(recipe: Recipe, plan: Plan, base_card: Mapping[str, Any]) -> dict[s
     named = base_card.get("base_model") or []
     models = [base] if "/" in base else [named] if isinstance(named, str) else list(named)
     relation = "finetune"
-    if plan.teacher and "/" in public_name(plan.teacher):
-        models, relation = [*models, public_name(plan.teacher)], "merge"
+    if plan.teacher:
+        relation = "merge"
+        models += [public_name(plan.teacher)] if "/" in public_name(plan.teacher) else []
     origins: dict[str, Any] = {}
     if models:
         origins["base_model"] = models[0] if len(models) == 1 else models
@@ -189,7 +191,7 @@ def _evidence(results: Mapping[str, Any], recipe: Recipe) -> tuple[list[str], li
         if p_values:
             p = p_values.get("/".join(path))
             cells.append(f"{p:.2g}" if isinstance(p, float) else "")
-        rows.append(cells)
+        rows.append([cell.replace("|", r"\|") for cell in cells])
     return columns, rows
 
 

@@ -49,13 +49,16 @@ def source_of_file(
     weights = {"answer": 1.0, "attention": 1.0}
     source = {"data": data, "rows": 8, "weights": weights}
     section = Train(sources=(Source.model_validate(source),))
-    rows, _ = read_documents(section.own_data[0], tokenizer, context=context, vocab_size=vocab_size)
     held_out = f"{_HOLDOUT:.0%} of the prompts are held out and evaluated."
+    given: dict[str, Any] = {"context": context, "vocab_size": vocab_size}
     try:
-        read_documents(section.own_data[0], tokenizer, limit=1, held_out=True, context=context, vocab_size=vocab_size)
+        rows, _ = read_documents(section.own_data[0], tokenizer, **given)
+        read_documents(section.own_data[0], tokenizer, limit=1, held_out=True, **given)
     except DataError:
         del data["holdout"]
         held_out = "Too few prompts to hold some out."
+        section = Train(sources=(Source.model_validate(source),))
+        rows, _ = read_documents(section.own_data[0], tokenizer, **given)
     counts = next(
         iter(count_answer_spans(section, tokenizer, context=context, vocab_size=vocab_size).values()),
         {"marked": len(rows)},

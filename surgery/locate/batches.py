@@ -73,7 +73,7 @@ class PromptBatches:
     @property
     def chance(self) -> float:
         """Accuracy of random guesses among the choices of each prompt's last question."""
-        counts = torch.cat([(batch.choice_ids[:, -1] >= 0).sum(-1) for batch in self.batches])
+        counts = torch.cat([(batch.of_last_question(batch.choice_ids) >= 0).sum(-1) for batch in self.batches])
         return float((1 / counts.clamp(min=1)).mean())
 
     def documents(self, index: int) -> list[Document] | None:

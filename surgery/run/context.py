@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -195,9 +195,11 @@ class Run:
         return None if is_hybrid and not path.is_file() else head_set_from_json(read_json(path))
 
     def plan(self) -> Plan:
-        """Read the plan of the stage plan. If the base is a hybrid, read it from its config."""
+        """Read the plan; if the base is a hybrid, from its config, and the teacher from its plan.json."""
         if self.recipe.splice is None:
-            return plan_of_hybrid(load_config(self.recipe.base), public_name(self.recipe.base.model))
+            plan = plan_of_hybrid(load_config(self.recipe.base), public_name(self.recipe.base.model))
+            path = Path(local_path(self.recipe.base.model)) / "plan.json"
+            return replace(plan, teacher=plan_from_json(read_json(path)).teacher) if path.is_file() else plan
         return plan_from_json(read_json(self.folder / "plan.json"))
 
     def save(self, model: PreTrainedModel, name: str) -> None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ModelOutput
 
 from surgery.data.encoding import EncodedBatch, encode
-from surgery.data.user import open_source
+from surgery.data.user import IndexedDocuments, open_source
 from surgery.models.lookup import family_of
 from surgery.models.meters import PassCost, extrapolate, measure
 from surgery.models.torch_scans import torch_scans
@@ -85,7 +85,10 @@ def sample_sources(
     for index, source in enumerate(stage.sources):
         high = source.pairs[1]
         largest = open_source(source.model_copy(update={"pairs": (high, high)}), tokenizer, seed, index)
-        batch = encode(largest.step(0)[::processes][:micro_batch], tokenizer)
+        documents = largest.step(0)[::processes][:micro_batch]
+        if isinstance(largest, IndexedDocuments):  # the others are padded to the longest document of all
+            documents = [largest.longest(), *documents[1:]]
+        batch = encode(documents, tokenizer)
         stream = open_source(source, tokenizer, seed, index)
         steps = [stream.step(step)[::processes] for step in range(SAMPLED_STEPS)]
         masks = [encode(documents, tokenizer).attention_mask for documents in steps]

@@ -138,7 +138,7 @@ def is_match(text: str, answers: Sequence[str], bounded: bool) -> bool:
     """True if a generated text begins with the answer, or holds all of several answers.
 
     Args:
-        bounded: a number or word that continues after the answer does not match.
+        bounded: a digit after a digit, or a letter after a letter, continues the answer, and does not match.
     """
     if len(answers) > 1:
         return all(answer in text for answer in answers)
@@ -192,12 +192,12 @@ def exact_answers(
         for document, ids, answer, first in zip(chunk, new_BN.tolist(), answers, first_B, strict=True):
             text = document.text[slice(*document.questions[-1].answer)]
             first_token.append(ids[:1] == [first])
+            if tokenizer.eos_token_id in ids:
+                ids = ids[: ids.index(tokenizer.eos_token_id)]
             if not _has_end_token(document, tokenizer):
                 ids = ids[: len(answer)]
             else:
                 text = text.removesuffix(str(tokenizer.eos_token))
-                if tokenizer.eos_token_id in ids:
-                    ids = ids[: ids.index(tokenizer.eos_token_id)]
             wanted.append(text)
             generated.append(str(tokenizer.decode(ids)))
             compared = str(tokenizer.decode(ids[: len(answer) + 1])).strip()  # not what only a longer answer asked for

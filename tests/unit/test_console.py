@@ -70,6 +70,10 @@ def test_the_last_lines_are_the_verdict_the_report_and_what_is_next(
     assert [command[:3] for command in commands] == [
         ["surgery", name, str(export)] for name in ("generate", "finetune", "publish")
     ]
+    assert commands[1][3:] == ["DATA.jsonl"]
+    (export / "export.json").write_text('{"format": "nemotron_h"}')  # inserted layers have no other format
+    print_results(folder, spliced("m"))
+    assert "DATA.jsonl export.format=nemotron_h" in capsys.readouterr().out
 
 
 def test_the_hybrid_is_the_first_column(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.versions import require_version
 
 from .branches import register_branch
-from .packing import convolved
+from .packing import convolved, masked
 from .sites import FLAG, Check, at_least, wrong
 from .splice_pass import SpliceRows
 
@@ -216,9 +216,8 @@ class SplicedAttention(nn.Module):
             positions: (B or 1,T) of the new tokens, for a branch with positions.
             documents: (B,T) index of the document that each token belongs to; None where a row holds one document.
         """
-        if padding_mask is not None:
-            u_BTD = u_BTD * padding_mask[:, :, None].to(u_BTD.dtype)
-        query, key, value = self.project(u_BTD, cache, streams, positions, documents)
+        u_BTD = masked(u_BTD, padding_mask)
+        query, key, value = self.project(u_BTD, cache, streams, positions, documents, padding_mask)
         if rows is not None:
             whole_key = key.repeat_interleave(self.num_key_value_groups, dim=1)
             rows.collect(self.layer_idx, query, whole_key, padding_mask, documents)
@@ -245,14 +244,21 @@ class SplicedAttention(nn.Module):
         return self.o_proj(normed.flatten(2))
 
     def project(
-        self, u_BTD: Tensor, cache: Any, streams: Any, positions: Tensor | None, documents: Tensor | None = None
+        self,
+        u_BTD: Tensor,
+        cache: Any,
+        streams: Any,
+        positions: Tensor | None,
+        documents: Tensor | None = None,
+        padding_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute query, key and value, (B,H,T,K), (B,G,T,K) and (B,G,T,V), with the query scaled.
 
         Args:
             u_BTD: the mixer's input, 0 on padding. The other arguments are as of `forward`.
         """
-        x_BCT = self.qkv_proj(u_BTD).transpose(1, 2)
+        # A bias is not 0 on padding, and the convolution would carry it into the text.
+        x_BCT = masked(self.qkv_proj(u_BTD), padding_mask).transpose(1, 2)
         T = x_BCT.shape[-1]
         if cache is not None:
             x_BCT = cache.update_conv_state(

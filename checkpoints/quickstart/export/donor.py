@@ -98,7 +98,13 @@ class DonorAttention(SplicedAttention):
         source.copy_donor(self)
 
     def project(
-        self, u_BTD: Tensor, cache: Any, streams: Any, positions: Tensor | None, documents: Tensor | None = None
+        self,
+        u_BTD: Tensor,
+        cache: Any,
+        streams: Any,
+        positions: Tensor | None,
+        documents: Tensor | None = None,
+        padding_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project and rotate: (B,H,T,K), (B,G,T,K), (B,G,T,V), with the query scaled."""
         query, key, value = (

@@ -1,4 +1,4 @@
-"""Several documents in one row: their positions and masks, and a convolution that does not cross their borders.
+"""Padding, and several documents in one row: positions, masks, and a convolution that does not cross borders.
 
 Shipped with every exported checkpoint, so it imports the standard library, torch and transformers only.
 
@@ -37,6 +37,11 @@ def packed_masks(config: Any, embeds_BTD: Tensor, positions_BT: Tensor) -> dict[
     """
     causal = create_causal_mask(config, embeds_BTD, None, None, position_ids=positions_BT)
     return {"full_attention": causal, "linear_attention": None}
+
+
+def masked(x_BTC: Tensor, padding_mask_BT: Tensor | None) -> Tensor:
+    """Return `x_BTC` with 0 on padding."""
+    return x_BTC if padding_mask_BT is None else x_BTC * padding_mask_BT[:, :, None].to(x_BTC.dtype)
 
 
 def convolved(conv1d: nn.Module, kernel: int, x_BCT: Tensor, length: int, documents_BT: Tensor | None = None) -> Tensor:

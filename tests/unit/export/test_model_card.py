@@ -11,7 +11,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from surgery.export.model_card import card_of, model_card
-from surgery.recipe import Locate, Recipe, check_recipe, to_yaml
+from surgery.recipe import Locate, Recipe, Splice, check_recipe, to_yaml
 from surgery.recipe.public import public_name, public_recipe
 from tests.support.reports import head_set, plan, spliced
 
@@ -80,7 +80,7 @@ def test_nothing_of_this_machine_goes_in(recipe: Recipe, tmp_path: Path) -> None
 
 def test_heads_located_on_own_prompts_say_so(recipe: Recipe, tmp_path: Path) -> None:
     data = {"path": str(tmp_path / "own.jsonl"), "columns": {"answer_span": "auto"}}
-    located = recipe.model_copy(update={"locate": Locate(data=data, generated=4)})
+    located = recipe.model_copy(update={"splice": Splice(), "locate": Locate(data=data, generated=4)})
     heads = replace(head_set(), method="aggregate", seed=0)
     card = model_card(located, heads, plan(), RESULTS)
     assert "on prompts of own.jsonl and generated KV-retrieval prompts (seed 0)" in card
@@ -146,7 +146,9 @@ def test_the_licence_is_the_bases_own(tmp_path: Path) -> None:
 
 def test_a_licence_that_nobody_names_is_not_guessed(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("---\ntags: [a]\n---\n")
-    for model in (str(tmp_path), str(tmp_path / "nothing"), "owner/not-cached"):
+    (tmp_path / "unknown").mkdir()
+    (tmp_path / "unknown" / "README.md").write_text("---\nlicense: unknown\n---\n")  # as an export's card can say
+    for model in (str(tmp_path), str(tmp_path / "nothing"), str(tmp_path / "unknown"), "owner/not-cached"):
         card = model_card(spliced(model), None, plan(), RESULTS, card_of(model))
         assert read(card).license == "unknown" and "**Unknown**" in card
 
@@ -211,6 +213,8 @@ def test_a_transplant_comes_from_two_models(tmp_path: Path) -> None:
     card = model_card(spliced("owner/base"), None, plan("owner/donor"), RESULTS)
     assert (read(card).base_model, read(card).base_model_relation) == (["owner/base", "owner/donor"], "merge")
     assert "The transplanted attention comes from owner/donor" in card
+    data = read(model_card(spliced("owner/base"), None, plan(str(tmp_path / "donor")), RESULTS))
+    assert (data.base_model, data.base_model_relation) == ("owner/base", "merge"), "a donor without a name on the Hub"
 
 
 def test_data_sets_of_the_hub_are_named_and_files_are_not(recipe: Recipe) -> None:
@@ -243,6 +247,20 @@ def test_the_way_to_select_heads_is_named_and_explained(method: str, gloss: str)
     heads = replace(head_set(3, 4), method=method)
     card = model_card(spliced("owner/base"), heads, plan(), RESULTS)
     assert f"Heads were selected by `{method}`{gloss} on generated KV-retrieval prompts (seed 0)." in card
+
+
+@pytest.mark.parametrize("method", ["sharpen", "list"])
+def test_a_fine_tuned_hybrid_s_recipe_does_not_say_how_its_heads_were_located(recipe: Recipe, method: str) -> None:
+    card = model_card(recipe, replace(head_set(3, 4), method=method), plan(), RESULTS)
+    (sentence,) = (line for line in card.splitlines() if line.startswith("Heads were"))
+    assert "for the model before fine-tuning (" in sentence and "prompts" not in sentence
+    assert "correct more often than before fine-tuning" in card
+
+
+def test_a_bar_in_a_name_does_not_end_a_cell(recipe: Recipe) -> None:
+    results = {"arms": {name: {"held_out": {"a|b.jsonl": {**SHARE, "n": 8}}} for name in ("base", "hybrid")}}
+    (row,) = (line for line in model_card(recipe, None, plan(), results).splitlines() if "a\\|b.jsonl, held" in line)
+    assert row.replace("\\|", "").count("|") == 5
 
 
 @pytest.mark.parametrize(("method", "how"), [("random", "drawn at random"), ("list", "listed in the recipe")])

@@ -39,6 +39,13 @@ def test_answers_without_a_place_train_answers_alone(tmp_path: Path) -> None:
     assert "holdout" not in source["data"] and "Too few" in reason
 
 
+@pytest.mark.parametrize("name", [f"B{i}" for i in range(12)])
+def test_all_rows_of_one_prompt_train(tmp_path: Path, name: str) -> None:
+    """Whether its hash holds it out or not."""
+    source, reason = read(write(tmp_path, *[{**ROW, "prompt": ROW["prompt"].replace("Balo", name)}] * 3))
+    assert "holdout" not in source["data"] and "3 of 3" in reason and "Too few" in reason
+
+
 def test_plain_texts_are_kept(tmp_path: Path) -> None:
     source, _ = read(write(tmp_path, {"text": "A cat slept."}))
     assert source["weights"] == {"base_kl": 1.0} and Source.model_validate(source).max_tokens == 512

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from surgery.data.encoding import encode
 from surgery.interventions.ablation import Ablation, fill_values, token_mask
 from surgery.interventions.hooks import record
 from surgery.interventions.shared_states import reading
@@ -24,10 +25,24 @@ from surgery.locate.ablation_sweep import (
     oracle_values,
     run_changed,
 )
+from surgery.locate.batches import PromptBatches
 from surgery.locate.clean_run import CleanRun, run_clean
-from surgery.models.lookup import mixer_of, structure_of
+from surgery.models.lookup import family_of, mixer_of, structure_of
+from surgery.probes.documents import rng_of
+from surgery.probes.kv_retrieval import kv_document
+from surgery.recipe import Locate
 from surgery.scoring.ranking import ChoiceScores, choice_scores
-from surgery.testing.pico import FAMILY_NAMES, HEAD_DIM, HEADS, pico_base, pico_hybrid, pico_site, prompts, random_site
+from surgery.testing.pico import (
+    FAMILY_NAMES,
+    HEAD_DIM,
+    HEADS,
+    pico_base,
+    pico_hybrid,
+    pico_site,
+    pico_tokenizer,
+    prompts,
+    random_site,
+)
 from surgery.types import HeadId, MixerSpec
 from tests.support.battery import base, mixers, trained
 from tests.support.long_choices import long_prompts
@@ -55,6 +70,22 @@ COMBINED = [
 
 def run_of(make: Any, lengths: tuple[int, ...] = BATCHES["padded"]) -> CleanRun:
     return run_clean(make(), prompts(lengths))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("reads", READS)
+def test_rows_read_the_value_of_their_own_last_question(reads: Any) -> None:
+    """Alone, or beside a row with more questions."""
+    tokenizer, model = pico_tokenizer(), pico_base(vocab_size=1024)
+    one, two = (kv_document(rng_of(n), 4, n, "eval") for n in (1, 2))
+    values, chances = [], []
+    for documents in ([one], [one, two]):
+        batch = encode(documents, tokenizer, padding_side="left", until_answer=True)
+        spec = family_of(model.config).mixers(model.config)[1]
+        values.append(torch.nn.functional.normalize(oracle_values(run_clean(model, batch), spec, reads)[0], dim=-1))
+        chances.append(PromptBatches(model, tokenizer, Locate(), 0, [batch]).chance)
+    torch.testing.assert_close(values[0], values[1], atol=1e-4, rtol=0)
+    assert chances == [0.25, 0.25]
 
 
 def assert_same(fast: list[ChoiceScores], naive: list[ChoiceScores]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,18 @@ def test_samples_are_the_largest_that_a_source_draws() -> None:
     assert wide.shape[1] == pytest.approx(narrow.shape[1], abs=3)
     assert wide.tokens < narrow.tokens <= narrow.batch.attention_mask.sum() + 9
     assert wide.columns < wide.shape[1]
+
+
+@pytest.mark.parametrize("place", [0, 19])
+def test_the_longest_row_of_own_data_counts_wherever_it_is(tmp_path: Path, place: int) -> None:
+    rows = [{"prompt": "The number of Balo is", "answer": " 42"} for _ in range(20)]
+    rows[place] = {"prompt": "The number of Balo is 42.\n" * 20 + "The number of Balo is", "answer": " 42"}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"data": {"path": str(tmp_path / "rows.jsonl")}, "rows": 2, "weights": {"answer": 1.0}}
+    stage = Train.model_validate({"steps": 2, "sources": [source]}).sequence[0]
+    (sample,) = sample_sources(stage, 0, pico_tokenizer())
+    tokens = len(pico_tokenizer()(rows[place]["prompt"])["input_ids"])
+    assert sample.shape[0] == 2 and sample.shape[1] > tokens
 
 
 def test_processes_share_the_rows() -> None:

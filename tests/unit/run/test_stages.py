@@ -1,5 +1,6 @@
 """Stages read files of the run folder that people may edit."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,9 @@ from surgery.recipe import Recipe, load_recipe
 from surgery.recipe.section import keys_of_0_1
 from surgery.run import stages
 from surgery.run.context import Run
-from surgery.testing.pico import pico_base, pico_tokenizer
+from surgery.testing.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 from surgery.train.training import make_accelerator
+from surgery.types import to_json
 from tests.integration.conftest import RECIPE
 
 
@@ -209,6 +211,20 @@ def test_qlora_trains_without_the_unquantized_base_if_no_objective_needs_it(
     with pytest.raises(Reached):
         stages._train_arm(run, "key", pico_base(), lambda: base, "trained", "training")
     assert (run._base is not None) == held
+
+
+def test_the_plan_of_a_hybrid_names_the_teacher_of_its_heads(tmp_path: Path) -> None:
+    """Its license applies to the fine-tuned model too."""
+    hybrid = tmp_path / "hybrid"
+    config = pico_hybrid([pico_site(0)]).config
+    config.save_pretrained(hybrid)
+    recipe = load_recipe(RECIPE, ["splice=null"])
+    recipe = recipe.model_copy(update={"base": recipe.base.model_copy(update={"model": str(hybrid)})})
+    run = Run(recipe, tmp_path / "run", make_accelerator())
+    plan = run.plan()
+    assert plan.teacher == ""
+    write_json(hybrid / "plan.json", to_json(replace(plan, teacher="owner/donor")))
+    assert run.plan() == replace(plan, teacher="owner/donor")
 
 
 @pytest.mark.parametrize(

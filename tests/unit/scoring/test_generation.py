@@ -114,6 +114,8 @@ def test_without_an_end_token_what_follows_the_answer_does_not_count() -> None:
     short, long = document("Who?\n", "42", end=""), document("Who?\n", "the old baker of the market", end="")
     found = exact_matches(Parrot("42 and more"), pico_tokenizer(), [short, long], 2)  # type: ignore[arg-type]
     assert found.tolist() == [True, False]
+    ends = exact_answers(Parrot(f"42{END} and"), pico_tokenizer(), [document("Who?\n", "42\n", end=""), long], 2)  # type: ignore[arg-type]
+    assert ends.correct.tolist() == [True, False] and ends.generated == ["42", "42"], "a text ends at the end token"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -168,10 +168,19 @@ class IndexedDocuments:
             documents.append(part(self.reader.document(self._rows[row]), (start, end)))
         return documents
 
-    def longest(self) -> Document:
-        """Return the document with the most tokens."""
-        row, start, end, _ = self._pieces_N4[self._pieces_N4[:, 3].argmax()].tolist()
-        return part(self.reader.document(self._rows[row]), (start, end))
+    def largest_step(self) -> list[Document]:
+        """Return the documents of the step of the first epoch that is largest when padded, longest document first."""
+        tokens_N = self._pieces_N4[self._order(0), 3]
+        step, place, largest, size = 0, 0, 0, 0
+        while place < len(self):
+            end = (
+                place + self.source.rows if self.source.rows is not None else self._next(place, self.source.tokens or 0)
+            )
+            padded = int(tokens_N[place:end].max()) * (end - place)
+            if padded > size:
+                largest, size = step, padded
+            step, place = step + 1, end
+        return sorted(self.step(largest), key=lambda document: -len(document.text))
 
     def _order_of(self, epoch: int) -> np.ndarray:
         """Return the order of an epoch, (N,), which depends on (seed, source, epoch)."""

@@ -85,10 +85,8 @@ def sample_sources(
     for index, source in enumerate(stage.sources):
         high = source.pairs[1]
         largest = open_source(source.model_copy(update={"pairs": (high, high)}), tokenizer, seed, index)
-        documents = largest.step(0)[::processes][:micro_batch]
-        if isinstance(largest, IndexedDocuments):  # the others are padded to the longest document of all
-            documents = [largest.longest(), *documents[1:]]
-        batch = encode(documents, tokenizer)
+        documents = largest.largest_step() if isinstance(largest, IndexedDocuments) else largest.step(0)
+        batch = encode(documents[::processes][:micro_batch], tokenizer)
         stream = open_source(source, tokenizer, seed, index)
         steps = [stream.step(step)[::processes] for step in range(SAMPLED_STEPS)]
         masks = [encode(documents, tokenizer).attention_mask for documents in steps]

@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from surgery.data.encoding import encode
+from surgery.data.user import open_source
 from surgery.models.cache import cache_bytes, cache_tensors
 from surgery.models.lookup import family_of, geometry_of
 from surgery.models.meters import belongings, measure, saved_bytes
@@ -224,15 +226,19 @@ def test_samples_are_the_largest_that_a_source_draws() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 19])
-def test_the_longest_row_of_own_data_counts_wherever_it_is(tmp_path: Path, place: int) -> None:
+@pytest.mark.parametrize("size", [{"rows": 2}, {"tokens": 400}])
+def test_the_longest_row_of_own_data_counts_wherever_it_is(tmp_path: Path, place: int, size: dict[str, int]) -> None:
     rows = [{"prompt": "The number of Balo is", "answer": " 42"} for _ in range(20)]
     rows[place] = {"prompt": "The number of Balo is 42.\n" * 20 + "The number of Balo is", "answer": " 42"}
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = {"data": {"path": str(tmp_path / "rows.jsonl")}, "rows": 2, "weights": {"answer": 1.0}}
+    source = {"data": {"path": str(tmp_path / "rows.jsonl")}, **size, "weights": {"answer": 1.0}}
     stage = Train.model_validate({"steps": 2, "sources": [source]}).sequence[0]
     (sample,) = sample_sources(stage, 0, pico_tokenizer())
     tokens = len(pico_tokenizer()(rows[place]["prompt"])["input_ids"])
-    assert sample.shape[0] == 2 and sample.shape[1] > tokens
+    assert sample.shape[1] > tokens
+    drawn = [open_source(stage.sources[0], pico_tokenizer(), 0, 0).step(step) for step in range(10)]
+    shapes = [encode(documents, pico_tokenizer()).input_ids.shape for documents in drawn]
+    assert sample.shape[0] * sample.shape[1] == max(rows * columns for rows, columns in shapes)
 
 
 def test_processes_share_the_rows() -> None:

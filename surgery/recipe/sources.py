@@ -180,7 +180,7 @@ class Source(Section):
     split: Literal[0, 1] | None = Field(
         None,
         description="closed_book, statement, letter_choice, option_text, sentence: use this half only. By default "
-        "both. Half 1 is evaluated.",
+        "both. The evaluation's held-out half is 1, so train on 0 if you evaluate them.",
     )
     weights: Weights
     path_in_recipe: ClassVar[str] = "train.sources"

@@ -156,14 +156,8 @@ class IndexedDocuments:
 
     def step(self, step: int) -> list[Document]:
         """`rows` documents, or as many as fit into `tokens`. The next step starts where this one ends."""
-        if self.source.rows is not None:
-            places = range(step * self.source.rows, (step + 1) * self.source.rows)
-        else:
-            while len(self._starts) < step + 2:
-                self._starts.append(self._next(self._starts[-1], self.source.tokens or 0))
-            places = range(self._starts[step], self._starts[step + 1])
         documents = []
-        for epoch, at in (divmod(place, len(self)) for place in places):
+        for epoch, at in (divmod(place, len(self)) for place in self._places(step)):
             row, start, end, _ = self._pieces_N4[self._order(epoch)[at]].tolist()
             documents.append(part(self.reader.document(self._rows[row]), (start, end)))
         return documents
@@ -171,16 +165,23 @@ class IndexedDocuments:
     def largest_step(self) -> list[Document]:
         """Return the documents of the step of the first epoch that is largest when padded, longest document first."""
         tokens_N = self._pieces_N4[self._order(0), 3]
-        step, place, largest, size = 0, 0, 0, 0
-        while place < len(self):
-            end = (
-                place + self.source.rows if self.source.rows is not None else self._next(place, self.source.tokens or 0)
-            )
-            padded = int(tokens_N[place:end].max()) * (end - place)
+        largest, size = 0, 0
+        for step in count():
+            places = self._places(step)
+            if places.start >= len(self):
+                break
+            padded = int(tokens_N[places.start : places.stop].max()) * len(places)
             if padded > size:
                 largest, size = step, padded
-            step, place = step + 1, end
         return sorted(self.step(largest), key=lambda document: -len(document.text))
+
+    def _places(self, step: int) -> range:
+        """Return the places of a step's documents, counted over all epochs."""
+        if self.source.rows is not None:
+            return range(step * self.source.rows, (step + 1) * self.source.rows)
+        while len(self._starts) < step + 2:
+            self._starts.append(self._next(self._starts[-1], self.source.tokens or 0))
+        return range(self._starts[step], self._starts[step + 1])
 
     def _order_of(self, epoch: int) -> np.ndarray:
         """Return the order of an epoch, (N,), which depends on (seed, source, epoch)."""

@@ -136,8 +136,7 @@ def train_stage(
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         folder = None  # DeepSpeed steps during backward, and keeps the optimizer's state to itself
-    given = (model, tokenizer, section, seed, accelerator, targets, number, layers)
-    prepared = prepare_stage(*given, folder, history)
+    prepared = prepare_stage(model, tokenizer, section, seed, accelerator, targets, number, layers, folder, history)
     stage, student, optimizer, adapters = prepared.stage, prepared.student, prepared.optimizer, prepared.adapters
     start, entries = prepared.start, prepared.entries
     lengths = stage_lengths(entries, section)

@@ -17,7 +17,6 @@ from surgery.files.atomic import fingerprint
 from surgery.models.loading import check_vocabulary, load_model, load_tokenizer, revision_of
 from surgery.recipe import Train, TrainStage, as_base
 from surgery.recipe.objectives import OBJECTIVES, needs_of
-from surgery.recipe.train import Precision
 from surgery.train.checkpoints import checkpoints, set_aside_broken
 from surgery.train.logits_cache import LogitsCache
 from surgery.train.precision import precision_of
@@ -110,8 +109,7 @@ def train_model(
         for number in numbers[numbers.index(max(begun)) if begun else 0 :]:
             stage = section.sequence[number]
             teacher = load_teacher(section, stage, tokenizer, model, grafts) if stage.needs_teacher else None
-            given = (outputs, section, stage, tokenizer, accelerator.is_main_process)
-            cache = open_cache(*given, precision_of(section, model))
+            cache = open_cache(outputs, section, stage, tokenizer, model, accelerator.is_main_process)
             targets = Targets(grafts=grafts, base=base, teacher=teacher, cache=cache)
             arguments = (model, tokenizer, section, seed, accelerator, targets, number, folders[number])
             settings, frozen = quantization_of(section, stage), () if base is None else (base,)
@@ -162,10 +160,10 @@ def open_cache(
     section: Train,
     stage: TrainStage,
     tokenizer: PreTrainedTokenizerBase,
-    main: bool = True,
-    precision: Precision = "fp32",
+    model: PreTrainedModel,
+    main: bool,
 ) -> LogitsCache | None:
-    """Open the cache of the teacher's logits, for this teacher, tokenizer, `top_k` and precision.
+    """Open the cache of the teacher's logits, for this teacher, tokenizer, `top_k` and precision of matrix products.
 
     None if the stage uses no cache.
 
@@ -174,8 +172,8 @@ def open_cache(
         section: the recipe's section `train`, which names the teacher.
         stage: sets `distil.cache` and `distil.top_k`.
         tokenizer: the model's.
+        model: the student, which the precision depends on.
         main: True on the main process.
-        precision: of matrix products.
     """
     if section.teacher is None or outputs is None or not (stage.distil.cache and "teacher.logits" in stage.needs):
         return None
@@ -184,7 +182,7 @@ def open_cache(
         "tokenizer": fingerprint(sorted(tokenizer.get_vocab().items())),
         "top_k": stage.distil.top_k,
     }
-    computed = (section.teacher.dtype, precision)
+    computed = (section.teacher.dtype, precision_of(section, model))
     if computed != ("float32", "fp32"):  # caches of 0.1 do not name it
         identity["precision"] = ", ".join(computed)
     return LogitsCache(outputs / "teacher_logits" / f"top{stage.distil.top_k}", identity, main=main)

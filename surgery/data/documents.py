@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
@@ -65,7 +64,7 @@ class Reader:
     end: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.task = name_of(self.data)
+        self.task = self.data.public_name
         self.end = _end(self.tokenizer) if self.data.end else ""
         chat = self.data.chat_template or self.data.columns.messages is not None
         if chat and not self.tokenizer.chat_template:
@@ -219,12 +218,6 @@ class Reader:
             reason = "The model takes at most" if limit == self.context else "`max_tokens` is"
             raise DataError(row.where, f"{len(ids)} tokens", f"{reason} {limit}. Shorten the row, or remove it.")
         return cut(document.text, ids, offsets, limit, lambda text: self._tokens([text])[0][0])
-
-
-def name_of(data: Data) -> str:
-    """Return the name of a data set in results: of a file or folder, or the id on the Hub."""
-    path = Path(data.path).expanduser()
-    return path.name if path.exists() else data.path
 
 
 def is_held_out(prompt: str, share: float) -> bool:

@@ -22,10 +22,9 @@ import numpy as np
 
 from surgery.errors import DataError, reading
 from surgery.recipe import Columns, Data
+from surgery.recipe.sources import DATA_FORMATS
 
-FORMATS = (".jsonl", ".json", ".parquet")
 _SPLITS = {"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"}
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TOKEN = re.compile(r"hf_\w+")
 _DAMAGED = "The file has a Parquet header, but its rows cannot be read. Write it again."
 _BATCH = 256  # rows of a streamed Parquet file to hold in memory
@@ -200,20 +199,20 @@ def local_files(data: Data) -> list[Path]:
     Raises:
         DataError: there is no file, or a folder has several formats or lacks the split.
     """
+    if data.is_on_hub:
+        return []
     path = Path(data.path).expanduser()
     if not path.exists():
-        if path.suffix.lower() in FORMATS or not _HUB_ID.fullmatch(data.path):
-            hint = "Use a JSONL or Parquet file, a folder of them, or a data set's id on the Hub (owner/name)."
-            raise DataError("data.path", data.path, f"No such file or folder. {hint}")
-        return []
+        hint = "Use a JSONL or Parquet file, a folder of them, or a data set's id on the Hub (owner/name)."
+        raise DataError("data.path", data.path, f"No such file or folder. {hint}")
     if data.name is not None or data.revision is not None:
         raise DataError(
             "data.path", data.path, "It is a local path. Remove `name` and `revision`, which apply to Hub data sets."
         )
     inside = sorted(path.rglob("*")) if path.is_dir() else [path]
-    files = [f for f in inside if f.is_file() and f.suffix.lower() in FORMATS and not _is_hidden(f, path)]
+    files = [f for f in inside if f.is_file() and f.suffix.lower() in DATA_FORMATS and not _is_hidden(f, path)]
     if not files:
-        raise DataError("data.path", data.path, f"It has no {', '.join(FORMATS)} file. Set another path.")
+        raise DataError("data.path", data.path, f"It has no {', '.join(DATA_FORMATS)} file. Set another path.")
     formats = sorted({f.suffix.lower() for f in files})
     if len(formats) > 1:
         raise DataError(

@@ -14,7 +14,7 @@ from itertools import chain, count, islice
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from surgery.data.documents import Reader, check_documents, name_of
+from surgery.data.documents import Reader, check_documents
 from surgery.data.files import ShuffledEpochs, open_rows, rows_in_order
 from surgery.data.generated import GeneratedStream, Stream
 from surgery.data.pieces import Piece, part
@@ -124,7 +124,7 @@ def named_data(train: Train) -> list[tuple[Source, str]]:
     for source in [source for stage in train.sequence for source in stage.sources]:
         if source.data is None or any(source.data == other.data for other, _ in named):
             continue
-        name, known = name_of(source.data), {other for _, other in named}
+        name, known = source.data.public_name, {other for _, other in named}
         candidates = chain([name], (f"{name} ({number})" for number in count(2)))
         named.append((source, next(candidate for candidate in candidates if candidate not in known)))
     return named

@@ -131,6 +131,23 @@ def evaluate_model(
     return arm
 
 
+def mark_seen(summary: dict[str, Any], section: Evaluate, train: Train) -> None:
+    """Set `seen` in the entries of tasks whose questions `train` may have used, such as facts of both halves.
+
+    Args:
+        summary: of an arm; changed in place.
+        section: the recipe's section `evaluate`, which named the tasks.
+        train: training of the hybrid.
+    """
+    used = {source.task for stage in train.sequence for source in stage.sources if source.split != 0}
+    for task in section.tasks:
+        if used & set(task.probe.held_out_from):
+            entry = summary[task.result_name]
+            for part in (entry, entry.get("generated")):
+                if part is not None:
+                    part["seen"] = True
+
+
 def _insert(summary: dict[str, Any], task: str, entry: Any) -> None:
     """Insert a task's entry, nested by the slashes of its name. Note a perplexity at the limit."""
     # The name of a user's data may contain slashes.

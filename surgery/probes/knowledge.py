@@ -149,6 +149,7 @@ class ClosedBook(Probe):
     knowledge = newline_ends_answer = True
     options = ("half",)
     lm_eval_group: str | None = "knowledge"
+    held_out_from: tuple[str, ...] = ("closed_book", "statement", "letter_choice", "option_text")
     evaluated: Half = 1
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
@@ -168,6 +169,7 @@ class SeenClosedBook(ClosedBook):
     short_label = "closed book seen"
     trains = False
     lm_eval_group = None
+    held_out_from = ()
     evaluated: Half = 0
 
 

@@ -110,4 +110,4 @@ def _public_source(source: Source) -> Source:
 
 
 def _public_data(data: Data) -> Data:
-    return data.model_copy(update={"path": public_name(data.path)})
+    return data.model_copy(update={"path": data.public_name})

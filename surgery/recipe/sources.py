@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -29,6 +31,8 @@ Weight = Annotated[float, Field(ge=0)]
 Scheduled = Weight | tuple[Weight, Weight]  # constant, or [first, last] with a linear change over the stage
 Task = Annotated[str, NameOf(PROBES, keep=lambda probe: probe.trains)]
 _AUTO, _SPANS = "auto", "answer_span"  # value of `answer_span`, and the column that it reads where there is one
+DATA_FORMATS = (".jsonl", ".json", ".parquet")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WEIGHTS_OF_0_1 = ("answer", "attention", "keep", "text", "distil", "reading", "mixing", "hidden")
 
 
@@ -139,8 +143,15 @@ class Data(Section):
 
     @property
     def is_on_hub(self) -> bool:
-        """Whether the path is an id on the Hub rather than a local path."""
-        return not Path(self.path).expanduser().exists() and not self.path.startswith((".", "~", "/"))
+        """Whether the path is `owner/name` on the Hub rather than a local path, which may not exist any more."""
+        path = Path(self.path).expanduser()
+        is_file = path.exists() or path.suffix.lower() in DATA_FORMATS
+        return not is_file and _HUB_ID.fullmatch(self.path) is not None
+
+    @property
+    def public_name(self) -> str:
+        """Name in results and on cards: the id on the Hub, or the last part of a local path."""
+        return self.path if self.is_on_hub else Path(os.path.abspath(Path(self.path).expanduser())).name
 
     @property
     def place(self) -> str:
@@ -180,7 +191,8 @@ class Source(Section):
     split: Literal[0, 1] | None = Field(
         None,
         description="closed_book, statement, letter_choice, option_text, sentence: use this half only. By default "
-        "both. The evaluation's held-out half is 1, so train on 0 if you evaluate them.",
+        "both. The evaluation's held-out half is 1, so train on 0 if you evaluate them; otherwise reports mark "
+        "`closed_book` as seen in training.",
     )
     weights: Weights
     path_in_recipe: ClassVar[str] = "train.sources"

@@ -50,7 +50,11 @@ class Optimizer(Section):
         description="Learning rate after the warm-up. `cosine`: decay to `floor`. `wsd`: constant, then linear decay "
         "to `floor`. `constant`: no decay.",
     )
-    decay: Share = Field(0.1, description="wsd: share of the steps, at the end, in which the rate decays.")
+    decay: Share = Field(
+        0.1,
+        description="wsd: share of the steps, at the end, in which the rate decays. The decay never begins before the "
+        "warm-up ends.",
+    )
     floor: Share = Field(0.0, description="Final learning rate, as a share of the rate after the warm-up.")
     max_grad_norm: float = Field(1.0, gt=0)
 

@@ -14,6 +14,7 @@ from surgery.errors import RecipeError, reading
 _BYTES = 2**20  # of a file or an override
 _DEPTH = 50  # of lists and mappings, and parts of a dotted key
 _NODES = 20_000  # values and keys, with aliases expanded
+_NOT_DECIMAL = re.compile(r"[-+]?0[0-9_]|.*:")  # 0100 is 64 in YAML 1.1, and 1:30 is 90
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -57,13 +58,28 @@ class _RecipeLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        if _NOT_DECIMAL.match(node.value):
+            raise _another_number(node)
         number: int = super().construct_yaml_int(node)  # type: ignore[no-untyped-call]
         if number.bit_length() > 64:
             raise yaml.constructor.ConstructorError(None, None, "an integer of more than 64 bits", node.start_mark)
         return number
 
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+        if ":" in node.value:
+            raise _another_number(node)
+        number: float = super().construct_yaml_float(node)  # type: ignore[no-untyped-call]
+        return number
+
+
+def _another_number(node: yaml.ScalarNode) -> Exception:
+    """Error for a number of base 8 or 60, which most users did not mean."""
+    what = f"{node.value[:40]}, which YAML reads as another number. Write a decimal number, or a text in quotes"
+    return yaml.constructor.ConstructorError(None, None, what, node.start_mark)
+
 
 _RecipeLoader.add_constructor("tag:yaml.org,2002:int", _RecipeLoader.construct_yaml_int)
+_RecipeLoader.add_constructor("tag:yaml.org,2002:float", _RecipeLoader.construct_yaml_float)
 # YAML 1.1 reads 1e-3 as a string. Read it as a number.
 _RecipeLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",

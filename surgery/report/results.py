@@ -50,6 +50,8 @@ def label_of(path: Place, entry: Mapping[str, Any]) -> str:
         return f"{name}, exact match" if "accuracy" in entry else f"perplexity of {name}"
     name, unit = (PROBES[task].label, PROBES[task].unit) if task in PROBES else (task.replace("_", " "), "")
     parts = [f"{part} {unit}".strip() if part.isdigit() else part.replace("_", " ") for part in rest]
+    if entry.get("seen"):
+        name, parts = name.replace("held-out half", "other half"), [*parts, "seen in training"]
     return ", ".join([name, *parts])
 
 

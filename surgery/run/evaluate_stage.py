@@ -18,7 +18,14 @@ from transformers import __version__ as transformers_version
 
 from surgery import __version__
 from surgery.evaluate.efficiency import efficiency
-from surgery.evaluate.evaluation import Arm, compare_arms, evaluate_model, held_out_documents, p_values
+from surgery.evaluate.evaluation import (
+    Arm,
+    compare_arms,
+    evaluate_model,
+    held_out_documents,
+    mark_seen,
+    p_values,
+)
 from surgery.evaluate.held_out import advice_of, side_by_side
 from surgery.evaluate.prompts import make_prompts
 from surgery.evaluate.read_twice import READ_TWICE, prompts_twice
@@ -77,6 +84,7 @@ def evaluate_run(run: Run, before: Sequence[str]) -> None:
             given, section = twice, section.model_copy(update={"lm_eval": None})
         with heads_off(model) if name == HEADS_OFF else nullcontext():
             arms[name] = evaluate_model(model, run.tokenizer(), section, recipe.seed, given, progress)
+        mark_seen(arms[name].summary, section, recipe.train)
     _write_results(run, arms, sizes, before, began, skipped)
 
 

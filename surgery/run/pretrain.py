@@ -28,7 +28,7 @@ from transformers import __version__ as transformers_version
 
 from surgery.data.tokenizer import build_tokenizer
 from surgery.errors import RunError
-from surgery.evaluate.evaluation import evaluate_model
+from surgery.evaluate.evaluation import evaluate_model, mark_seen
 from surgery.evaluate.prompts import make_prompts
 from surgery.files.atomic import new_folder, read_json, write_json, write_text
 from surgery.files.lock import hold
@@ -196,7 +196,9 @@ def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -
             progress(step, recipe.train.num_all_steps, f"loss {entries[-1]['loss']:.3f}")
         if step in marks:
             scores = read_json(scores_file) if scores_file.is_file() else {}
-            scores[str(step)] = evaluate_model(model, tokenizer, recipe.evaluate, recipe.seed, prompts).summary
+            summary = evaluate_model(model, tokenizer, recipe.evaluate, recipe.seed, prompts).summary
+            mark_seen(summary, recipe.evaluate, recipe.train)
+            scores[str(step)] = summary
             write_json(scores_file, scores)
 
     history = train_model(

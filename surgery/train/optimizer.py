@@ -101,7 +101,7 @@ def learning_rate_factor(step: int, steps: int, settings: Optimizer) -> float:
     if settings.schedule == "cosine":
         share = 0.5 * (1 + math.cos(math.pi * (step - settings.warmup) / max(1, steps - settings.warmup)))
     else:
-        line = max(1, round(settings.decay * steps))
+        line = max(1, min(round(settings.decay * steps), steps - settings.warmup))  # not before the warm-up ends
         share = min(1.0, (steps - step) / line)
     return settings.floor + (1 - settings.floor) * share
 

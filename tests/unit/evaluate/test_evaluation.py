@@ -7,10 +7,10 @@ import json
 import pytest
 
 from surgery.errors import ModelError, RunError
-from surgery.evaluate.evaluation import evaluate_model
+from surgery.evaluate.evaluation import evaluate_model, mark_seen
 from surgery.evaluate.prompts import make_prompts
-from surgery.recipe import Evaluate
-from surgery.report.results import cell_of, entries
+from surgery.recipe import Evaluate, Train
+from surgery.report.results import cell_of, entries, label_of
 from surgery.scoring.ranking import LARGEST
 from surgery.testing.pico import pico_base, pico_tokenizer
 from tests.support.errors import NO_MEMORY, failing
@@ -54,3 +54,33 @@ def test_results_are_json_and_readable_however_large_a_loss(factor: float, diver
     cells = {path: cell_of(entry) for path, entry in entries(summary)}
     assert set(cells) == {("kv_retrieval", "2"), ("perplexity",), ("held_out", "mine")}
     assert all(len(cell) < 25 for cell in cells.values())
+
+
+@pytest.mark.parametrize(
+    ("task", "split", "seen"),
+    [
+        ("closed_book", 0, False), ("closed_book", 1, True), ("closed_book", None, True), ("statement", None, True),
+        ("letter_choice", 1, True), ("option_text", None, True), ("option_text", 0, False), ("sentence", None, False),
+    ],
+)  # fmt: skip
+def test_facts_of_both_halves_in_training_are_marked_as_seen(task: str, split: int | None, seen: bool) -> None:
+    section = Evaluate.model_validate(
+        {"tasks": ["closed_book", "closed_book_seen", {"task": "closed_book", "name": "again"}, "perplexity"]}
+    )
+    source = {"task": task, "split": split, "rows": 1, "weights": {"lm": 1.0}}
+    stages = [{"name": "first", "sources": [source]}, {"name": "last", "sources": [source | {"task": "sentence"}]}]
+    summary = {name: {"accuracy": 1.0} for name in ("closed_book", "closed_book_seen", "again")} | {"perplexity": 2.0}
+    summary["closed_book"]["generated"] = {"accuracy": 1.0}
+    mark_seen(summary, section, Train.model_validate({"stages": stages}))
+    labels = {place: label_of(place, entry) for place, entry in entries(summary)}
+    assert labels == {
+        ("closed_book",): f"closed-book facts, {'other half, seen in training' if seen else 'held-out half'}",
+        ("closed_book", "generated"): (
+            "closed-book facts, other half, generated, seen in training"
+            if seen
+            else "closed-book facts, held-out half, generated"
+        ),
+        ("closed_book_seen",): "closed-book facts, half seen in training",
+        ("again",): "again, seen in training" if seen else "again",
+        ("perplexity",): "perplexity, held-out",
+    }

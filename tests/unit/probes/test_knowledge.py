@@ -7,7 +7,16 @@ from collections import Counter
 import pytest
 
 from surgery.probes.documents import Document, rng_of
-from surgery.probes.knowledge import LETTERS, fact_question, fact_statement, facts, letter_choice, option_text
+from surgery.probes.knowledge import (
+    LETTERS,
+    fact_half,
+    fact_question,
+    fact_statement,
+    facts,
+    letter_choice,
+    option_text,
+)
+from surgery.probes.registry import PROBES, Half, Options
 from surgery.probes.words import ANSWERS, RELATIONS, entity_names
 from surgery.testing.pico import pico_tokenizer
 from tests.support.samples import cut
@@ -28,6 +37,27 @@ def test_there_are_enough_facts_and_no_two_about_the_same() -> None:
     assert {f.name for f in facts()} <= set(entity_names())
     assert {f.relation for f in facts()} == set(RELATIONS)
     assert all(f.answer in ANSWERS[f.relation] for f in facts())
+
+
+def test_every_training_task_about_facts_is_one_that_an_evaluation_of_facts_is_held_out_from() -> None:
+    halved = {name for name, probe in PROBES.items() if probe.trains and "half" in probe.options}
+    assert set(PROBES["closed_book"].held_out_from) == halved - {"sentence"}  # other sentences are evaluated
+
+
+@pytest.mark.parametrize("task", PROBES["closed_book"].held_out_from)
+def test_training_on_half_0_never_tells_a_fact_that_is_evaluated(task: str) -> None:
+    def halves(half: Half | None) -> set[int]:
+        texts = [PROBES[task].generate(rng_of(seed), "train", Options(half=half)).text for seed in range(40)]
+        starts = {
+            fact: (f"Question: What is the {fact.relation} of {fact.name}?", fact_statement(fact).text)
+            for fact in facts()
+        }
+        return {fact.half for fact, start in starts.items() if any(text.startswith(start) for text in texts)}
+
+    assert (halves(0), halves(1), halves(None)) == ({0}, {1}, {0, 1})
+    assert {fact_question(fact).text for fact in fact_half(1)} == {
+        x.text for x in PROBES["closed_book"].evaluation_set()
+    }
 
 
 def test_facts_are_always_the_same_ones() -> None:

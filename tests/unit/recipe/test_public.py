@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from surgery.recipe import Data
 from surgery.recipe.public import finetune_name
 
 
@@ -23,3 +26,31 @@ from surgery.recipe.public import finetune_name
 )
 def test_a_fine_tuning_is_named_after_its_data(data: str, name: str) -> None:
     assert finetune_name(data) == name
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "is_on_hub"),
+    [
+        ("owner/tickets", "owner/tickets", True),
+        ("owner/tickets-1.5", "owner/tickets-1.5", True),
+        ("private/tickets.jsonl", "tickets.jsonl", False),  # a file that does not exist any more
+        ("private/tickets.Parquet", "tickets.Parquet", False),
+        ("private/of/tickets", "tickets", False),
+        ("~/tickets", "tickets", False),
+        ("/private/tickets", "tickets", False),
+        ("here/tickets", "tickets", False),  # a folder that exists
+        (".", "work", False),
+        ("here/..", "work", False),
+        ("link", "link", False),
+    ],
+)
+def test_a_local_path_is_never_published_as_an_id_of_the_hub(
+    path: str, name: str, is_on_hub: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "work"
+    (folder / "here" / "tickets").mkdir(parents=True)
+    (folder / "link").symlink_to(folder / "here")
+    monkeypatch.chdir(folder)
+    data = Data(path=path)
+    assert (data.public_name, data.is_on_hub) == (name, is_on_hub)
+    assert data.place == (path if is_on_hub else str(Path(path).expanduser().resolve()))

@@ -85,6 +85,15 @@ def test_a_hostile_override_is_refused_at_once(name: str) -> None:
     assert time.perf_counter() - began < 5
 
 
+@pytest.mark.parametrize("value", ["0100", "-010", "1:30", "1:30.5", "0_7"])
+def test_numbers_of_base_8_and_60_are_refused_and_quoted_ones_are_text(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"name: x\nseed: {value}\n")
+    assert f"{value}, which YAML reads as another number. Write a decimal number" in str(assert_refused(path))
+    path.write_text(f"name: '{value}'\nseed: [0, 10, 0x10, 0.5, 00.5, 1e-3, 08]\n")
+    assert read_mapping(path) == {"name": value, "seed": [0, 10, 16, 0.5, 0.5, 1e-3, "08"]}
+
+
 @pytest.mark.parametrize("text", NO_MAPPING)
 def test_what_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "recipe.yaml"

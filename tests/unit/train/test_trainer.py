@@ -293,6 +293,21 @@ def test_learning_rate_rises_then_falls(steps: int, warmup: int) -> None:
     assert learning_rate_factor(steps, steps, Optimizer(warmup=warmup)) == pytest.approx(0, abs=1e-12)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize(("steps", "warmup"), [(25, 20), (100, 20), (100, 0), (30, 29)])
+def test_a_linear_decay_begins_at_the_peak_and_never_within_the_warm_up(steps: int, warmup: int, decay: float) -> None:
+    settings = Optimizer(schedule="wsd", warmup=warmup, decay=decay)
+    factors = [learning_rate_factor(step, steps, settings) for step in range(steps)]
+    falls = [step for step in range(1, steps) if factors[step] < factors[step - 1]]
+    assert factors[warmup] == 1.0 and factors[:warmup] == sorted(factors[:warmup])
+    assert falls == list(range(max(warmup, steps - max(1, round(decay * steps))) + 1, steps))
+    line = max(1, min(round(decay * steps), steps - warmup))
+    assert all(
+        before - after <= 1 / line + 1e-9
+        for before, after in zip(factors[warmup:], factors[warmup + 1 :], strict=False)
+    )
+
+
 def test_learning_rate_is_half_at_the_middle_of_the_fall() -> None:
     assert learning_rate_factor(60, 100, Optimizer(warmup=20)) == pytest.approx(0.5)
 

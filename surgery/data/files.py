@@ -309,9 +309,12 @@ def _open_file(path: Path, columns: Columns) -> Rows:
     if path.suffix.lower() != ".parquet":
         return _listed(path) if _is_list(path) else JsonLines(path)
     import datasets
+    from pyarrow.parquet import read_metadata
 
     names = _parquet_columns(path, columns)
     with reading(str(path), None, _DAMAGED, DataError):
+        if not read_metadata(path).num_rows:  # `datasets` refuses such a file, also beside others
+            return ArrowRows([], str(path))
         table = datasets.load_dataset("parquet", data_files=glob.escape(str(path)), columns=names, split="train")
     return ArrowRows(table, str(path))
 

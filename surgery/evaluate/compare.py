@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import Field, model_validator
 from transformers import PreTrainedModel
 
+from surgery.errors import RecipeError
 from surgery.evaluate.contrasts import contrasts
 from surgery.evaluate.efficiency import efficiency
 from surgery.evaluate.evaluation import Arm, evaluate_model
@@ -65,6 +66,8 @@ def load_comparison(models: Sequence[str], overrides: Sequence[str] = ()) -> Com
     """
     data = Comparison(models=("",)).model_dump(mode="json")
     for override in overrides:
+        if override.partition("=")[0].partition(".")[0] == "models":
+            raise RecipeError("override", repr(override)[:200], "Give the models as arguments instead.")
         apply(data, override)
     refuse_tokens(data)  # before the error of a plugin could repeat one
     load_plugins(plugin_modules(data))

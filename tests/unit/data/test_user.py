@@ -447,8 +447,11 @@ def test_every_format_holds_the_same_rows(tmp_path: Path) -> None:
     write(tmp_path / "e" / "1.jsonl", rows[:3])
     write(tmp_path / "e" / "2.jsonl", [])
     write(tmp_path / "e" / "more" / "3.jsonl", rows[3:])
+    (tmp_path / "f").mkdir()
+    write_table(pyarrow.Table.from_pylist(rows).slice(0, 0), tmp_path / "f" / "1.parquet")
+    write_table(pyarrow.Table.from_pylist(rows), tmp_path / "f" / "2.parquet")
     expected = [texts(opened(lines), step) for step in range(3)]
-    for name in ("b.json", "c.json", "d.parquet", "e"):
+    for name in ("b.json", "c.json", "d.parquet", "e", "f"):
         data = Data(path=str(tmp_path / name))
         assert [dict(row.fields()) for row in rows_in_order(data)] == rows
         found = open_rows(data)
@@ -469,6 +472,17 @@ def test_rows_say_where_they_stand(tmp_path: Path) -> None:
             with pytest.raises(DataError, match="answer is empty") as error:
                 opened(tmp_path / name, rows=9, streaming=streaming)
             assert error.value.field == f"{tmp_path}/{where}"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
+def test_a_file_without_rows_is_refused(tmp_path: Path, name: str, streaming: bool) -> None:
+    if name == "a.parquet":
+        write_table(pyarrow.Table.from_pylist(numbered(1)).slice(0, 0), tmp_path / name)
+    else:
+        (tmp_path / name).write_text("[]" if name == "a.json" else "\n")
+    with pytest.raises(DataError, match=rf"{name}: no row"):
+        opened(tmp_path / name, streaming=streaming)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

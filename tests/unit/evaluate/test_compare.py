@@ -39,6 +39,7 @@ def test_a_change_leaves_the_other_defaults() -> None:
     [
         ([], (), "models"),
         (["a", "a"], (), "twice"),
+        (["a"], ("models=[b]",), "Give the models as arguments"),
         (["a"], ("evaluate.pears=[2]",), "evaluate.pears"),
         (["a"], ("plugins=[no_such_module]",), "plugins: no_such_module"),
     ],

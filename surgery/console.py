@@ -35,7 +35,8 @@ from surgery.report.results import BEFORE, arm_label, cell_of, entries, label_of
 from surgery.report.text import size_text, visible
 from surgery.report.verdict import verdict_of
 
-out = Console(width=None if sys.stdout.isatty() else 140)  # a pipe has no width: names must not be truncated
+# A pipe has no width: names must not be truncated. A name in brackets is no markup.
+out = Console(width=None if sys.stdout.isatty() else 140, markup=False, emoji=False)
 
 
 def silence_libraries() -> None:

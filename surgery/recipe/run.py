@@ -15,7 +15,7 @@ from surgery.recipe.methods import METHODS, RANKINGS
 from surgery.recipe.objectives import OBJECTIVES
 from surgery.recipe.section import Plugins, Section, Seed
 from surgery.recipe.splice import Splice
-from surgery.recipe.train import Train
+from surgery.recipe.train import Train, TrainStage
 
 _LAYER_FORMS = ("block", "pair")  # values of `splice.form` that insert layers
 # Outputs that are compared head by head or layer by layer, which inserted layers would shift.
@@ -117,6 +117,10 @@ class Recipe(Section):
     def has_control(self) -> bool:
         """Whether a control is trained: the base, or with `splice: null` the model `control`."""
         return self.train.has_control and (self.splice is not None or self.control is not None)
+
+    def arms_of(self, stage: TrainStage) -> int:
+        """Number of models that a stage trains: the control skips stages that train new heads only."""
+        return 2 if self.has_control and stage.trainable != "new_heads" else 1
 
     @property
     def teacher(self) -> Teacher | None:

@@ -52,7 +52,7 @@ def main_place(arms: Mapping[str, Any], recipe: Recipe) -> Place | None:
     if sizes:
         return "kv_retrieval", str(max([size for size in sizes if size <= (trained or size)], default=sizes[0]))
     tasks = [place for place, entry in hybrid.items() if "accuracy" in entry]
-    return next((place for place in tasks if not _is_knowledge(place)), tasks[0] if tasks else None)
+    return next((place for place in tasks if not _is_knowledge(place, recipe)), tasks[0] if tasks else None)
 
 
 def verdict_of(results: Mapping[str, Any], recipe: Recipe) -> Verdict:
@@ -71,8 +71,8 @@ def verdict_of(results: Mapping[str, Any], recipe: Recipe) -> Verdict:
         return Verdict("No accuracy was measured, so nothing can be said about the hybrid.", "unclear")
     found = {arm: entry for arm in arms if (entry := dict(entries(arms[arm])).get(place)) is not None}
     label, costs = label_of(place, found["hybrid"]), list(_losses(results, recipe, place))
-    if _at_chance(place, found):
-        return Verdict(_sentence([_chance_text(place, label, found), *costs]), "unclear")
+    if _at_chance(place, found, recipe):
+        return Verdict(_sentence([_chance_text(place, label, found, recipe), *costs]), "unclear")
     reference = "no_splice" if "no_splice" in found else "base"
     tone = _difference(results, reference, place)
     word = {"better": "better", "unclear": "not significantly better", "worse": "worse"}[tone]
@@ -95,7 +95,7 @@ def tiles_of(results: Mapping[str, Any], recipe: Recipe) -> list[Tile]:
     if sizes and (main is None or main != ("kv_retrieval", str(sizes[-1]))):
         beyond = trained is not None and sizes[-1] > trained
         tiles.append(_task_tile(arms, ("kv_retrieval", str(sizes[-1])), recipe, ", beyond training" * beyond))
-    tiles += [_task_tile(arms, place, recipe) for place in hybrid if _is_knowledge(place)][:1]
+    tiles += [_task_tile(arms, place, recipe) for place in hybrid if _is_knowledge(place, recipe)][:1]
     tiles += _cost_tile(results)
     if "perplexity" in arms["hybrid"]:
         tiles.append(_task_tile(arms, ("perplexity",), recipe))
@@ -129,32 +129,36 @@ def _is_task(place: Place, entry: Entry) -> bool:
     return "accuracy" in entry and "generated" not in place and not (place[0] == "held_out" and len(place) > 2)
 
 
-def _is_knowledge(place: Place) -> bool:
-    return place[0] in PROBES and PROBES[place[0]].knowledge
+def _probe_of(place: Place, recipe: Recipe) -> str:
+    """Name of the probe of an entry: that of its task, which may have another `name` in the results."""
+    return next((task.task for task in recipe.evaluate.tasks if task.result_name == place[0]), place[0])
 
 
-def _chance(place: Place) -> float | None:
-    """Accuracy of a guess, where it follows from the task's name."""
+def _is_knowledge(place: Place, recipe: Recipe) -> bool:
+    probe = _probe_of(place, recipe)
+    return probe in PROBES and PROBES[probe].knowledge
+
+
+def _chance(place: Place, recipe: Recipe) -> float | None:
+    """Accuracy of a guess, where it follows from the task."""
     if place[0] == "held_out":
         return 0.0
-    return 1 / int(place[1]) if place[0] == "kv_retrieval" else None
+    return 1 / int(place[1]) if _probe_of(place, recipe) == "kv_retrieval" else None
 
 
-def _at_chance(place: Place, found: Mapping[str, Entry]) -> bool:
+def _at_chance(place: Place, found: Mapping[str, Entry], recipe: Recipe) -> bool:
     """Whether the interval of every model reaches down to chance."""
-    chance = _chance(place)
+    chance = _chance(place, recipe)
     if chance is None:
         return False
     return all(entry["accuracy"] == 0 or (chance > 0 and entry["low"] <= chance) for entry in found.values())
 
 
-def _chance_text(place: Place, label: str, found: Mapping[str, Entry]) -> str:
+def _chance_text(place: Place, label: str, found: Mapping[str, Entry], recipe: Recipe) -> str:
     if place[0] == "held_out":
         return f"No model is right on any of the {found['hybrid']['n']} held-out rows: {label}, all 0%"
-    highest = max(entry["accuracy"] for entry in found.values())
-    return (
-        f"All models are at chance: {label}, at most {100 * highest:.1f}% (chance {100 * (_chance(place) or 0):.1f}%)"
-    )
+    highest, chance = max(entry["accuracy"] for entry in found.values()), _chance(place, recipe) or 0
+    return f"All models are at chance: {label}, at most {100 * highest:.1f}% (chance {100 * chance:.1f}%)"
 
 
 def _test(results: Mapping[str, Any], reference: str, place: Place) -> Entry | None:
@@ -193,7 +197,7 @@ def _losses(results: Mapping[str, Any], recipe: Recipe, main: Place) -> Iterator
             continue
         if _difference(results, "base", place) == "worse":
             yield f"{label_of(place, entry)} fell from {_percent(base[place])} to {_percent(entry)}"
-        elif _is_knowledge(place):
+        elif _is_knowledge(place, recipe):
             yield f"{label_of(place, entry)}: {_percent(entry)} ({before} {_percent(base[place])})"
     pair = [arms[arm].get("perplexity") for arm in ("base", "hybrid")]
     if all(isinstance(value, int | float) for value in pair) and pair[1] > _RISE * pair[0]:
@@ -227,7 +231,7 @@ def _cost_tile(results: Mapping[str, Any]) -> list[Tile]:
     sizes = results.get("sizes", {}).get("hybrid")
     if sizes is not None:
         share = sizes["new_parameters"] / sizes["parameters"]
-        note = f"{sizes['new_parameters']:,} new weights ({100 * share:.1f}%)"
+        note = f"{sizes['new_parameters']:,} new weights ({100 * share:.2g}%)"
         return [Tile("KV cache per token, fp32", f"{sizes['kv_bytes_per_token']:,} B", note)]
     measured = results.get("efficiency", {}).get("arms", {}).get("hybrid", [])
     if not measured:

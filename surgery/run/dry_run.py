@@ -149,21 +149,21 @@ def _training(
 ) -> dict[str, Any]:
     """Summarize steps, tokens, FLOPs and memory. `run` is the sum over all trained arms, `step` the largest step."""
     processes = recipe.hardware.count
-    arms = 2 if recipe.has_control else 1
     stage, batches, worst = max(costs, key=lambda entry: entry[2].memory.total)
     rows, columns = batches[worst.largest].shape
     lengths = [stage.num_steps for stage, _, _ in costs]
+    trained = [n * recipe.arms_of(stage) for n, (stage, _, _) in zip(lengths, costs, strict=True)]
     tokens = [round(cost.tokens * processes) for _, _, cost in costs]
     flops = [cost.flops * processes for _, _, cost in costs]
     documents = sum(sum(micro.rows for micro in batch) * n for (_, batch, _), n in zip(costs, lengths, strict=True))
     return {
         "steps": recipe.train.num_all_steps,
         "until_plateau": recipe.train.has_plateau,
-        "arms": arms,
+        "arms": 2 if recipe.has_control else 1,
         "documents": round(documents * processes),
-        "tokens": {"step": max(tokens), "run": sum(t * n for t, n in zip(tokens, lengths, strict=True)) * arms},
+        "tokens": {"step": max(tokens), "run": sum(t * n for t, n in zip(tokens, trained, strict=True))},
         "tokens_counted_with": counted_with,
-        "flops": {"step": max(flops), "run": sum(f * n for f, n in zip(flops, lengths, strict=True)) * arms},
+        "flops": {"step": max(flops), "run": sum(f * n for f, n in zip(flops, trained, strict=True))},
         "largest": {"source": stage.sources[worst.largest].name, "rows": rows, "tokens": columns},
         "memory": {**asdict(worst.memory), "total": worst.memory.total},
     }

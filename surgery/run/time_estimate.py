@@ -47,7 +47,6 @@ def estimate_time(
         `seconds` of the training, `step`: seconds of the longest step, and `measured_on`: the device, or "" with
         `hardware.tflops`. None if the steps are too large to run here, or cannot run.
     """
-    arms = 2 if recipe.has_control else 1
     if recipe.hardware.tflops is not None:
         by_stage = [cost.flops / (recipe.hardware.tflops * 1e12) for _, cost in costs]
         measured_on = ""
@@ -62,7 +61,8 @@ def estimate_time(
         except SurgeryError:  # the run would report it, with its own weights
             return None
         measured_on = device
-    seconds = sum(step * stage.num_steps for step, (stage, _) in zip(by_stage, costs, strict=True)) * arms
+    steps = [stage.num_steps * recipe.arms_of(stage) for stage, _ in costs]
+    seconds = sum(step * n for step, n in zip(by_stage, steps, strict=True))
     return {"seconds": seconds, "step": max(by_stage), "measured_on": measured_on}
 
 

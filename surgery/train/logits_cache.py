@@ -81,8 +81,9 @@ class LogitsCache:
                 for name in stored:
                     _, start, end = self._places[name]
                     documents[name] = TopK(values[start:end], indices[start:end])
-        rows = TopK(torch.cat([documents[n].values for n in names]), torch.cat([documents[n].indices for n in names]))
-        return TopK(rows.values.float(), rows.indices.long()).to(batch.input_ids.device)
+        values = torch.cat([documents[n].values.float() for n in names])  # autocast to bf16 cannot join fp16
+        indices = torch.cat([documents[n].indices.long() for n in names])
+        return TopK(values, indices).to(batch.input_ids.device)
 
     def put(self, batch: EncodedBatch, rows: TopK) -> None:
         """Add the logits of a batch: rows of its tokens without padding. Writes a shard every `flush_every` batches."""

@@ -109,7 +109,8 @@ def train_model(
         for number in numbers[numbers.index(max(begun)) if begun else 0 :]:
             stage = section.sequence[number]
             teacher = load_teacher(section, stage, tokenizer, model, grafts) if stage.needs_teacher else None
-            cache = open_cache(outputs, section, stage, tokenizer, model, accelerator.is_main_process)
+            with accelerator.main_process_first():  # which creates the cache, and removes half-written files
+                cache = open_cache(outputs, section, stage, tokenizer, model, accelerator.is_main_process)
             targets = Targets(grafts=grafts, base=base, teacher=teacher, cache=cache)
             arguments = (model, tokenizer, section, seed, accelerator, targets, number, folders[number])
             settings, frozen = quantization_of(section, stage), () if base is None else (base,)
@@ -163,8 +164,9 @@ def open_cache(
     model: PreTrainedModel,
     main: bool,
 ) -> LogitsCache | None:
-    """Open the cache of the teacher's logits, for this teacher, tokenizer, `top_k` and precision of matrix products.
+    """Open the cache of the teacher's logits, for this teacher, tokenizer, `top_k`, precision and student's vocabulary.
 
+    A student with another precision or vocabulary size, such as a `control`, gets a folder of its own.
     None if the stage uses no cache.
 
     Args:
@@ -182,10 +184,15 @@ def open_cache(
         "tokenizer": fingerprint(sorted(tokenizer.get_vocab().items())),
         "top_k": stage.distil.top_k,
     }
+    folder = f"top{stage.distil.top_k}"
     computed = (section.teacher.dtype, precision_of(section, model))
     if computed != ("float32", "fp32"):  # caches of 0.1 do not name it
         identity["precision"] = ", ".join(computed)
-    return LogitsCache(outputs / "teacher_logits" / f"top{stage.distil.top_k}", identity, main=main)
+        folder += "-" + "-".join(computed)
+    if model.config.vocab_size != len(tokenizer):  # the teacher's logits are cut or padded to it
+        identity["vocab_size"] = model.config.vocab_size
+        folder += f"-{model.config.vocab_size}"
+    return LogitsCache(outputs / "teacher_logits" / folder, identity, main=main)
 
 
 def _stage_folder(folder: Path | str | None, section: Train, number: int) -> Path | None:

@@ -161,6 +161,22 @@ def test_a_dry_run_says_what_does_not_fit(tmp_path: Path) -> None:
     assert found["memory"] == silent["memory"]
 
 
+def test_a_dry_run_counts_the_control_in_the_stages_that_it_trains(tmp_path: Path) -> None:
+    path, source = RECIPES["quickstart"], "{task: sentence, rows: 2, weights: {lm: 1}}"
+
+    def tokens(*trainable: str) -> int:
+        stages = ", ".join(
+            f"{{name: s{i}, steps: 3, trainable: {t}, sources: [{source}]}}" for i, t in enumerate(trainable)
+        )
+        overrides = [f"base.model={BASE}", f"train={{stages: [{stages}]}}", "hardware={tflops: 1.0}"]
+        found = dry_run(load_recipe(path, overrides), tmp_path / "x", path)
+        assert found["time"]["seconds"] == pytest.approx(found["flops"]["run"] / 1e12)
+        return found["tokens"]["run"]
+
+    new, both = tokens("new_heads"), tokens("new_heads", "all")
+    assert both == pytest.approx(3 * new, rel=0.2)  # the control trains the second stage alone
+
+
 def test_a_dry_run_refuses_a_folder_that_the_run_would_refuse(tmp_path: Path) -> None:
     path, folder = RECIPES["quickstart"], tmp_path / "thesis"
     folder.mkdir()

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from surgery import console
-from surgery.console import Bars, print_results, show_progress
+from surgery.console import Bars, print_comparison, print_results, show_progress
 from tests.support.reports import spliced
 
 SHARE = {"accuracy": 0.0, "low": 0.0, "high": 0.1, "n": 40}
@@ -132,3 +132,13 @@ def test_quiet_shows_nothing_and_verbose_every_step(terminal: io.StringIO) -> No
     shown = terminal.getvalue().splitlines()
     assert shown[0] == "   locate  measuring ..." and shown[1].startswith(" " * 11 + "1 of 40  a note, ")
     assert len(shown) == 6 and "\x1b" not in terminal.getvalue()
+
+
+def test_names_in_brackets_are_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["a[v1]", "a[v2]", "x[/a]:smile:"]
+    entry = {"kv_retrieval": {"8": SHARE}}
+    comparison = {"arms": dict.fromkeys(names, entry), "comparisons": {}, "skipped": {"s": "skipped [b]"}}
+    print_comparison(comparison, tmp_path / "out[1]")
+    shown = capsys.readouterr().out
+    for name in (*names, "out[1]", "skipped [b]", f"differs from {names[0]}"):
+        assert name in shown.replace("\n", ""), name

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from surgery.recipe import Recipe, check_recipe
+from surgery.recipe import Evaluate, Recipe, check_recipe
 from surgery.report.verdict import main_place, tiles_of, verdict_of
 from tests.support.reports import spliced
 
@@ -133,7 +133,7 @@ def test_four_tiles_always() -> None:
     assert [tile.value for tile in tiles] == ["90.0%", "45.0%", "90.0%", "2.400"]
     sizes = {"parameters": 1000, "new_parameters": 50, "state_bytes": 8, "kv_bytes_per_token": 1024}
     with_sizes = tiles_of({**results(arm(0.9), arm(0.4), arm(0.3)), "sizes": {"hybrid": sizes}}, RECIPE)
-    assert (with_sizes[3].value, with_sizes[3].note) == ("1,024 B", "50 new weights (5.0%)")
+    assert (with_sizes[3].value, with_sizes[3].note) == ("1,024 B", "50 new weights (5%)")
     few = {"kv_retrieval": {}, "phonebook": {"8": share(0.5)}, "adjacent_pairs": {"8": share(0.6)}}
     others = tiles_of({**results(few, None, few), "seconds": {"train": 90.0}}, RECIPE)
     assert [tile.value for tile in others] == ["50.0%", "60.0%", "7 steps"] and others[2].note == "90 s"
@@ -144,3 +144,16 @@ def test_no_accuracy_is_no_verdict() -> None:
     verdict = verdict_of(results(nothing, None, nothing), RECIPE)
     assert verdict.tone == "unclear" and "nothing can be said" in verdict.sentence
     assert len(tiles_of(results(nothing, None, nothing), RECIPE)) == 2
+
+
+def test_a_task_with_a_name_is_judged_as_the_task_that_it_is() -> None:
+    tasks = [{"task": "closed_book", "name": "facts"}, {"task": "kv_retrieval", "pairs": [16], "name": "far"}]
+    recipe = RECIPE.model_copy(update={"evaluate": Evaluate.model_validate({"tasks": tasks})})
+    arms = {
+        name: {"facts": share(facts), "far": {"16": share(0.06)}} for name, facts in (("base", 0.6), ("hybrid", 0.55))
+    }
+    found = verdict_of({"arms": arms}, recipe).sentence
+    assert main_place(arms, recipe) == ("far", "16")
+    assert found.startswith("All models are at chance: far, 16, at most 6.0% (chance 6.2%)")
+    assert "facts: 55.0% (base 60.0%)" in found
+    assert "facts" in [tile.label for tile in tiles_of({"arms": arms}, recipe)]

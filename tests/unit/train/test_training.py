@@ -356,15 +356,35 @@ class TestTeacher:
         assert moved(weights(first), second) == set() and not any(asked)
 
     @pytest.mark.parametrize("later", [{"teacher": {"dtype": "bfloat16"}}, {"precision": "bf16"}])
-    def test_a_cache_of_another_precision_is_refused(
+    def test_another_precision_has_a_cache_of_its_own(
         self, teacher: Path, tmp_path: Path, later: dict[str, Any]
     ) -> None:
         sources = [{**KV, "weights": {"distil": 1.0}}]
         given: dict[str, Any] = {"steps": 1, "sources": sources, "distil": {"top_k": 8, "cache": True}}
         fit(hybrid(), section(**given, teacher={"model": str(teacher)}), outputs=tmp_path)
         changed = {**given, **later, "teacher": {"model": str(teacher), **later.get("teacher", {})}}
-        with pytest.raises(RunError, match="another precision"):
-            fit(hybrid(), section(**changed), outputs=tmp_path)
+        fit(hybrid(), section(**changed), outputs=tmp_path)
+        names = sorted(folder.name for folder in (tmp_path / "teacher_logits").iterdir())
+        assert len(names) == 2 and all(name.startswith("top8-") for name in names)
+
+    def test_students_with_different_vocabularies_do_not_share_a_cache(self, tmp_path: Path) -> None:
+        size = len(pico_tokenizer())
+        pico_family("llama", vocab_size=size + 100).save_pretrained(tmp_path / "teacher")
+        pico_tokenizer().save_pretrained(tmp_path / "teacher")
+        given = section(
+            steps=1,
+            sources=[{**KV, "weights": {"distil": 1.0}}],
+            distil={"top_k": 8, "cache": True},
+            teacher={"model": str(tmp_path / "teacher")},
+        )
+
+        def losses(vocab_size: int, outputs: Path) -> list[float]:
+            torch.manual_seed(0)
+            return [h["distil"] for h in fit(pico_base(vocab_size=vocab_size, layers=1), given, outputs=outputs)]
+
+        alone = losses(size + 100, tmp_path / "alone")
+        losses(size, tmp_path / "shared")
+        assert losses(size + 100, tmp_path / "shared") == alone
 
     def test_a_teacher_of_other_tokens_is_refused(self, tmp_path: Path) -> None:
         from surgery.data.tokenizer import build_tokenizer

@@ -68,7 +68,7 @@ def compare(
     ],
     runs: Runs = Path("runs"),
 ) -> None:
-    """Evaluate checkpoints on the same prompts. Choose tasks with evaluate.tasks=[mqar]."""
+    """Evaluate checkpoints on the same prompts. Choose tasks with 'evaluate.tasks=[kv_retrieval]'."""
     from surgery.evaluate.compare import compare_models, load_comparison
 
     # A path may contain `=`. A key never contains a slash.

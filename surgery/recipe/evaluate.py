@@ -216,6 +216,11 @@ class Evaluate(Section):
                 check_value_digits(max(sizes), entry.value_digits)
         return self
 
+    @property
+    def probes(self) -> dict[str, str]:
+        """Name of the probe by name in results."""
+        return {entry.result_name: entry.task for entry in self.tasks}
+
     def generates(self, task: str) -> bool:
         """Whether the answers of the task with this name in results are generated too."""
         return self.generate if isinstance(self.generate, bool) else task in self.generate

@@ -120,7 +120,7 @@ class Recipe(Section):
 
     def arms_of(self, stage: TrainStage) -> int:
         """Number of models that a stage trains: the control skips stages that train new heads only."""
-        return 2 if self.has_control and stage.trainable != "new_heads" else 1
+        return 2 if self.has_control and stage.trains_control else 1
 
     @property
     def teacher(self) -> Teacher | None:

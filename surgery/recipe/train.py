@@ -257,6 +257,11 @@ class TrainStage(Section):
         return -(-self.tokens // sum(source.tokens or 0 for source in self.sources))
 
     @property
+    def trains_control(self) -> bool:
+        """Whether the control trains in this stage too: it has no new heads."""
+        return self.trainable != "new_heads"
+
+    @property
     def sequence(self) -> tuple[TrainStage, ...]:
         """Stages, in order."""
         return (self,)
@@ -396,4 +401,4 @@ class Train(TrainStage):
     @property
     def has_control(self) -> bool:
         """Whether a control is trained. If only new heads train, the base itself is the control."""
-        return self.control and any(stage.trainable != "new_heads" for stage in self.sequence)
+        return self.control and any(stage.trains_control for stage in self.sequence)

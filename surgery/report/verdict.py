@@ -131,7 +131,7 @@ def _is_task(place: Place, entry: Entry) -> bool:
 
 def _probe_of(place: Place, recipe: Recipe) -> str:
     """Name of the probe of an entry: that of its task, which may have another `name` in the results."""
-    return next((task.task for task in recipe.evaluate.tasks if task.result_name == place[0]), place[0])
+    return recipe.evaluate.probes.get(place[0], place[0])
 
 
 def _is_knowledge(place: Place, recipe: Recipe) -> bool:

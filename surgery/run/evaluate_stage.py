@@ -18,14 +18,7 @@ from transformers import __version__ as transformers_version
 
 from surgery import __version__
 from surgery.evaluate.efficiency import efficiency
-from surgery.evaluate.evaluation import (
-    Arm,
-    compare_arms,
-    evaluate_model,
-    held_out_documents,
-    mark_seen,
-    p_values,
-)
+from surgery.evaluate.evaluation import Arm, compare_arms, evaluate_model, held_out_documents, mark_seen, p_values
 from surgery.evaluate.held_out import advice_of, side_by_side
 from surgery.evaluate.prompts import make_prompts
 from surgery.evaluate.read_twice import READ_TWICE, prompts_twice

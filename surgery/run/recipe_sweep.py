@@ -223,7 +223,7 @@ def _results(point: GridPoint, folder: Path, has_plateau: bool) -> PointResults:
         state_bytes=sizes.state_bytes,
         new_parameters=sizes.new_parameters,
         origins={name: origin for name, origin in origins.items() if origin},
-        probes={task.result_name: task.task for task in point.recipe.evaluate.tasks},
+        probes=point.recipe.evaluate.probes,
         steps=_trained_steps(point, results.get("training", {})) if has_plateau else None,
     )
 
@@ -235,7 +235,7 @@ def _trained_steps(point: GridPoint, trained: Mapping[str, Mapping[str, int]]) -
         point: only its hybrid has the stages that train new heads alone.
         trained: entry `training` of results.json. Stages that are not in it have a fixed number of steps.
     """
-    stages = [s for s in point.recipe.train.sequence if point.arm == "hybrid" or s.trainable != "new_heads"]
+    stages = [s for s in point.recipe.train.sequence if point.arm == "hybrid" or s.trains_control]
     return sum(trained[s.name]["steps"] if s.name in trained else s.num_steps for s in stages)
 
 

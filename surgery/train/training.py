@@ -91,7 +91,7 @@ def train_model(
     layers = tuple(sorted({graft.site.layer for graft in plan.grafts})) if plan else ()
     accelerator = accelerator or make_accelerator()
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
-    numbers = [n for n, stage in enumerate(section.sequence) if not (control and stage.trainable == "new_heads")]
+    numbers = [n for n, stage in enumerate(section.sequence) if stage.trains_control or not control]
     folders = {n: _stage_folder(folder, section, n) for n in numbers}
     for stage_folder in filter(None, folders.values()):
         set_aside_broken(stage_folder, accelerator)
@@ -109,8 +109,7 @@ def train_model(
         for number in numbers[numbers.index(max(begun)) if begun else 0 :]:
             stage = section.sequence[number]
             teacher = load_teacher(section, stage, tokenizer, model, grafts) if stage.needs_teacher else None
-            with accelerator.main_process_first():  # which creates the cache, and removes half-written files
-                cache = open_cache(outputs, section, stage, tokenizer, model, accelerator.is_main_process)
+            cache = open_cache(outputs, section, stage, tokenizer, model, accelerator)
             targets = Targets(grafts=grafts, base=base, teacher=teacher, cache=cache)
             arguments = (model, tokenizer, section, seed, accelerator, targets, number, folders[number])
             settings, frozen = quantization_of(section, stage), () if base is None else (base,)
@@ -162,7 +161,7 @@ def open_cache(
     stage: TrainStage,
     tokenizer: PreTrainedTokenizerBase,
     model: PreTrainedModel,
-    main: bool,
+    accelerator: Accelerator,
 ) -> LogitsCache | None:
     """Open the cache of the teacher's logits, for this teacher, tokenizer, `top_k`, precision and student's vocabulary.
 
@@ -175,7 +174,7 @@ def open_cache(
         stage: sets `distil.cache` and `distil.top_k`.
         tokenizer: the model's.
         model: the student, which the precision depends on.
-        main: True on the main process.
+        accelerator: of this process. The main process creates the cache before the others open it.
     """
     if section.teacher is None or outputs is None or not (stage.distil.cache and "teacher.logits" in stage.needs):
         return None
@@ -192,7 +191,8 @@ def open_cache(
     if model.config.vocab_size != len(tokenizer):  # the teacher's logits are cut or padded to it
         identity["vocab_size"] = model.config.vocab_size
         folder += f"-{model.config.vocab_size}"
-    return LogitsCache(outputs / "teacher_logits" / folder, identity, main=main)
+    with accelerator.main_process_first():
+        return LogitsCache(outputs / "teacher_logits" / folder, identity, main=accelerator.is_main_process)
 
 
 def _stage_folder(folder: Path | str | None, section: Train, number: int) -> Path | None:

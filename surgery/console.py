@@ -156,6 +156,7 @@ def print_plan(estimate: dict[str, Any]) -> None:
     for key in ("parameters", "new_parameters", "trainable_parameters", "steps", "documents"):
         note = " at most, fewer if a plateau is found" if key == "steps" and estimate["until_plateau"] else ""
         table.add_row(key.replace("_", " "), f"{estimate[key]:,}{note}")
+    table.add_row("learning rates", estimate["learning_rates"])
     tokens, flops = estimate["tokens"], estimate["flops"]
     arms = ", including the control" if estimate["arms"] > 1 else ""
     table.add_row("tokens", f"{tokens['step']:,} per step, {tokens['run']:,} in total{arms}")

@@ -13,9 +13,10 @@ from surgery.init.commented_yaml import Path as Place
 from surgery.init.commented_yaml import commented_yaml
 from surgery.init.measuring import Findings
 from surgery.init.probing import ADJACENT, EASY, FAR, HARD, Say, two_digits
-from surgery.init.settings import GIB, RATES, is_large, num_steps, rates
+from surgery.init.settings import GIB, is_large, num_steps
 from surgery.models.lookup import family_of
 from surgery.recipe import check_recipe
+from surgery.recipe.optimizer import RATES, rates
 from surgery.recipe.public import public_name
 from surgery.run.dry_run import dry_run
 

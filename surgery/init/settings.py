@@ -17,10 +17,7 @@ GIB = 2**30
 SMALL = 10_000_000  # weights: below, everything trains and is measured in minutes on a CPU
 _LARGE = 3_000_000_000  # weights: from here on, half precision and new heads alone
 
-# AdamW rates by weights: of the base, and of the new heads. The first was measured in this repository, the others are
-# those of the recipes for published models.
-RATES = ((562_784, 2.0e-3, 6.0e-3), (130_000_000, 2.0e-4, 2.0e-3), (2_700_000_000, 1.0e-4, 2.0e-3))
-# Steps by weights, of the same recipes.
+# Steps by weights, of the recipes for published models.
 STEPS = ((SMALL, 250), (1_000_000_000, 400), (_LARGE, 800))
 STEPS_OF_NEW_HEADS = 400
 
@@ -64,28 +61,6 @@ def _free_memory() -> int:
         return int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def rates(parameters: int) -> tuple[float, float]:
-    """Interpolate the learning rates of the base and of the new heads in the logarithm of the size.
-
-    Args:
-        parameters: number of weights of the base. Beyond the sizes of `RATES`, the nearest rates apply.
-
-    Returns:
-        Both rates, with two significant digits.
-    """
-    sizes = [math.log(size) for size, _, _ in RATES]
-    place = min(max(math.log(max(parameters, 1)), sizes[0]), sizes[-1])
-    right = next(i for i in range(1, len(sizes)) if place <= sizes[i])
-    share = (place - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
-    low, high = RATES[right - 1][1:], RATES[right][1:]
-    base, heads = (math.exp(math.log(a) + share * math.log(b / a)) for a, b in zip(low, high, strict=True))
-    return _two_significant(base), _two_significant(heads)
-
-
-def _two_significant(value: float) -> float:
-    return float(f"{value:.1e}")
 
 
 def num_steps(parameters: int, new_heads_only: bool = False) -> int:

@@ -6,11 +6,12 @@ from surgery.recipe.evaluate import Efficiency, Evaluate, EvaluationTask, LmEval
 from surgery.recipe.export import Export, Hardware
 from surgery.recipe.loading import check_recipe, find_recipe, load_any, load_recipe, shipped, to_yaml
 from surgery.recipe.locate import Gates, Locate, Search, Trial
+from surgery.recipe.optimizer import Optimizer
 from surgery.recipe.pretrain import PretrainRecipe, TinyMamba, TinyMamba2, TinyTransformer
 from surgery.recipe.run import Recipe
 from surgery.recipe.sources import Columns, Data, Source, Task, Weights
 from surgery.recipe.splice import Splice
-from surgery.recipe.train import Align, Distil, Lora, Optimizer, Plateau, Train, TrainStage
+from surgery.recipe.train import Align, Distil, Lora, Plateau, Train, TrainStage
 
 __all__ = [
     "Align",

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from surgery.recipe.base import Checkpoint
 from surgery.recipe.objectives import OBJECTIVES, needs_of
+from surgery.recipe.optimizer import Optimizer
 from surgery.recipe.plateau import Plateau
 from surgery.recipe.section import Positive, Section, Tokens
-from surgery.recipe.sources import Columns, Data, Source, Task, Weight, Weights
+from surgery.recipe.sources import Columns, Data, Source, Task, Weights
 from surgery.types import HeadId
 
 __all__ = [
@@ -29,39 +30,8 @@ __all__ = [
     "Weights",
 ]
 
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Rate = Annotated[float, Field(gt=0, le=1)]
-Share = Annotated[float, Field(ge=0, le=1)]
 Trainable = Literal["all", "new_heads", "spliced_layers", "lora"]
 Precision = Literal["fp32", "bf16"]
-
-
-class Optimizer(Section):
-    """AdamW with separate learning rates for the spliced heads, for adapters, and for the base's weights."""
-
-    lr: Rate = Field(2e-3, description="Learning rate of the base's weights.")
-    new_heads_lr: Rate = Field(6e-3, description="Learning rate of the spliced heads.")
-    lora_lr: Rate | None = Field(None, description="Learning rate of LoRA adapters. By default `new_heads_lr`.")
-    betas: tuple[Beta, Beta] = (0.9, 0.98)
-    weight_decay: Weight = 0.0
-    warmup: int = Field(20, ge=0, le=10**9, description="Steps of linear warm-up.")
-    schedule: Literal["cosine", "wsd", "constant"] = Field(
-        "cosine",
-        description="Learning rate after the warm-up. `cosine`: decay to `floor`. `wsd`: constant, then linear decay "
-        "to `floor`. `constant`: no decay.",
-    )
-    decay: Share = Field(
-        0.1,
-        description="wsd: share of the steps, at the end, in which the rate decays. The decay never begins before the "
-        "warm-up ends.",
-    )
-    floor: Share = Field(0.0, description="Final learning rate, as a share of the rate after the warm-up.")
-    max_grad_norm: float = Field(1.0, gt=0)
-
-    @property
-    def decay_share(self) -> float:
-        """Share of the steps, at the end, in which the rate decays linearly: `decay` with `wsd`, otherwise 0."""
-        return self.decay if self.schedule == "wsd" else 0.0
 
 
 class Lora(Section):
@@ -255,6 +225,13 @@ class TrainStage(Section):
         if self.tokens is None:
             return self.steps or 300
         return -(-self.tokens // sum(source.tokens or 0 for source in self.sources))
+
+    def at_size(self, parameters: int) -> Self:
+        """Return the section with learning rates for a base with this number of weights, where none are set."""
+        update: dict[str, Any] = {"optimizer": self.optimizer.at_size(parameters)}
+        if self.sequence != (self,):
+            update = {"stages": tuple(stage.at_size(parameters) for stage in self.sequence)}
+        return self.model_copy(update=update)
 
     @property
     def trains_control(self) -> bool:

@@ -16,6 +16,7 @@ from surgery.errors import RunError, reading
 from surgery.files.atomic import digest, new_folder, read_json
 from surgery.files.shipped import local_path
 from surgery.models.loading import load_config, load_model, load_tokenizer, revision_of
+from surgery.models.sizes import meta_model, sizes_of
 from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Base, Recipe, Train, as_base
 from surgery.recipe.public import public_name
@@ -120,6 +121,12 @@ class Run:
         config = self.base().config
         context = getattr(config, "max_position_embeddings", None)
         return count_answer_spans(self.recipe.train, self.tokenizer(), context, config.vocab_size)
+
+    @cached_property
+    def base_size(self) -> int:
+        """Number of weights of the base without spliced heads, from its config."""
+        sizes = sizes_of(meta_model(load_config(self.recipe.base), self.recipe.base.trust_remote_code))
+        return sizes.parameters - sizes.new_parameters
 
     def base(self) -> PreTrainedModel:
         """The pretrained model, loaded once and never trained."""

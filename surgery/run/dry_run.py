@@ -36,6 +36,7 @@ from surgery.run.stages import STAGES
 from surgery.run.time_estimate import estimate_time
 from surgery.splice.inserted import inserted_config
 from surgery.splice.plan import hybrid_config, make_plan, splice_field
+from surgery.train.optimizer import learning_rates_text
 from surgery.train.teacher import Teacher
 from surgery.train.training import make_accelerator
 from surgery.types import HeadId, HeadSet, Plan, ScoredHead, head_set_from_json
@@ -90,6 +91,7 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
         "parameters": before.parameters,
         "new_parameters": after.new_parameters,
         "trainable_parameters": trainable,
+        "learning_rates": learning_rates_text(recipe.train.at_size(before.parameters - before.new_parameters)),
         "cache": caches,
         "locating": _locating(plain, tokenizer, recipe),
         **_training(recipe, costs, counted_with),

@@ -34,6 +34,7 @@ from surgery.run.watch import Watch
 from surgery.splice.graft import splice_model, step_zero_gap
 from surgery.splice.plan import make_plan
 from surgery.splice.state_size import StateCut, choose_channels, cut_to_json, state_contributions
+from surgery.train.optimizer import learning_rates_text
 from surgery.train.plateau import plateau_to_json
 from surgery.train.training import ADAPTERS, train_model
 from surgery.types import HeadSet, to_json
@@ -224,6 +225,9 @@ def _train_arm(
     """
     is_control, steps = name == "no_splice", run.folder / "steps"
     section = run.as_trained() if is_control else run.recipe.train  # both train the same number of steps
+    section = section.at_size(run.base_size)  # at the same rates
+    if not is_control:
+        run.reporter.note("rates", learning_rates_text(section))
     checkpoints = steps / key[:16]
     needs_base = "base.logits" in section.needs
     if not needs_base and any(stage.lora.quantization is not None for stage in section.sequence):

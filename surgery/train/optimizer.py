@@ -13,13 +13,34 @@ from transformers import PreTrainedModel
 from surgery.errors import RunError
 from surgery.models.inserted import held_parameters, new_modules
 from surgery.models.lookup import block_of, family_of
-from surgery.recipe import Optimizer, TrainStage
+from surgery.recipe import Optimizer, Train, TrainStage
 from surgery.train.lora import adapter_parameters
 
 
 def spliced_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Parameters of the spliced heads and of inserted layers, each once, in the model's order."""
     return [p for module in new_modules(model).values() for p in module.parameters()]
+
+
+def base_size(model: nn.Module) -> int:
+    """Number of weights without spliced heads, inserted layers and adapters. Default learning rates depend on it."""
+    new = {id(p) for p in (*spliced_parameters(model), *adapter_parameters(model))}
+    return sum(p.numel() for p in model.parameters() if id(p) not in new)
+
+
+def learning_rates_text(section: Train) -> str:
+    """Describe the peak learning rates of all stages, such as `2e-4 for the base, 2e-3 for new heads`."""
+    texts = []
+    for stage in section.sequence:
+        settings = stage.optimizer
+        rates = {"the base": settings.lr, "new heads": settings.new_heads_lr}
+        if stage.trainable in ("new_heads", "lora"):
+            del rates["the base"]
+        if stage.trainable == "lora":
+            rates["adapters"] = settings.lora_lr or settings.new_heads_lr
+        text = ", ".join(f"{rate:.3g} for {what}" for what, rate in rates.items())
+        texts.append(f"{stage.name}: {text}" if section.stages else text)
+    return "; ".join(texts)
 
 
 def mark_trainable(model: PreTrainedModel, stage: TrainStage, layers: Sequence[int] = ()) -> list[nn.Parameter]:
@@ -66,8 +87,9 @@ def adamw(model: nn.Module, parameters: Sequence[nn.Parameter], settings: Optimi
     Args:
         model: owner of the parameters.
         parameters: the parameters to train.
-        settings: the recipe's section `optimizer`.
+        settings: the recipe's section `optimizer`. Rates that it does not set are those for the model's size.
     """
+    settings = settings.at_size(base_size(model))
     new, adapters = ({id(p) for p in group} for group in (spliced_parameters(model), adapter_parameters(model)))
     lora_lr = settings.new_heads_lr if settings.lora_lr is None else settings.lora_lr
     rates = {id(p): settings.lr for p in parameters}

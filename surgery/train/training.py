@@ -19,6 +19,7 @@ from surgery.recipe import Train, TrainStage, as_base
 from surgery.recipe.objectives import OBJECTIVES, needs_of
 from surgery.train.checkpoints import checkpoints, set_aside_broken
 from surgery.train.logits_cache import LogitsCache
+from surgery.train.optimizer import base_size
 from surgery.train.precision import precision_of
 from surgery.train.quantization import quantization_of, quantized, resume_unquantized
 from surgery.train.targets import Targets
@@ -87,6 +88,7 @@ def train_model(
         ModelError: the tokenizer is another model's.
     """
     check_vocabulary(tokenizer, model.config)
+    section = section.at_size(base_size(model))
     grafts = plan.grafts if plan and not control else ()
     layers = tuple(sorted({graft.site.layer for graft in plan.grafts})) if plan else ()
     accelerator = accelerator or make_accelerator()

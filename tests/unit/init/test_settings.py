@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 
 from surgery.errors import SurgeryError
 from surgery.init import settings
-from surgery.init.settings import RATES, find_machine, num_steps, rates, try_batch_sizes
-
-
-@pytest.mark.parametrize(("size", "base", "heads"), RATES)
-def test_rates_are_those_of_the_recipes_at_their_sizes(size: int, base: float, heads: float) -> None:
-    assert rates(size) == (base, heads)
-
-
-def test_rates_fall_with_the_size_and_stay_within_those_of_the_recipes() -> None:
-    values = [rates(10**n) for n in range(1, 13)]
-    for smaller, larger in pairwise(values):
-        assert smaller[0] >= larger[0] and smaller[1] >= larger[1]
-    assert values[0] == RATES[0][1:] and values[-1] == RATES[-1][1:]
-    middle, (low, high) = rates(10_000_000), (rates(130_000_000), rates(562_784))
-    assert low[0] < middle[0] < high[0] and low[1] < middle[1] < high[1]
+from surgery.init.settings import find_machine, num_steps, try_batch_sizes
 
 
 def test_larger_bases_get_more_steps() -> None:

@@ -24,7 +24,7 @@ from surgery.train import plateau
 from surgery.train import tracking as track
 from surgery.train.checkpoint_files import fault_of
 from surgery.train.checkpoints import checkpoints
-from surgery.train.optimizer import adamw, learning_rate_factor, mark_trainable, spliced_parameters
+from surgery.train.optimizer import adamw, base_size, learning_rate_factor, mark_trainable, spliced_parameters
 from surgery.train.plateau import stage_lengths
 from surgery.train.training import train_model
 from surgery.types import Graft, Plan
@@ -307,6 +307,19 @@ class TestWhatTrains:
         history = fit(model, section(steps=1, trainable="new_heads", precision=precision), on_step=on_step)
         assert seen == [{torch.float32}, {half}] and history[0]["loss"] > 0
         assert {p.dtype for p in model.parameters()} == {half}
+
+    def test_default_rates_are_those_of_the_base_without_its_new_heads(self) -> None:
+        from surgery.recipe.optimizer import rates
+
+        model = hybrid()
+        new = {id(p) for p in spliced_parameters(model)}
+        size = sum(p.numel() for p in model.parameters() if id(p) not in new)
+        assert base_size(model) == size
+        groups = adamw(model, list(model.parameters()), Optimizer(lr_factor=0.5)).param_groups
+        found = {id(p): g["lr"] for g in groups for p in g["params"]}
+        base, heads = rates(size)
+        assert {found[p] for p in new} == {heads}
+        assert {rate for p, rate in found.items() if p not in new} == {base / 2}
 
     def test_rates_of_adapters_are_their_own(self) -> None:
         from surgery.recipe import Lora

@@ -1,0 +1,93 @@
+"""Schema of a stage's `optimizer`, and learning rates by the size of the base."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from surgery.recipe.section import Section
+from surgery.recipe.sources import Weight
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Rate = Annotated[float, Field(gt=0, le=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Factor = Annotated[float, Field(gt=0, le=100)]
+
+# AdamW rates by weights: of the base, and of the new heads. The first was measured in this repository, the others are
+# those of the recipes for published models.
+RATES = ((562_784, 2.0e-3, 6.0e-3), (130_000_000, 2.0e-4, 2.0e-3), (2_700_000_000, 1.0e-4, 2.0e-3))
+
+
+def rates(parameters: int) -> tuple[float, float]:
+    """Interpolate the learning rates of the base and of the new heads in the logarithm of the size.
+
+    Args:
+        parameters: number of weights of the base. Beyond the sizes of `RATES`, the nearest rates apply.
+
+    Returns:
+        Both rates, with two significant digits.
+    """
+    sizes = [math.log(size) for size, _, _ in RATES]
+    place = min(max(math.log(max(parameters, 1)), sizes[0]), sizes[-1])
+    right = next(i for i in range(1, len(sizes)) if place <= sizes[i])
+    share = (place - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
+    low, high = RATES[right - 1][1:], RATES[right][1:]
+    base, heads = (math.exp(math.log(a) + share * math.log(b / a)) for a, b in zip(low, high, strict=True))
+    return float(f"{base:.1e}"), float(f"{heads:.1e}")
+
+
+class Optimizer(Section):
+    """AdamW with separate learning rates for the spliced heads, for adapters, and for the base's weights."""
+
+    lr: Rate | None = Field(
+        None,
+        description="Learning rate of the base's weights. By default a rate for the base's size: 2e-3 up to 0.56 "
+        "million weights, 2e-4 at 130 million, 1e-4 from 2.7 billion on, interpolated in the logarithm of the size.",
+    )
+    new_heads_lr: Rate | None = Field(
+        None,
+        description="Learning rate of the spliced heads. By default a rate for the base's size: 6e-3 up to 0.56 "
+        "million weights, 2e-3 from 130 million on.",
+    )
+    lr_factor: Factor = Field(1.0, description="Multiplies the default of `lr`.")
+    new_heads_lr_factor: Factor = Field(1.0, description="Multiplies the default of `new_heads_lr`.")
+    lora_lr: Rate | None = Field(None, description="Learning rate of LoRA adapters. By default `new_heads_lr`.")
+    betas: tuple[Beta, Beta] = (0.9, 0.98)
+    weight_decay: Weight = 0.0
+    warmup: int = Field(20, ge=0, le=10**9, description="Steps of linear warm-up.")
+    schedule: Literal["cosine", "wsd", "constant"] = Field(
+        "cosine",
+        description="Learning rate after the warm-up. `cosine`: decay to `floor`. `wsd`: constant, then linear decay "
+        "to `floor`. `constant`: no decay.",
+    )
+    decay: Share = Field(
+        0.1,
+        description="wsd: share of the steps, at the end, in which the rate decays. The decay never begins before the "
+        "warm-up ends.",
+    )
+    floor: Share = Field(0.0, description="Final learning rate, as a share of the rate after the warm-up.")
+    max_grad_norm: float = Field(1.0, gt=0)
+    new_keys: ClassVar[dict[str, Any]] = {"lr_factor": 1.0, "new_heads_lr_factor": 1.0}
+
+    @model_validator(mode="after")
+    def _a_factor_of_a_default(self) -> Optimizer:
+        for name in ("lr", "new_heads_lr"):
+            if getattr(self, name) is not None and getattr(self, f"{name}_factor") != 1:
+                raise ValueError(f"`{name}_factor` multiplies the default of `{name}`, and both are set. Remove one")
+        return self
+
+    def at_size(self, parameters: int) -> Optimizer:
+        """Return the section with the rates that are not set, for a base with this number of weights."""
+        lr, new_heads_lr = rates(parameters)
+        given = {
+            "lr": lr * self.lr_factor if self.lr is None else self.lr,
+            "new_heads_lr": new_heads_lr * self.new_heads_lr_factor if self.new_heads_lr is None else self.new_heads_lr,
+        }
+        return self.model_copy(update=given | {"lr_factor": 1.0, "new_heads_lr_factor": 1.0})
+
+    @property
+    def decay_share(self) -> float:
+        """Share of the steps, at the end, in which the rate decays linearly: `decay` with `wsd`, otherwise 0."""
+        return self.decay if self.schedule == "wsd" else 0.0

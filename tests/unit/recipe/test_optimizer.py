@@ -1,0 +1,59 @@
+"""Learning rates by the size of the base."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from surgery.errors import RecipeError
+from surgery.recipe import Optimizer, Train, check_recipe, load_recipe
+from surgery.recipe.optimizer import RATES, rates
+from tests.integration.conftest import ROOT
+
+
+@pytest.mark.parametrize(("size", "base", "heads"), RATES)
+def test_rates_are_those_of_the_recipes_at_their_sizes(size: int, base: float, heads: float) -> None:
+    assert rates(size) == (base, heads)
+
+
+def test_rates_fall_with_the_size_and_stay_within_those_of_the_recipes() -> None:
+    values = [rates(10**n) for n in range(1, 13)]
+    for smaller, larger in pairwise(values):
+        assert smaller[0] >= larger[0] and smaller[1] >= larger[1]
+    assert values[0] == RATES[0][1:] and values[-1] == RATES[-1][1:]
+    middle, (low, high) = rates(10_000_000), (rates(130_000_000), rates(562_784))
+    assert low[0] < middle[0] < high[0] and low[1] < middle[1] < high[1]
+
+
+@pytest.mark.parametrize(("size", "base", "heads"), [(130_000_000, 2e-4, 2e-3), (2_700_000_000, 1e-4, 2e-3)])
+def test_a_recipe_without_rates_gets_those_of_its_base(size: int, base: float, heads: float) -> None:
+    train = check_recipe({"name": "mine", "base": {"model": "owner/model"}}).train
+    found = train.at_size(size).optimizer
+    assert (found.lr, found.new_heads_lr) == (base, heads)
+    assert train.at_size(size).at_size(100) == train.at_size(size)
+
+
+def test_every_stage_gets_rates() -> None:
+    sources = [{"task": "sentence", "rows": 2, "weights": {"base_kl": 1.0}}]
+    stages = [{"name": name, "sources": sources, "optimizer": {"lr": lr}} for name, lr in (("a", None), ("b", 0.5))]
+    train = Train.model_validate({"stages": stages}).at_size(130_000_000)
+    assert [(stage.optimizer.lr, stage.optimizer.new_heads_lr) for stage in train.sequence] == [
+        (2e-4, 2e-3),
+        (0.5, 2e-3),
+    ]
+
+
+@pytest.mark.parametrize(("size", "base", "heads"), [(562_784, 2.5e-4, 3e-3), (130_000_000, 2.5e-5, 1e-3)])
+def test_finetune_scales_its_rates_with_the_size(size: int, base: float, heads: float) -> None:
+    found = load_recipe(ROOT / "recipes" / "finetune.yaml").train.at_size(size).optimizer
+    assert (found.lr, found.new_heads_lr) == (base, heads)
+
+
+@pytest.mark.parametrize("name", ["lr", "new_heads_lr"])
+def test_a_rate_and_its_factor_are_refused(name: str) -> None:
+    assert Optimizer.model_validate({name: 0.1, f"{name}_factor": 1.0}).at_size(10)
+    optimizer = {name: 0.1, f"{name}_factor": 0.5}
+    data = {"name": "mine", "base": {"model": "owner/model"}, "train": {"optimizer": optimizer}}
+    with pytest.raises(RecipeError, match=f"`{name}_factor` multiplies the default of `{name}`"):
+        check_recipe(data)

@@ -301,10 +301,14 @@ def _print_arms(title: str, arms: dict[str, Any], recipe: Recipe) -> None:
     table = Table("", title=Text(title))
     for name in ordered:
         table.add_column(Text(arm_label(name, recipe)), justify="right")
-    for place, found in rows_of(ordered)[0]:
+    rows = rows_of(ordered)
+    for place, found in rows.shown:
         label = label_of(place, next(entry for entry in found if entry is not None))
         table.add_row(Text(label), *("not measured" if entry is None else value_text(entry) for entry in found))
     out.print(table)
+    if rows.at_chance:
+        text = f"Hidden, since every model is at chance: {', '.join(rows.at_chance)}."
+        out.print(text, highlight=False, markup=False)
 
 
 def _print_examples(name: str, rows: list[dict[str, Any]], recipe: Recipe) -> None:

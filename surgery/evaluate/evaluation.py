@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,13 +169,13 @@ def _scores(
     for task, documents in prompts.choices.items():
         if not section.generates(task.partition("/")[0]):
             correct = ranked(model, prompts.batches(task, tokenizer, size, with_answers=False)).correct
-            yield _Score(task, accuracy_of(correct), {task: correct})
+            yield _Score(task, accuracy_of(correct) | _chance(documents), {task: correct})
             continue
         answers = generate_answers(model, tokenizer, documents, prompts.batches(task, tokenizer, size, True))
         assert answers.ranked is not None
         generated = accuracy_of(answers.correct) | {"begun": float(answers.begun.double().mean())}
         correct = answers.ranked.correct
-        entry = accuracy_of(correct) | {"generated": generated}
+        entry = accuracy_of(correct) | _chance(documents) | {"generated": generated}
         yield _Score(task, entry, {task: correct, f"{task}/generated": answers.correct})
     for task, documents in prompts.generation.items():
         answers = generate_answers(model, tokenizer, documents, prompts.batches(task, tokenizer, size, True))
@@ -194,6 +194,11 @@ def _scores(
             yield _Score(task, entry, {task: exact.correct}, {name: examples_of(documents, exact)})
         else:
             yield _Score(task, {"perplexity": perplexity(model, tokenizer, documents, size), "n": len(documents)})
+
+
+def _chance(documents: Sequence[Document]) -> dict[str, float]:
+    """Accuracy of guesses among the choices of each prompt."""
+    return {"chance": sum(1 / len(document.questions[-1].choices) for document in documents) / len(documents)}
 
 
 def accuracy_of(correct: Tensor) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from surgery.probes.registry import PROBES
 from surgery.recipe import Recipe
@@ -72,27 +72,52 @@ def arm_label(arm: str, recipe: Recipe) -> str:
     return ARM_LABELS.get(arm, arm.replace("_", " "))
 
 
-def rows_of(arms: Mapping[str, Mapping[str, Any]]) -> tuple[list[tuple[Place, list[Mapping[str, Any] | None]]], int]:
-    """Rows of the table of all measurements.
+class Rows(NamedTuple):
+    """Rows of the table of all measurements, and what is hidden.
 
-    A second score of the same prompts, such as generation or the first token, is hidden if every arm has the same
-    accuracy as in the row of the prompts themselves.
+    Attributes:
+        shown: the place of each row and its entries, one for each arm, or None if not measured.
+        repeats: number of hidden second scores of the same prompts, such as generation or the first token, which have
+            the accuracies of the prompts' own row in every arm.
+        at_chance: labels of hidden tasks other than KV-retrieval in which the interval of every arm reaches down to
+            chance, such as facts that the base never learned.
+    """
+
+    shown: list[tuple[Place, list[Mapping[str, Any] | None]]]
+    repeats: int
+    at_chance: list[str]
+
+
+def rows_of(arms: Mapping[str, Mapping[str, Any]]) -> Rows:
+    """Choose the rows of the table of all measurements.
 
     Args:
         arms: entry `arms` of results.json, in the order of the columns.
-
-    Returns:
-        The place of each row and its entries, one for each arm, or None if not measured; and the number of hidden rows.
     """
     by_arm = [dict(entries(arm)) for arm in arms.values()]
     places = dict.fromkeys(place for arm in by_arm for place in arm)
-    rows, hidden = [], 0
+    hidden = {
+        place for place in places if place[0] != "kv_retrieval" and all(map(_at_chance, _measured(place, by_arm)))
+    }
+    rows = Rows([], 0, [label_of(place, _measured(place, by_arm)[0]) for place in places if place in hidden])
     for place in places:
+        if place in hidden or place[:-1] in hidden:
+            continue
         if _repeats(place, by_arm):
-            hidden += 1
+            rows = rows._replace(repeats=rows.repeats + 1)
         else:
-            rows.append((place, [arm.get(place) for arm in by_arm]))
-    return rows, hidden
+            rows.shown.append((place, [arm.get(place) for arm in by_arm]))
+    return rows
+
+
+def _measured(place: Place, by_arm: list[dict[Place, Mapping[str, Any]]]) -> list[Mapping[str, Any]]:
+    """Entries of a row, of the arms that have one."""
+    return [arm[place] for arm in by_arm if place in arm]
+
+
+def _at_chance(entry: Mapping[str, Any]) -> bool:
+    """Whether the interval of an accuracy reaches down to chance. Runs before 0.2 did not record chance."""
+    return "chance" in entry and entry["low"] <= entry["chance"]
 
 
 def _repeats(place: Place, by_arm: list[dict[Place, Mapping[str, Any]]]) -> bool:

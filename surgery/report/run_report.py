@@ -171,7 +171,7 @@ def _contrasts(results: Mapping[str, Any], recipe: Recipe) -> _Values | None:
     others = results.get("comparisons", {}).get("hybrid", {})
     arms = [arm for arm in ordered_arms(results["arms"]) if arm in others]
     measured = [task for task in next(iter(others.values()), {}) if task.startswith(("kv_retrieval/", "held_out/"))]
-    shown = {place for place, _ in rows_of(results["arms"])[0]}
+    shown = {place for place, _ in rows_of(results["arms"]).shown}
     rows = []
     for task in sorted(measured, key=lambda task: not task.startswith("held_out/")):
         path = tuple(task.split("/", 1 if task.startswith("held_out") else -1))
@@ -209,16 +209,17 @@ def _measurements(results: Mapping[str, Any], recipe: Recipe) -> _Values:
     arms = {arm: results["arms"][arm] for arm in ordered_arms(results["arms"])}
     against = "no_splice" if "no_splice" in arms else "base"
     tests = results.get("comparisons", {}).get("hybrid", {}).get(against, {})
-    shown, hidden = rows_of(arms)
+    table = rows_of(arms)
     rows = []
-    for place, found in shown:
+    for place, found in table.shown:
         first: Mapping[str, Any] = next((entry for entry in found if entry is not None), {})
         p_value = [_p_value(tests.get("/".join(place)))] if tests else []
         rows.append([label_of(place, first), *map(cell_of, found), str(first.get("n", "")), *p_value])
     name = "control" if against == "no_splice" else "model before training"
     last = [f"p, against the {name}"] if tests else []
     return {"columns": ["", *(arm_label(arm, recipe) for arm in arms), "prompts", *last], "rows": rows,
-            "hidden": hidden, "against": name if tests else ""}  # fmt: skip
+            "repeats": table.repeats, "at_chance": ", ".join(table.at_chance),
+            "against": name if tests else ""}  # fmt: skip
 
 
 def _examples(results: Mapping[str, Any], recipe: Recipe) -> list[_Values]:

@@ -64,6 +64,7 @@ def test_the_summary_has_every_task_in_its_place() -> None:
     arm = evaluate_model(pico_base(vocab_size=1024, layers=1), pico_tokenizer(), given, 0)
     assert set(arm.summary) == {"kv_retrieval", "copying", "letter_choice", "perplexity", "needle_single"}
     assert set(arm.summary["kv_retrieval"]["3"]["generated"]) == {"accuracy", "low", "high", "n", "begun"}
+    assert arm.summary["kv_retrieval"]["3"]["chance"] == pytest.approx(1 / 3)
     assert "generated" not in arm.summary["letter_choice"] and arm.summary["needle_single"]["320"]["0.5"]["n"] == 3
     per_token = arm.summary["copying"]["3"]["per_token"]
     assert 0 <= per_token["low"] <= per_token["mean"] <= per_token["high"] <= 1

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from surgery.report.figures.curves import accuracy_by_pairs
+from surgery.report.results import label_of
 from surgery.report.run_report import ReportInputs, write_report
 from surgery.report.verdict import tiles_of
 from tests.support.reports import ARMS as COSTS
@@ -110,6 +111,22 @@ def test_a_second_score_of_the_same_prompts_is_hidden_if_it_is_the_same_everywhe
     rows = re.findall(r'<th scope="row">(.*?)</th>', page.split("<h2>All measurements</h2>")[1])
     assert "KV-retrieval, 64 pairs, generated" in rows and "KV-retrieval, 8 pairs, generated" not in rows
     assert "Hidden: 1 row (generated" in page
+
+
+def test_a_task_at_chance_in_every_model_is_named_and_not_shown(tmp_path: Path) -> None:
+    given = inputs(tmp_path / "figures")
+    arms = given.results["arms"]
+    for summary in arms.values():
+        for task, accuracy in (("closed_book", 0.26), ("letter_choice", 0.27)):
+            summary[task] = {"accuracy": accuracy, "low": 0.2, "high": 0.32, "n": 200, "chance": 0.25}
+        summary["kv_retrieval"]["64"]["chance"] = 1.0
+    arms["hybrid"]["letter_choice"] |= {"accuracy": 0.5, "low": 0.43}
+    page = write_report(given, tmp_path / "report.html").read_text()
+    rows = re.findall(r'<th scope="row">(.*?)</th>', page.split("<h2>All measurements</h2>")[1])
+    assert {label_of(("letter_choice",), {}), "KV-retrieval, 64 pairs"} <= set(rows)
+    assert label_of(("closed_book",), {}) not in rows
+    text = " ".join(re.sub(r"<[^>]+>", "", page).split())
+    assert f"Hidden, since every model is at chance: {label_of(('closed_book',), {})}. results.json" in text
 
 
 @pytest.mark.parametrize(

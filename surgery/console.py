@@ -175,6 +175,8 @@ def print_plan(estimate: dict[str, Any]) -> None:
     for name, cache in estimate["cache"].items():
         table.add_row(name, *(size_text(cache[key]) for key in ("state", "kv_per_token", *lengths)))
     out.print(table, highlight=False)
+    for text in estimate["notes"]:
+        out.print(f"note: {text}.", highlight=False, markup=False)
 
 
 def _time_text(estimate: dict[str, Any]) -> str:

@@ -16,6 +16,8 @@ def validate(recipe: RecipePath, overrides: Overrides = None) -> None:
         from surgery.run.without_weights import check_without_weights
 
         skipped = check_without_weights(loaded, recipe)
+        for text in loaded.notes:
+            print(f"note: {text}", file=sys.stderr)
     elif isinstance(loaded, AnalysisRecipe):
         from surgery.reproduce.analysis import check_without_weights as check_analysis
 

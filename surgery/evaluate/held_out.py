@@ -87,7 +87,7 @@ def advice_of(
         text = f"{name}: no model generates any of the {entry['n']} held-out answers exactly."
         first_token = entry.get("first_token", {}).get("accuracy", 0.0)
         if first_token:
-            text += f" The hybrid's first token is right in {first_token:.0%} of them."
+            text += f" The hybrid's first token is right in {100 * first_token:.3g}% of them."
         tips = [longer, *_span_tips(train, answer_spans.get(name))]
         tips.append("check the format: compare wanted and generated text, and the space or newline before the answer")
         advice.append(f"{text} What to try: {'; '.join(tips)}.")

@@ -114,6 +114,28 @@ class Recipe(Section):
         return self
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Warnings about training that is possible, but hardly what was meant."""
+        found = []
+        copied = self.splice is not None and self.splice.init != "teacher"
+        if copied and not any(OBJECTIVES[name].needs_splice for name in self.train.objectives):
+            found.append(
+                "train.sources: no source supervises the attention of the new heads, and answers alone teach them "
+                "little. Add `attention: 1.0` to the `weights` of a source whose answers stand in the prompt"
+            )
+        for stage in self.train.sequence:
+            name = f"train.stages ({stage.name})" if self.train.stages else "train"
+            needed = {
+                "lora": (stage.trainable == "lora", "`trainable: lora`"),
+                "distil": (bool({"base.logits", "teacher.logits"} & stage.needs), "a weight of `base_kl` or `distil`"),
+                "align": (stage.needs_teacher, "an objective that compares with a teacher"),
+            }
+            for key, (has, need) in needed.items():
+                if not has and getattr(stage, key) != type(stage).model_fields[key].default:
+                    found.append(f"{name}.{key} has no effect without {need}")
+        return tuple(found)
+
+    @property
     def has_control(self) -> bool:
         """Whether a control is trained: the base, or with `splice: null` the model `control`."""
         return self.train.has_control and (self.splice is not None or self.control is not None)

@@ -85,6 +85,7 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
         trainable = max(trainable, sum(p.numel() for p in hybrid.parameters() if p.requires_grad))
     return {
         "shapes_from": shapes_from,
+        "notes": recipe.notes,
         "heads": [str(h) for h in plan.heads],
         "heads_from": heads_from,
         "sites": fields,

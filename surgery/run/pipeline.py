@@ -118,6 +118,8 @@ def check_inputs(run: Run) -> None:
     check_documents(run, run.base().config)
     if "train" in run.stages:
         if run.accelerator.is_main_process:
+            for text in run.recipe.notes:
+                run.reporter.note("recipe", text)
             for name, counts in run.answer_spans.items():
                 run.reporter.note("data", f"{name}: answer_span: auto: {answer_spans_text(counts)}")
         if run.recipe.train.compile:

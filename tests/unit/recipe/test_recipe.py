@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -421,3 +421,36 @@ def test_a_splice_without_the_new_keys_has_the_same_hash() -> None:
     for size in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="state_size"):
             Splice.model_validate({"state_size": size})
+
+
+class TestNotes:
+    KV: ClassVar = {"task": "kv_retrieval", "rows": 2}
+
+    def notes(self, weights: Mapping[str, float], splice: Mapping[str, Any] | None = None, **train: Any) -> str:
+        sources = [{**self.KV, "weights": weights}]
+        data = {"name": "mine", "base": {"model": "m"}, "train": {"sources": sources, **train}}
+        return " ".join(check_recipe({**data, **({"splice": splice} if splice is not None else {})}).notes)
+
+    def test_training_without_supervised_attention_gets_a_note(self) -> None:
+        assert "attention: 1.0" in self.notes({"answer": 1.0}) and not self.notes({"answer": 1.0, "attention": 1.0})
+        teacher = {"unit": "layer", "init": "teacher", "mode": "replace", "teacher": {"model": "t"}}
+        assert not self.notes({"answer": 1.0}, teacher)
+
+    @pytest.mark.parametrize(
+        ("settings", "needs"),
+        [({"lora": {"rank": 4}}, "trainable: lora"), ({"distil": {"temperature": 2.0}}, "base_kl"),
+         ({"align": {"heads": {"L0H0": "L1H1"}}}, "compares with a teacher")],
+    )  # fmt: skip
+    def test_settings_without_effect_get_a_note(self, settings: dict[str, Any], needs: str) -> None:
+        (name,) = settings
+        found = self.notes({"answer": 1.0, "attention": 1.0}, **settings)
+        assert found.startswith(f"train.{name} has no effect without") and needs in found
+
+    def test_settings_with_effect_get_none(self) -> None:
+        weights = {"answer": 1.0, "attention": 1.0, "base_kl": 1.0}
+        assert not self.notes(weights, trainable="lora", lora={"rank": 4}, distil={"temperature": 2.0})
+
+    @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+    def test_shipped_recipes_have_none(self, path: Path) -> None:
+        recipe = load_any(path)
+        assert not isinstance(recipe, Recipe) or recipe.notes == ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -52,11 +52,13 @@ class GridPoint:
         values: value by key.
         recipe: recipe of the run that has its numbers. `recipe.name` is the name of the run's folder.
         arm: arm of that run. `hybrid`, or with `splice.num_heads=0` the control.
+        others: recipes of other runs with the same control, for when the run diverges.
     """
 
     values: Mapping[str, Any]
     recipe: Recipe
     arm: Literal["hybrid", "no_splice", "base"] = "hybrid"
+    others: tuple[Recipe, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,11 @@ def naming(values: Mapping[str, Any]) -> Iterator[None]:
         if error.field in values:
             raise
         raise type(error)(label_of_values(values), None, str(error)) from error
+
+
+def has_seeds(keys: Collection[str]) -> bool:
+    """Whether the rows of a sweep over these keys combine seeds. With no other key, each seed has a row of its own."""
+    return SEED in keys and len(keys) > 1
 
 
 def label_of_values(values: Mapping[str, Any]) -> str:
@@ -221,16 +228,16 @@ def _is_control(axes: Sequence[Axis], places: Sequence[int]) -> bool:
 def _control_point(axes: Sequence[Axis], places: Sequence[int], recipes: Mapping[tuple[Any, ...], Recipe]) -> GridPoint:
     """Find the run whose control has the other values of this point."""
     at = [axis.key for axis in axes].index(NUM_HEADS)
-    others = (i for i in range(len(axes[at].values)) if not _is_zero(axes[at], i))
-    recipe = recipes[(*places[:at], next(others), *places[at + 1 :])]
+    spliced = (i for i in range(len(axes[at].values)) if not _is_zero(axes[at], i))
+    recipe, *others = (recipes[(*places[:at], i, *places[at + 1 :])] for i in spliced)
     values = _values(axes, places)
     if recipe.has_control:
-        return GridPoint(values, recipe, "no_splice")
+        return GridPoint(values, recipe, "no_splice", tuple(others))
     if recipe.train.control and recipe.state_size is not None:
         hint = "0 heads is the trained control with its state cut. There is none if only new heads train. Remove 0."
         raise RecipeError(NUM_HEADS, 0, hint)
     if recipe.train.control and recipe.splice is not None:  # only new heads train, so the base is the control
-        return GridPoint(values, recipe, "base")
+        return GridPoint(values, recipe, "base", tuple(others))
     hint = "0 heads is the trained control, and no control is trained. Set train.control=true, or remove 0."
     raise RecipeError(NUM_HEADS, 0, hint)
 

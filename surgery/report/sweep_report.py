@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 from surgery.files.atomic import write_text
 from surgery.probes.registry import PROBES
-from surgery.recipe.grid import NUM_HEADS, SEED, label_of_values, text_of
+from surgery.recipe.grid import NUM_HEADS, SEED, has_seeds, label_of_values, text_of
 from surgery.report.results import Place, entries, label_of, perplexity_text
 from surgery.report.templates import embedded_svg, render
 from surgery.stats import wilson
@@ -101,8 +101,8 @@ def summarize(
 
     Returns:
         `name`, `keys`, `points`, `rows` and `diverged`. A row has the results of all seeds of the same other values:
-        each is `value`, `low` and `high`. For one seed that is an accuracy with its Wilson interval, for several
-        seeds the mean with the smallest and the largest value.
+        each is `value`, `low` and `high`. In a sweep over seeds that is the mean with the smallest and the largest
+        value, otherwise an accuracy with its Wilson interval.
     """
     summaries = [_point(point) for point in points]
     by_row: dict[str, list[dict[str, Any]]] = {}
@@ -113,7 +113,7 @@ def summarize(
         "name": name,
         "keys": {key: list(values) for key, values in keys.items()},
         "points": summaries,
-        "rows": [_row(group) for group in by_row.values()],
+        "rows": [_row(group, over_seeds=has_seeds(keys)) for group in by_row.values()],
         "diverged": dict(diverged or {}),
     }
 
@@ -150,28 +150,35 @@ def _tasks(arm: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "/".join(place), {"label": label_of(place, entry), **numbers}
 
 
-def _row(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _row(points: Sequence[Mapping[str, Any]], over_seeds: bool) -> dict[str, Any]:
     """Combine the points that differ in the seed only."""
     first = points[0]
+
+    def over(results: Iterable[Mapping[str, float] | float]) -> Estimate:
+        return _over(list(results), over_seeds)
+
+    def names(key: str) -> dict[str, Any]:
+        """Keys in any of the points."""
+        return {name: value for point in reversed(points) for name, value in point[key].items()}
+
     return {
         "values": first["values"],
         "arm": first["arm"],
         "seeds": [point["all"].get(SEED) for point in points],
         "runs": [point["run"] for point in points],
-        "accuracy": {group: _over([point["accuracy"][group] for point in points]) for group in first["accuracy"]},
-        "share_of_teacher": {
-            group: _over([point["share_of_teacher"][group] for point in points if group in point["share_of_teacher"]])
-            for group in first["share_of_teacher"]
+        **{
+            key: {group: over(p[key][group] for p in points if group in p[key]) for group in names(key)}
+            for key in ("accuracy", "share_of_teacher")
         },
         **{
-            name: _over([point[name] for point in points])
+            name: over(point[name] for point in points)
             for name in ("perplexity", "kv_bytes_per_token", "state_bytes", "new_parameters", "steps")
             if all(point.get(name) is not None for point in points)
         },
         "tasks": {
-            task: _over([_estimate(point["tasks"][task]) for point in points if task in point["tasks"]])
+            task: over(_estimate(point["tasks"][task]) for point in points if task in point["tasks"])
             | {"label": entry["label"]}
-            for task, entry in first["tasks"].items()
+            for task, entry in names("tasks").items()
         },
     }
 
@@ -184,9 +191,9 @@ def _estimate(entry: Mapping[str, float]) -> Estimate | float:
     return {"value": accuracy, "low": entry.get("low", accuracy), "high": entry.get("high", accuracy)}
 
 
-def _over(results: Sequence[Mapping[str, float] | float]) -> Estimate:
-    """Mean and range over seeds; for one seed the result itself, with its interval."""
-    if len(results) == 1:
+def _over(results: Sequence[Mapping[str, float] | float], over_seeds: bool) -> Estimate:
+    """Mean and range over seeds; in a sweep without seeds the result itself, with its interval."""
+    if not over_seeds:
         result = results[0]
         if isinstance(result, Mapping):
             return {name: float(result[name]) for name in ("value", "low", "high")}
@@ -200,7 +207,7 @@ def table_of(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     rows = summary["rows"]
     groups = [group for group in GROUPS if any(group in row["accuracy"] for row in rows)]
     shares = [group for group in GROUPS if any(group in row["share_of_teacher"] for row in rows)]
-    several = any(len(row["seeds"]) > 1 for row in rows)
+    several = has_seeds(summary["keys"])
     has_perplexity = any("perplexity" in row for row in rows)
     has_steps = any("steps" in row for row in rows)
     columns = [
@@ -233,14 +240,16 @@ def table_of(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def caption_of(summary: Mapping[str, Any]) -> str:
     """Describe the numbers of the table."""
-    several = any(len(row["seeds"]) > 1 for row in summary["rows"])
+    several = has_seeds(summary["keys"])
     parts = ["Mean over seeds [smallest, largest]." if several else "Accuracy with 95% Wilson intervals."]
     parts.append("Each group is the accuracy over all prompts of its tasks. Keys, values and states are in fp32.")
     if any(row["arm"] == "no_splice" for row in summary["rows"]):
         parts.append("0 heads: the control, which is trained in the same way without a splice.")
         if any("steps" in row for row in summary["rows"]):
-            of_run = next(value for value in summary["keys"][NUM_HEADS] if value)
-            parts.append(f"Its stages have as many steps as those of the hybrid with {NUM_HEADS}={of_run}.")
+            run = next(row["runs"][0] for row in summary["rows"] if row["arm"] == "no_splice")
+            hybrids = [row for row in summary["rows"] if row["arm"] == "hybrid" and run in row["runs"]]
+            of_run = f" with {NUM_HEADS}={hybrids[0]['values'][NUM_HEADS]}" if hybrids else f" in {run}"
+            parts.append(f"Its stages have as many steps as those of the hybrid{of_run}.")
     if any(row["arm"] == "base" for row in summary["rows"]):
         parts.append("0 heads: the base, since only new heads are trained.")
     return " ".join(parts)

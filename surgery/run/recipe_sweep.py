@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,11 @@ def _earlier(run: Run, stage: Stage, predicted: str, known: dict[tuple[str, str]
 def _write(grid: Grid, folder: Path, diverged: dict[str, TrainingDiverged]) -> dict[str, Any]:
     """Write `sweep.json`, the figure and `sweep.html` of the runs that are finished."""
     has_plateau = any(recipe.train.has_plateau for recipe in grid.recipes)
-    points = [_results(point, folder, has_plateau) for point in grid.points if point.recipe.name not in diverged]
+    points = []
+    for point in grid.points:
+        finished = [recipe for recipe in (point.recipe, *point.others) if recipe.name not in diverged]
+        if finished:
+            points.append(_results(replace(point, recipe=finished[0]), folder, has_plateau))
     failures = {name: str(error) for name, error in diverged.items()}
     if not points:
         raise SurgeryError("sweep", "no run is finished", f"Change the recipe: {next(iter(failures.values()))}")

@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
+from surgery.recipe.grid import has_seeds
 from surgery.report.figures.canvas import (
     BLUE,
     FAINT,
@@ -68,10 +69,9 @@ def results_by_value(rows: Sequence[Row], keys: Sequence[str], folder: Path) -> 
     lines = -(-len(panels) // 2)
     top = 0.95 if len(series) == 1 else 1.2
     figure = new_figure(_LEFT + 2 * _WIDTH + _GAP + 0.25, top + (lines - 1) * _PITCH + _HEIGHT + 0.85)
-    several = any(len(row["seeds"]) > 1 for row in rows)
     note = (
         "Points: mean over seeds. Bars: smallest to largest."
-        if several
+        if has_seeds(keys)
         else "Bars: 95% Wilson intervals of accuracies."
     )
     add_heading(figure, f"Results by {' and '.join(named)}", note)

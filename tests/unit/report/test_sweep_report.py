@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def test_steps_are_listed_where_a_plateau_can_end_a_run() -> None:
     keys = {"splice.num_heads": [2, 0, 4], "seed": [0, 1]}
     heads = ((2, 2, "hybrid"), (0, 2, "no_splice"), (4, 4, "hybrid"))
     points = [
-        point({"splice.num_heads": n, "seed": seed}, 50, arm, steps=100 * of + 20 * seed)
+        replace(point({"splice.num_heads": n, "seed": seed}, 50, arm, steps=100 * of + 20 * seed), run=f"{of}-{seed}")
         for n, of, arm in heads
         for seed in (0, 1)
     ]
@@ -117,6 +118,8 @@ def test_steps_are_listed_where_a_plateau_can_end_a_run() -> None:
     at = columns.index("steps")
     assert [row[at] for row in rows] == ["210 [200, 220]", "210 [200, 220]", "410 [400, 420]"]
     assert "as many steps as those of the hybrid with splice.num_heads=2." in caption_of(summary)
+    of_four = summarize("tiny", keys, [p if p.arm == "hybrid" else replace(p, run="4-0") for p in points])
+    assert "as many steps as those of the hybrid with splice.num_heads=4." in caption_of(of_four)
     plain = by_heads(0, 1)
     assert "steps" not in table_of(plain)[0] and "steps" not in caption_of(plain)
 
@@ -140,6 +143,27 @@ def test_seeds_are_combined_to_mean_and_range() -> None:
     assert columns[:3] == ["splice.num_heads", "seeds", "retrieval"]
     assert [row[:3] for row in rows] == [["1", "3", "0.500 [0.400, 0.600]"], ["2", "3", "0.567 [0.467, 0.667]"]]
     assert summary["rows"][0]["seeds"] == [0, 1, 2] and len(summary["points"]) == 6
+
+
+def test_one_seed_of_several_has_no_interval_of_prompts(tmp_path: Path) -> None:
+    """The other one diverged."""
+    keys = {"splice.num_heads": [1, 2], "seed": [0, 1]}
+    points = [point({"splice.num_heads": n, "seed": 0}, 50) for n in (1, 2)]
+    summary = summarize("tiny", keys, points, {"tiny-1": "loss is NaN"})
+    columns, rows = table_of(summary)
+    assert columns[:3] == ["splice.num_heads", "seeds", "retrieval"] and rows[0][:3] == ["1", "1", "0.400"]
+    assert caption_of(summary).startswith("Mean over seeds")
+    svg = results_by_value(summary["rows"], list(keys), tmp_path)[1].read_text(encoding="utf-8")
+    assert "mean over seeds" in svg and "Wilson" not in svg
+
+
+def test_a_share_of_the_teacher_is_shown_if_any_seed_has_one() -> None:
+    keys = {"splice.num_heads": [1, 2], "seed": [0, 1]}
+    none = {"teacher": arm(0, 0) | {"kv_retrieval": {"8": share(0, 100)}}}  # right nowhere: there is no share of it
+    teachers = (none, {"teacher": arm(90)})
+    points = [point({"splice.num_heads": 1, "seed": seed}, 60, arms=teachers[seed]) for seed in (0, 1)]
+    (row,) = summarize("tiny", keys, points)["rows"]
+    assert row["share_of_teacher"]["retrieval"]["value"] == pytest.approx(0.7)
 
 
 def test_seeds_alone_are_rows() -> None:

@@ -41,7 +41,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
     ) -> None:
         calls.append((folder.name, [sibling.name for sibling in siblings]))
         mark(folder, "run")
-        if recipe.train.optimizer.lr == 1:
+        if recipe.train.optimizer.lr == 1 or (recipe.name.startswith("wild1") and recipe.splice.num_heads == 1):
             raise TrainingDiverged("train", "step 1", "Lower the learning rate.")
         arms = {"no_splice": arm(20), "hybrid": arm(50 + recipe.splice.num_heads)}
         results = {"arms": arms, "heads": ["L0H0"]}
@@ -83,6 +83,16 @@ def test_a_run_that_diverges_does_not_stop_the_others(path: Path, started: list[
     summary = json.loads((folder / "sweep.json").read_text())
     assert [point["values"]["train.optimizer.lr"] for point in summary["points"]] == [0.1, 0.01]
     assert list(summary["diverged"]) == ["tiny-train.optimizer.lr-1"]
+
+
+def test_the_control_is_read_from_another_run_if_its_own_diverges(path: Path, started: list[Any]) -> None:
+    folder = path.parent / "s"
+    with pytest.raises(TrainingDiverged, match="1 of 2 runs diverged"):
+        run_sweep(load_grid(path, ["splice.num_heads=0,1,2", "name=wild1"]), folder)
+    summary = json.loads((folder / "sweep.json").read_text())
+    assert [(point["values"]["splice.num_heads"], point["run"]) for point in summary["points"]] == [
+        (0, "wild1-splice.num_heads-2"), (2, "wild1-splice.num_heads-2"),
+    ]  # fmt: skip
 
 
 def test_any_other_error_stops_the_sweep(path: Path, started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

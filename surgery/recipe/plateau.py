@@ -28,16 +28,18 @@ class Plateau(Section):
         "improvement, so a loss that has not fallen yet is not at a plateau.",
     )
     min_steps: Positive | None = Field(
-        None, description="Steps before which the stage is not at a plateau. By default half of `steps`."
+        None,
+        description="Steps before which the stage is not at a plateau. By default half of `steps`. The warm-up always "
+        "ends first.",
     )
 
-    def least(self, steps: int) -> int:
-        """First step that `min_steps` allows, in a stage of at most `steps` steps."""
-        return -(-steps // 2) if self.min_steps is None else self.min_steps
+    def least(self, steps: int, warmup: int) -> int:
+        """First step that `min_steps` and the warm-up allow, in a stage of at most `steps` steps."""
+        return max(warmup, -(-steps // 2) if self.min_steps is None else self.min_steps)
 
-    def earliest(self, steps: int) -> int:
+    def earliest(self, steps: int, warmup: int) -> int:
         """First step after which a plateau can be found, in a stage of at most `steps` steps.
 
         The first window has nothing to compare with, the second one can improve on it, and `patience` windows follow.
         """
-        return self.window * max(self.patience + 2, -(-self.least(steps) // self.window))
+        return self.window * max(self.patience + 2, -(-self.least(steps, warmup) // self.window))

@@ -191,15 +191,19 @@ class TrainStage(Section):
     def _steps_for_a_plateau(self) -> TrainStage:
         if self.plateau is None or not self.sources:  # without sources, `tokens` gives no number of steps
             return self
-        steps, plateau = self.num_steps, self.plateau
-        end = self.end_after(plateau.earliest(steps))
+        steps, plateau, warmup = self.num_steps, self.plateau, self.optimizer.warmup
+        earliest = plateau.earliest(steps, warmup)
+        end = self.end_after(earliest)
         if end < steps:
             return self
         enough = steps
         for _ in range(100):  # without `min_steps`, more steps delay the earliest plateau
-            enough = max(enough, self.end_after(plateau.earliest(enough)) + 1)
-        if plateau.earliest(steps) == plateau.window * (plateau.patience + 2):
+            enough = max(enough, self.end_after(plateau.earliest(enough, warmup)) + 1)
+        is_enough = self.end_after(plateau.earliest(enough, warmup)) < enough <= 10**9
+        if earliest == plateau.window * (plateau.patience + 2):
             why, other = f"`window: {plateau.window}`, `patience: {plateau.patience}`", "lower `plateau.window`"
+        elif plateau.least(steps, warmup) == warmup:
+            why, other = f"`optimizer.warmup: {warmup}`", "lower `optimizer.warmup`"
         elif plateau.min_steps is not None:
             why, other = f"`min_steps: {plateau.min_steps}`", "lower `plateau.min_steps`"
         else:
@@ -207,11 +211,12 @@ class TrainStage(Section):
         more = f"`steps` to {enough}"
         if self.tokens is not None:
             more = f"`tokens` to {(enough - 1) * sum(source.tokens or 0 for source in self.sources) + 1}"
-        is_enough = self.end_after(plateau.earliest(enough)) < enough <= 10**9
-        hint = f"Set {more}, or {other}" if is_enough else other.capitalize()
+        if not is_enough and plateau.min_steps is None and self.optimizer.decay_share >= 0.5:
+            other = "set `plateau.min_steps`, or `optimizer.decay` below 0.5"
+        hint = f"Set {more}, or {other}" if is_enough else other[0].upper() + other[1:]
         decay = f", and the decay ends at step {end}" if self.optimizer.decay_share else ""
         raise ValueError(
-            f"`plateau` cannot end {steps} steps early: the earliest plateau is at step {plateau.earliest(steps)} "
+            f"`plateau` cannot end {steps} steps early: the earliest plateau is at step {earliest} "
             f"({why}){decay}. {hint}"
         )
 

@@ -34,7 +34,7 @@ def find_plateau(history: Sequence[Mapping[str, float]], stage: TrainStage) -> i
 
     The loss is averaged over windows that do not overlap. A mean is an improvement if it is lower than the lowest one
     by more than `threshold`. The plateau is found after `patience` means without an improvement, but not before
-    `min_steps`, and not before the first improvement: a loss at chance has not reached a plateau.
+    `min_steps` and the warm-up, and not before the first improvement: a loss at chance has not reached a plateau.
 
     Args:
         history: entries of the steps of this stage, each with its weighted losses.
@@ -47,7 +47,7 @@ def find_plateau(history: Sequence[Mapping[str, float]], stage: TrainStage) -> i
     settings = stage.plateau
     if settings is None:
         return None
-    least = settings.least(stage.num_steps)
+    least = settings.least(stage.num_steps, stage.optimizer.warmup)
     losses = [entry[settings.monitor] for entry in history if settings.monitor in entry]
     best, has_improved, waited = None, False, 0
     for end in range(settings.window, len(losses) + 1, settings.window):

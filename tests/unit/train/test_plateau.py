@@ -22,8 +22,10 @@ WSD = Optimizer(schedule="wsd")
 STEPS, WINDOW = 400, 25
 
 
-def stage(steps: int = STEPS, decay: float = 0.1, schedule: str = "wsd", **plateau: Any) -> TrainStage:
-    optimizer = {"schedule": schedule, "decay": decay}
+def stage(
+    steps: int = STEPS, decay: float = 0.1, schedule: str = "wsd", warmup: int = 20, **plateau: Any
+) -> TrainStage:
+    optimizer = {"schedule": schedule, "decay": decay, "warmup": warmup}
     return TrainStage.model_validate(
         {"steps": steps, "sources": [SOURCE], "optimizer": optimizer, "plateau": {"min_steps": 1, **plateau}}
     )
@@ -181,7 +183,11 @@ def test_lengths_of_stages_follow_from_the_history() -> None:
         ({"plateau": {"window": 500}}, "`window: 500`.*Set `steps` to 2779, or lower `plateau.window`"),
         (
             {"optimizer": WSD.model_copy(update={"decay": 0.5}), "plateau": {}},
-            "half of the.* Set a smaller `plateau.min",
+            "half of the.* Set `plateau.min_steps`, or `optimizer.decay` below 0.5",
+        ),
+        (
+            {"optimizer": Optimizer(schedule="wsd", warmup=380)},
+            "`optimizer.warmup: 380`.*Set `steps` to 445, or lower `o",
         ),
         ({"plateau": {"window": 10**9}}, "ends at step 5555555556. Lower `plateau.window`"),
         (
@@ -197,21 +203,21 @@ def test_a_plateau_that_could_not_end_a_stage_is_refused(change: dict[str, Any],
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1, 0.45])
-@pytest.mark.parametrize("least", [None, 1, 17, 60])
+@pytest.mark.parametrize(("least", "warmup"), [(None, 20), (1, 0), (1, 55), (17, 20), (60, 20)])
 @pytest.mark.parametrize(("window", "patience"), [(1, 1), (7, 2), (10, 3)])
 def test_a_stage_is_refused_if_its_fastest_loss_could_not_end_it(
-    window: int, patience: int, least: int | None, decay: float
+    window: int, patience: int, least: int | None, warmup: int, decay: float
 ) -> None:
     """The loss falls once, in the second window. The error names the next number of steps that is accepted."""
-    settings = {"window": window, "patience": patience, "min_steps": least}
+    settings = {"window": window, "patience": patience, "min_steps": least, "warmup": warmup}
     plateau, possible = stage(1000, decay, **settings).plateau, list[int]()
     suggested: dict[int, int] = {}
     for steps in range(1, 150):
-        made = stage(decay=decay).model_copy(update={"steps": steps, "plateau": plateau})
+        made = stage(decay=decay, warmup=warmup).model_copy(update={"steps": steps, "plateau": plateau})
         after = found([2.0] * window + [1.0] * steps, made)
         if after is not None:
             possible.append(steps)
-            assert after == made.plateau.earliest(steps)
+            assert after == made.plateau.earliest(steps, warmup) >= warmup
             assert stage(steps, decay, **settings).num_steps == steps
         else:
             with pytest.raises(ValueError, match="`plateau` cannot end") as error:

@@ -24,7 +24,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from surgery.data.answer_spans import find_answer
-from surgery.data.files import Row
+from surgery.data.files import Row, names_of_columns, rows_in_order
 from surgery.data.pieces import Piece, cut, part
 from surgery.errors import DataError, short_repr
 from surgery.probes.documents import Document, Question, Span
@@ -152,7 +152,7 @@ class Reader:
 
     def empty_error(self) -> DataError:
         """The error for data without a usable row."""
-        if self.first_error is None and self.data.holdout:
+        if self.first_error is None and self.data.holdout and next(rows_in_order(self.data), None) is not None:
             left = "held out" if self.held_out else "left for training"
             hint = f"`holdout` is {self.data.holdout:g}. Add rows, or set another share."
             return DataError(self.data.path, f"no row is {left}", hint)
@@ -287,9 +287,10 @@ def _end(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _field(row: Row, fields: Mapping[str, Any], name: str) -> Any:
-    if fields.get(name) is None:
-        hint = f"The row has {', '.join(map(str, fields)) or 'nothing'}. Set `data.columns`."
-        raise DataError(row.where, f"`{name}` is missing", hint)
+    if name not in fields:
+        raise DataError(row.where, f"`{name}` is missing", f"The row has {names_of_columns(fields)}")
+    if fields[name] is None:
+        raise DataError(row.where, f"`{name}` is null", "Write a value, or remove the row.")
     return fields[name]
 
 

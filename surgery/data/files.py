@@ -12,7 +12,7 @@ import json
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count
 from pathlib import Path
@@ -48,6 +48,8 @@ class Row:
             return self.raw
         try:
             columns = json.loads(self.raw)
+        except UnicodeDecodeError:
+            raise DataError(self.where, "not UTF-8", "Save the file in UTF-8.") from None
         except (ValueError, RecursionError) as error:
             raise DataError(self.where, f"not JSON: {error}", "Write one JSON object per line.") from None
         if not isinstance(columns, dict):
@@ -188,9 +190,17 @@ def column_names(columns: Columns, available: Sequence[str], where: str) -> list
             names.append(columns.span_column)
     missing = [name for name in names if name not in available]
     if missing:
-        hint = f"The columns are {', '.join(available)}. Set `data.columns`."
-        raise DataError(where, f"no column {missing[0]!r}", hint)
+        raise DataError(where, f"no column {missing[0]!r}", f"The columns are {names_of_columns(available)}")
     return names
+
+
+def names_of_columns(available: Iterable[Any]) -> str:
+    """List the columns of a row or a data set, and say how to name those to use."""
+    names = [str(name) for name in available]
+    example = f"train.sources.0.data.columns.prompt={names[0] if names else 'NAME'}"
+    return (
+        f"{', '.join(names) or 'nothing'}. Name the columns to use in the recipe's `data.columns`, such as {example}."
+    )
 
 
 def local_files(data: Data) -> list[Path]:
@@ -211,6 +221,9 @@ def local_files(data: Data) -> list[Path]:
         )
     inside = sorted(path.rglob("*")) if path.is_dir() else [path]
     files = [f for f in inside if f.is_file() and f.suffix.lower() in DATA_FORMATS and not _is_hidden(f, path)]
+    if not files and path.is_file():
+        hint = "Write one JSON object per line into a .jsonl file, or use a .json or .parquet file."
+        raise DataError("data.path", data.path, f"A {path.suffix or 'file without a suffix'} is not read. {hint}")
     if not files:
         raise DataError("data.path", data.path, f"It has no {', '.join(DATA_FORMATS)} file. Set another path.")
     formats = sorted({f.suffix.lower() for f in files})
@@ -259,10 +272,12 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Yield number, byte offset and text of every line that is not blank."""
+    """Yield number, byte offset and text of every line that is not blank. Raise DataError for UTF-16."""
     start = 0
     with open(path, "rb") as file:
         for line, text in enumerate(file, 1):
+            if line == 1 and text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise DataError(str(path), "UTF-16, not UTF-8", "Save the file in UTF-8.")
             if text.strip():
                 yield line, start, text
             start += len(text)
@@ -280,6 +295,8 @@ def _listed(path: Path) -> ArrowRows:
 
     try:
         rows = json.loads(path.read_bytes())
+    except UnicodeDecodeError:
+        raise DataError(str(path), "not UTF-8", "Save the file in UTF-8.") from None
     except (ValueError, RecursionError) as error:
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         raise DataError(

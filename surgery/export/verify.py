@@ -76,6 +76,8 @@ def _read_record(folder: Path) -> dict[str, Any]:
     """Read export.json. Raises ModelError if the folder is not an export."""
     if not folder.is_dir():
         raise ModelError("FOLDER", str(folder), "There is no such folder.")
+    if (folder / "export" / RECORD).is_file() and not (folder / RECORD).is_file():
+        raise ModelError("FOLDER", str(folder), f"It is a run folder. Its export is {folder / 'export'}")
     check_entries(folder)
     if (folder / RECORD).is_file():
         return read_object(folder, RECORD)

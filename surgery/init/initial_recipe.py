@@ -90,7 +90,7 @@ def recipe_name(model: str) -> str:
 
 def _head(found: Findings) -> list[str]:
     mixers = family_of(found.config).mixers(found.config)
-    size = f"{found.parameters:,} weights, {found.heads} heads in {len(mixers)} mixers"
+    size = f"{found.parameters:,} weights, {found.heads} heads in {len(mixers)} layers"
     lines = [
         f"Recipe for {found.base.model}, written by `surgery init` of version {__version__}. It runs unchanged:",
         "",

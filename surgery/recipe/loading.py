@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,8 +15,9 @@ from surgery.files.secret_scan import refuse_tokens
 from surgery.files.shipped import close_names, shipped_recipe
 from surgery.recipe.analysis import AnalysisRecipe
 from surgery.recipe.pretrain import PretrainRecipe
-from surgery.recipe.run import Recipe
+from surgery.recipe.run import RECIPE_NAME, Recipe
 from surgery.recipe.section import Section, current_keys, current_path, section_of
+from surgery.recipe.train import STAGE_NAME
 from surgery.recipe.yaml import apply, read_mapping
 from surgery.registry import load_plugins
 
@@ -34,7 +35,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: type[R] =
     Raises:
         RecipeError: the file is missing or not YAML, or a key is unknown, duplicate or has an invalid value.
     """
-    data = current_keys(kind, read_mapping(find_recipe(path)))
+    content = read_mapping(find_recipe(path))
+    if (found := _kind_of(content)) is not kind:
+        command = _COMMANDS[found]
+        hint = f"It is a recipe of `surgery {command}`, not of `surgery {_COMMANDS[kind]}`: surgery {command} {path}"
+        raise RecipeError("recipe", str(path), hint)
+    data = current_keys(kind, content)
     for override in overrides:
         key, separator, value = override.partition("=")
         apply(data, f"{current_path(kind, key)}{separator}{value}")
@@ -87,6 +93,14 @@ def no_recipe(name: str) -> RecipeError:
 
 AnyRecipe = Recipe | PretrainRecipe | AnalysisRecipe
 
+_MOST = 120  # characters of a value in an error
+# Patterns of names in words.
+_ALLOWED = {
+    RECIPE_NAME: "Use letters, digits, dots, hyphens and underscores, and begin with a letter or a digit",
+    STAGE_NAME: "Use lower-case letters, digits, hyphens and underscores",
+}
+_COMMANDS = {Recipe: "run", PretrainRecipe: "pretrain", AnalysisRecipe: "analyse"}
+
 
 def load_any(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     """Load any kind of recipe.
@@ -103,11 +117,14 @@ def load_any(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
         data = read_mapping(path)
     except RecipeError:
         data = {}
+    return load_recipe(path, overrides, _kind_of(data))  # type: ignore[type-var]
+
+
+def _kind_of(data: Mapping[str, Any]) -> type[Recipe] | type[PretrainRecipe] | type[AnalysisRecipe]:
+    """Kind of a recipe, from its keys."""
     if "changes" in data or "sweeps" in data:
-        return load_recipe(path, overrides, AnalysisRecipe)
-    if "model" in data and "base" not in data:
-        return load_recipe(path, overrides, PretrainRecipe)
-    return load_recipe(path, overrides)
+        return AnalysisRecipe
+    return PretrainRecipe if "model" in data and "base" not in data else Recipe
 
 
 def check_recipe(data: dict[str, Any], kind: type[R] = Recipe) -> R:  # type: ignore[assignment]
@@ -126,8 +143,15 @@ def check_recipe(data: dict[str, Any], kind: type[R] = Recipe) -> R:  # type: ig
         wrong = first["input"]
         if not first["loc"] and isinstance(wrong, dict) and "name" in wrong:
             wrong = wrong["name"]  # sections that do not fit together: the whole recipe would be its value
-        value = "missing" if first["type"] == "missing" else repr(wrong)[:120]
-        hint = first["msg"].removeprefix("Value error, ")
+        value: str | None = "missing" if first["type"] == "missing" else repr(wrong)[:_MOST]
+        if isinstance(wrong, dict) and len(repr(wrong)) > _MOST:
+            value = None  # a section whose keys do not fit together: the message names them
+        hint = first["msg"].removeprefix("Value error, ").replace("Input should be", "It must be", 1)
+        if hint.partition(" ")[0].isalpha():  # not the name of a key or a file
+            hint = hint[0].upper() + hint[1:]
+        if first["type"] == "string_pattern_mismatch":
+            pattern = first["ctx"]["pattern"]
+            hint = _ALLOWED.get(pattern, f"It must match {pattern}")
         if "extra" in first["type"]:
             hint = f"Unknown key.{_meant(kind, first['loc'])} `surgery schema` lists all keys."
         more = f" ({len(faults) - 1} more: {', '.join('.'.join(map(str, f['loc'])) for f in faults[1:6])})"

@@ -17,6 +17,7 @@ from surgery.recipe.section import Plugins, Section, Seed
 from surgery.recipe.splice import Splice
 from surgery.recipe.train import Train, TrainStage
 
+RECIPE_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"
 _LAYER_FORMS = ("block", "pair")  # values of `splice.form` that insert layers
 # Outputs that are compared head by head or layer by layer, which inserted layers would shift.
 _LAYER_BY_LAYER = frozenset({"model.full_attention", "model.hidden_states", "teacher.attention"})
@@ -25,7 +26,7 @@ _LAYER_BY_LAYER = frozenset({"model.full_attention", "model.hidden_states", "tea
 class Recipe(Section):
     """Settings of a run: turn a pretrained model into an exported hybrid, or train a hybrid further."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$", description="Names the run folder, runs/NAME.")
+    name: str = Field(pattern=RECIPE_NAME, description="Names the run folder, runs/NAME.")
     seed: Seed = 0
     base: Base
     locate: Locate = Locate()

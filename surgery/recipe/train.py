@@ -30,6 +30,7 @@ __all__ = [
     "Weights",
 ]
 
+STAGE_NAME = r"^[a-z0-9_-]+$"
 Trainable = Literal["all", "new_heads", "spliced_layers", "lora"]
 Precision = Literal["fp32", "bf16"]
 
@@ -118,7 +119,7 @@ DEFAULT_SOURCES: tuple[Mapping[str, Any], ...] = (
 class TrainStage(Section):
     """One stage of training: its length, data, objectives, trainable weights and optimizer."""
 
-    name: str = Field("finetune", pattern=r"^[a-z0-9_-]+$")
+    name: str = Field("finetune", pattern=STAGE_NAME)
     steps: Positive | None = Field(
         None,
         description="Number of steps; with `plateau`, the largest. 300 if neither this nor `tokens` is set.",

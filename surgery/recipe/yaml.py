@@ -114,6 +114,8 @@ def apply(data: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise RecipeError("override", repr(override), "Use key.path=value, such as train.steps=100.")
+    if not text.strip():
+        raise RecipeError(key, "no value", f"Write a value after =, or {key}=null for none.")
     with reading("override", repr(override)[:200], "The part after = is not valid YAML.", RecipeError):
         value = load_yaml(text)
     *parents, last = key.split(".")

@@ -299,7 +299,7 @@ STAGES: tuple[Stage, ...] = (
           ("base", "locate", "splice.select", "splice.num_heads", "splice.heads"),
           (), ("heads.json", "heads.csv", "locate.html", "locate.json", "figures/locate"), _locate,
           together=True, version=2),
-    Stage("plan", "planning the grafts", ("base", "splice"), ("heads.json",), ("plan.json",), _plan),
+    Stage("plan", "planning the splice", ("base", "splice"), ("heads.json",), ("plan.json",), _plan),
     Stage("splice", "splicing", ("base", "splice"), ("plan.json",), ("spliced", "splice.json"), _splice),
     Stage("train", "training the hybrid", ("base", "train"), ("spliced", "plan.json"),
           ("trained", "training.json", "figures/training"), _train, together=True, extras=(ADAPTERS,)),

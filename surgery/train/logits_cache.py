@@ -121,11 +121,12 @@ class LogitsCache:
         if self.folder.exists() and not path.exists() and any(p.suffix != ".tmp" for p in self.folder.iterdir()):
             raise RunError("train.distil.cache", str(self.folder), "The folder holds other files. Delete or move it.")
         if path.exists():
-            stored = read_json(path)
+            try:
+                stored = read_json(path)
+            except RunError:
+                stored = None
             if not isinstance(stored, dict):
-                raise RunError(
-                    "train.distil.cache", str(path), "It is not a JSON object. Delete the folder of the cache."
-                )
+                raise RunError("train.distil.cache", str(path), f"It is damaged. Delete {self.folder}")
             different = sorted(k for k in stored.keys() | identity.keys() if stored.get(k) != identity.get(k))
             if different:
                 hint = f"Its logits belong to another {', '.join(different)}. Delete it, or use another folder."

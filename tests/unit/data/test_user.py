@@ -248,7 +248,7 @@ BAD_LINES = [
     ("{", "not JSON"),
     ("[1]", "a JSON list, not an object"),
     ({"prompt": "a"}, "`answer` is missing"),
-    ({"prompt": "a", "answer": None}, "`answer` is missing"),
+    ({"prompt": "a", "answer": None}, "`answer` is null"),
     ({"prompt": "a", "answer": 7}, "It has type int"),
     ({"prompt": ["a"], "answer": "7"}, "It has type list"),
     ({"prompt": "a\n", "answer": " "}, "answer is empty"),
@@ -516,7 +516,13 @@ def bad_paths(root: Path) -> Iterator[tuple[dict[str, str], str]]:
     (root / "empty").mkdir()
     yield {"path": f"{root}/empty"}, "It has no .jsonl"
     (root / "a.csv").write_text("a,b\n")
-    yield {"path": f"{root}/a.csv"}, "It has no .jsonl"
+    yield {"path": f"{root}/a.csv"}, "A .csv is not read"
+    (root / "wide.jsonl").write_bytes('{"prompt": "a", "answer": "b"}\n'.encode("utf-16"))
+    yield {"path": f"{root}/wide.jsonl"}, "UTF-16, not UTF-8. Save the file in UTF-8."
+    (root / "none.jsonl").write_text("")
+    yield {"path": f"{root}/none.jsonl", "holdout": 0.1}, "no rows. Add at least one."
+    write(root / "other.jsonl", [{"question": "a", "reply": "b"}])
+    yield {"path": f"{root}/other.jsonl"}, "such as train.sources.0.data.columns.prompt=question"
     write(root / "mixed" / "a.jsonl", numbered(1))
     write(root / "mixed" / "b.json", numbered(1))
     yield {"path": f"{root}/mixed"}, ".json and .jsonl"

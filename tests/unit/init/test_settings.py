@@ -10,7 +10,8 @@ from surgery.init.settings import find_machine, num_steps, try_batch_sizes
 
 
 def test_larger_bases_get_more_steps() -> None:
-    steps = [num_steps(10**n) for n in range(4, 12)]
+    """Of those that were not measured here."""
+    steps = [num_steps(10**n) for n in range(8, 12)]
     assert steps == sorted(steps) and steps[0] < steps[-1]
 
 

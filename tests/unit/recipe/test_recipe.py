@@ -270,8 +270,26 @@ def test_pretrain_recipe_round_trip(write: Write) -> None:
 
 
 def test_one_kind_of_recipe_is_refused_as_the_other(write: Write) -> None:
-    with pytest.raises(RecipeError, match="base"):
+    with pytest.raises(RecipeError, match=r"recipe of `surgery run`, not of `surgery pretrain`: surgery run .*\.yaml"):
         load_recipe(write(MINIMAL), kind=PretrainRecipe)
+    with pytest.raises(RecipeError, match=r"surgery analyse pico-reproduce$"):
+        load_recipe("pico-reproduce")
+
+
+def test_an_override_without_a_value_is_refused(write: Write) -> None:
+    with pytest.raises(RecipeError, match=r"train.steps: no value.*train.steps=null"):
+        load_recipe(write(MINIMAL), ["train.steps="])
+    assert load_recipe(write(MINIMAL), ["train.steps=null"]).train.steps is None
+
+
+def test_errors_are_sentences(write: Write) -> None:
+    """No cut section, and none of pydantic's own wording."""
+    for override, says in (
+        ("train.tokens=100", "train: Set `steps` or `tokens`, not both"),
+        ("train.optimizer.lr=5", "train.optimizer.lr: 5. It must be less than or equal to 1"),
+        ("name=a/b", "name: 'a/b'. Use letters, digits, dots"),
+    ):
+        assert str(assert_refused(write(MINIMAL), "train.steps=5", override)).startswith(says)
 
 
 def test_recipes_are_frozen(write: Write) -> None:

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint format pretrain rounding compat newest fuzz kills mutants upstream serve-test client-test gguf-test qlora-test real-shape gpu bench evidence docs clean
+.PHONY: demo test check lint format pretrain rounding compat newest fuzz kills mutants upstream serve-test client-test gguf-test qlora-test real-shape stranger gpu bench evidence docs clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -124,6 +124,11 @@ qlora-test: $(VENV)/.installed
 ## Run recipes/mamba2-130m.yaml on the shipped model, padded to that shape and format, into runs/real-shape/.
 real-shape: $(VENV)/.installed
 	OMP_NUM_THREADS=2 $(BIN)/python -m bench.speed.real_shape runs/real-shape
+
+## Install the wheel in a new environment and convert a tiny model of every family there, as a new user would: an hour of
+## two cores. Resumes after an interruption. Options: STRANGER='--only mamba2 zamba2'. docs/RELIABILITY.md.
+stranger: $(VENV)/.installed
+	$(BIN)/python -m bench.stranger runs/stranger $(STRANGER)
 
 ## Run the GPU bench, with or without a virtual environment: under 9 minutes. Options: GPU='...'. docs/BENCHMARKS.md.
 gpu:

@@ -46,7 +46,10 @@ def mcnemar(before_N: NDArray[np.bool_], after_N: NDArray[np.bool_]) -> float:
     """
     lost, won = int((before_N & ~after_N).sum()), int((~before_N & after_N).sum())
     n = lost + won
-    tail = sum(math.comb(n, k) for k in range(lost, n + 1))
+    term = tail = math.comb(n, lost)
+    for k in range(lost, n):
+        term = term * (n - k) // (k + 1)
+        tail += term
     return tail / 2**n
 
 

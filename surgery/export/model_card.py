@@ -23,7 +23,7 @@ from surgery.recipe.export import EXPORT_FORMATS
 from surgery.recipe.methods import UNRANKED, gloss_of
 from surgery.recipe.public import public_name, public_recipe, source_of
 from surgery.recipe.yaml import load_yaml
-from surgery.report.results import arm_label, cell_of, entries, label_of, limits_of, ordered_arms, own_data
+from surgery.report.results import arm_label, cell_of, entries, label_of, limits_of, ordered_arms, own_data, p_text
 from surgery.report.templates import render
 from surgery.types import HeadId, HeadSet, Plan
 
@@ -189,7 +189,7 @@ def _evidence(results: Mapping[str, Any], recipe: Recipe) -> tuple[list[str], li
         cells = [label_of(path, entry), *(cell_of(arm.get(path)) for arm in arms.values()), str(entry.get("n", ""))]
         if p_values:
             p = p_values.get("/".join(path))
-            cells.append(f"{p:.2g}" if isinstance(p, float) else "")
+            cells.append(p_text(p) if isinstance(p, float) else "")
         rows.append([cell.replace("|", r"\|") for cell in cells])
     return columns, rows
 

@@ -141,6 +141,11 @@ def value_text(entry: Mapping[str, Any]) -> str:
     return perplexity_text(entry["perplexity"]) if "perplexity" in entry else f"{entry['nats']:.3f}"
 
 
+def p_text(p: float) -> str:
+    """Format a p-value with two digits. Below 1e-300 it is not far from the smallest number that a float can hold."""
+    return f"{p:.2g}" if p >= 1e-300 else "below 1e-300"
+
+
 def perplexity_text(value: float) -> str:
     """Format a perplexity with three decimals, or in scientific notation from a million on."""
     return f"{value:.3f}" if value < 1e6 else f"{value:.1e}"

@@ -19,6 +19,7 @@ from surgery.report.results import (
     label_of,
     limits_of,
     ordered_arms,
+    p_text,
     rows_of,
     steps_text,
 )
@@ -189,7 +190,7 @@ def _contrasts(results: Mapping[str, Any], recipe: Recipe) -> _Values | None:
 
 
 def _p_value(test: Mapping[str, Any] | None) -> str:
-    return "" if test is None else f"{test['p_two_sided']:.2g}{' *' if test['significant'] else ''}"
+    return "" if test is None else f"{p_text(test['p_two_sided'])}{' *' if test['significant'] else ''}"
 
 
 def _gap_closed(results: Mapping[str, Any]) -> list[list[str]]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from surgery.probes.registry import PROBES
 from surgery.recipe import Recipe
-from surgery.report.results import BEFORE, Place, arm_label, entries, label_of, perplexity_text, trained_steps
+from surgery.report.results import BEFORE, Place, arm_label, entries, label_of, p_text, perplexity_text, trained_steps
 
 Tone = Literal["better", "unclear", "worse"]
 Entry = Mapping[str, Any]
@@ -185,7 +185,7 @@ def _against(results: Mapping[str, Any], reference: str, place: Place) -> str:
     if test is None:
         return f"{text} (by 95% intervals)"
     low, high = (f"{100 * test[end]:+.1f}" for end in ("low", "high"))
-    return f"{text} ({100 * test['difference']:+.1f} points [{low}, {high}], p {test['p_two_sided']:.2g})"
+    return f"{text} ({100 * test['difference']:+.1f} points [{low}, {high}], p {p_text(test['p_two_sided'])})"
 
 
 def _losses(results: Mapping[str, Any], recipe: Recipe, main: Place) -> Iterator[str]:

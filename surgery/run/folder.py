@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from surgery.errors import RunError
+from surgery.errors import RunError, SurgeryError
 from surgery.files.atomic import digest, read_json, sweep, text_or_empty, write_json, write_text
 from surgery.files.ownership import check_apart, check_replaceable, kind_of, mark, remove
+from surgery.recipe import Recipe, check_recipe
+from surgery.recipe.section import current_keys
 
 # Files and folders that a run writes, besides its mark (`files.ownership`).
 WRITTEN = (
@@ -73,6 +77,18 @@ class RunDir:
         write_text(self.path / "recipe.yaml", recipe_yaml)
         mark(self.path, "run")
 
+    def changes(self, recipe: Recipe) -> list[str]:
+        """List what differs from the recipe of the last run here, as `key: then -> now`. Empty before the first run."""
+        try:
+            with warnings.catch_warnings(action="ignore"):  # old names of keys
+                stored = yaml.safe_load(text_or_empty(self.path / "recipe.yaml"))
+                earlier = check_recipe(current_keys(Recipe, stored)) if stored else recipe
+        except (yaml.YAMLError, SurgeryError, AttributeError):
+            return []
+        then, now = (dict(_values(recipe.model_dump(mode="json"))) for recipe in (earlier, recipe))
+        differing = [key for key in {**now, **then} if now.get(key) != then.get(key)]
+        return [f"{key}: {then.get(key, 'not set')} -> {now.get(key, 'not set')}" for key in differing]
+
     def manifest(self, stage: str) -> Mapping[str, Any] | None:
         """Read the manifest of a finished stage.
 
@@ -127,6 +143,16 @@ def _difference(stored: str, recipe_yaml: str) -> str:
         return " (its recipe.yaml cannot be read)"
     differing = [f"{key}: {theirs.get(key)}" for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
     return f" ({', '.join(differing)})" if differing else ""
+
+
+def _values(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the values of a recipe as JSON, with their dotted keys."""
+    parts = list(node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ())
+    if parts and (isinstance(node, dict) or any(isinstance(part, dict) for _, part in parts)):
+        for name, part in parts:
+            yield from _values(part, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, json.dumps(node, ensure_ascii=False)
 
 
 def _identity(recipe_yaml: str) -> dict[str, Any]:

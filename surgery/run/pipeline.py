@@ -100,12 +100,21 @@ def run_pipeline(
         check_inputs(run)
         if is_main:
             _check_earlier_stages(run, stages[:begin])
+            changes = run.rundir.changes(recipe)
             run.rundir.claim(*claim)
+            if changes:
+                run.reporter.note("recipe", changes_text(changes))
         accelerator.wait_for_everyone()
         with logged(run) if is_main else nullcontext():
             for stage in chosen:
                 _run_stage(run, stage, forced=stage.name == first)
     return run
+
+
+def changes_text(changes: Sequence[str], most: int = 3) -> str:
+    """Describe changes of a run's recipe in one line. See `RunDir.changes`."""
+    listed = [*changes[:most], *([f"{len(changes) - most} more"] if len(changes) > most else [])]
+    return f"changed since the last run here: {'; '.join(listed)}. The stages that depend on it run again"
 
 
 def check_inputs(run: Run) -> None:

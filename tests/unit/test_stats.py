@@ -71,6 +71,9 @@ class TestMcnemar:
         assert self._p(8, 0) == 2**-8 and self._p(0, 8) == 1
         assert self._p(5, 2, agree=0) == self._p(5, 2, agree=90)
 
+    def test_many_discordant_prompts(self) -> None:
+        assert self._p(1500, 1500) == pytest.approx(0.5, abs=0.01) and 0 < self._p(1000, 0) < 1e-300
+
     def test_agrees_with_scipy(self) -> None:
         for n in (1, 7, 30, 105, 400):
             for lost in range(0, n + 1, max(1, n // 30)):

@@ -110,7 +110,7 @@ def test_longer_training_after_a_plateau_needs_more_patience_not_more_steps() ->
 
 def test_the_share_of_right_first_tokens_is_told() -> None:
     (text,) = advice_of(train_of("auto", 1.0), arms_of(0.0, 0.0, 0.0, first_token=0.957), {})
-    assert "The hybrid's first token is right in 96% of them." in text
+    assert "The hybrid's first token is right in 95.7% of them." in text
 
 
 def test_a_run_without_own_data_has_no_advice() -> None:

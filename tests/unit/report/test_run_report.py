@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from surgery.report.figures.curves import accuracy_by_pairs
-from surgery.report.results import label_of
+from surgery.report.results import label_of, p_text
 from surgery.report.run_report import ReportInputs, write_report
 from surgery.report.verdict import tiles_of
 from tests.support.reports import ARMS as COSTS
@@ -67,7 +67,7 @@ def test_it_says_what_was_done_and_what_came_of_it(page: str) -> None:
 )
 def test_it_says_where_a_plateau_was_found(tmp_path: Path, trained: dict[str, int], text: str, tile: str) -> None:
     ends = {"window": 1, "patience": 1, "min_steps": 1}
-    recipe = spliced("owner/base", {"optimizer": {"schedule": "wsd"}, "plateau": ends})
+    recipe = spliced("owner/base", {"optimizer": {"schedule": "wsd", "warmup": 1}, "plateau": ends})
     given = replace(inputs(tmp_path / "figures", training={"finetune": trained}), recipe=recipe)
     page = write_report(given, tmp_path / "report.html").read_text()
     assert page.count(text) == 2, "in the story and in the limits"
@@ -144,6 +144,10 @@ def test_it_says_how_heads_were_selected(select: str, says: str, tmp_path: Path)
     changed = replace(given, recipe=given.recipe.model_copy(update={"splice": splice}))
     text = re.sub(r"<[^>]+>", "", write_report(changed, tmp_path / "report.html").read_text())
     assert f"Selection: {says}" in text
+
+
+def test_a_p_value_too_small_for_a_float_is_no_zero() -> None:
+    assert (p_text(0.0), p_text(0.0123), p_text(1.0)) == ("below 1e-300", "0.012", "1")
 
 
 @pytest.mark.parametrize("number", ["0.411", "0.422", "0.833", "2.411", "2.833", "torch 2.x", "Seed 3"])

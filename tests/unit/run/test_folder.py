@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from surgery.errors import RunError
+from surgery.recipe import check_recipe, to_yaml
 from surgery.run.folder import RunDir
 
 
@@ -63,3 +64,29 @@ def test_steps_and_control_may_change(tmp_path: Path) -> None:
     RunDir(tmp_path).claim(recipe())
     sources = yaml.safe_load(recipe())["train"]["sources"]
     RunDir(tmp_path).claim(recipe(train={"steps": 4, "sources": sources, "stages": []}, control={"model": "n"}))
+
+
+def test_changes_of_a_recipe_are_listed(tmp_path: Path) -> None:
+    source = {"task": "sentence", "rows": 2, "weights": {"base_kl": 1.0}}
+    data = {"name": "a", "base": {"model": "m"}, "splice": None, "train": {"steps": 3, "sources": [source]}}
+    first = check_recipe(data)
+    assert RunDir(tmp_path).changes(first) == []
+    RunDir(tmp_path).claim(to_yaml(first))
+    assert RunDir(tmp_path).changes(first) == []
+    more = {"steps": 4, "sources": [{**source, "weights": {"lm": 0.5}}]}
+    assert RunDir(tmp_path).changes(check_recipe({**data, "train": more})) == [
+        "train.steps: 3 -> 4",
+        "train.sources.0.weights.lm: not set -> 0.5",
+        "train.sources.0.weights.base_kl: 1.0 -> not set",
+    ]
+
+
+def test_keys_that_an_earlier_version_did_not_have_are_no_changes(tmp_path: Path) -> None:
+    first = check_recipe({"name": "a", "base": {"model": "m"}, "train": {"steps": 3}})
+    stored = yaml.safe_load(to_yaml(first))
+    del stored["train"]["plateau"], stored["evaluate"]["read_twice"]
+    stored["train"]["no_splice"] = stored["train"].pop("control")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(stored))
+    assert RunDir(tmp_path).changes(first) == []
+    (tmp_path / "recipe.yaml").write_text("[damaged")
+    assert RunDir(tmp_path).changes(first) == []

@@ -68,7 +68,7 @@ def test_most_heads_first_and_later_runs_may_take_from_earlier_ones(path: Path, 
 def test_the_control_has_the_steps_of_the_hybrid_of_its_run(path: Path, started: list[Any]) -> None:
     """Each stage of the runs of 1 and 2 heads ended after 6 and 7 steps. The control has the second stage only."""
     ends = {"window": 1, "patience": 1, "min_steps": 1}
-    stage = {"steps": 9, "sources": [SOURCE], "optimizer": {"schedule": "wsd"}, "plateau": ends}
+    stage = {"steps": 9, "sources": [SOURCE], "optimizer": {"schedule": "wsd", "warmup": 1}, "plateau": ends}
     stages = [{**stage, "name": "heads", "trainable": "new_heads"}, {**stage, "name": "all"}]
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "train": {"stages": stages}}))
     summary = run_sweep(load_grid(path, ["splice.num_heads=0,1,2"]), path.parent / "s")

@@ -72,7 +72,7 @@ def test_it_is_the_share_of_prompts_that_are_answered_right(monkeypatch: pytest.
 def test_the_total_is_the_largest_number_of_steps_until_a_plateau_is_found() -> None:
     notes: list[str] = []
     totals: list[int] = []
-    watch, _ = watched(None, notes, totals, steps=40, optimizer={"schedule": "wsd"}, plateau={"window": 2})
+    watch, _ = watched(None, notes, totals, steps=40, optimizer={"schedule": "wsd", "warmup": 1}, plateau={"window": 2})
     for step in (1, 20, 21):
         watch(step, entries(step, {20: 22}))
     assert totals == [40, 22, 22]
@@ -83,14 +83,14 @@ def test_the_total_is_the_largest_number_of_steps_until_a_plateau_is_found() -> 
 def test_a_resumed_process_knows_the_plateau_that_an_earlier_one_found() -> None:
     notes: list[str] = []
     totals: list[int] = []
-    watch, _ = watched(None, notes, totals, steps=40, optimizer={"schedule": "wsd"}, plateau={"window": 2})
+    watch, _ = watched(None, notes, totals, steps=40, optimizer={"schedule": "wsd", "warmup": 1}, plateau={"window": 2})
     watch(22, entries(22, {20: 22}))
     assert totals == [22] and ends_of(notes) == ["plateau at step 20"]
 
 
 def test_the_plateau_is_that_of_the_current_stage() -> None:
     """Stages a and c, of at most 40 steps, end after 22 and 20; stage b has 10 and no plateau."""
-    stage = {"steps": 40, "sources": [SOURCE], "optimizer": {"schedule": "wsd"}, "plateau": {"window": 2}}
+    stage = {"steps": 40, "sources": [SOURCE], "optimizer": {"schedule": "wsd", "warmup": 1}, "plateau": {"window": 2}}
     fixed = {"name": "b", "steps": 10, "sources": [SOURCE]}
     stages = [{**stage, "name": "a"}, fixed, {**stage, "name": "c"}]
     notes: list[str] = []

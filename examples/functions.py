@@ -2,10 +2,10 @@
 
     python examples/functions.py functions.jsonl
 
-Each line is {"prompt", "answer", "answer_span"}. The prompt is a Python file with 3 to 6 functions, and a call of one
-of them. The answer is the number that this function returns. Between a function's name and its number stand its
-parameter, a docstring and another call. `answer_span` is where the prompt contains the answer; `--no-spans` leaves it
-out. The same options write the same lines.
+Each line is {"prompt", "answer", "answer_span"}. The prompt is a Python file with 3 to 6 functions, and a call of
+one of them. The answer is the number that this function returns. Between a function's name and its number stand its
+parameter, a docstring and another call. `answer_span` is where the prompt contains the answer; `--no-spans` leaves
+it out. The same options write the same lines. What a hybrid learns from them: docs/your-data.md.
 """
 
 from __future__ import annotations

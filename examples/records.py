@@ -4,8 +4,9 @@
 
 Each line is {"prompt", "answer", "answer_span"}. The prompt has 3 to 6 records of one sentence each (`--records LOW
 HIGH` changes it), and asks for the agent of one of them. In a record, 16 to 19 words stand between the name and the
-agent's number, so a model cannot see both at once in a short convolution. `answer_span` is where the prompt contains
-the answer; `--no-spans` leaves it out. The same options write the same lines.
+agent's number, so a model cannot see both at once in a short convolution. `answer_span` is where the prompt
+contains the answer; `--no-spans` leaves it out. The same options write the same lines. What a hybrid learns from
+them: docs/your-data.md.
 """
 
 from __future__ import annotations

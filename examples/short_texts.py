@@ -2,10 +2,10 @@
 
     python examples/short_texts.py texts.jsonl
 
-Each line is {"prompt", "answer", "answer_span"}. The prompt has the lives of 2 to 4 people, a line each, and a question
-about one of them: a town, a year, a trade or an animal. So the answer depends on the person and on what is asked, and
-it is one word or number that occurs once in the prompt. `answer_span` is where; `--no-spans` leaves it out. The same
-options write the same lines.
+Each line is {"prompt", "answer", "answer_span"}. The prompt has the lives of 2 to 4 people, a line each, and a
+question about one of them: a town, a year, a trade or an animal. So the answer depends on the person and on what is
+asked, and it is one word or number that occurs once in the prompt. `answer_span` is where; `--no-spans` leaves it
+out. The same options write the same lines. What a hybrid learns from them: docs/your-data.md.
 """
 
 from __future__ import annotations

@@ -212,7 +212,10 @@ def _print_memory(estimate: dict[str, Any]) -> None:
         return
     left = size_text(abs(fits["left"]))
     verdict = f"fits, {left} left" if fits["fits"] else f"does not fit: needs {left} more"
-    out.print(f"{fits['count']} x {fits['gpu']}, {fits['memory_gib']:g} GiB each: {verdict}.", highlight=False)
+    devices = f"{fits['count']} x {fits['gpu']}, {fits['memory_gib']:g} GiB each"
+    if fits["count"] == 1:
+        devices = f"{fits['gpu']}, {fits['memory_gib']:g} GiB"
+    out.print(f"{devices}: {verdict}.", highlight=False)
 
 
 def print_model(name: str, geometry: str, config: Any, family: Any, sizes: Any) -> None:

@@ -199,7 +199,11 @@ def _train(draft: _Draft, found: Findings) -> None:
     slow = not found.is_small and not found.machine.on_gpu
     if slow:
         steps = min(steps, 100)
-    why = "as on CPUs, where steps are slow" if slow else "of the recipes for this size"
+    why = "of the recipes for this size"
+    if slow:
+        why = "as on CPUs, where steps are slow"
+    elif found.is_small:
+        why = "that the shipped bases needed"
     draft.set("train.steps", steps, f"Steps {why}: more help while `answer` in training.json still falls.")
     if only_heads:
         draft.set(

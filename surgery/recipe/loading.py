@@ -147,8 +147,6 @@ def check_recipe(data: dict[str, Any], kind: type[R] = Recipe) -> R:  # type: ig
         if isinstance(wrong, dict) and len(repr(wrong)) > _MOST:
             value = None  # a section whose keys do not fit together: the message names them
         hint = first["msg"].removeprefix("Value error, ").replace("Input should be", "It must be", 1)
-        if hint.partition(" ")[0].isalpha():  # not the name of a key or a file
-            hint = hint[0].upper() + hint[1:]
         if first["type"] == "string_pattern_mismatch":
             pattern = first["ctx"]["pattern"]
             hint = _ALLOWED.get(pattern, f"It must match {pattern}")

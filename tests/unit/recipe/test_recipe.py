@@ -285,7 +285,7 @@ def test_an_override_without_a_value_is_refused(write: Write) -> None:
 def test_errors_are_sentences(write: Write) -> None:
     """No cut section, and none of pydantic's own wording."""
     for override, says in (
-        ("train.tokens=100", "train: Set `steps` or `tokens`, not both"),
+        ("train.tokens=100", "train: set `steps` or `tokens`, not both"),
         ("train.optimizer.lr=5", "train.optimizer.lr: 5. It must be less than or equal to 1"),
         ("name=a/b", "name: 'a/b'. Use letters, digits, dots"),
     ):

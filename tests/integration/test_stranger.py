@@ -11,7 +11,7 @@ import torch
 from bench import stranger
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.recipe import Base
-from tests.integration.conftest import PICO_MAMBA2
+from tests.integration.conftest import PICO_MAMBA2, ROOT
 
 # Notes its arguments, writes what a run writes, and fails if its first word is `fails`.
 COMMAND = """#!/bin/sh
@@ -71,6 +71,12 @@ def test_a_failure_is_counted_and_tried_again(fails: str, lacks: str, rcs: list[
     calls = len((tmp_path / "out" / "home" / "calls").read_text().splitlines())
     assert run(tmp_path, command(tmp_path), "mamba2") == 0, "and is not run again"
     assert len((tmp_path / "out" / "home" / "calls").read_text().splitlines()) == calls
+
+
+def test_the_documented_table_is_that_of_the_committed_results() -> None:
+    found = json.loads((ROOT / "docs" / "evidence" / "stranger.json").read_text(encoding="utf-8"))["cases"]
+    assert [case["name"] for case in found] == list(stranger.CASES) and all(map(stranger.succeeded, found))
+    assert stranger.table(found) in (ROOT / "docs" / "RELIABILITY.md").read_text(encoding="utf-8")
 
 
 def test_the_base_in_mamba_ssm_s_format_is_the_shipped_one(tmp_path: Path) -> None:

@@ -35,15 +35,14 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: type[R] =
     Raises:
         RecipeError: the file is missing or not YAML, or a key is unknown, duplicate or has an invalid value.
     """
-    content = read_mapping(find_recipe(path))
-    if (found := _kind_of(content)) is not kind:
-        command = _COMMANDS[found]
-        hint = f"It is a recipe of `surgery {command}`, not of `surgery {_COMMANDS[kind]}`: surgery {command} {path}"
-        raise RecipeError("recipe", str(path), hint)
-    data = current_keys(kind, content)
+    data = current_keys(kind, read_mapping(find_recipe(path)))
     for override in overrides:
         key, separator, value = override.partition("=")
         apply(data, f"{current_path(kind, key)}{separator}{value}")
+    if (found := _kind_of(data)) is not kind:
+        command = _COMMANDS[found]
+        hint = f"It is a recipe of `surgery {command}`, not of `surgery {_COMMANDS[kind]}`: surgery {command} {path}"
+        raise RecipeError("recipe", str(path), hint)
     refuse_tokens(data)  # before the error of a plugin could repeat one
     load_plugins(plugin_modules(data))
     return check_recipe(data, kind)
@@ -105,8 +104,8 @@ _COMMANDS = {Recipe: "run", PretrainRecipe: "pretrain", AnalysisRecipe: "analyse
 def load_any(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     """Load any kind of recipe.
 
-    The kind follows from the keys: `changes` or `sweeps` make an `AnalysisRecipe`, `model` without `base` makes a
-    `PretrainRecipe`, and all others a `Recipe`.
+    The kind follows from the keys: `changes` or `sweeps` make an `AnalysisRecipe`, a section `model` without `base`
+    makes a `PretrainRecipe`, and all others a `Recipe`.
 
     Args:
         path: YAML file, or the name of a shipped recipe.
@@ -124,7 +123,7 @@ def _kind_of(data: Mapping[str, Any]) -> type[Recipe] | type[PretrainRecipe] | t
     """Kind of a recipe, from its keys."""
     if "changes" in data or "sweeps" in data:
         return AnalysisRecipe
-    return PretrainRecipe if "model" in data and "base" not in data else Recipe
+    return PretrainRecipe if isinstance(data.get("model"), Mapping) and "base" not in data else Recipe
 
 
 def check_recipe(data: dict[str, Any], kind: type[R] = Recipe) -> R:  # type: ignore[assignment]

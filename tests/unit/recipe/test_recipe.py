@@ -12,7 +12,17 @@ import yaml
 from pydantic import ValidationError
 
 from surgery.errors import RecipeError
-from surgery.recipe import PretrainRecipe, Recipe, Splice, check_recipe, load_any, load_recipe, shipped, to_yaml
+from surgery.recipe import (
+    AnalysisRecipe,
+    PretrainRecipe,
+    Recipe,
+    Splice,
+    check_recipe,
+    load_any,
+    load_recipe,
+    shipped,
+    to_yaml,
+)
 from surgery.recipe.section import keys_of_0_1
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
@@ -274,6 +284,10 @@ def test_one_kind_of_recipe_is_refused_as_the_other(write: Write) -> None:
         load_recipe(write(MINIMAL), kind=PretrainRecipe)
     with pytest.raises(RecipeError, match=r"surgery analyse pico-reproduce$"):
         load_recipe("pico-reproduce")
+    with pytest.raises(RecipeError, match="model"):  # no section: `base` was meant
+        load_recipe(write("name: a\nmodel: some/folder\n"))
+    fixed = load_recipe(write("name: a\nbase: {model: m}\n"), ["changes=[{name: a, disable: [L0H0]}]"], AnalysisRecipe)
+    assert fixed.changes
 
 
 def test_an_override_without_a_value_is_refused(write: Write) -> None:

@@ -306,7 +306,7 @@ def _print_arms(title: str, arms: dict[str, Any], recipe: Recipe) -> None:
     table = Table("", title=Text(title))
     for name in ordered:
         table.add_column(Text(arm_label(name, recipe)), justify="right")
-    rows = rows_of(ordered)
+    rows = rows_of(ordered, recipe.evaluate.probes)
     for place, found in rows.shown:
         label = label_of(place, next(entry for entry in found if entry is not None))
         table.add_row(Text(label), *("not measured" if entry is None else value_text(entry) for entry in found))

@@ -221,7 +221,7 @@ def local_files(data: Data) -> list[Path]:
         )
     inside = sorted(path.rglob("*")) if path.is_dir() else [path]
     files = [f for f in inside if f.is_file() and f.suffix.lower() in DATA_FORMATS and not _is_hidden(f, path)]
-    if not files and path.is_file():
+    if not files and path.is_file() and path.suffix.lower() not in DATA_FORMATS:
         hint = "Write one JSON object per line into a .jsonl file, or use a .json or .parquet file."
         raise DataError("data.path", data.path, f"A {path.suffix or 'file without a suffix'} is not read. {hint}")
     if not files:

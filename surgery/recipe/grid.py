@@ -230,6 +230,8 @@ def _control_point(axes: Sequence[Axis], places: Sequence[int], recipes: Mapping
     at = [axis.key for axis in axes].index(NUM_HEADS)
     spliced = (i for i in range(len(axes[at].values)) if not _is_zero(axes[at], i))
     recipe, *others = (recipes[(*places[:at], i, *places[at + 1 :])] for i in spliced)
+    if recipe.train.trains_spliced_layers:  # each control trains the layers of its own run
+        others = []
     values = _values(axes, places)
     if recipe.has_control:
         return GridPoint(values, recipe, "no_splice", tuple(others))

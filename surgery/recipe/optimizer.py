@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from surgery.recipe.section import Section
 from surgery.recipe.sources import Weight
@@ -15,6 +15,7 @@ Rate = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Factor = Annotated[float, Field(gt=0, le=100)]
 
+RATES_OF_0_1 = {"lr": 2.0e-3, "new_heads_lr": 6.0e-3}  # the defaults of version 0.1, for every size
 # AdamW rates by weights: of the base, and of the new heads. The first was measured in this repository, the others are
 # those of the recipes for published models.
 RATES = ((562_784, 2.0e-3, 6.0e-3), (130_000_000, 2.0e-4, 2.0e-3), (2_700_000_000, 1.0e-4, 2.0e-3))
@@ -51,8 +52,10 @@ class Optimizer(Section):
         description="Learning rate of the spliced heads. By default a rate for the base's size: 6e-3 up to 0.56 "
         "million weights, 2e-3 from 130 million on.",
     )
-    lr_factor: Factor = Field(1.0, description="Multiplies the default of `lr`.")
-    new_heads_lr_factor: Factor = Field(1.0, description="Multiplies the default of `new_heads_lr`.")
+    lr_factor: Factor = Field(1.0, description="Multiplies the default of `lr`. No effect if `lr` is set.")
+    new_heads_lr_factor: Factor = Field(
+        1.0, description="Multiplies the default of `new_heads_lr`. No effect if `new_heads_lr` is set."
+    )
     lora_lr: Rate | None = Field(None, description="Learning rate of LoRA adapters. By default `new_heads_lr`.")
     betas: tuple[Beta, Beta] = (0.9, 0.98)
     weight_decay: Weight = 0.0
@@ -70,13 +73,6 @@ class Optimizer(Section):
     floor: Share = Field(0.0, description="Final learning rate, as a share of the rate after the warm-up.")
     max_grad_norm: float = Field(1.0, gt=0)
     new_keys: ClassVar[dict[str, Any]] = {"lr_factor": 1.0, "new_heads_lr_factor": 1.0}
-
-    @model_validator(mode="after")
-    def _a_factor_of_a_default(self) -> Optimizer:
-        for name in ("lr", "new_heads_lr"):
-            if getattr(self, name) is not None and getattr(self, f"{name}_factor") != 1:
-                raise ValueError(f"`{name}_factor` multiplies the default of `{name}`, and both are set. Remove one")
-        return self
 
     def at_size(self, parameters: int) -> Optimizer:
         """Return the section with the rates that are not set, for a base with this number of weights."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from surgery.recipe.base import Checkpoint
+from surgery.recipe.distillation import Align, Distil
 from surgery.recipe.objectives import OBJECTIVES, needs_of
-from surgery.recipe.optimizer import Optimizer
+from surgery.recipe.optimizer import RATES_OF_0_1, Optimizer
 from surgery.recipe.plateau import Plateau
 from surgery.recipe.section import Positive, Section, Tokens
 from surgery.recipe.sources import Columns, Data, Source, Task, Weights
-from surgery.types import HeadId
 
 __all__ = [
     "Align",
@@ -50,56 +50,6 @@ class Lora(Section):
         "Adapters are merged into the unquantized weights.",
     )
     new_keys: ClassVar[dict[str, Any]] = {"quantization": None}
-
-
-class Distil(Section):
-    """How `base_kl` and `distil` compare two next-token distributions."""
-
-    divergence: Literal["forward", "reverse", "jensen_shannon"] = Field(
-        "forward",
-        description="`forward`: KL(teacher || student). `reverse`: KL(student || teacher). `jensen_shannon`: mean of "
-        "the KL of both from their average.",
-    )
-    temperature: float = Field(1.0, gt=0, description="Divides both logits. The loss is multiplied by its square.")
-    top_k: Positive | None = Field(
-        None,
-        description="Compare the teacher's k most likely tokens, with all other tokens as one event. By default all "
-        "tokens are compared.",
-    )
-    cache: bool = Field(
-        False, description="Write the teacher's top_k logits to disk at first use, and read them from there later."
-    )
-
-    @model_validator(mode="after")
-    def _cache_is_small(self) -> Distil:
-        if self.cache and self.top_k is None:
-            raise ValueError("`cache` needs `top_k`: the logits of the whole vocabulary would fill the disk")
-        return self
-
-
-class Align(Section):
-    """Which heads and layers of the teacher correspond to those of the hybrid."""
-
-    heads: dict[str, str] = Field(
-        {},
-        description="Teacher head for a spliced head, such as {L17H3: L17H24}. By default the head of the same name.",
-    )
-    offsets: dict[str, int] = Field(
-        {},
-        description="Distance in tokens from the place that the teacher's head reads to the place that the spliced "
-        "head should read, such as {L17H3: -1} for the token before.",
-    )
-    layers: dict[int, int] = Field(
-        {},
-        description="Teacher layer for each layer to compare. By default all layers, matched in proportion to depth.",
-    )
-
-    @field_validator("heads", "offsets")
-    @classmethod
-    def _heads(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for name in (*value, *(other for other in value.values() if isinstance(other, str))):
-            HeadId.parse(name)
-        return value
 
 
 # Sources of a recipe that lists none. `attention` has a weight: without it, answers alone teach a new head little.
@@ -205,6 +155,8 @@ class TrainStage(Section):
             why, other = f"`window: {plateau.window}`, `patience: {plateau.patience}`", "lower `plateau.window`"
         elif plateau.least(steps, warmup) == warmup:
             why, other = f"`optimizer.warmup: {warmup}`", "lower `optimizer.warmup`"
+            if plateau.min_steps == warmup:
+                why, other = f"{why}, `min_steps: {warmup}`", f"{other} and `plateau.min_steps`"
         elif plateau.min_steps is not None:
             why, other = f"`min_steps: {plateau.min_steps}`", "lower `plateau.min_steps`"
         else:
@@ -212,7 +164,8 @@ class TrainStage(Section):
         more = f"`steps` to {enough}"
         if self.tokens is not None:
             more = f"`tokens` to {(enough - 1) * sum(source.tokens or 0 for source in self.sources) + 1}"
-        if not is_enough and plateau.min_steps is None and self.optimizer.decay_share >= 0.5:
+        by_half = plateau.min_steps is None and plateau.least(steps, warmup) > warmup
+        if not is_enough and by_half and self.optimizer.decay_share >= 0.5:
             other = "set `plateau.min_steps`, or `optimizer.decay` below 0.5"
         hint = f"Set {more}, or {other}" if is_enough else other[0].upper() + other[1:]
         decay = f", and the decay ends at step {end}" if self.optimizer.decay_share else ""
@@ -306,6 +259,21 @@ class Train(TrainStage):
     )
     control: bool = Field(True, description="Also train the control: the base without a splice, for the same steps.")
     renamed: ClassVar[dict[str, str]] = {**TrainStage.renamed, "no_splice": "control"}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unused_rates_of_earlier_versions(cls, data: Any) -> Any:
+        """With `stages`, recipes in full had an unused `optimizer` with the default rates of that time."""
+        if isinstance(data, Mapping) and data.get("stages") and isinstance(data.get("optimizer"), Mapping):
+            unused = {k: v for k, v in data["optimizer"].items() if RATES_OF_0_1.get(k) != v}
+            return {**data, "optimizer": unused}
+        return data
+
+    @classmethod
+    def names_of_0_1(cls, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Rename keys, and give the unused `optimizer` of a section with `stages` the rates that it had."""
+        names = super().names_of_0_1(data)
+        return {**names, "optimizer": names["optimizer"] | RATES_OF_0_1} if names.get("stages") else names
 
     @model_validator(mode="before")
     @classmethod

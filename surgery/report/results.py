@@ -79,8 +79,8 @@ class Rows(NamedTuple):
         shown: the place of each row and its entries, one for each arm, or None if not measured.
         repeats: number of hidden second scores of the same prompts, such as generation or the first token, which have
             the accuracies of the prompts' own row in every arm.
-        at_chance: labels of hidden tasks other than KV-retrieval in which the interval of every arm reaches down to
-            chance, such as facts that the base never learned.
+        at_chance: labels of hidden tasks other than KV-retrieval in which the interval of every arm contains chance
+            and no arm generates an answer, such as facts that the base never learned.
     """
 
     shown: list[tuple[Place, list[Mapping[str, Any] | None]]]
@@ -88,16 +88,19 @@ class Rows(NamedTuple):
     at_chance: list[str]
 
 
-def rows_of(arms: Mapping[str, Mapping[str, Any]]) -> Rows:
+def rows_of(arms: Mapping[str, Mapping[str, Any]], probes: Mapping[str, str]) -> Rows:
     """Choose the rows of the table of all measurements.
 
     Args:
         arms: entry `arms` of results.json, in the order of the columns.
+        probes: probe by name of a task, `Evaluate.probes` of the recipe.
     """
     by_arm = [dict(entries(arm)) for arm in arms.values()]
     places = dict.fromkeys(place for arm in by_arm for place in arm)
     hidden = {
-        place for place in places if place[0] != "kv_retrieval" and all(map(_at_chance, _measured(place, by_arm)))
+        place
+        for place in places
+        if probes.get(place[0], place[0]) != "kv_retrieval" and all(map(_at_chance, _measured(place, by_arm)))
     }
     rows = Rows([], 0, [label_of(place, _measured(place, by_arm)[0]) for place in places if place in hidden])
     for place in places:
@@ -116,8 +119,10 @@ def _measured(place: Place, by_arm: list[dict[Place, Mapping[str, Any]]]) -> lis
 
 
 def _at_chance(entry: Mapping[str, Any]) -> bool:
-    """Whether the interval of an accuracy reaches down to chance. Runs before 0.2 did not record chance."""
-    return "chance" in entry and entry["low"] <= entry["chance"]
+    """Whether the interval of an accuracy contains chance, and no answer was generated. 0.1 did not record chance."""
+    if "chance" not in entry or entry.get("generated", {}).get("accuracy"):
+        return False
+    return bool(entry["low"] <= entry["chance"] <= entry["high"])
 
 
 def _repeats(place: Place, by_arm: list[dict[Place, Mapping[str, Any]]]) -> bool:

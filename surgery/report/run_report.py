@@ -172,7 +172,7 @@ def _contrasts(results: Mapping[str, Any], recipe: Recipe) -> _Values | None:
     others = results.get("comparisons", {}).get("hybrid", {})
     arms = [arm for arm in ordered_arms(results["arms"]) if arm in others]
     measured = [task for task in next(iter(others.values()), {}) if task.startswith(("kv_retrieval/", "held_out/"))]
-    shown = {place for place, _ in rows_of(results["arms"]).shown}
+    shown = {place for place, _ in rows_of(results["arms"], recipe.evaluate.probes).shown}
     rows = []
     for task in sorted(measured, key=lambda task: not task.startswith("held_out/")):
         path = tuple(task.split("/", 1 if task.startswith("held_out") else -1))
@@ -210,7 +210,7 @@ def _measurements(results: Mapping[str, Any], recipe: Recipe) -> _Values:
     arms = {arm: results["arms"][arm] for arm in ordered_arms(results["arms"])}
     against = "no_splice" if "no_splice" in arms else "base"
     tests = results.get("comparisons", {}).get("hybrid", {}).get(against, {})
-    table = rows_of(arms)
+    table = rows_of(arms, recipe.evaluate.probes)
     rows = []
     for place, found in table.shown:
         first: Mapping[str, Any] = next((entry for entry in found if entry is not None), {})

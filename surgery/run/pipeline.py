@@ -96,11 +96,11 @@ def run_pipeline(
     claim = to_yaml(recipe), overwrite, inputs_of(recipe, file)
     with hold(folder, "run folder") if is_main else nullcontext():
         if is_main:
-            run.rundir.check(*claim)
+            is_replaced = run.rundir.check(*claim)
         check_inputs(run)
         if is_main:
             _check_earlier_stages(run, stages[:begin])
-            changes = run.rundir.changes(recipe)
+            changes = [] if is_replaced else run.rundir.changes(recipe)
             run.rundir.claim(*claim)
             if changes:
                 run.reporter.note("recipe", changes_text(changes))

@@ -64,6 +64,9 @@ def test_two_keys_and_the_seed_give_the_grid(path: Path) -> None:
 def test_no_heads_are_the_control_of_the_run_with_the_same_other_values(path: Path) -> None:
     grid = load_grid(path, ["splice.num_heads=0,2,1", "train.steps=3,4"])
     controls = [point for point in grid.points if point.arm == "no_splice"]
+    assert all([recipe.splice.num_heads for recipe in point.others] == [1] for point in controls)
+    own = load_grid(path, ["splice.num_heads=0,2,1", "train.steps=3,4", "train.trainable=spliced_layers"])
+    assert not any(point.others for point in own.points), "each control trains the layers of its own run"
     assert [point.values["splice.num_heads"] for point in grid.points] == [0, 0, 2, 2, 1, 1]
     assert [(p.recipe.splice.num_heads, p.recipe.train.steps) for p in controls if p.recipe.splice] == [(2, 3), (2, 4)]
     assert len(grid.recipes) == 4

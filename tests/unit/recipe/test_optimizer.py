@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from surgery.errors import RecipeError
-from surgery.recipe import Optimizer, Train, check_recipe, load_recipe
+from surgery.recipe import Train, check_recipe, load_recipe
 from surgery.recipe.optimizer import RATES, rates
+from surgery.recipe.section import keys_of_0_1
 from tests.integration.conftest import ROOT
 
 
@@ -51,9 +51,22 @@ def test_finetune_scales_its_rates_with_the_size(size: int, base: float, heads: 
 
 
 @pytest.mark.parametrize("name", ["lr", "new_heads_lr"])
-def test_a_rate_and_its_factor_are_refused(name: str) -> None:
-    assert Optimizer.model_validate({name: 0.1, f"{name}_factor": 1.0}).at_size(10)
-    optimizer = {name: 0.1, f"{name}_factor": 0.5}
-    data = {"name": "mine", "base": {"model": "owner/model"}, "train": {"optimizer": optimizer}}
-    with pytest.raises(RecipeError, match=f"`{name}_factor` multiplies the default of `{name}`"):
-        check_recipe(data)
+def test_a_rate_wins_over_the_factor_of_its_default(name: str) -> None:
+    found = load_recipe(ROOT / "recipes" / "finetune.yaml", [f"train.optimizer.{name}=0.1"]).train.at_size(10).optimizer
+    other = {"lr": "new_heads_lr", "new_heads_lr": "lr"}[name]
+    assert getattr(found, name) == 0.1 and getattr(found, other) == {"lr": 2.5e-4, "new_heads_lr": 3e-3}[other]
+
+
+def test_a_recipe_in_full_with_stages_of_0_1_is_read_and_has_its_keys() -> None:
+    """Its unused outer `optimizer` has the default rates of that version."""
+    stage = {"name": "a", "sources": [{"task": "sentence", "rows": 2, "weights": {"base_kl": 1.0}}]}
+    data = {"name": "mine", "base": {"model": "m"}, "train": {"stages": [{**stage, "optimizer": {"lr": 0.5}}]}}
+    now = check_recipe(data).train
+    full = now.model_dump(mode="json")
+    full["optimizer"] |= {"lr": 2e-3, "new_heads_lr": 6e-3}
+    del full["optimizer"]["lr_factor"], full["optimizer"]["new_heads_lr_factor"]
+    assert Train.model_validate(full) == now
+    for train in (now, now.at_size(10)):
+        assert keys_of_0_1(Train, train.model_dump(mode="json"))["optimizer"] == full["optimizer"]
+    with pytest.raises(ValueError, match="set optimizer in each stage"):
+        Train.model_validate({**full, "optimizer": {"lr": 1e-3}})

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from surgery.report.figures.curves import accuracy_by_pairs
-from surgery.report.results import label_of, p_text
+from surgery.report.results import label_of, p_text, rows_of
 from surgery.report.run_report import ReportInputs, write_report
 from surgery.report.verdict import tiles_of
 from tests.support.reports import ARMS as COSTS
@@ -119,7 +119,7 @@ def test_a_task_at_chance_in_every_model_is_named_and_not_shown(tmp_path: Path) 
     for summary in arms.values():
         for task, accuracy in (("closed_book", 0.26), ("letter_choice", 0.27)):
             summary[task] = {"accuracy": accuracy, "low": 0.2, "high": 0.32, "n": 200, "chance": 0.25}
-        summary["kv_retrieval"]["64"]["chance"] = 1.0
+        summary["kv_retrieval"]["64"] |= {"low": 0.0, "high": 1.0, "chance": 0.5}
     arms["hybrid"]["letter_choice"] |= {"accuracy": 0.5, "low": 0.43}
     page = write_report(given, tmp_path / "report.html").read_text()
     rows = re.findall(r'<th scope="row">(.*?)</th>', page.split("<h2>All measurements</h2>")[1])
@@ -144,6 +144,21 @@ def test_it_says_how_heads_were_selected(select: str, says: str, tmp_path: Path)
     changed = replace(given, recipe=given.recipe.model_copy(update={"splice": splice}))
     text = re.sub(r"<[^>]+>", "", write_report(changed, tmp_path / "report.html").read_text())
     assert f"Selection: {says}" in text
+
+
+@pytest.mark.parametrize(
+    ("place", "hybrid"),
+    [
+        ("closed_book", {"accuracy": 0.1, "low": 0.06, "high": 0.15}),  # below chance, which the base is not
+        ("closed_book", {"accuracy": 0.25, "low": 0.2, "high": 0.31, "generated": {"accuracy": 0.2, "n": 200}}),
+        ("pairs", {"accuracy": 0.25, "low": 0.2, "high": 0.31}),  # KV-retrieval under a name of its own
+    ],
+)
+def test_a_task_is_shown_if_an_arm_is_not_at_chance(place: str, hybrid: dict[str, Any]) -> None:
+    base = {"accuracy": 0.25, "low": 0.2, "high": 0.31, "n": 200, "chance": 0.25}
+    arms = {"hybrid": {place: {**base, **hybrid}}, "base": {place: base}}
+    found = rows_of(arms, {"pairs": "kv_retrieval"})
+    assert found.shown[0][0] == (place,) and not found.at_chance
 
 
 def test_a_p_value_too_small_for_a_float_is_no_zero() -> None:

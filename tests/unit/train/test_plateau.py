@@ -189,6 +189,14 @@ def test_lengths_of_stages_follow_from_the_history() -> None:
             {"optimizer": Optimizer(schedule="wsd", warmup=380)},
             "`optimizer.warmup: 380`.*Set `steps` to 445, or lower `o",
         ),
+        (
+            {"optimizer": Optimizer(schedule="wsd", warmup=380), "plateau": {"min_steps": 380}},
+            "`optimizer.warmup: 380`, `min_steps: 380`.*lower `optimizer.warmup` and `plateau.min_steps`",
+        ),
+        (
+            {"optimizer": Optimizer(schedule="wsd", decay=0.6, warmup=380), "plateau": {}},
+            "or lower `optimizer.warmup`$|Lower `o",
+        ),
         ({"plateau": {"window": 10**9}}, "ends at step 5555555556. Lower `plateau.window`"),
         (
             {"steps": None, "tokens": 10**4, "sources": [ROWS], "plateau": {}},

@@ -191,7 +191,7 @@ def test_killed_elsewhere_it_goes_on(finished: Path, tmp_path: Path, first: str,
 
 
 def test_dry_run_writes_nothing(tmp_path: Path) -> None:
-    ends = ("train.plateau={window: 1, patience: 1, min_steps: 1}", "train.optimizer.schedule=wsd")
+    ends = ("train.plateau={window: 1, patience: 1, min_steps: 1}", "train.optimizer={schedule: wsd, warmup: 1}")
     done = run_small(tmp_path, *ends, options=("--dry-run",))
     assert "6 at most, fewer if a plateau is found" in done.stdout and done.stdout.count("at most") == 2
     assert done.returncode == 0 and "new parameters" in done.stdout

@@ -212,10 +212,8 @@ def _print_memory(estimate: dict[str, Any]) -> None:
         return
     left = size_text(abs(fits["left"]))
     verdict = f"fits, {left} left" if fits["fits"] else f"does not fit: needs {left} more"
-    devices = f"{fits['count']} x {fits['gpu']}, {fits['memory_gib']:g} GiB each"
-    if fits["count"] == 1:
-        devices = f"{fits['gpu']}, {fits['memory_gib']:g} GiB"
-    out.print(f"{devices}: {verdict}.", highlight=False)
+    count, each = (f"{fits['count']} x ", " each") if fits["count"] > 1 else ("", "")
+    out.print(f"{count}{fits['gpu']}, {fits['memory_gib']:g} GiB{each}: {verdict}.", highlight=False)
 
 
 def print_model(name: str, geometry: str, config: Any, family: Any, sizes: Any) -> None:

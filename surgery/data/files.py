@@ -48,14 +48,19 @@ class Row:
             return self.raw
         try:
             columns = json.loads(self.raw)
-        except UnicodeDecodeError:
-            raise DataError(self.where, "not UTF-8", "Save the file in UTF-8.") from None
         except (ValueError, RecursionError) as error:
-            raise DataError(self.where, f"not JSON: {error}", "Write one JSON object per line.") from None
+            raise _not_json(self.where, error, "Write one JSON object per line.") from None
         if not isinstance(columns, dict):
             hint = 'Write one JSON object per line, such as {"prompt": ..., "answer": ...}.'
             raise DataError(self.where, f"a JSON {type(columns).__name__}, not an object", hint)
         return columns
+
+
+def _not_json(where: str, error: Exception, hint: str) -> DataError:
+    """The error for text that cannot be parsed."""
+    if isinstance(error, UnicodeDecodeError):
+        return DataError(where, "not UTF-8", "Save the file in UTF-8.")
+    return DataError(where, f"not JSON: {error}", hint)
 
 
 class Rows(Protocol):
@@ -197,10 +202,8 @@ def column_names(columns: Columns, available: Sequence[str], where: str) -> list
 def names_of_columns(available: Iterable[Any]) -> str:
     """List the columns of a row or a data set, and say how to name those to use."""
     names = [str(name) for name in available]
-    example = f"train.sources.0.data.columns.prompt={names[0] if names else 'NAME'}"
-    return (
-        f"{', '.join(names) or 'nothing'}. Name the columns to use in the recipe's `data.columns`, such as {example}."
-    )
+    key = f"train.sources.0.data.columns.prompt={names[0] if names else 'NAME'}"
+    return f"{', '.join(names) or 'nothing'}. Name the columns to use in the recipe's `data.columns`, such as {key}."
 
 
 def local_files(data: Data) -> list[Path]:
@@ -216,23 +219,20 @@ def local_files(data: Data) -> list[Path]:
         hint = "Use a JSONL or Parquet file, a folder of them, or a data set's id on the Hub (owner/name)."
         raise DataError("data.path", data.path, f"No such file or folder. {hint}")
     if data.name is not None or data.revision is not None:
-        raise DataError(
-            "data.path", data.path, "It is a local path. Remove `name` and `revision`, which apply to Hub data sets."
-        )
+        hint = "It is a local path. Remove `name` and `revision`, which apply to Hub data sets."
+        raise DataError("data.path", data.path, hint)
     inside = sorted(path.rglob("*")) if path.is_dir() else [path]
     files = [f for f in inside if f.is_file() and f.suffix.lower() in DATA_FORMATS and not _is_hidden(f, path)]
-    if not files and path.is_file() and path.suffix.lower() not in DATA_FORMATS:
-        hint = "Write one JSON object per line into a .jsonl file, or use a .json or .parquet file."
-        raise DataError("data.path", data.path, f"A {path.suffix or 'file without a suffix'} is not read. {hint}")
     if not files:
-        raise DataError("data.path", data.path, f"It has no {', '.join(DATA_FORMATS)} file. Set another path.")
+        hint = f"It has no {', '.join(DATA_FORMATS)} file. Set another path."
+        if path.is_file() and path.suffix.lower() not in DATA_FORMATS:
+            instead = "Write one JSON object per line into a .jsonl file, or use a .json or .parquet file."
+            hint = f"A {path.suffix or 'file without a suffix'} is not read. {instead}"
+        raise DataError("data.path", data.path, hint)
     formats = sorted({f.suffix.lower() for f in files})
     if len(formats) > 1:
-        raise DataError(
-            "data.path",
-            data.path,
-            f"The folder has {' and '.join(formats)} files. Set one file, or use one folder per format.",
-        )
+        hint = f"The folder has {' and '.join(formats)} files. Set one file, or use one folder per format."
+        raise DataError("data.path", data.path, hint)
     return _of_split(files, path, data.split)
 
 
@@ -252,11 +252,8 @@ def _of_split(files: list[Path], root: Path, split: str) -> list[Path]:
         return files
     unnamed = [f.name for f, names in zip(files, splits, strict=True) if not names]
     if unnamed:
-        raise DataError(
-            "data.path",
-            root,
-            f"Some file names contain a split, but {unnamed[0]} does not. Rename it, or set one file.",
-        )
+        hint = f"Some file names contain a split, but {unnamed[0]} does not. Rename it, or set one file."
+        raise DataError("data.path", root, hint)
     chosen = [f for f, names in zip(files, splits, strict=True) if split in names]
     if not chosen:
         raise DataError(
@@ -295,13 +292,9 @@ def _listed(path: Path) -> ArrowRows:
 
     try:
         rows = json.loads(path.read_bytes())
-    except UnicodeDecodeError:
-        raise DataError(str(path), "not UTF-8", "Save the file in UTF-8.") from None
     except (ValueError, RecursionError) as error:
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise DataError(
-            f"{path}{line}", f"not JSON: {error}", "Write a list of objects, or one object per line."
-        ) from None
+        raise _not_json(f"{path}{line}", error, "Write a list of objects, or one object per line.") from None
     return ArrowRows(_Packed(pyarrow.array([json.dumps(row) for row in rows], pyarrow.large_binary())), str(path))
 
 

@@ -36,6 +36,11 @@ class Sizes:
     state_bytes: int
     kv_bytes_per_token: int
 
+    @property
+    def base_parameters(self) -> int:
+        """Number of parameters without spliced heads and inserted layers."""
+        return self.parameters - self.new_parameters
+
     def kv_bytes(self, tokens: int) -> int:
         """Return the bytes of keys and values after `tokens` tokens."""
         return self.kv_bytes_per_token * tokens

@@ -84,6 +84,11 @@ class Optimizer(Section):
         return self.model_copy(update=given | {"lr_factor": 1.0, "new_heads_lr_factor": 1.0})
 
     @property
+    def adapters_lr(self) -> float | None:
+        """Learning rate of LoRA adapters. None if it is not known before `at_size`."""
+        return self.new_heads_lr if self.lora_lr is None else self.lora_lr
+
+    @property
     def decay_share(self) -> float:
         """Share of the steps, at the end, in which the rate decays linearly: `decay` with `wsd`, otherwise 0."""
         return self.decay if self.schedule == "wsd" else 0.0

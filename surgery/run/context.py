@@ -125,8 +125,7 @@ class Run:
     @cached_property
     def base_size(self) -> int:
         """Number of weights of the base without spliced heads, from its config."""
-        sizes = sizes_of(meta_model(load_config(self.recipe.base), self.recipe.base.trust_remote_code))
-        return sizes.parameters - sizes.new_parameters
+        return sizes_of(meta_model(load_config(self.recipe.base), self.recipe.base.trust_remote_code)).base_parameters
 
     def base(self) -> PreTrainedModel:
         """The pretrained model, loaded once and never trained."""

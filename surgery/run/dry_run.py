@@ -92,7 +92,7 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
         "parameters": before.parameters,
         "new_parameters": after.new_parameters,
         "trainable_parameters": trainable,
-        "learning_rates": learning_rates_text(recipe.train.at_size(before.parameters - before.new_parameters)),
+        "learning_rates": learning_rates_text(recipe.train.at_size(before.base_parameters)),
         "cache": caches,
         "locating": _locating(plain, tokenizer, recipe),
         **_training(recipe, costs, counted_with),

@@ -37,7 +37,7 @@ def learning_rates_text(section: Train) -> str:
         if stage.trainable in ("new_heads", "lora"):
             del rates["the base"]
         if stage.trainable == "lora":
-            rates["adapters"] = settings.lora_lr or settings.new_heads_lr
+            rates["adapters"] = settings.adapters_lr
         text = ", ".join(f"{rate:.3g} for {what}" for what, rate in rates.items())
         texts.append(f"{stage.name}: {text}" if section.stages else text)
     return "; ".join(texts)
@@ -91,9 +91,8 @@ def adamw(model: nn.Module, parameters: Sequence[nn.Parameter], settings: Optimi
     """
     settings = settings.at_size(base_size(model))
     new, adapters = ({id(p) for p in group} for group in (spliced_parameters(model), adapter_parameters(model)))
-    lora_lr = settings.new_heads_lr if settings.lora_lr is None else settings.lora_lr
     rates = {id(p): settings.lr for p in parameters}
-    rates |= dict.fromkeys(new & rates.keys(), settings.new_heads_lr) | dict.fromkeys(adapters, lora_lr)
+    rates |= dict.fromkeys(new & rates.keys(), settings.new_heads_lr) | dict.fromkeys(adapters, settings.adapters_lr)
     groups = []
     for is_new, is_adapter in ((True, False), (False, True), (False, False)):
         for decays in (True, False):

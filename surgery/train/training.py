@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -95,9 +95,6 @@ def train_model(
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
     numbers = [n for n, stage in enumerate(section.sequence) if stage.trains_control or not control]
     folders = {n: _stage_folder(folder, section, n) for n in numbers}
-    for stage_folder in filter(None, folders.values()):
-        set_aside_broken(stage_folder, accelerator)
-    begun = [n for n, stage_folder in folders.items() if stage_folder is not None and checkpoints(stage_folder)]
     history: History = []
 
     def log_step(step: int, entries: History) -> None:
@@ -108,7 +105,7 @@ def train_model(
     trackers = section.trackers if outputs is not None else ()
     logs = (outputs or Path()) / "logs" / ("no_splice" if control else "hybrid")
     with tracked(accelerator, trackers, logs, {"seed": seed, "steps": section.num_all_steps}):
-        for number in numbers[numbers.index(max(begun)) if begun else 0 :]:
+        for number in _stages_left(folders, accelerator):
             stage = section.sequence[number]
             teacher = load_teacher(section, stage, tokenizer, model, grafts) if stage.needs_teacher else None
             cache = open_cache(outputs, section, stage, tokenizer, model, accelerator)
@@ -129,6 +126,18 @@ def train_model(
             for name, parameter in model.named_parameters():
                 parameter.data = parameter.data.to(dtypes[name])
     return history
+
+
+def _stages_left(folders: Mapping[int, Path | None], accelerator: Accelerator) -> list[int]:
+    """Stages to train, from the last one that has checkpoints. Sets broken checkpoints aside.
+
+    Args:
+        folders: folder of checkpoints by number of the stage, or None.
+    """
+    for folder in filter(None, folders.values()):
+        set_aside_broken(folder, accelerator)
+    begun = [number for number, folder in folders.items() if folder is not None and checkpoints(folder)]
+    return [number for number in folders if number >= max(begun, default=0)]
 
 
 def load_teacher(

@@ -79,6 +79,25 @@ def reading(field: str, value: object, hint: str, kind: type[SurgeryError] = Mod
         raise kind(field, what if value is None else f"{value} ({what})", hint) from error
 
 
+@contextmanager
+def naming(argument: str, field: str) -> Iterator[None]:
+    """Name a command's argument in errors about the field of a recipe that it sets.
+
+    Args:
+        argument: metavar of the argument, such as MODEL.
+        field: key of the recipe, such as `base.model`.
+
+    Raises:
+        SurgeryError: one with this field was raised inside.
+    """
+    try:
+        yield
+    except SurgeryError as error:
+        if error.field != field:
+            raise
+        raise type(error)(argument, error.value, error.hint) from error
+
+
 def summary(error: BaseException) -> str:
     """Describe an error in one line of at most 300 characters."""
     if isinstance(error, RecursionError):

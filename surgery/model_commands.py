@@ -10,7 +10,7 @@ import typer
 
 from surgery.arguments import Plugins, Runs, TrustRemoteCode
 from surgery.console import Bars, out, print_comparison, print_model
-from surgery.errors import SurgeryError, reading
+from surgery.errors import SurgeryError, naming, reading
 from surgery.recipe import Base
 
 
@@ -24,7 +24,8 @@ def inspect(
     from surgery.models.lookup import family_of, geometry_of
     from surgery.models.sizes import meta_model, sizes_of
 
-    config = load_config(Base(model=model, revision=revision, trust_remote_code=trust_remote_code))
+    with naming("MODEL", "base.model"):
+        config = load_config(Base(model=model, revision=revision, trust_remote_code=trust_remote_code))
     print_model(model, geometry_of(config), config, family_of(config), sizes_of(meta_model(config, trust_remote_code)))
 
 
@@ -39,7 +40,8 @@ def generate(
     from surgery.models.loading import check_vocabulary, load_model, load_tokenizer
 
     base = Base(model=checkpoint, dtype="auto", trust_remote_code=trust_remote_code)
-    model, tokenizer = load_model(base), load_tokenizer(base)
+    with naming("CHECKPOINT", "base.model"):
+        model, tokenizer = load_model(base), load_tokenizer(base)
     check_vocabulary(tokenizer, model.config)
     inputs = tokenizer(prompt.replace("\\n", "\n"), return_tensors="pt", add_special_tokens=False)
     if inputs["input_ids"].shape[1] == 0:
@@ -58,7 +60,8 @@ def convert(
     """Convert a checkpoint to safetensors for transformers. Reads the mamba_ssm format too."""
     from surgery.models.convert import convert as work
 
-    done = work(Base(model=model), folder, dtype, overwrite)
+    with naming("MODEL", "base.model"):
+        done = work(Base(model=model), folder, dtype, overwrite)
     out.print(f"wrote {folder}: {done.tensors} tensors in {done.shards} file(s)", highlight=False)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from surgery.arguments import TrustRemoteCode
-from surgery.errors import RunError, SurgeryError
+from surgery.errors import RunError, SurgeryError, naming
 from surgery.files.atomic import write_text
 from surgery.recipe import find_recipe, load_recipe
 
@@ -32,7 +32,9 @@ def init(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Measure a model and print a recipe for it: surgery init MODEL > my.yaml."""
-    print(recipe_text(model, data, tokenizer, trust_remote_code), end="")
+    with naming("MODEL", "base.model"):
+        text = recipe_text(model, data, tokenizer, trust_remote_code)
+    print(text, end="")
 
 
 def recipe_text(model: str, data: str | None, tokenizer: str | None, trust_remote_code: bool) -> str:
@@ -73,7 +75,8 @@ def recipe_of_base(
             raise SurgeryError("--base", str(path), hint)
         _say(f"using {path}, written before. Pass --overwrite to measure again.")
         return path
-    text = recipe_text(model, data, tokenizer, trust_remote_code)
+    with naming("--base", "base.model"):
+        text = recipe_text(model, data, tokenizer, trust_remote_code)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)
     _say(f"wrote {path}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 import torch
@@ -126,13 +127,16 @@ def open_checkpoint(base: Base) -> StoredModel:
     model, revision = source_of(base.model, base.revision)
     if not is_hub_id(model):
         if not Path(model).is_dir():
-            raise ModelError("base.model", model, "There is no such folder. Use a checkpoint folder, or a Hub id.")
+            hint = f"There is no such folder.{_meant(model)} Use a checkpoint folder, or a Hub id."
+            raise ModelError("base.model", model, hint)
         if not (Path(model) / "config.json").is_file():
             files = sorted(p.name for p in Path(model).iterdir())[:5]
             raise ModelError(
                 "base.model", model, f"The folder has no config.json. It has {', '.join(files) or 'no files'}."
             )
-    nowhere = "No such folder, and no such model on the Hub (or the Hub cannot be reached). Check the name."
+    nowhere = (
+        f"No such folder, and no such model on the Hub (or the Hub cannot be reached).{_meant(model)} Check the name."
+    )
     hint = nowhere if is_hub_id(model) else CONFIG_HINT
     with reading("base.model", f"{base.model}, config.json", hint):
         data, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
@@ -165,6 +169,14 @@ def open_checkpoint(base: Base) -> StoredModel:
     stored = StoredModel(model, revision, config, is_mamba_ssm)
     stored.refuse_adapter()
     return stored
+
+
+def _meant(model: str) -> str:
+    """Return a question with the checkpoint folder beside a missing one that has a similar name, or nothing."""
+    parent = Path(model).parent
+    beside = [path.parent.name for path in parent.glob("*/config.json")]
+    close = get_close_matches(Path(model).name, beside, 1, cutoff=0.75)
+    return f" Did you mean {(parent / close[0]).as_posix()}?" if close else ""
 
 
 def _with_channels(config: PreTrainedConfig, base: Base) -> PreTrainedConfig:

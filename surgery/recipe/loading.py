@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from surgery.errors import RecipeError
 from surgery.files.secret_scan import refuse_tokens
@@ -98,6 +100,15 @@ _ALLOWED = {
     RECIPE_NAME: "Use letters, digits, dots, hyphens and underscores, and begin with a letter or a digit",
     STAGE_NAME: "Use lower-case letters, digits, hyphens and underscores",
 }
+# Patterns in pydantic's messages, and the words of a recipe for them.
+_WORDINGS = {
+    "^Value error, ": "",
+    "^Field required$": "This key is required",
+    "^(Input|Tuple|List) should": "It must",
+    "a valid dictionary or instance of .*": "a section with keys",
+    "a valid (tuple|list)": "a list",
+    " after validation": "",
+}
 _COMMANDS = {Recipe: "run", PretrainRecipe: "pretrain", AnalysisRecipe: "analyse"}
 
 
@@ -136,7 +147,7 @@ def check_recipe(data: dict[str, Any], kind: type[R] = Recipe) -> R:  # type: ig
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        faults = error.errors(include_url=False)
+        faults = _in_order(error.errors(include_url=False))
         first = faults[0]
         where = ".".join(str(p) for p in first["loc"]) or "recipe"
         wrong = first["input"]
@@ -145,7 +156,9 @@ def check_recipe(data: dict[str, Any], kind: type[R] = Recipe) -> R:  # type: ig
         value: str | None = "missing" if first["type"] == "missing" else repr(wrong)[:_MOST]
         if isinstance(wrong, dict) and len(repr(wrong)) > _MOST:
             value = None  # a section whose keys do not fit together: the message names them
-        hint = first["msg"].removeprefix("Value error, ").replace("Input should be", "It must be", 1)
+        hint = first["msg"]
+        for pattern, words in _WORDINGS.items():
+            hint = re.sub(pattern, words, hint, count=1)
         if first["type"] == "string_pattern_mismatch":
             pattern = first["ctx"]["pattern"]
             hint = _ALLOWED.get(pattern, f"It must match {pattern}")
@@ -153,6 +166,16 @@ def check_recipe(data: dict[str, Any], kind: type[R] = Recipe) -> R:  # type: ig
             hint = f"Unknown key.{_meant(kind, first['loc'])} `surgery schema` lists all keys."
         more = f" ({len(faults) - 1} more: {', '.join('.'.join(map(str, f['loc'])) for f in faults[1:6])})"
         raise RecipeError(where, value, hint + (more if len(faults) > 1 else "")) from None
+
+
+def _in_order(faults: Sequence[ErrorDetails]) -> list[ErrorDetails]:
+    """Order faults so that the cause comes first: unknown keys, wrong values, missing keys.
+
+    Drops the faults of a list or section that follow from a fault inside it.
+    """
+    places = {fault["loc"][:depth] for fault in faults for depth in range(len(fault["loc"]))}
+    causes = [fault for fault in faults if fault["loc"] not in places]
+    return sorted(causes, key=lambda fault: ("missing" in fault["type"]) - ("extra" in fault["type"]))
 
 
 def _meant(kind: type[Section], place: Sequence[str | int]) -> str:

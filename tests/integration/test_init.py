@@ -111,7 +111,8 @@ def test_a_hybrid_is_refused_with_the_command_for_it() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("init", "nowhere"), "no such folder"),
+        (("init", "nowhere"), "MODEL: nowhere. There is no such folder"),
+        (("run", "--base", "nowhere"), "--base: nowhere. There is no such folder"),
         (("init", str(ROOT / "checkpoints" / "pico-transformer")), "not spliced"),
         (("init", str(PICO_MAMBA2), "--data", "nowhere.jsonl"), "No such file"),
         (("run",), "--base"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from surgery.errors import DataError, ModelError, RecipeError, is_out_of_memory, reading, summary
+from surgery.errors import DataError, ModelError, RecipeError, is_out_of_memory, naming, reading, summary
 
 
 class PanicException(BaseException):
@@ -84,3 +84,10 @@ def test_too_little_memory_is_called_so(error: BaseException) -> None:
 
 def test_a_long_message_is_cut() -> None:
     assert len(summary(ValueError("x" * 10_000))) == 300
+
+
+def test_a_commands_argument_is_named_instead_of_the_recipes_field() -> None:
+    with pytest.raises(ModelError, match=r"^MODEL: x\. Set another\.$"), naming("MODEL", "base.model"):
+        raise ModelError("base.model", "x", "Set another.")
+    with pytest.raises(DataError, match=r"^data\.path: x"), naming("MODEL", "base.model"):
+        raise DataError("data.path", "x", "Set another.")

@@ -493,3 +493,18 @@ def test_an_interrupt_while_loading_is_no_fault(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(torch, "load", interrupted)
     with pytest.raises(KeyboardInterrupt):
         load_model(base_of(folder))
+
+
+@pytest.mark.parametrize("name", ["./bsae", "runs/bsae"])
+def test_a_folder_of_a_similar_name_is_proposed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a path, and for a name that could be a model's on the Hub. Folders that hold no model are not proposed."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("base", "runs/base", "runs/bsae2"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("base/config.json", "runs/base/config.json"):
+        (tmp_path / file).write_text("{}")
+    with pytest.raises(ModelError, match=f"Did you mean {name.removeprefix('./').replace('bsae', 'base')}\\?"):
+        load_config(Base(model=name))
+    with pytest.raises(ModelError) as caught:
+        load_config(Base(model="./nothing-like-it"))
+    assert "Did you mean" not in str(caught.value)

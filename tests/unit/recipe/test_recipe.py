@@ -143,6 +143,15 @@ def test_further_faults_are_counted_and_named(write: Write) -> None:
         assert field in str(error)
 
 
+def test_the_cause_of_a_fault_comes_first(write: Write) -> None:
+    """Unknown keys before the keys that they were meant for. A list is no fault of its own if one of its items is."""
+    unknown = assert_refused(write(MINIMAL), "evaluate.tasks=[{tsak: kv_retrieval}]")
+    assert unknown.field == "evaluate.tasks.0.tsak"
+    assert str(unknown).endswith("(1 more: evaluate.tasks.0.task)")
+    only = assert_refused(write(MINIMAL), "evaluate.tasks=[{task: kv_retrieval, pairs: x}]")
+    assert str(only) == "evaluate.tasks.0.pairs: 'x'. It must be a list"
+
+
 def test_a_duplicate_key_is_refused_by_line(write: Write) -> None:
     error = assert_refused(write(MINIMAL + "seed: 1\nseed: 2\n"))
     assert "'seed'" in str(error)
@@ -302,6 +311,10 @@ def test_errors_are_sentences(write: Write) -> None:
         ("train.tokens=100", "train: set `steps` or `tokens`, not both"),
         ("train.optimizer.lr=5", "train.optimizer.lr: 5. It must be less than or equal to 1"),
         ("name=a/b", "name: 'a/b'. Use letters, digits, dots"),
+        ("train.sources=[5]", "train.sources.0: 5. It must be a section with keys"),
+        ("splice.heads=all", "splice.heads: 'all'. It must be a list"),
+        ("evaluate.tasks=[]", "evaluate.tasks: []. It must have at least 1 item, not 0"),
+        ("train.sources=[{}]", "train.sources.0.weights: missing. This key is required"),
     ):
         assert str(assert_refused(write(MINIMAL), "train.steps=5", override)).startswith(says)
 

@@ -155,7 +155,7 @@ def commands_on(model: str) -> tuple[tuple[str, ...], ...]:
     [
         ({"n_groups": 0}, ("n_groups", "0")),
         ({"chunk_size": None}, ("chunk_size", "null")),
-        ({"dtype": "float99"}, ("base.model", "float99")),
+        ({"dtype": "float99"}, ("config.json", "float99")),
         ({"quantization_config": {"quant_method": "nope"}}, ("quant_method", "nope")),
         ({"num_hidden_layers": 10**7}, ("num_hidden_layers", "10000000")),
         ({"vocab_size": 10**12}, ("vocab_size", "1000000000000")),

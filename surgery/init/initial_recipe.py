@@ -13,12 +13,13 @@ from surgery.init.commented_yaml import Path as Place
 from surgery.init.commented_yaml import commented_yaml
 from surgery.init.measuring import Findings
 from surgery.init.probing import ADJACENT, EASY, FAR, HARD, Say, two_digits
-from surgery.init.settings import GIB, is_large, num_steps
+from surgery.init.settings import is_large, num_steps
 from surgery.models.lookup import family_of
 from surgery.recipe import check_recipe
 from surgery.recipe.optimizer import RATES, rates
 from surgery.recipe.public import public_name
 from surgery.run.dry_run import dry_run
+from surgery.run.machine import GIB
 
 _ARMS = 4  # of an evaluation: base, control, hybrid without its new heads, hybrid
 _MINUTES = {"locate": 5, "evaluate": 10}  # aimed at

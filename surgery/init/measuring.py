@@ -23,7 +23,7 @@ from surgery.init.probing import (
     known_tasks,
     screen,
 )
-from surgery.init.settings import GIB, SMALL, Machine, find_machine, is_large, try_batch_sizes
+from surgery.init.settings import SMALL, is_large, try_batch_sizes
 from surgery.models.loading import check_vocabulary, load_config, load_model, load_tokenizer, open_checkpoint
 from surgery.models.lookup import family_of
 from surgery.models.sizes import meta_model, sizes_of
@@ -31,6 +31,7 @@ from surgery.models.torch_scans import torch_scans
 from surgery.probes.documents import rng_of
 from surgery.probes.registry import PROBES, Options
 from surgery.recipe import Base
+from surgery.run.machine import GIB, Machine, find_machine
 from surgery.scoring.ranking import perplexity, query_batches, ranked
 from surgery.splice.plan import check_not_spliced, check_splices
 from surgery.train.training import make_accelerator

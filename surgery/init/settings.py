@@ -1,66 +1,19 @@
-"""Choose the settings of a recipe that follow from the size of the base, and describe the machine."""
+"""Choose the settings of a recipe that follow from the size of the base."""
 
 from __future__ import annotations
 
-import math
-import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-
-import torch
 
 from surgery.errors import SurgeryError, is_out_of_memory
 from surgery.locate.locating import peak_bytes
 
-GIB = 2**30
 SMALL = 10_000_000  # weights: below, everything trains and is measured in minutes on a CPU
 _LARGE = 3_000_000_000  # weights: from here on, half precision and new heads alone
 
 # Steps by weights: for small bases as measured here (docs/your-model.md), otherwise of the shipped recipes.
 STEPS = ((SMALL, 500), (1_000_000_000, 400), (_LARGE, 800))
 STEPS_OF_NEW_HEADS = 400
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The device that a run uses.
-
-    Attributes:
-        name: of the GPU, or the number of CPU cores.
-        memory: bytes that are free on it.
-        count: number of GPUs.
-        on_gpu: whether it is a GPU.
-    """
-
-    name: str
-    memory: int
-    count: int
-    on_gpu: bool
-
-    @property
-    def memory_gib(self) -> float:
-        """Free memory in GiB, rounded down to one digit."""
-        return max(0.1, math.floor(self.memory / GIB * 10) / 10)
-
-
-def find_machine() -> Machine:
-    """Describe the GPU if there is one, otherwise the CPU."""
-    if torch.cuda.is_available():
-        free, _ = torch.cuda.mem_get_info()
-        return Machine(torch.cuda.get_device_name(), free, torch.cuda.device_count(), True)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Machine(f"{cores} CPU core{'s' if cores > 1 else ''}", _free_memory(), 1, False)
-
-
-def _free_memory() -> int:
-    """Bytes of main memory that a process can still use."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            lines = dict(line.split(":", 1) for line in file)
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def num_steps(parameters: int, new_heads_only: bool = False) -> int:

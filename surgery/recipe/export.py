@@ -71,7 +71,9 @@ class Hardware(Section):
     count: Positive = Field(
         1, description="Number of GPUs. Each holds the whole model and its share of a step's documents."
     )
-    memory_gib: float | None = Field(None, gt=0, le=10**6, description="Memory of one GPU, in GiB.")
+    memory_gib: float | None = Field(
+        None, gt=0, le=10**6, description="Memory of one GPU, in GiB. Default: what is free on this machine."
+    )
     tflops: float | None = Field(
         None,
         gt=0,

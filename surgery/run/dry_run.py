@@ -31,6 +31,7 @@ from surgery.recipe.inputs import inputs_of
 from surgery.run.at_hand import at_hand, cached_folder
 from surgery.run.context import Run
 from surgery.run.folder import RunDir
+from surgery.run.machine import GIB, find_machine
 from surgery.run.memory_estimate import SourceSample, StepCost, sample_sources, step_cost
 from surgery.run.stages import STAGES
 from surgery.run.time_estimate import estimate_time
@@ -42,11 +43,10 @@ from surgery.train.training import make_accelerator
 from surgery.types import HeadId, HeadSet, Plan, ScoredHead, head_set_from_json
 
 LENGTHS = {"1k": 1024, "8k": 8 * 1024, "32k": 32 * 1024, "128k": 128 * 1024}
-GIB = 2**30
 
 
 def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: bool = False) -> dict[str, Any]:
-    """Estimate heads, sizes, memory, FLOPs and cache bytes of a run, and whether it fits the hardware.
+    """Estimate heads, sizes, memory, FLOPs and cache bytes of a run, and whether it fits the hardware or this machine.
 
     If no heads are located yet, the estimate uses the first heads of the middle layer.
 
@@ -173,12 +173,18 @@ def _training(
 
 
 def _fits(cost: StepCost, hardware: Hardware) -> dict[str, Any] | None:
-    """Check whether one process fits its device, and by how much. None if `hardware.memory_gib` is not set."""
-    if hardware.memory_gib is None:
-        return None
-    left = round(hardware.memory_gib * GIB) - cost.memory.total
-    name = hardware.gpu or "device"
-    return {"gpu": name, "count": hardware.count, "memory_gib": hardware.memory_gib, "fits": left >= 0, "left": left}
+    """Check whether one process fits its device, and by how much.
+
+    Without `hardware`, the device is that of this machine. None if it is another one, whose memory is not given.
+    """
+    name, memory = hardware.gpu or "device", hardware.memory_gib
+    if memory is None:
+        if hardware.gpu is not None or hardware.count > 1:
+            return None
+        machine = find_machine()
+        name, memory = f"This machine ({machine.name})", machine.memory_gib
+    left = round(memory * GIB) - cost.memory.total
+    return {"gpu": name, "count": hardware.count, "memory_gib": memory, "fits": left >= 0, "left": left}
 
 
 def _cache(cache: CacheBytes) -> dict[str, Any]:

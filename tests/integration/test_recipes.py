@@ -155,10 +155,14 @@ def test_a_dry_run_says_what_does_not_fit(tmp_path: Path) -> None:
     path = RECIPES["quickstart"]
     small = [f"base.model={BASE}", *(f"train.sources.{i}.rows=1" for i in range(5)), "train.sources.0.pairs=[4, 4]"]
     tight = load_recipe(path, [*small, "hardware={gpu: toy, memory_gib: 0.001}"])
-    found, silent = dry_run(tight, tmp_path / "x", path), dry_run(load_recipe(path, small), tmp_path / "x", path)
+    other = load_recipe(path, [*small, "hardware={gpu: toy}"])
+    found, here, unknown = (
+        dry_run(recipe, tmp_path / "x", path) for recipe in (tight, load_recipe(path, small), other)
+    )
     assert found["fits"]["fits"] is False and found["fits"]["left"] < 0
-    assert silent["fits"] is None and silent["shapes_from"] == ""
-    assert found["memory"] == silent["memory"]
+    assert here["fits"]["fits"] is True and here["fits"]["gpu"].startswith("This machine (")
+    assert unknown["fits"] is None and here["shapes_from"] == ""
+    assert found["memory"] == here["memory"] == unknown["memory"]
 
 
 def test_a_dry_run_counts_the_control_in_the_stages_that_it_trains(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 from surgery.init.initial_recipe import recipe_name, write_recipe
 from surgery.init.measuring import Findings
 from surgery.init.probing import ADJACENT, FAR, Format, Screening, Share
-from surgery.init.settings import GIB, Machine
 from surgery.recipe import Base, Recipe, check_recipe
 from surgery.recipe.yaml import load_yaml
+from surgery.run.machine import GIB, Machine
 from surgery.testing.pico import pico_config
 
 CPU = Machine("2 CPU cores", 16 * GIB, 1, False)

@@ -106,6 +106,7 @@ _DESCRIBES = {
 
 class _Descriptions(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        module = "pathlib" if module == "pathlib._local" else module  # where Python 3.13 keeps PosixPath
         if (module, name) in _DESCRIBES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it holds {module}.{name}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import pickle
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,6 +85,18 @@ def test_what_is_loaded_goes_on_as_what_was_saved(sharded: bool, tmp_path: Path)
     for training in (saved, loaded):
         training.step()
     assert_same(loaded, saved)
+
+
+def test_an_index_that_another_python_wrote_is_read(tmp_path: Path) -> None:
+    """Python 3.13 names the class of a path `pathlib._local.PosixPath`, other versions `pathlib.PosixPath`."""
+    Training(sharded=True).save(tmp_path)
+    (file,) = tmp_path.glob("*/shards/.metadata")
+    index = pickle.dumps(pickle.loads(file.read_bytes()), protocol=3)  # noqa: S301  (names are plain text)
+    for module in (b"cpathlib\n", b"cpathlib._local\n"):
+        written = re.sub(rb"cpathlib(\._local)?\n", module, index)
+        assert module in written
+        file.write_bytes(written)
+        assert Training(sharded=True, seed=1).load(tmp_path) == {"step": 1, **OF}
 
 
 def test_before_the_first_step_there_are_no_moments(sharded: bool, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ rounding: $(VENV)/.installed
 compat: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .compat "transformers==5.21.*"
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.compat $(BIN)/python -m pytest -n 2 tests/unit/hybrid tests/unit/models \
-		tests/unit/locate tests/unit/interventions/test_hooks.py tests/unit/interventions/test_alterations.py tests/unit/splice/test_graft.py tests/integration/test_famil*.py
+		tests/unit/locate tests/unit/interventions tests/unit/splice/test_graft.py tests/integration/test_famil*.py
 
 ## Test hybrids, file formats, training and exports on the newest torch on PyPI (4 GB, in .newest).
 newest: $(VENV)/.installed

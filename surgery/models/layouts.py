@@ -170,7 +170,8 @@ class Family:
         state_field: field of the config that holds the width of B and C, if the state can be cut; `field.key` for a
             key of a mapping. Rows of B and C must be in `in_proj` and in the short convolution. Empty if it cannot be
             cut.
-        norm_by_group_since: first release of transformers with a gated norm per group, as the models were trained.
+        computed_wrongly: function from the config of a plain model to (first right release of transformers, what of the
+            config needs it, what older releases do); None if all supported releases are right.
     """
 
     name: str
@@ -184,7 +185,7 @@ class Family:
     is_donor: bool = False
     groups_channels: bool = False
     state_field: str = ""
-    norm_by_group_since: str = ""
+    computed_wrongly: Callable[[PreTrainedConfig], tuple[str, str, str] | None] = lambda config: None
 
     def is_hybrid(self, config: PreTrainedConfig) -> bool:
         """Return whether the config, of this family, is of its hybrids."""

@@ -71,9 +71,13 @@ def register_family(
 CHANNELS_PER_HEAD = 64  # default of `base.channels_per_head`: Mamba-1 has channels and no heads
 _NO_SSM = "it has no SSM heads. It can be a teacher (splice.init: teacher)."
 _OWN_SLOT = "all its layers have attention, which uses the cache slot that a spliced branch needs."
-_PER_GROUP = "5.23"  # before, the gated norm of these types took one mean square over all groups
 
 Fields = Callable[[PreTrainedConfig], dict[str, Any]]
+
+
+def _one_norm_for_all_groups(config: PreTrainedConfig) -> tuple[str, str, str] | None:
+    groups = getattr(config, "n_groups", getattr(config, "mamba_n_groups", 1))
+    return ("5.23", f"{groups} groups", "normalise all groups as one") if groups > 1 else None
 
 
 def _classes(name: str) -> HybridClasses:
@@ -128,7 +132,7 @@ def _mamba_ssm_attention(config: PreTrainedConfig, layer: int, path: str) -> Mix
     hybrid=_classes("Mamba2Hybrid"),
     branch_fields=_MAMBA_FIELDS,
     state_field="state_size",
-    norm_by_group_since=_PER_GROUP,
+    computed_wrongly=_one_norm_for_all_groups,
 )
 def _mamba2(config: PreTrainedConfig) -> list[MixerSpec]:
     """Every layer has one mixer: an SSM, or mamba_ssm's attention."""
@@ -246,7 +250,7 @@ def _zamba2(config: PreTrainedConfig) -> list[MixerSpec]:
     hybrid=_classes("GraniteHybrid"),
     branch_fields=_BAMBA_FIELDS,
     state_field="mamba_d_state",
-    norm_by_group_since=_PER_GROUP,
+    computed_wrongly=_one_norm_for_all_groups,
 )
 @register_family(
     "bamba",
@@ -254,7 +258,7 @@ def _zamba2(config: PreTrainedConfig) -> list[MixerSpec]:
     hybrid=_classes("BambaHybrid"),
     branch_fields=_BAMBA_FIELDS,
     state_field="mamba_d_state",
-    norm_by_group_since=_PER_GROUP,
+    computed_wrongly=_one_norm_for_all_groups,
 )
 def _bamba(config: PreTrainedConfig) -> list[MixerSpec]:
     """Every layer has one mixer: an SSM, or attention."""
@@ -286,7 +290,13 @@ def _nemotron_h(config: PreTrainedConfig) -> list[MixerSpec]:
     return mixers
 
 
-@register_family("falcon_h1", "falcon_h1", refuses=_OWN_SLOT)
+def _norm_of_one_token(config: PreTrainedConfig) -> tuple[str, str, str] | None:
+    """A decode step gates (B,1,D) with (B,D), so the norm returns (B,B,D)."""
+    fault = "decode the prompts of a batch as one"
+    return ("5.23", "a gated norm (mamba_rms_norm)", fault) if config.mamba_rms_norm else None
+
+
+@register_family("falcon_h1", "falcon_h1", refuses=_OWN_SLOT, computed_wrongly=_norm_of_one_token)
 def _falcon_h1(config: PreTrainedConfig) -> list[MixerSpec]:
     """Every layer has an SSM and attention side by side."""
     mixers = []

@@ -25,20 +25,21 @@ def check_release(config: PreTrainedConfig) -> None:
     """Refuse a plain model that the installed transformers would compute wrongly without an error.
 
     Raises:
-        ModelError: the gated norm has several groups, and the release takes one mean square over all of them.
+        ModelError: the model's family has a fault in this release that this config meets.
     """
-    groups = getattr(config, "n_groups", None) or getattr(config, "mamba_n_groups", 1)
-    if groups == 1 or not has_family(config.model_type):
+    if not has_family(config.model_type):
         return
     family = family_of(config)
-    if not family.norm_by_group_since or family.is_hybrid(config):
+    wrong = None if family.is_hybrid(config) else family.computed_wrongly(config)
+    if wrong is None:
         return
-    needed = f"transformers>={family.norm_by_group_since},<6"
+    release, what, fault = wrong
+    needed = f"transformers>={release},<6"
     try:
         require_version(needed)
     except ImportError:
-        hint = f"Older transformers normalise all groups as one. Install {needed}: pip install '{needed}'."
-        raise ModelError("base.model", f"{config.model_type} with {groups} groups", hint) from None
+        hint = f"Older transformers {fault}. Install {needed}: pip install '{needed}'."
+        raise ModelError("base.model", f"{config.model_type} with {what}", hint) from None
 
 
 def shorten_chunks(model: PreTrainedModel) -> None:

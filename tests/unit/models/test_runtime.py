@@ -51,6 +51,16 @@ def test_a_release_that_computes_another_model_is_refused(
     check_release(config)
 
 
+def test_a_release_that_decodes_a_batch_as_one_prompt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def older(requirement: str) -> None:
+        raise ImportError(requirement)
+
+    monkeypatch.setattr(runtime, "require_version", older)
+    with pytest.raises(ModelError, match=r"falcon_h1 with a gated norm .*transformers>=5\.23"):
+        check_release(pico_family_config("falcon_h1", mamba_rms_norm=True))
+    check_release(pico_family_config("falcon_h1", mamba_rms_norm=False))
+
+
 @pytest.mark.parametrize("name", ["zamba2", "nemotron_h", "falcon_h1", "llamba", "mamba", "llama"])
 def test_families_that_were_always_right_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def older(requirement: str) -> None:

@@ -49,10 +49,11 @@ compat: $(VENV)/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.compat $(BIN)/python -m pytest -n 2 tests/unit/hybrid tests/unit/models \
 		tests/unit/locate tests/unit/interventions tests/unit/splice/test_graft.py tests/integration/test_famil*.py
 
-## Test hybrids, file formats, training and exports on the newest torch on PyPI (4 GB, in .newest).
+## Test hybrids, file formats, training and exports on the newest torch and transformers on PyPI (4 GB, in .newest).
 newest: $(VENV)/.installed
 	test -x .newest/bin/python || $(BIN)/python -m venv .newest
 	.newest/bin/pip install --quiet --disable-pip-version-check --upgrade torch
+	.newest/bin/pip install --quiet --disable-pip-version-check --upgrade --no-deps transformers
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo .newest/lib/python3*/site-packages)/zz_rest.pth
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) .newest/bin/python -m pytest -n 2 tests/unit/hybrid tests/unit/models \
 		tests/unit/test_*.py tests/unit/train tests/integration/test_export.py tests/integration/test_famil*.py

@@ -124,7 +124,7 @@ def _decode(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """(B,STEPS+1,V): the last logits of a prompt whose second row is padded, and those of the tokens after it."""
     mask = torch.ones_like(ids)
     mask[1, :PADS] = 0
-    argument, start = family_of(model.config).cache_argument, ids.shape[1] - STEPS
+    argument, start = family_of(model.config).cache_name, ids.shape[1] - STEPS
     output = model.eval()(ids[:, :start], attention_mask=mask[:, :start], use_cache=True)
     logits = [output.logits[:, -1:]]
     for t in range(start, ids.shape[1]):

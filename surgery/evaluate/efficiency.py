@@ -147,7 +147,7 @@ class _Timer:
 
     def __init__(self, model: PreTrainedModel, ids_BT: Tensor) -> None:
         self.model, self.ids_BT = model, ids_BT
-        self.argument = family_of(model.config).cache_argument
+        self.argument = family_of(model.config).cache_name
 
     def prefill(self) -> tuple[Tensor, Any]:
         """(B,1) likeliest next token of each row, and the cache."""

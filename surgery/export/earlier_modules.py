@@ -61,4 +61,14 @@ EARLIER: dict[str, dict[str, str]] = {
         **_BEFORE_SERVE,
         "shipping.py": "4dd64fb756d270552814aea5aea3bc39185f15b4b0c37eab77b182b31e843d49",
     },
+    "0.2.0.dev0, before transformers 5.24": {
+        **_BEFORE_SERVE,
+        "attention.py": "3a1ac5c3d2e61edd32294bf63a96d8e54bfd3039effea9c923a922d45fbb7c3e",
+        "donor.py": "3ee846f8623bda5c90014b1124b8685ed7b8a62b6b7c7305d82464c42f5fad23",
+        "modeling_llamba.py": "c5218d8dd4ece1b39e66bcd16975a0767aa25e4d30a5cec8207089e095f830df",
+        "modeling_mamba2attn.py": "cd2a4f584e398dd2fd67b6188b73a727299b1a8cdd562a98759324ef81ac971f",
+        "packing.py": "5f2a4825218ee0f503e9062dbde7fa21b6fc1f2afe7b90390b95f2b3fd9bc383",
+        "shipping.py": "4dd64fb756d270552814aea5aea3bc39185f15b4b0c37eab77b182b31e843d49",
+        "streams.py": "760a63e4a7f68d0c027bb88d689a7925d04a79636354d61f7d294fd7a66b874c",
+    },
 }

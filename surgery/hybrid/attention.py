@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging
 from transformers.utils.versions import require_version
 
 from .branches import register_branch
@@ -26,9 +28,26 @@ from .packing import convolved, masked
 from .sites import FLAG, Check, at_least, wrong
 from .splice_pass import SpliceRows
 
+logger = logging.get_logger(__name__)
+
 # Older releases decode layers that have a convolution state, a recurrent state and keys and values at once wrongly,
 # without an error.
 require_version("transformers>=5.21,<6", "This hybrid checkpoint needs it: pip install 'transformers>=5.21,<6'.")
+
+NEWEST_TESTED = "5.24"
+
+
+def warn_if_untested(installed: str) -> None:
+    """Warn of a newer release: it may change what this code extends, as 5.24 renamed the argument for the cache."""
+    minor, newest = ([int(part) for part in release.split(".")[:2]] for release in (installed, NEWEST_TESTED))
+    if minor > newest:
+        logger.warning(
+            f"The hybrid's code was tested with transformers 5.21 to {NEWEST_TESTED}, and {installed} is installed. If "
+            f"loading or generating fails: pip install 'transformers=={NEWEST_TESTED}.*'."
+        )
+
+
+warn_if_untested(transformers.__version__)
 
 CONV_STATE = 1  # the branch's own convolution state; state 0 is the SSM's
 RANDOM_KERNEL = 4  # width of a random branch's convolution; the one of Mamba-2

@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotat
 
 from .attention import SplicedAttention
 from .branches import register_branch
+from .cache_name import take_cache
 from .sites import FLAG, Check, at_least, wrong
 from .splice_pass import SplicePass
 
@@ -142,7 +143,7 @@ class DonorMixer(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        cache_params: Any = None,
+        cache: Any = None,
         attention_mask: Tensor | None = None,
         splice_pass: SplicePass | None = None,
         **kwargs: Any,
@@ -151,7 +152,7 @@ class DonorMixer(nn.Module):
         splice_pass = splice_pass or SplicePass()
         return self.attention(
             hidden_states,
-            cache_params,
+            take_cache(cache, kwargs),
             attention_mask,
             splice_pass.causal,
             splice_pass.rows,

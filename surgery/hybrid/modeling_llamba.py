@@ -26,6 +26,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.utils.generic import maybe_autocast
 
+from .cache_name import cache_name, take_cache
 from .causal_lm import HybridCausalLMMixin
 from .configuration import HybridConfigMixin
 from .discrete_scan import chunked_scan, scan_step
@@ -69,7 +70,7 @@ class LlambaConfig(HybridConfigMixin, PreTrainedConfig):
 
     model_type = "llamba"
     takes_layers = True
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = [cache_name("past_key_values")]
     attribute_map = {
         "hidden_size": "d_model",
         "num_hidden_layers": "n_layer",
@@ -159,29 +160,30 @@ class LlambaMixer(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        cache_params: Any = None,
+        cache: Any = None,
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """(B,T,D) -> (B,T,D).
 
         Args:
-            cache_params: a transformers Cache; updated in place. Any number of new tokens may follow a filled one.
+            cache: a transformers Cache; updated in place. Any number of new tokens may follow a filled one.
             attention_mask: (B,T) of the new tokens, 0 on padding; None when there is none.
         """
+        cache = take_cache(cache, kwargs)
         u_BTD = masked(hidden_states, attention_mask)
-        state = cache_params.get_recurrent_state(self.layer_idx) if cache_params is not None else None
+        state = cache.get_recurrent_state(self.layer_idx) if cache is not None else None
         mixed, gate, decay = self.in_proj(u_BTD).split([self.conv_dim, self.intermediate_size, self.num_heads], dim=-1)
         # Biases of the projection and of the convolution are not 0 on padding.
-        mixed = self._convolve(masked(mixed, attention_mask), cache_params)
+        mixed = self._convolve(masked(mixed, attention_mask), cache)
         mixed = masked(mixed, attention_mask)
         with maybe_autocast(device_type=u_BTD.device.type, enabled=False):
             y_BTHP, state = self._recur(mixed, decay, state)
             if self.z_bias is not None:
                 gate = gate + self.z_bias
             y_BTI = y_BTHP.flatten(2) * F.silu(gate.to(y_BTHP.dtype))
-        if cache_params is not None:
-            cache_params.update_recurrent_state(state, layer_idx=self.layer_idx)
+        if cache is not None:
+            cache.update_recurrent_state(state, layer_idx=self.layer_idx)
         return self.out_proj(y_BTI.to(u_BTD.dtype))
 
     def _convolve(self, mixed_BTI: Tensor, cache: Any) -> Tensor:
@@ -242,14 +244,12 @@ class LlambaBlock(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: Tensor,
-        past_key_values: Any = None,
+        cache: Any = None,
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """(B,T,D) -> (B,T,D); the mask is of the new tokens."""
-        mixed = self.mixer(
-            self.input_layernorm(hidden_states), cache_params=past_key_values, attention_mask=attention_mask, **kwargs
-        )
+        mixed = self.mixer(self.input_layernorm(hidden_states), cache=cache, attention_mask=attention_mask, **kwargs)
         hidden_states = hidden_states + mixed
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
@@ -292,27 +292,28 @@ class PlainLlambaModel(LlambaPreTrainedModel):
         self,
         inputs_embeds: Tensor,
         attention_mask: Any = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """(B,T,D) -> (B,T,D). There are no positions; `generate` passes `position_ids` all the same."""
+        cache = take_cache(cache, kwargs)
         if isinstance(attention_mask, dict):  # made by `generate` for a cache that compiles
             mask = attention_mask.get("linear_attention")
         else:
-            mask = create_recurrent_attention_mask(self.config, inputs_embeds, attention_mask, past_key_values)
+            mask = create_recurrent_attention_mask(self.config, inputs_embeds, attention_mask, cache)
         hidden, block_inputs = inputs_embeds, []
         for block in self.layers:
             block_inputs.append(hidden)
-            hidden = block(hidden, past_key_values=past_key_values, attention_mask=mask, **kwargs)
+            hidden = block(hidden, cache=cache, attention_mask=mask, **kwargs)
         hidden = self.final_layernorm(hidden)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
-            past_key_values=past_key_values if use_cache else None,
+            **{cache_name("past_key_values"): cache if use_cache else None},
             hidden_states=(*block_inputs, hidden) if output_hidden_states else None,
         )
 
@@ -371,10 +372,11 @@ class PlainLlambaForCausalLM(LlambaPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        name = cache_name("past_key_values")
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=output.past_key_values,
+            **{name: getattr(output, name)},
             hidden_states=output.hidden_states,
             attentions=output.attentions,
         )

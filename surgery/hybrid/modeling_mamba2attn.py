@@ -21,6 +21,7 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Block, Mamba2ForCau
 from transformers.utils.output_capturing import OutputRecorder
 
 from .attention import SplicedAttention, eager_attention_forward
+from .cache_name import cache_name, take_cache
 from .modeling_mamba2_hybrid import (
     Mamba2HybridConfig,
     Mamba2HybridForCausalLM,
@@ -104,7 +105,7 @@ class MambaSsmAttention(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        cache_params: Any = None,
+        cache: Any = None,
         attention_mask: Tensor | None = None,
         splice_pass: SplicePass | None = None,
         **kwargs: Any,
@@ -112,22 +113,23 @@ class MambaSsmAttention(nn.Module):
         """(B,T,D) -> (B,T,D).
 
         Args:
-            cache_params: a transformers Cache, updated in place; None for none.
+            cache: a transformers Cache, updated in place; None for none.
             attention_mask: (B,T), 0 on padding; None when there is none.
             splice_pass: has the causal mask; without it no token may be padding.
         """
-        past = 0 if cache_params is None else cache_params.get_seq_length(self.layer_idx)
+        cache = take_cache(cache, kwargs)
+        past = 0 if cache is None else cache.get_seq_length(self.layer_idx)
         qkv_BTC = self.in_proj(hidden_states)
         if self.conv_kernel:
             documents = splice_pass.documents if splice_pass is not None else None
-            qkv_BTC = self._convolve(qkv_BTC, cache_params, attention_mask, documents)
+            qkv_BTC = self._convolve(qkv_BTC, cache, attention_mask, documents)
         query, key, value = (
             part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in qkv_BTC.split(self.widths, dim=-1)
         )
         if self.rotary_dim:
             query, key = self._rotate(query, past), self._rotate(key, past)
-        if cache_params is not None:
-            key, value = cache_params.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         causal = splice_pass.causal if splice_pass is not None else None
         mixed_BTHP, weights = attend(self, query, key, value, causal, scaling=self.scaling, dropout=0.0)
@@ -198,18 +200,18 @@ class MaskedMamba2Model(Mamba2Model):
         self,
         inputs_embeds: Tensor,
         attention_mask: Any = None,
-        cache_params: Any = None,
+        cache: Any = None,
         splice_pass: SplicePass | None = None,
         **kwargs: Any,
     ) -> Any:
         """As `Mamba2Model.forward`, from embeddings."""
+        cache = take_cache(cache, kwargs)
         if splice_pass is None:
-            attention_mask, kwargs = self._splice_arguments(inputs_embeds, attention_mask, cache_params, None, kwargs)
+            attention_mask, kwargs = self._splice_arguments(inputs_embeds, attention_mask, cache, None, kwargs)
         else:
             kwargs["splice_pass"] = splice_pass
-        return super().forward(
-            inputs_embeds=inputs_embeds, attention_mask=attention_mask, cache_params=cache_params, **kwargs
-        )
+        kwargs[cache_name("cache_params")] = cache
+        return super().forward(inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)
 
 
 class Mamba2AttnModel(Mamba2HybridModel, MaskedMamba2Model):
@@ -230,7 +232,7 @@ class Mamba2AttnModel(Mamba2HybridModel, MaskedMamba2Model):
 
 
 class Mamba2AttnForCausalLM(Mamba2HybridForCausalLM, GenerationMixin):
-    """Mamba-2 language model with attention layers; "Mamba" in the name makes `generate` pass `cache_params`."""
+    """Mamba-2 language model with attention layers."""
 
     config_class = Mamba2AttnConfig
 

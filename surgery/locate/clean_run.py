@@ -130,7 +130,7 @@ def run_clean(model: PreTrainedModel, batch: EncodedBatch, stepwise: bool = Fals
 
     def run_before_query() -> Cache:
         inputs = arguments(model, batch.input_ids[:, :-1], None if mask is None else mask[:, :-1])
-        cache: Cache = getattr(model(**inputs, use_cache=True, logits_to_keep=1), family.cache_argument)
+        cache: Cache = getattr(model(**inputs, use_cache=True, logits_to_keep=1), family.cache_name)
         return cache
 
     if stepwise:
@@ -182,7 +182,7 @@ def run_pass(
     Returns:
         (W*rows,U) or (W*rows,V) logits at the last token, and the cache; None without `use_cache`.
     """
-    name = family_of(model.config).cache_argument
+    name = family_of(model.config).cache_name
     mask = None if part.mask is None else part.mask.repeat(variants, 1)
     inputs = arguments(model, part.batch.input_ids.repeat(variants, 1), mask, part.past)
     if cache is not None:

@@ -83,7 +83,7 @@ def cache_bytes(model: PreTrainedModel, tokens: int = 4) -> CacheBytes:
     with torch.no_grad(), FusedAttention(), Meter():
         ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
         output = model(ids, use_cache=True)
-    cache = output[family_of(model.config).cache_argument]
+    cache = output[family_of(model.config).cache_name]
     states, keys_values = cache_tensors(cache)
     return CacheBytes(sum(t.nbytes for t in states), sum(t.nbytes for t in keys_values) // tokens)
 

@@ -21,6 +21,7 @@ from transformers import Mamba2Config, NemotronHConfig, NemotronHForCausalLM, Pr
 
 from surgery.errors import ModelError
 from surgery.hybrid.attention import SplicedAttention
+from surgery.hybrid.cache_name import take_cache
 from surgery.hybrid.causal_lm import HybridCausalLMOutput
 from surgery.hybrid.splice_pass import SpliceRows
 from surgery.types import Graft, MixerSpec
@@ -168,7 +169,7 @@ class InsertedForCausalLM(NemotronHForCausalLM):
         """
         if splice_queries is None:
             return super().forward(input_ids, attention_mask=attention_mask, **kwargs)
-        if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        if take_cache(kwargs.get("cache"), {**kwargs}) is not None or kwargs.get("use_cache"):
             raise ValueError("splice_queries: rows are computed without a cache only. Set use_cache=False.")
         projected: dict[str, Tensor] = {}
         documents: list[Tensor | None] = []

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import PlanError
+from surgery.hybrid.cache_name import cache_name
 from surgery.registry import Registry
 from surgery.types import MixerSpec
 
@@ -159,7 +160,7 @@ class Family:
         model_types: model types of plain models and of hybrids.
         layout: function from a config to its mixers, from the lowest layer up. Within a layer, the SSM mixer comes
             before attention.
-        cache_argument: name of the cache in the model's forward.
+        cache_argument: name of the cache in the model's forward before transformers 5.24, which renamed it to `cache`.
         hybrid: classes of its hybrids (config, model, causal language model); None if nothing can be spliced.
         refuses: the reason if nothing can be spliced.
         branch_fields: function from a config to the fields that a branch copies: `bias`, `conv_bias`, `norm_eps`, ...
@@ -186,6 +187,11 @@ class Family:
     groups_channels: bool = False
     state_field: str = ""
     computed_wrongly: Callable[[PreTrainedConfig], tuple[str, str, str] | None] = lambda config: None
+
+    @property
+    def cache_name(self) -> str:
+        """Name of the cache in the model's forward and its output, in the installed transformers."""
+        return cache_name(self.cache_argument)
 
     def is_hybrid(self, config: PreTrainedConfig) -> bool:
         """Return whether the config, of this family, is of its hybrids."""

@@ -39,7 +39,7 @@ def register_family(
     Args:
         name: name of the family.
         model_types: model types of the plain models. That of the hybrid is added.
-        cache_argument: name of the cache in the model's forward.
+        cache_argument: name of the cache in the model's forward before transformers 5.24, which renamed it to `cache`.
         hybrid: classes of its hybrids (config, model, causal language model). They are registered with transformers.
         refuses: without `hybrid`, the reason why nothing can be spliced.
         fields: other fields of `Family`: `branch_fields`, `tiny`, ...

@@ -308,7 +308,7 @@ STAGES: tuple[Stage, ...] = (
           ("trained", "no_splice", "spliced", "plan.json", "heads.json"),
           ("results.json", "report.html", "figures/evaluate"), _evaluate, version=2),
     Stage("export", "exporting", ("base", "locate", "splice", "train", "evaluate", "export"),
-          ("trained", "results.json", "report.html", "plan.json", "heads.json"), ("export",), _export, version=2),
+          ("trained", "results.json", "report.html", "plan.json", "heads.json"), ("export",), _export, version=3),
 )  # fmt: skip
 # Stages for a base that is a hybrid already (`splice: null`).
 TUNING: tuple[Stage, ...] = (
@@ -319,7 +319,7 @@ TUNING: tuple[Stage, ...] = (
           ("trained", "no_splice"), ("results.json", "report.html", "figures/evaluate"), _evaluate,
           version=2),
     Stage("export", "exporting", ("base", "control", "splice", "train", "evaluate", "export"),
-          ("trained", "results.json", "report.html"), ("export",), _export, version=2),
+          ("trained", "results.json", "report.html"), ("export",), _export, version=3),
 )  # fmt: skip
 
 

@@ -194,7 +194,7 @@ def scored_choices(model: PreTrainedModel, batch: EncodedBatch, paths: Paths, me
         batch: left-padded, ending at the query.
         memory: bytes for the paths that are decoded together.
     """
-    name, T = family_of(model.config).cache_argument, batch.input_ids.shape[1]
+    name, T = family_of(model.config).cache_name, batch.input_ids.shape[1]
     prompt = arguments(model, batch.input_ids, batch.attention_mask)
     output = model(**prompt, use_cache=True, logits_to_keep=1)
     logits, cache = output.logits[:, -1], getattr(output, name)

@@ -202,7 +202,7 @@ class TestRows:
 def decoded(model: Any, ids: Tensor, borders: tuple[int, ...], mask: Tensor | None = None) -> Tensor:
     """(B,T,V) from cached forward passes over the pieces between the borders."""
     kept, found, start = None, [], 0
-    argument = family_of(model.config).cache_argument
+    argument = family_of(model.config).cache_name
     for end in (*borders, ids.shape[1]):
         seen = None if mask is None else mask[:, :end]
         with torch.no_grad(), requires_grad(True, model):

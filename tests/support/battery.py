@@ -82,7 +82,7 @@ def shared(model: Any) -> set[frozenset[str]]:
 
 
 def cache_of(model: Any, output: Any) -> Any:
-    return getattr(output, family_of(model.config).cache_argument)
+    return getattr(output, family_of(model.config).cache_name)
 
 
 def assert_cache_is_as_large_as_said(model: Any) -> None:

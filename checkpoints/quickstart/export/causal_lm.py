@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from .cache_name import RENAMED, cache_name, take_cache
 from .model import HybridInitMixin
 from .splice_pass import SpliceRows
 
@@ -22,7 +23,7 @@ class HybridCausalLMOutput(ModelOutput):
 
     Attributes:
         logits: (B,T,V).
-        cache_params, past_key_values: the cache, under the family's name for it.
+        cache: the cache. Before transformers 5.24, the family's name for it is `cache_params` or `past_key_values`.
         attentions: with `output_attentions`: (B,H,T,S) of each layer with attention, from below.
         splice_attentions: with `splice_queries`: (B,H,Q,T) in fp32 of each spliced layer, from below.
     """
@@ -30,8 +31,11 @@ class HybridCausalLMOutput(ModelOutput):
     loss: Tensor | None = None
     aux_loss: Tensor | None = None
     logits: Tensor | None = None
-    cache_params: Any = None
-    past_key_values: Any = None
+    if RENAMED:
+        cache: Any = None
+    else:
+        cache_params: Any = None
+        past_key_values: Any = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     router_logits: tuple[Tensor, ...] | None = None
@@ -52,7 +56,7 @@ class HybridCausalLMMixin(HybridInitMixin):
         input_ids: Tensor | None = None,
         attention_mask: Any = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -71,6 +75,7 @@ class HybridCausalLMMixin(HybridInitMixin):
             seq_idx: (B,T) index of the document that each token belongs to, as in the model without its head.
         """
         rows = None
+        kwargs[cache_name("past_key_values")] = take_cache(cache, kwargs)
         if splice_queries is not None:
             rows = kwargs["splice_queries"] = SpliceRows(splice_queries)
         if seq_idx is not None:
@@ -81,7 +86,6 @@ class HybridCausalLMMixin(HybridInitMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             labels=labels,
             use_cache=use_cache,
@@ -94,10 +98,10 @@ class HybridCausalLMMixin(HybridInitMixin):
 
 
 class MambaHybridCausalLMMixin(HybridInitMixin):
-    """Put before the causal language models that call their cache `cache_params`: Mamba-1 and Mamba-2.
+    """Put before the causal language models whose forward passes no keyword arguments: Mamba-1 and Mamba-2.
 
-    Their forward does not pass keyword arguments to the model, so this class computes the logits itself. `generate`
-    passes the cache under that name to classes with "Mamba" in their name.
+    This class computes the logits itself. Before transformers 5.24, `generate` passes the cache as `cache_params` to
+    classes with "Mamba" in their name, and as `past_key_values` to others.
     """
 
     def _build(self, backbone: nn.Module) -> None:
@@ -121,7 +125,7 @@ class MambaHybridCausalLMMixin(HybridInitMixin):
         return inputs
 
     def _prefill(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any) -> Any:
-        """Skip the tokens of a whole text that the caller's cache holds, as `generate` does for `past_key_values`."""
+        """Skip the tokens of a whole text that the caller's cache holds. From 5.24 on, `generate` does it itself."""
         cache, mask = model_kwargs.get("cache_params"), model_kwargs.get("attention_mask")
         counts_tokens = bool({"hybrid", "full_attention"} & set(self.config.layer_types))
         if cache is not None and counts_tokens and model_kwargs.get("inputs_embeds") is None:
@@ -134,7 +138,7 @@ class MambaHybridCausalLMMixin(HybridInitMixin):
         self,
         input_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        cache_params: Any = None,
+        cache: Any = None,
         labels: Tensor | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
@@ -156,7 +160,7 @@ class MambaHybridCausalLMMixin(HybridInitMixin):
         output = self.backbone(
             input_ids,
             inputs_embeds=inputs_embeds,
-            cache_params=cache_params,
+            cache=take_cache(cache, kwargs),
             use_cache=use_cache,
             attention_mask=attention_mask,
             output_hidden_states=output_hidden_states,
@@ -171,10 +175,11 @@ class MambaHybridCausalLMMixin(HybridInitMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        name = cache_name("cache_params")
         result = HybridCausalLMOutput(
             loss=loss,
             logits=logits,
-            cache_params=output.cache_params,
+            **{name: getattr(output, name)},
             hidden_states=output.hidden_states,
             attentions=output.attentions,
             splice_attentions=output.splice_attentions,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
+from .cache_name import cache_name, take_cache
 from .sites import splice_sites
 from .splice_pass import SplicePass
 
@@ -86,27 +87,28 @@ class HybridMixerMixin:
     def forward(
         self,
         hidden_states: Tensor,
-        cache_params: Any = None,
+        cache: Any = None,
         attention_mask: Any = None,
         splice_pass: SplicePass | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """(B,T,D) -> (B,T,D): `ssm(u) + attention(u)`."""
+        cache = take_cache(cache, kwargs)
         if isinstance(attention_mask, SplicePass):  # Mamba-1's model passes no other argument down
             splice_pass, attention_mask = attention_mask, attention_mask.padding
         if self.attention is None:
-            return self._scan(hidden_states, cache_params, attention_mask, **kwargs)
+            return self._scan(hidden_states, cache, attention_mask, **kwargs)
         splice_pass = splice_pass or SplicePass(attention_mask)
         training, seen = self.training, []
         self.training, self.seen = training and not self.unfused, seen
         try:
-            output = self._scan(hidden_states, cache_params, attention_mask, **kwargs)
+            output = self._scan(hidden_states, cache, attention_mask, **kwargs)
         finally:
             self.training, self.seen = training, None
         streams = tuple(torch.cat(parts, dim=1) for parts in zip(*seen, strict=True)) or None
         added, _ = self.attention(
             hidden_states,
-            cache_params,
+            cache,
             attention_mask,
             splice_pass.causal,
             splice_pass.rows,
@@ -118,15 +120,14 @@ class HybridMixerMixin:
 
     def _scan(self, hidden_states: Tensor, cache: Any, padding: Tensor | None, **kwargs: Any) -> Tensor:
         """Run the family's own forward."""
-        T = hidden_states.shape[1]
+        T, kwargs = hidden_states.shape[1], {**kwargs, cache_name("cache_params"): cache}
         # State 0 is the scan's; the cache has a second one, which not every branch fills.
         continues = cache is not None and cache.has_previous_state(self.layer_idx, state_idx=0)
         if not (self.one_by_one and T > 1 and continues):
-            return super().forward(hidden_states, cache_params=cache, attention_mask=padding, **kwargs)
+            return super().forward(hidden_states, attention_mask=padding, **kwargs)
         steps = [
             super(HybridMixerMixin, self).forward(
                 hidden_states[:, t : t + 1],
-                cache_params=cache,
                 attention_mask=None if padding is None else padding[:, t : t + 1],
                 **kwargs,
             )

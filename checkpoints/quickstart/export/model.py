@@ -16,6 +16,7 @@ from transformers.utils import ModelOutput, logging
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention import SplicedAttention
+from .cache_name import RENAMED, cache_name, take_cache
 from .packing import documents_of, packed_masks, positions_of
 from .splice_pass import SplicePass, SpliceRows
 
@@ -43,8 +44,11 @@ class HybridOutput(ModelOutput):
     """Output of the model without its head; `splice_attentions` as in `HybridCausalLMOutput`."""
 
     last_hidden_state: Tensor | None = None
-    cache_params: Any = None
-    past_key_values: Any = None
+    if RENAMED:
+        cache: Any = None
+    else:
+        cache_params: Any = None
+        past_key_values: Any = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     router_logits: tuple[Tensor, ...] | None = None
@@ -55,7 +59,7 @@ class HybridModelMixin(HybridInitMixin):
     """Put before a family's model without its head. Builds the masks of a forward once, for all spliced layers.
 
     Attributes:
-        cache_argument: the family's name of the cache.
+        cache_argument: the family's name of the cache before transformers 5.24.
         passes_kwargs: whether the family's forward passes keyword arguments to its mixers.
         packs: whether the family's scan takes `seq_idx`.
     """
@@ -70,6 +74,7 @@ class HybridModelMixin(HybridInitMixin):
         input_ids: Tensor | None = None,
         attention_mask: Any = None,
         inputs_embeds: Tensor | None = None,
+        cache: Any = None,
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
@@ -99,7 +104,7 @@ class HybridModelMixin(HybridInitMixin):
         use_cache = use_cache if use_cache is not None else (self.config.use_cache and not self.training)
         if self.gradient_checkpointing and self.training:
             use_cache = False
-        cache = kwargs.pop(self.cache_argument, None)
+        cache = take_cache(cache, kwargs)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         attention_mask = self._whole_mask(attention_mask, inputs_embeds.shape[1], cache)
@@ -110,7 +115,7 @@ class HybridModelMixin(HybridInitMixin):
             attention_mask, kwargs = self._packed_arguments(seq_idx, inputs_embeds, attention_mask, cache, kwargs)
         if self.config.splice or seq_idx is not None:
             attention_mask, kwargs = self._splice_arguments(inputs_embeds, attention_mask, cache, rows, kwargs)
-        kwargs[self.cache_argument] = cache
+        kwargs[cache_name(self.cache_argument)] = cache
         if output_attentions is not None:
             kwargs["output_attentions"] = output_attentions
         output = super().forward(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import surgery.hybrid.attention as attention_module
 from surgery.hybrid.attention import RandomAttention, SplicedAttention
 from surgery.hybrid.mixer import HybridMixerMixin
 from surgery.hybrid.sites import splice_sites
@@ -313,3 +314,23 @@ def test_the_cache_holds_as_many_numbers_as_the_class_states(site: dict) -> None
 def test_random_heads_have_no_gate() -> None:
     fields = RandomAttention.plan_fields(SimpleNamespace(random_width=5, site=SimpleNamespace(head_dim=16)))
     assert fields == {"qk_width": 5, "v_width": 16, "conv_kernel": 4, "gate": False, "activation": None}
+
+
+@pytest.mark.parametrize(
+    ("installed", "untested"),
+    [
+        ("5.21.0", False),
+        ("5.24.0", False),
+        ("5.24.3.dev0", False),
+        ("5.25.0", True),
+        ("5.100.1", True),
+        ("6.0.0.dev0", True),
+    ],
+)
+def test_a_release_that_is_newer_than_those_tested_is_named(
+    installed: str, untested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(attention_module.logger, "warning", warnings.append)
+    attention_module.warn_if_untested(installed)
+    assert len(warnings) == untested and all(installed in text and "transformers==5.24.*" in text for text in warnings)

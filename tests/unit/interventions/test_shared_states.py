@@ -71,7 +71,7 @@ def step(run: CleanRun, is_shared: bool, unchanged: MixerSpec | None = None) -> 
     if unchanged is None:
         ids = (ids + 7 * torch.arange(W).repeat_interleave(len(run.batch))[:, None]) % run.model.config.vocab_size
     inputs = arguments(run.model, ids, run.query.mask.repeat(W, 1), run.query.past)
-    inputs[family_of(run.model.config).cache_argument] = cache
+    inputs[family_of(run.model.config).cache_name] = cache
     change = from_shared_states(run.model, reads, cache, run.query.activations, unchanged) if reads else nullcontext()
     with change:
         return run.model(**inputs, use_cache=True).logits[:, -1]

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from transformers.models.mamba import modeling_mamba
 from transformers.models.mamba2 import modeling_mamba2
 
+from surgery.models.lookup import family_of
 from surgery.models.meters import Meter
 from surgery.models.torch_scans import chunk_scan, torch_scans
 from surgery.testing.pico import pico_family, pico_hybrid, random_site, tokens
+from tests.support.battery import cache_of
 
 MAMBA1 = ("mamba", "falcon_mamba")
 MAMBA2 = ("mamba2", "nemotron_h", "bamba", "granite", "zamba2", "falcon_h1")
@@ -55,7 +57,7 @@ def prompt_and_more(model: Any, ids: Tensor) -> Tensor:
     logits, cache = [], {}
     for part in ids.split([12, 1, ids.shape[1] - 13], dim=1):
         output = model(part, use_cache=True, **cache)
-        cache = {name: output[name] for name in ("past_key_values", "cache_params") if name in output}
+        cache = {family_of(model.config).cache_name: cache_of(model, output)}
         logits.append(output.logits)
     return torch.cat(logits, dim=1)
 

@@ -113,7 +113,7 @@ class TestFirstStep:
 class TestAsAModel:
     def test_cache_and_generation_agree_with_the_forward(self, name: str) -> None:
         model, ids = trained(name), tokens(2, 12)
-        argument = family_of(model.config).cache_argument
+        argument = family_of(model.config).cache_name
         with torch.no_grad():
             first = model(input_ids=ids[:, :9], use_cache=True)
             second = model(input_ids=ids[:, 9:], use_cache=True, **{argument: first[argument]})

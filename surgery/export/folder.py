@@ -24,7 +24,7 @@ from surgery.export.formats import ExportFormat, plugin_of
 from surgery.files.atomic import new_folder, write_json, write_text
 from surgery.files.lock import hold
 from surgery.files.ownership import check_replaceable
-from surgery.models.runtime import restore_chunks
+from surgery.models.runtime import restore_chunks, stays_in_fp32
 from surgery.recipe import Export
 from surgery.recipe.export import EXPORT_FORMATS
 from surgery.types import HeadSet, Plan, to_json
@@ -120,8 +120,7 @@ def _in_export_precision(model: PreTrainedModel, section: Export) -> PreTrainedM
         if not bool(parameter.isfinite().all()):
             hint = "The weights hold NaN or infinity. Train again with a lower learning rate."
             raise ModelError("export", name, hint)
-        in_fp32 = name.rsplit(".", 1)[-1] in (exported._keep_in_fp32_modules_strict or ())
-        parameter.data = parameter.data.to(torch.float32 if in_fp32 else dtype)
+        parameter.data = parameter.data.to(torch.float32 if stays_in_fp32(exported, name) else dtype)
     exported.config.dtype = dtype
     exported.config.use_cache = True
     return exported

@@ -50,7 +50,10 @@ class NemotronHHybridPreTrainedModel(HybridInitMixin, NemotronHPreTrainedModel):
 
     config_class = NemotronHHybridConfig
     _can_record_outputs = recorded(NemotronHPreTrainedModel)
-    _keep_in_fp32_modules_strict = {"A_log", "dt_bias", "D", "e_score_correction_bias"}
+    _keep_in_fp32_modules_strict = {
+        *HybridInitMixin._keep_in_fp32_modules_strict,
+        *NemotronHPreTrainedModel._keep_in_fp32_modules_strict,  # the experts' router
+    }
 
 
 class NemotronHHybridModel(HybridModelMixin, NemotronHHybridPreTrainedModel, NemotronHModel):

@@ -42,6 +42,14 @@ def check_release(config: PreTrainedConfig) -> None:
         raise ModelError("base.model", f"{config.model_type} with {what}", hint) from None
 
 
+def stays_in_fp32(model: PreTrainedModel, name: str) -> bool:
+    """Return whether a parameter, such as `layers.0.mixer.D`, is fp32 in a model of half precision.
+
+    The class names the parameters by the last parts of their names: `D`, or `gate.weight`.
+    """
+    return any(f".{name}".endswith(f".{kept}") for kept in model._keep_in_fp32_modules_strict or ())
+
+
 def shorten_chunks(model: PreTrainedModel) -> None:
     """Set chunks of at most 32 tokens if there is no kernel for the scan."""
     if find_spec("mamba_ssm") is None:

@@ -18,7 +18,7 @@ from surgery.hybrid.attention import SplicedAttention
 from surgery.hybrid.sites import is_whole
 from surgery.interventions.silence import silence
 from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of, structure_of
-from surgery.models.runtime import requires_grad
+from surgery.models.runtime import requires_grad, stays_in_fp32
 from surgery.recipe import Splice
 from surgery.splice.inserted import insert_layers
 from surgery.splice.plan import check_state_size, hybrid_config, splice_field
@@ -83,8 +83,7 @@ def splice_model(
             silence(structure_of(graft.site).out_proj(target), graft)
     hybrid.to(model.device).eval()
     for name, parameter in hybrid.named_parameters():
-        stays_fp32 = name.rsplit(".", 1)[-1] in hybrid._keep_in_fp32_modules_strict
-        parameter.data = parameter.data.to(torch.float32 if stays_fp32 else model.dtype)
+        parameter.data = parameter.data.to(torch.float32 if stays_in_fp32(hybrid, name) else model.dtype)
     return hybrid
 
 
@@ -110,7 +109,8 @@ def cut_model(model: PreTrainedModel, cut: StateCut) -> PreTrainedModel:
 def _take_over(model: PreTrainedModel, hybrid: PreTrainedModel, cut: StateCut | None) -> None:
     """Load copies of the base's weights and buffers. Weights that are tied in the base stay tied."""
     copies = {} if cut is None else cut.weights(model)
-    state = {name: copies.setdefault(t.data_ptr(), t.clone()) for name, t in model.state_dict().items()}
+    stored = model.state_dict()
+    state = {name: copies.setdefault(t.data_ptr(), t.clone()) for name, t in stored.items()}
     missing, unexpected = hybrid.load_state_dict(state, strict=False, assign=True)
     new = {name for name, _ in hybrid.named_parameters() if ".attention." in name}
     sites = getattr(hybrid.config, "splice", None) or []
@@ -120,7 +120,7 @@ def _take_over(model: PreTrainedModel, hybrid: PreTrainedModel, cut: StateCut | 
     hybrid.tie_weights()
     for name, buffer in model.named_buffers():
         owner, _, last = name.rpartition(".")
-        hybrid.get_submodule(owner).register_buffer(last, buffer.clone(), persistent=False)
+        hybrid.get_submodule(owner).register_buffer(last, buffer.clone(), persistent=name in stored)
     for spec in family_of(hybrid.config).mixers(hybrid.config):
         if structure_of(spec).chunked:
             mixer_of(hybrid, spec).chunk_size = mixer_of(model, spec).chunk_size  # the same rounding as the base

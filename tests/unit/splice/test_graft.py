@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import surgery.hybrid.attention as branch_module
 from surgery.hybrid.attention import SplicedAttention
@@ -144,6 +146,25 @@ class TestGap:
             )
         assert gap.kl == pytest.approx(float(torch.cat([kl for kl, _ in parts]).mean()), rel=1e-3)
         assert gap.max_logit == pytest.approx(max(float(d.abs().max()) for _, d in parts), rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_stay_those_of_the_base(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Nemotron-H routes by a buffer that checkpoints store, and from transformers 5.24 on by an fp32 weight."""
+    kinds = ["linear_attention", "moe", "full_attention", "linear_attention"]
+    sizes = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    base = pico_family("nemotron_h", layers_block_type=kinds, moe_shared_expert_intermediate_size=16, **sizes)
+    base.model.layers[1].mixer.gate.e_score_correction_bias.normal_()
+    base.save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype)
+    hybrid = spliced(model)
+    hybrid.save_pretrained(tmp_path / "hybrid")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hybrid", dtype=dtype)
+    bias, weight = "model.layers.1.mixer.gate.e_score_correction_bias", "model.layers.1.mixer.gate.weight"
+    for other in (hybrid, loaded):
+        assert torch.equal(other.get_buffer(bias), model.get_buffer(bias))
+        assert other.get_parameter(weight).dtype == model.get_parameter(weight).dtype
+        assert torch.equal(logits(other, tokens()), logits(model, tokens()))
 
 
 @every_spliced

@@ -22,6 +22,27 @@ OPTIONAL = {"unit", "gate_bias", "out_bias", "copied_width"}
 STREAM_FIELDS = {"rank", "stream_eps"}  # of copied heads in Mamba-1, which read the mixer's streams
 
 
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < float("inf")
+
+
+WHOLE = (_is_whole, "a whole number of at least 1")
+FLAG = (lambda value: isinstance(value, bool), "true or false")
+POSITIVE = (_is_positive, "a positive number")
+CHECKS = {
+    "layer": (lambda value: type(value) is int and value >= 0, "a whole number of at least 0"),
+    "head_dim": WHOLE, "qk_width": WHOLE, "v_width": WHOLE, "copied_width": WHOLE, "rank": WHOLE,
+    "gate": FLAG, "bias": FLAG, "conv_bias": FLAG, "gate_bias": FLAG, "out_bias": FLAG,
+    "norm_eps": POSITIVE,
+    "stream_eps": (lambda value: value is None or _is_positive(value), "a positive number or null"),
+    "activation": (lambda value: value is None or value == "silu", "'silu' or null"),
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Layers:
     """What a splice is checked against.
@@ -100,7 +121,7 @@ def read_sites(splice: Any, version: Any, layers: Layers) -> dict[int, Site]:
     Raises:
         ValueError: one line that names the field, its value and what the plugin serves.
     """
-    if version not in SPLICE_VERSIONS:
+    if type(version) is not int or version not in SPLICE_VERSIONS:
         known = ", ".join(map(str, SPLICE_VERSIONS))
         raise ValueError(f"splice_version: {version!r}. This plugin serves version {known}. Install a newer plugin.")
     if not isinstance(splice, (list, tuple)) or not splice:
@@ -170,9 +191,8 @@ def _site(name: str, entry: Any, streams: bool) -> Site:
     if not isinstance(entry, Mapping):
         raise wrong(name, entry, "a mapping of fields")
     versions = ", ".join(map(str, SPLICE_VERSIONS))
-    for field in ("mode", "init"):
-        choices = {"mode": MODES, "init": BRANCHES}[field]
-        if entry.get(field) not in choices:
+    for field, choices in (("mode", MODES), ("init", BRANCHES)):
+        if not isinstance(entry.get(field), str) or entry[field] not in choices:
             raise wrong(f"{name}.{field}", entry.get(field), f"{' or '.join(choices)} (splice version {versions})")
     if entry.get("unit", "head") != "head":
         raise wrong(f"{name}.unit", entry["unit"], "'head': whole layers are not served")
@@ -185,19 +205,18 @@ def _site(name: str, entry: Any, streams: bool) -> Site:
     missing = sorted(required - set(entry))
     if missing:
         raise ValueError(f"{name}.{missing[0]} is missing. Export the model again.")
-    heads, activation = entry["heads"], entry["activation"]
-    if not isinstance(heads, (list, tuple)) or not heads or len(set(heads)) != len(heads):
-        raise wrong(f"{name}.heads", heads, "at least one head, none twice")
-    for field in ("qk_width", "v_width"):
-        if type(entry[field]) is not int or entry[field] < 1:
-            raise wrong(f"{name}.{field}", entry[field], "a whole number of at least 1")
-    kernels = (0,) if reads_streams else CONV_KERNELS
-    if entry["conv_kernel"] not in kernels:
-        raise wrong(f"{name}.conv_kernel", entry["conv_kernel"], f"one of {', '.join(map(str, kernels))}")
-    if activation not in ("silu", None):
-        raise wrong(f"{name}.activation", activation, "'silu' or null")
+    for field, (accepts, accepted) in CHECKS.items():
+        if field in entry and not accepts(entry[field]):
+            raise wrong(f"{name}.{field}", entry[field], accepted)
+    heads = entry["heads"]
+    whole = isinstance(heads, (list, tuple)) and all(type(head) is int for head in heads)
+    if not whole or not heads or len(set(heads)) != len(heads):
+        raise wrong(f"{name}.heads", heads, "a list of heads, at least one and none twice")
+    kernel, kernels = entry["conv_kernel"], (0,) if reads_streams else CONV_KERNELS
+    if type(kernel) is not int or kernel not in kernels:
+        raise wrong(f"{name}.conv_kernel", kernel, f"one of {', '.join(map(str, kernels))}")
     copied = entry.get("copied_width", entry["qk_width"])
-    if not 1 <= copied <= entry["qk_width"]:
+    if copied > entry["qk_width"]:
         raise wrong(f"{name}.copied_width", copied, f"1 to {entry['qk_width']}, the width of query and key")
     return Site(
         layer=entry["layer"],
@@ -207,7 +226,7 @@ def _site(name: str, entry: Any, streams: bool) -> Site:
         qk_width=entry["qk_width"],
         v_width=entry["v_width"],
         copied_width=copied,
-        silu=activation == "silu",
+        silu=entry["activation"] == "silu",
         gate=entry["gate"],
         gate_bias=entry.get("gate_bias", entry["bias"]),
         bias=entry["bias"],

@@ -28,7 +28,15 @@ from ssm_surgery_vllm.branch import AttentionBranch, branch_of
 from ssm_surgery_vllm.config import CONFIGS, REFUSED_TYPES, Mamba2HybridConfig, refusing
 from ssm_surgery_vllm.engine import EngineChecks, reasons
 from ssm_surgery_vllm.scan import selective_scan, selective_state_update
-from ssm_surgery_vllm.splice import Layers, Site, attention_shape, conv_state_shape, read_sites
+from ssm_surgery_vllm.splice import (
+    CHECKS,
+    STREAM_FIELDS,
+    Layers,
+    Site,
+    attention_shape,
+    conv_state_shape,
+    read_sites,
+)
 
 WIDER = {**pico_site(0, [0, 3], qk_width=12), "copied_width": 8}
 BIASED = {**pico_site(1, [1], "replace"), "bias": True, "conv_bias": False}
@@ -128,7 +136,10 @@ def test_the_branch_is_that_of_the_hybrid(entry: dict[str, Any]) -> None:
         ({"window": 4}, r"splice\[0\]\.window: unknown in splice version 1\. Install a newer plugin"),
         ({"layer": 3}, r"splice\[0\]\.layer: 3\. The plugin needs one of the layers \[0, 1, 2\]"),
         ({"heads": [4]}, r"splice\[0\]\.heads: \[4\]\. The plugin needs heads from 0 to 3"),
-        ({"heads": [1, 1]}, r"splice\[0\]\.heads: \[1, 1\]\. The plugin needs at least one head, none twice"),
+        (
+            {"heads": [1, 1]},
+            r"splice\[0\]\.heads: \[1, 1\]\. The plugin needs a list of heads, at least one and none twice",
+        ),
         ({"head_dim": 8}, r"splice\[0\]\.head_dim: 8\. The plugin needs 16"),
         ({"conv_kernel": 5}, r"splice\[0\]\.conv_kernel: 5\. The plugin needs one of 2, 3, 4"),
         ({"activation": "gelu"}, r"splice\[0\]\.activation: 'gelu'\. The plugin needs 'silu' or null"),
@@ -140,6 +151,22 @@ def test_a_splice_that_is_not_served_is_refused(fields: dict[str, Any], message:
     with pytest.raises(ValueError, match=message) as error:
         sites_of(pico_site(0) | fields)
     assert "\n" not in str(error.value)
+
+
+FIELDS = sorted({*CHECKS, "heads", "mode", "init", "unit", "conv_kernel"} - STREAM_FIELDS)
+
+
+@pytest.mark.parametrize("value", ["a", ["a"], [[1]], [1.5], {}, -1, -1.5, float("nan")])
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_value_of_another_type_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"splice\[0\]\.{field}: .*The plugin needs"):
+        sites_of(pico_site(0) | {field: value})
+
+
+@pytest.mark.parametrize("version", [True, 1.0, "1", [1], None])
+def test_a_version_of_another_type_is_refused(version: Any) -> None:
+    with pytest.raises(ValueError, match=r"splice_version: .*serves version 1\."):
+        sites_of(pico_site(0), version=version)
 
 
 def test_version_missing_field_and_plain_base_are_refused() -> None:

@@ -22,6 +22,7 @@ from surgery.errors import ModelError
 from surgery.export.earlier_modules import EARLIER
 from surgery.export.files import AGAIN, read_json_file, read_object, shown, visible_files
 from surgery.hybrid import CLASSES
+from surgery.hybrid.cache_name import RENAMED
 from surgery.hybrid.shipping import auto_map, outside_modules
 
 _TRUST = "Read it first, then pass --trust-remote-code to run it."
@@ -66,7 +67,7 @@ def check_code(folder: Path, config: PreTrainedConfig, trust_remote_code: bool =
 
     Raises:
         ModelError: a modelling file is missing; or, without `trust_remote_code`, the folder names or holds code that
-            is not this library's.
+            is not this library's, or that of an earlier version which does not run on the installed transformers.
     """
     maps = read_object(folder, "config.json").get("auto_map")
     maps = maps if isinstance(maps, Mapping) else {}
@@ -94,7 +95,11 @@ def check_code(folder: Path, config: PreTrainedConfig, trust_remote_code: bool =
             _check_keys(name, read_json_file(folder, name), {"auto_map"} if name == "config.json" else set())
     modules = {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*.py"))}
     hashes = {name: hashlib.sha256(text).hexdigest() for name, text in modules.items()}
-    if not any(hashes.items() <= earlier.items() for earlier in EARLIER.values()):
+    version = next((name for name, known in EARLIER.items() if hashes.items() <= known.items()), None)
+    if version is not None and RENAMED:
+        hint = "They do not run on transformers 5.24 or newer. Export again, or install transformers==5.23.*."
+        raise ModelError("modelling files", f"those of version {version}", hint)
+    if version is None:
         expected = _modules_of(config)
         for name, text in modules.items():
             if expected.get(name) != text:

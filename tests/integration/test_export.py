@@ -45,6 +45,7 @@ def test_shipped_modules_are_the_librarys_own_byte_for_byte(folder: Path) -> Non
     assert shipped == [
         "attention.py",
         "branches.py",
+        "cache_name.py",
         "causal_lm.py",
         "configuration.py",
         "donor.py",

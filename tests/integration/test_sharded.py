@@ -67,7 +67,7 @@ def test_gradients_are_those_of_one_process(two: Runs, run: str, tmp_path: Path)
 
 
 def test_weights_are_whole_again_and_those_of_one_process(two: Runs, one: dict[str, Tensor]) -> None:
-    assert_apart(two["uninterrupted"], one, 1e-9)
+    assert_apart(two["uninterrupted"], one, 1e-7)
 
 
 def test_a_stopped_run_goes_on_exactly(two: Runs) -> None:
@@ -88,7 +88,7 @@ def test_a_checkpoint_of_two_processes_serves_one(two: Runs, folder: Path, one: 
     shutil.rmtree(folder / "stopped" / "steps")
     shutil.copytree(folder / "kept", folder / "stopped" / "steps")
     found = launch(folder / "stopped", "sharded weights", processes=1)
-    assert_apart(found, one, 1e-9)
+    assert_apart(found, one, 1e-7)
 
 
 def test_adapters_and_new_heads_over_a_frozen_bf16_base(two: Runs, tmp_path: Path) -> None:

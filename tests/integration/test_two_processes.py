@@ -52,4 +52,4 @@ def test_weights_are_those_of_one_process_and_a_stopped_run_goes_on(tmp_path: Pa
     two = worker.launch(tmp_path / "two", "weights")
     shutil.rmtree(tmp_path / "two" / "steps")
     for name, weight in one.items():
-        assert float((two[name] - weight).abs().max()) < 1e-9, name
+        assert float((two[name] - weight).abs().max()) < 1e-7, name

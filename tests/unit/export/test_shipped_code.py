@@ -12,11 +12,12 @@ import torch
 
 import surgery.hybrid
 from surgery.errors import ModelError
-from surgery.export import transformers_folder
+from surgery.export import shipped_code, transformers_folder
 from surgery.export.earlier_modules import EARLIER
 from surgery.export.folder import export_model
 from surgery.export.reload import prompt_ids, reload
 from surgery.export.shipped_code import _check_keys, check_code, private_copy
+from surgery.hybrid.cache_name import RENAMED
 from surgery.testing.pico import pico_tokenizer
 from tests.support.battery import every_spliced, logits, trained
 from tests.support.exports import in_this_process
@@ -110,11 +111,17 @@ class TestEarlierVersions:
             archive.extractall(tmp_path / "export")
         return tmp_path / "export", model
 
-    def test_its_modules_are_known(self, old: tuple[Path, Any]) -> None:
-        """They run from a private copy, as a stranger would run them, and give this library's logits."""
+    def test_its_modules_are_known(self, old: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        """They run from a private copy, as a stranger would run them, with this library's logits. Not since 5.24."""
         folder, model = old
+        monkeypatch.setattr(shipped_code, "RENAMED", False)
         modules = check_code(folder, model.config)
         assert "mixins.py" in modules and set(modules) < set(EARLIER["0.1.0"])
+        monkeypatch.setattr(shipped_code, "RENAMED", True)
+        with pytest.raises(ModelError, match=r"^modelling files: those of version 0\.1\.0\. They do not run on transf"):
+            check_code(folder, model.config)
+        if RENAMED:
+            return
         ids = prompt_ids(model.config.vocab_size)
         with private_copy(folder, model.config, modules) as copy:
             outputs = reload(copy, ids, ("float32",))

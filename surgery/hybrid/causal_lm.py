@@ -65,17 +65,19 @@ class HybridCausalLMMixin(HybridInitMixin):
         return_dict: bool | None = None,
         splice_queries: Tensor | None = None,
         seq_idx: Tensor | None = None,
+        past_key_values: Any = None,
         **kwargs: Any,
     ) -> HybridCausalLMOutput | tuple:
         """As the family's own forward.
 
         Args:
+            past_key_values: the cache. Before transformers 5.24, `generate` looks for this name here.
             splice_queries: (B,Q) token indices, -1 for none; their attention rows are returned as
                 `splice_attentions`.
             seq_idx: (B,T) index of the document that each token belongs to, as in the model without its head.
         """
         rows = None
-        kwargs[cache_name("past_key_values")] = take_cache(cache, kwargs)
+        kwargs[cache_name("past_key_values")] = take_cache(past_key_values if cache is None else cache, kwargs)
         if splice_queries is not None:
             rows = kwargs["splice_queries"] = SpliceRows(splice_queries)
         if seq_idx is not None:
@@ -148,11 +150,13 @@ class MambaHybridCausalLMMixin(HybridInitMixin):
         logits_to_keep: int | Tensor = 0,
         splice_queries: Tensor | None = None,
         seq_idx: Tensor | None = None,
+        cache_params: Any = None,
         **kwargs: Any,
     ) -> HybridCausalLMOutput | tuple:
         """As the family's own forward; logits are fp32.
 
         Args:
+            cache_params: the cache. Before transformers 5.24, `generate` looks for this name here.
             splice_queries: (B,Q) token indices, -1 for none; their attention rows are returned as
                 `splice_attentions`.
             seq_idx: (B,T) index of the document that each token belongs to, as in the model without its head.
@@ -160,7 +164,7 @@ class MambaHybridCausalLMMixin(HybridInitMixin):
         output = self.backbone(
             input_ids,
             inputs_embeds=inputs_embeds,
-            cache=take_cache(cache, kwargs),
+            cache=take_cache(cache_params if cache is None else cache, kwargs),
             use_cache=use_cache,
             attention_mask=attention_mask,
             output_hidden_states=output_hidden_states,

@@ -32,6 +32,7 @@ from surgery.testing.pico import FAMILY_NAMES, pico_family, pico_family_config
 from tests.integration.conftest import BASE
 from tests.support.mamba2attn import CASES, attn_model
 from tests.support.mamba_ssm_files import (
+    GROUPS,
     KINDS,
     PADDED,
     Kind,
@@ -384,7 +385,8 @@ class TestMalformedConfigs:
 
     @pytest.mark.parametrize("name", FAMILY_NAMES)
     def test_millions_of_layers_and_words_are_refused_at_once(self, name: str, tmp_path: Path) -> None:
-        pico_family(name).save_pretrained(tmp_path)
+        model = pico_family(name)
+        model.save_pretrained(tmp_path)
         file = tmp_path / "config.json"
         good = json.loads(file.read_text())
         began = time.perf_counter()
@@ -393,7 +395,8 @@ class TestMalformedConfigs:
         file.write_text(json.dumps({**good, layers: many}))
         assert_refused(tmp_path, layers, "layers", load=load_config)
         file.write_text(json.dumps({**good, "vocab_size": 2**31 - 1}))
-        assert_refused(tmp_path, "parameters")
+        grouped = family_of(model.config).computed_wrongly(model.config)  # refused for that before transformers 5.23
+        assert_refused(tmp_path, *([] if grouped and GROUPS == 1 else ["parameters"]))
         assert time.perf_counter() - began < 10
 
     @pytest.mark.parametrize("field", ["num_heads", "n_groups"])

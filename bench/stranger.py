@@ -2,6 +2,7 @@
 
     python -m bench.stranger runs/stranger                                            (make stranger)
     python -m bench.stranger runs/stranger --only quickstart mamba2
+    python -m bench.stranger runs/stranger-3.13 --python python3.13 --only mamba2
 
 Builds the wheel, installs it with its dependencies, and runs `surgery run quickstart`. Then, for a tiny random model
 of every family that takes a splice and for a trained base in mamba_ssm's format: `surgery init MODEL > MODEL.yaml`,
@@ -39,8 +40,12 @@ CASES = (QUICKSTART, *SPLICED_FAMILIES, MAMBA_SSM)
 FILES = ("report.html", "results.json", "export/README.md", "export/model.safetensors")
 
 
-def install(folder: Path) -> Path:
-    """Build a wheel from the source distribution, as a release does, and install it. Returns the command `surgery`."""
+def install(folder: Path, python: str) -> Path:
+    """Build a wheel from the source distribution, as a release does, and install it with an interpreter.
+
+    Returns:
+        The command `surgery`.
+    """
     environment = folder / "environment"
     command = environment / "bin" / "surgery"
     if command.is_file():
@@ -55,10 +60,19 @@ def install(folder: Path) -> Path:
     with tarfile.open(archive) as files:
         files.extractall(built, filter="data")
     (source,) = (path for path in built.iterdir() if (path / "setup.py").is_file())
-    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+    subprocess.run([python, "-m", "venv", str(environment)], check=True)
     pip = [str(environment / "bin" / "pip"), "install", "-q", "--disable-pip-version-check"]
     subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), str(source)], check=True)
     return command
+
+
+def versions(command: Path) -> dict[str, str]:
+    """Return the versions of Python and of the main packages beside an installed `surgery`."""
+    packages = ("ssm-surgery", "torch", "transformers", "accelerate", "peft")
+    program = "import importlib.metadata as m, json, platform\nprint(json.dumps({'python': platform.python_version(), "
+    program += f"**{{name: m.version(name) for name in {packages}}}}}))"
+    done = subprocess.run([str(command.parent / "python"), "-c", program], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
 
 
 def write_model(name: str, folder: Path) -> None:
@@ -153,13 +167,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(__doc__)
     options.add_argument("folder", type=Path)
     options.add_argument("--only", nargs="+", choices=CASES, default=CASES, help="cases to run")
+    options.add_argument("--python", default=sys.executable, help="interpreter of the new environment")
     options.add_argument("--surgery", type=Path, help="an installed command to use instead of a new environment")
     options.add_argument("--set", nargs="+", default=(), metavar="KEY=VALUE", help="settings of `surgery run`")
     chosen = options.parse_args(arguments)
     folder: Path = chosen.folder
     home = folder / "home"
     home.mkdir(parents=True, exist_ok=True)
-    stranger = Stranger(chosen.surgery or install(folder), home, chosen.set)
+    command = chosen.surgery or install(folder, chosen.python)
+    installed = {} if chosen.surgery else {"installed": versions(command)}
+    stranger = Stranger(command, home, chosen.set)
     results = []
     for name in chosen.only:
         path = folder / "cases" / f"{name}.json"
@@ -171,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             save(path, result)
         print(f"{name}: {'finished' if succeeded(result) else 'FAILED'}", flush=True)
         results.append(result)
-    save(folder / "results.json", {"cases": results})
+    save(folder / "results.json", {**installed, "cases": results})
     print(table(results))
     return 0 if all(map(succeeded, results)) else 1
 

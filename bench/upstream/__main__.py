@@ -159,7 +159,8 @@ def record(result: Path) -> int:
     """Run the test classes in this process and write their outcomes."""
     recorder = Recorder()
     cases = str(Path(__file__).with_name("cases.py"))
-    code = pytest.main([cases, "--tb=short", "-p", "no:cacheprovider"], plugins=[recorder])
+    # Some tests wait for a warning that the settings of this repository would hide.
+    code = pytest.main([cases, "--tb=short", "-p", "no:cacheprovider", "-W", "default"], plugins=[recorder])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return int(code)
     result.write_text(json.dumps({"outcomes": recorder.outcomes, "reasons": recorder.reasons}), encoding="utf-8")

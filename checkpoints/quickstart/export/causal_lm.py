@@ -77,7 +77,7 @@ class HybridCausalLMMixin(HybridInitMixin):
             seq_idx: (B,T) index of the document that each token belongs to, as in the model without its head.
         """
         rows = None
-        kwargs[cache_name("past_key_values")] = take_cache(past_key_values if cache is None else cache, kwargs)
+        kwargs[cache_name("past_key_values")] = take_cache(cache, kwargs, past_key_values=past_key_values)
         if splice_queries is not None:
             rows = kwargs["splice_queries"] = SpliceRows(splice_queries)
         if seq_idx is not None:
@@ -164,7 +164,7 @@ class MambaHybridCausalLMMixin(HybridInitMixin):
         output = self.backbone(
             input_ids,
             inputs_embeds=inputs_embeds,
-            cache=take_cache(cache_params if cache is None else cache, kwargs),
+            cache=take_cache(cache, kwargs, cache_params=cache_params),
             use_cache=use_cache,
             attention_mask=attention_mask,
             output_hidden_states=output_hidden_states,

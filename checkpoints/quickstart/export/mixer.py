@@ -15,6 +15,8 @@ from .cache_name import cache_name, take_cache
 from .sites import splice_sites
 from .splice_pass import SplicePass
 
+IN_FP32 = {"A_log", "dt_bias", "D"}  # parameters of the recurrence, also in a model of half precision
+
 
 class Watched:
     """A projection of a mixer while the mixer runs: it silences heads in its input, or records its input and output.
@@ -74,6 +76,9 @@ class HybridMixerMixin:
         self.attention = config.branch_class(site["init"])(config, site, layer_idx) if site else None
         self.silenced = (list(site["heads"]), site["head_dim"]) if site and site["mode"] == "replace" else None
         self.seen: list[tuple[Tensor, Tensor]] | None = None  # a list while the mixer runs
+        for name, parameter in self.named_parameters(recurse=False):
+            if name in IN_FP32:
+                parameter.data = parameter.data.float()
         # The fused training kernels read the weights of out_proj and x_proj themselves: they would bring a silenced
         # head back, and bypass a branch that reads there.
         self.unfused = self.silenced is not None or (self.attention is not None and self.attention.reads_streams)

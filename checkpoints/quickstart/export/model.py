@@ -17,6 +17,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .attention import SplicedAttention
 from .cache_name import RENAMED, cache_name, take_cache
+from .mixer import IN_FP32
 from .packing import documents_of, packed_masks, positions_of
 from .splice_pass import SplicePass, SpliceRows
 
@@ -30,7 +31,7 @@ class HybridInitMixin:
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-    _keep_in_fp32_modules_strict = {"A_log", "dt_bias", "D"}
+    _keep_in_fp32_modules_strict = IN_FP32
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

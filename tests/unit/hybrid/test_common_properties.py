@@ -15,12 +15,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
 
 from surgery.hybrid import CLASSES
-from surgery.hybrid.cache_name import cache_name
+from surgery.hybrid.cache_name import RENAMED, cache_name
 from surgery.models.lookup import family_of
-from surgery.models.runtime import requires_grad
+from surgery.models.runtime import requires_grad, stays_in_fp32
 from surgery.testing.pico import HIDDEN, VOCAB, pad, tokens
 from tests.support.battery import base, cache_of, every_spliced, logits, shared, trained
 
@@ -144,6 +144,12 @@ class TestSaving:
         assert {p.device.type for p in away.parameters()} == {"meta"}
         assert torch.equal(logits(away, ids), logits(model, ids))
         assert torch.equal(generate(away, ids), generate(model, ids))
+
+    def test_a_new_model_keeps_its_recurrence_in_fp32(self, name: str) -> None:
+        """As one that is loaded: a model made from a config in half precision."""
+        model = AutoModelForCausalLM.from_config(trained(name).config, dtype=torch.bfloat16)
+        kept = [stays_in_fp32(model, key) for key, _ in model.named_parameters()]
+        assert [p.dtype == torch.float32 for p in model.parameters()] == kept and 3 <= sum(kept) < len(kept)
 
     def test_in_bf16(self, name: str, tmp_path: Path) -> None:
         """What decides over decay stays fp32, logits have the dtype that the plain model's have, and all is finite."""
@@ -383,6 +389,15 @@ def test_a_cache_has_three_names(name: str, argument: str) -> None:
             hidden = part(input_ids=ids, use_cache=False).last_hidden_state[:, 9:]
             torch.testing.assert_close(second.last_hidden_state, hidden, **CLOSE)
         assert cache_of(model, second) is cache_of(model, first)
+
+
+@pytest.mark.parametrize("argument", ["cache_params", "past_key_values"])
+@pytest.mark.skipif(not RENAMED, reason="before transformers 5.24 these are the names")
+def test_old_names_of_the_cache_are_deprecated(argument: str) -> None:
+    for name in ("mamba2", "bamba"):
+        model = trained(name)
+        with torch.no_grad(), pytest.warns(FutureWarning, match=f"`{argument}` is deprecated"):
+            model(tokens(), **{argument: DynamicCache(config=model.config)})
 
 
 def cache_of_answer(output: Any) -> Any:

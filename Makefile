@@ -93,8 +93,9 @@ serve-test: $(VENV)/.installed .serve/env/.installed
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 .serve/env/bin/python \
 		integrations/vllm/tests/compare.py .serve/cases --results .serve/results.json $(SERVE)
 
-## Ask `transformers serve` and vLLM with the OpenAI client, and compare with transformers: two minutes of one core.
-client-test: $(VENV)/.installed .serve/env/.installed
+## Ask `transformers serve`, vLLM and llama.cpp's server with the OpenAI client, and compare with transformers: six
+## minutes of a busy machine, and the environments of serve-test and gguf-test. Options: CLIENT='--only vllm'.
+client-test: $(VENV)/.installed .serve/env/.installed .gguf/env/.installed
 	.serve/env/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./integrations/vllm
 	OMP_NUM_THREADS=1 $(BIN)/python integrations/client/compare.py .serve/client --results .serve/client.json $(CLIENT)
 
@@ -107,7 +108,7 @@ client-test: $(VENV)/.installed .serve/env/.installed
 		"llama-cpp-python==0.3.36"
 	tar -xzf .gguf/llama_cpp_python-0.3.36.tar.gz -C .gguf
 	CMAKE_ARGS="-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAVA_BUILD=OFF -DGGML_OPENMP=OFF" \
-		.gguf/env/bin/pip install --quiet --disable-pip-version-check .gguf/llama_cpp_python-0.3.36.tar.gz
+		.gguf/env/bin/pip install --quiet --disable-pip-version-check ".gguf/llama_cpp_python-0.3.36.tar.gz[server]"
 	touch $@
 
 gguf-test: $(VENV)/.installed .gguf/env/.installed

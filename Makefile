@@ -79,7 +79,8 @@ upstream: $(VENV)/.installed
 	$(BIN)/python -m bench.upstream $(UPSTREAM)
 
 ## Build an environment with vLLM for the CPU (3.4 GB, in .serve), install integrations/vllm there, and compare hybrids
-## with transformers: six minutes of one core. Options: SERVE='--only quickstart'. docs/serve.md.
+## with transformers: 20 minutes of a busy machine, three of which train a pair. Options: SERVE='--only quickstart'.
+## docs/serve.md.
 .serve/env/.installed:
 	rm -rf .serve/env
 	$(PYTHON) -m venv .serve/env
@@ -100,7 +101,7 @@ client-test: $(VENV)/.installed .serve/env/.installed .gguf/env/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python integrations/client/compare.py .serve/client --results .serve/client.json $(CLIENT)
 
 ## Build llama.cpp (nine minutes of one core, in .gguf), convert hybrids with inserted layers, and compare with transformers
-## (two minutes). docs/serve.md.
+## (two minutes, and three that train a pair for the first time). docs/serve.md.
 .gguf/env/.installed:
 	rm -rf .gguf
 	$(PYTHON) -m venv .gguf/env

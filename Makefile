@@ -94,9 +94,9 @@ serve-test: $(VENV)/.installed .serve/env/.installed
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 .serve/env/bin/python \
 		integrations/vllm/tests/compare.py .serve/cases --results .serve/results.json $(SERVE)
 
-## Ask `transformers serve`, vLLM and llama.cpp's server with the OpenAI client, and compare with transformers: six
-## minutes of a busy machine, and the environments of serve-test and gguf-test. Options: CLIENT='--only vllm'.
-client-test: $(VENV)/.installed .serve/env/.installed .gguf/env/.installed
+## Ask `transformers serve`, vLLM and llama.cpp's servers with the OpenAI client, and compare with transformers: six minutes
+## of a busy machine, after the environments of serve-test and gguf-test, and llama-server (20 more). CLIENT='--only vllm'.
+client-test: $(VENV)/.installed .serve/env/.installed .gguf/env/.installed .gguf/server/bin/llama-server
 	.serve/env/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./integrations/vllm
 	OMP_NUM_THREADS=1 $(BIN)/python integrations/client/compare.py .serve/client --results .serve/client.json $(CLIENT)
 
@@ -110,6 +110,13 @@ client-test: $(VENV)/.installed .serve/env/.installed .gguf/env/.installed
 	tar -xzf .gguf/llama_cpp_python-0.3.36.tar.gz -C .gguf
 	CMAKE_ARGS="-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAVA_BUILD=OFF -DGGML_OPENMP=OFF" \
 		.gguf/env/bin/pip install --quiet --disable-pip-version-check ".gguf/llama_cpp_python-0.3.36.tar.gz[server]"
+	touch $@
+
+.gguf/server/bin/llama-server: .gguf/env/.installed
+	cmake -S .gguf/llama_cpp_python-0.3.36/vendor/llama.cpp -B .gguf/server -DCMAKE_BUILD_TYPE=Release \
+		-DCMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG" -DGGML_OPENMP=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF \
+		-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF
+	cmake --build .gguf/server --target llama-server
 	touch $@
 
 gguf-test: $(VENV)/.installed .gguf/env/.installed

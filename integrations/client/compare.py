@@ -220,7 +220,7 @@ def run(server: str, case: str, folder: Path, prompts: Sequence[str]) -> list[di
             for streamed in (False, True):
                 texts = list(pool.map(lambda p: ask(client, model, kind, p, streamed, **extra), prompts))  # noqa: B023
                 add(kind, streamed, **compared(texts, [answers[f"{kind}: {prompt}"] for prompt in prompts]))
-        if server == "vllm":  # the others take one prompt for each request
+        if server in ("vllm", "llama-server"):  # the others take one prompt for each request
             given: dict[str, Any] = {"model": model, "prompt": list(prompts), "max_tokens": NEW_TOKENS}
             choices = client.completions.create(**given, temperature=0).choices
             texts = [choice.text for choice in sorted(choices, key=lambda choice: choice.index)]
@@ -268,8 +268,7 @@ def versions(servers: Sequence[str]) -> dict[str, str]:
             own = (f"vllm: {name}" if name in found else name for name in names)
             found |= dict(zip(own, done.stdout.split(), strict=True))
     if "llama-server" in servers:
-        done = subprocess.run([str(LLAMA_SERVER), "--version"], capture_output=True, text=True, check=True)
-        found["llama-server"] = (done.stdout + done.stderr).splitlines()[0]
+        found["llama-server"] = "the sources of llama-cpp-python 0.3.36"
     return found
 
 
@@ -278,7 +277,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument("--only", nargs="+", choices=tuple(SERVERS), default=list(SERVERS)[:3])
+    parser.add_argument("--only", nargs="+", choices=tuple(SERVERS), default=list(SERVERS))
     options = parser.parse_args()
     work = options.folder.resolve()
     work.mkdir(parents=True, exist_ok=True)

@@ -79,7 +79,8 @@ upstream: $(VENV)/.installed
 	$(BIN)/python -m bench.upstream $(UPSTREAM)
 
 ## Build an environment with vLLM for the CPU (3.4 GB, in .serve), install integrations/vllm there, and compare hybrids
-## with transformers: six minutes of one core. Options: SERVE='--only quickstart'. docs/serve.md.
+## with transformers: 20 minutes of a busy machine, three of which train a pair. Options: SERVE='--only quickstart'.
+## docs/serve.md.
 .serve/env/.installed:
 	rm -rf .serve/env
 	$(PYTHON) -m venv .serve/env
@@ -93,13 +94,14 @@ serve-test: $(VENV)/.installed .serve/env/.installed
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 .serve/env/bin/python \
 		integrations/vllm/tests/compare.py .serve/cases --results .serve/results.json $(SERVE)
 
-## Ask `transformers serve` and vLLM with the OpenAI client, and compare with transformers: two minutes of one core.
-client-test: $(VENV)/.installed .serve/env/.installed
+## Ask `transformers serve`, vLLM and llama.cpp's servers with the OpenAI client, and compare with transformers: six minutes
+## of a busy machine, after the environments of serve-test and gguf-test, and llama-server (20 more). CLIENT='--only vllm'.
+client-test: $(VENV)/.installed .serve/env/.installed .gguf/env/.installed .gguf/server/bin/llama-server
 	.serve/env/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./integrations/vllm
 	OMP_NUM_THREADS=1 $(BIN)/python integrations/client/compare.py .serve/client --results .serve/client.json $(CLIENT)
 
 ## Build llama.cpp (nine minutes of one core, in .gguf), convert hybrids with inserted layers, and compare with transformers
-## (two minutes). docs/serve.md.
+## (two minutes, and three that train a pair for the first time). docs/serve.md.
 .gguf/env/.installed:
 	rm -rf .gguf
 	$(PYTHON) -m venv .gguf/env
@@ -107,7 +109,14 @@ client-test: $(VENV)/.installed .serve/env/.installed
 		"llama-cpp-python==0.3.36"
 	tar -xzf .gguf/llama_cpp_python-0.3.36.tar.gz -C .gguf
 	CMAKE_ARGS="-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAVA_BUILD=OFF -DGGML_OPENMP=OFF" \
-		.gguf/env/bin/pip install --quiet --disable-pip-version-check .gguf/llama_cpp_python-0.3.36.tar.gz
+		.gguf/env/bin/pip install --quiet --disable-pip-version-check ".gguf/llama_cpp_python-0.3.36.tar.gz[server]"
+	touch $@
+
+.gguf/server/bin/llama-server: .gguf/env/.installed
+	cmake -S .gguf/llama_cpp_python-0.3.36/vendor/llama.cpp -B .gguf/server -DCMAKE_BUILD_TYPE=Release \
+		-DCMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG" -DGGML_OPENMP=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF \
+		-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF
+	cmake --build .gguf/server --target llama-server
 	touch $@
 
 gguf-test: $(VENV)/.installed .gguf/env/.installed

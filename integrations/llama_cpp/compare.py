@@ -41,23 +41,28 @@ def log_probability(llm: llama_cpp.Llama, token: int) -> tuple[int, float]:
 
 def run_prompts(llm: llama_cpp.Llama, rows: list[dict[str, Any]], tolerance: float) -> dict[str, Any]:
     """Generate greedily behind every prompt."""
-    equal, ties, largest, start = 0, 0, 0.0, time.process_time()
+    equal, ties, largest, right, start = 0, 0, 0.0, 0, time.process_time()
     for row in rows:
         llm.reset()
         llm.eval(row["prompt"])
+        tokens, agrees = [], True
         for expected, value, margin in zip(row["tokens"], row["logprobs"], row["margins"], strict=True):
             token, logprob = log_probability(llm, expected)
-            largest = max(largest, abs(logprob - value))
-            if token != expected:
-                ties += margin < 2 * tolerance
-                break
+            if agrees:
+                largest = max(largest, abs(logprob - value))
+                agrees = token == expected
+                ties += not agrees and margin < 2 * tolerance
+            tokens.append(token)
             llm.eval([token])
-        else:
-            equal += 1
+        equal += agrees
+        right += tokens == row.get("gold")
     count = sum(len(r["prompt"]) + len(r["tokens"]) for r in rows)
     seconds = time.process_time() - start
     result = {"prompts": len(rows), "equal": equal, "ties": ties, "largest_logprob_difference": largest}
     result["passed"] = equal + ties == len(rows) and largest <= tolerance
+    if "gold" in rows[0]:
+        result["accuracy_transformers"] = sum(r["tokens"] == r["gold"] for r in rows) / len(rows)
+        result["accuracy_llama_cpp"] = right / len(rows)
     return {**result, "cpu_seconds": round(seconds, 2), "tokens_per_cpu_second": round(count / seconds)}
 
 
@@ -97,7 +102,9 @@ def main() -> None:
             names = {"case": reference["case"], "mode": mode}
             results.append({**names, "set": "lengths", **run_prompts(llm, reference["prompts"], tolerance)})
             results.append({**names, "set": "texts", **run_texts(llm, reference["texts"], tolerance)})
-            for result in results[-2:]:
+            if "retrieval" in reference:
+                results.append({**names, "set": "retrieval", **run_prompts(llm, reference["retrieval"], tolerance)})
+            for result in results[-3 if "retrieval" in reference else -2 :]:
                 print(json.dumps(result), flush=True)
             llm.close()
     record = {"versions": versions(), "reference": reference_versions, "results": results}

@@ -19,8 +19,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "integrations" / "vllm" / "tests")]
 
-from inserted import inserted_case
-from reference import BASE, answer, random_prompts
+from inserted import inserted_case, trained_case
+from reference import BASE, FILLER, answer, random_prompts, retrieval_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers import __version__ as transformers_version
 
@@ -28,7 +28,7 @@ from surgery.probes.knowledge import fact_question, facts
 from surgery.probes.kv_retrieval import kv_prompts
 from surgery.recipe import Export
 
-CASES = ("block", "pair")
+CASES = ("block", "pair", "trained-pair")
 LENGTHS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 64, 100, 127, 200, 256, 433, 600)
 NEW_TOKENS = 24
 TEXTS = 20  # of each kind
@@ -41,11 +41,16 @@ def texts_of() -> list[str]:
 
 
 @torch.no_grad()
-def write_case(form: str, folder: Path, llama_cpp: str) -> None:
+def write_case(case: str, folder: Path, llama_cpp: str) -> None:
     """Write the export and `answers.json`."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    inserted_case(BASE, form, Export(format="gguf", llama_cpp=llama_cpp, pre_tokenizer="gpt-2"))(folder)
+    section = Export(format="gguf", llama_cpp=str(Path(llama_cpp).resolve()), pre_tokenizer="gpt-2")
+    if case == "trained-pair":
+        fields = section.model_dump(include={"format", "llama_cpp", "pre_tokenizer"})
+        trained_case(*(f"export.{name}={value}" for name, value in fields.items()))(folder)
+    else:
+        inserted_case(BASE, case, section)(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = [answer(model, p, NEW_TOKENS) for p in random_prompts(LENGTHS, model.config.vocab_size, 0)]
@@ -57,7 +62,10 @@ def write_case(form: str, folder: Path, llama_cpp: str) -> None:
             tokens = tokens[: tokens.index(tokenizer.eos_token_id)]
         texts.append({**row, "text": text, "answer": tokenizer.decode(tokens)})
     versions = {"torch": torch.__version__, "transformers": transformers_version}
-    record = {"case": form, "versions": versions, "prompts": prompts, "texts": texts}
+    record = {"case": case, "versions": versions, "prompts": prompts, "texts": texts}
+    if case in FILLER:
+        rows = retrieval_prompts(folder, FILLER[case])
+        record["retrieval"] = [{**answer(model, p, len(gold)), "gold": gold} for p, gold in rows]
     (folder / "answers.json").write_text(json.dumps(record), encoding="utf-8")
 
 
@@ -67,9 +75,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--llama-cpp", required=True)
     options = parser.parse_args()
-    for form in CASES:
-        write_case(form, options.folder / form, options.llama_cpp)
-        print(f"{form}: ready", flush=True)
+    for case in CASES:
+        write_case(case, options.folder / case, options.llama_cpp)
+        print(f"{case}: ready", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +19,9 @@ from surgery.splice.inserted import insert_layers
 from surgery.testing.pico import randomise
 from surgery.types import Graft, Plan
 
+ROOT = Path(__file__).resolve().parents[3]
 HEADS, BEFORE = (2, 5), 1
+TRAINED = ROOT / "integrations" / "pair.yaml"
 
 
 def inserted_case(base: Path, form: str, section: Export | None = None) -> Callable[[Path], None]:
@@ -36,5 +42,21 @@ def inserted_case(base: Path, form: str, section: Export | None = None) -> Calla
         with torch.no_grad():
             randomise(hybrid.get_submodule(f"model.layers.{entry['layers'][-1]}.mixer.o_proj"), BEFORE)
         export_model(hybrid, tokenizer, folder, section or Export(format="nemotron_h"), plan=plan)
+
+    return write
+
+
+def trained_case(*overrides: str) -> Callable[[Path], None]:
+    """Return a function that copies the export of a trained pair. The first call trains it: minutes of one core.
+
+    Args:
+        overrides: recipe values of the export, such as `export.format=gguf`.
+    """
+
+    def write(folder: Path) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "surgery", "run", str(TRAINED), *overrides]
+        subprocess.run(command, cwd=ROOT, env=environment, check=True)
+        shutil.copytree(ROOT / "runs" / "served-pair" / "export", folder)
 
     return write

@@ -22,7 +22,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from inserted import inserted_case
+from inserted import inserted_case, trained_case
 from transformers import AutoModelForCausalLM, AutoTokenizer, Mamba2Config, Mamba2ForCausalLM
 
 import surgery.hybrid
@@ -41,9 +41,11 @@ from surgery.testing.pico import randomise
 
 EXPORT, BASE = ROOT / "checkpoints/quickstart/export", ROOT / "checkpoints/pico-far"
 LENGTHS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 64, 100, 127, 200, 256, 433, 600)
-GROWING = tuple(range(236, 252))  # 16 prompts that need a second block of 256 tokens while they generate
 NEW_TOKENS = 24
+GROWING = tuple(range(236, 252))  # 16 prompts that need a second block of 256 tokens while they generate
+GROWING_130M = tuple(range(492, 508))  # with the blocks of 512 tokens that vLLM takes at this shape
 PAIRS, RETRIEVALS = 32, 100
+FILLER = {"quickstart": (0, 20), "trained-pair": None}  # words between key and value, of cases that can retrieve
 
 SMALL = {"hidden_size": 128, "num_heads": 8, "head_dim": 32, "state_size": 32, "chunk_size": 16, "n_groups": 1}
 SMALL |= {"num_hidden_layers": 4, "vocab_size": 973, "tie_word_embeddings": True}
@@ -161,6 +163,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "130m-base": random_case(REAL, None),
     "block": inserted_case(BASE, "block"),
     "pair": inserted_case(BASE, "pair"),
+    "trained-pair": trained_case(),
 }
 
 
@@ -169,11 +172,11 @@ def random_prompts(lengths: Sequence[int], vocab: int, seed: int) -> list[list[i
     return [torch.randint(3, vocab, (length,), generator=rng).tolist() for length in lengths]
 
 
-def retrieval_prompts(folder: Path) -> list[tuple[list[int], list[int]]]:
+def retrieval_prompts(folder: Path, filler: tuple[int, int] | None) -> list[tuple[list[int], list[int]]]:
     """Return prompts with 32 pairs, and the tokens of their answers."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     rows = []
-    for document in kv_prompts("serve", 0, RETRIEVALS, PAIRS, filler=(0, 20)):
+    for document in kv_prompts("serve", 0, RETRIEVALS, PAIRS, filler=filler):
         start, end = document.questions[0].answer
         prompt, whole = (tokenizer(document.text[:stop])["input_ids"] for stop in (start, end))
         rows.append((prompt, whole[len(prompt) :]))
@@ -210,10 +213,11 @@ def write_case(name: str, folder: Path) -> None:
         rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
         for row in sets["lengths"]:
             row["bf16"] = answer(rounded, row["prompt"], NEW_TOKENS)
-    if not name.startswith("130m"):
-        sets["growing"] = [answer(model, p, NEW_TOKENS) for p in random_prompts(GROWING, vocab, 1)]
-    if name == "quickstart":
-        rows = retrieval_prompts(folder)
+    if name != "130m-base":
+        lengths = GROWING_130M if name == "130m" else GROWING
+        sets["growing"] = [answer(model, p, NEW_TOKENS) for p in random_prompts(lengths, vocab, 1)]
+    if name in FILLER:
+        rows = retrieval_prompts(folder, FILLER[name])
         sets["retrieval"] = [{**answer(model, p, len(gold)), "gold": gold} for p, gold in rows]
     versions = {"torch": torch.__version__, "transformers": sys.modules["transformers"].__version__}
     text = json.dumps({"case": name, "versions": versions, "sets": sets})

@@ -1,0 +1,22 @@
+"""The trained pair of the serving tests is that of docs/INSERTED.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+
+from surgery.recipe.loading import load_recipe
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_the_recipe_is_the_documented_one() -> None:
+    path = ROOT / "integrations/pair.yaml"
+    recipe = load_recipe(path)
+    (documented,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/INSERTED.md").read_text(encoding="utf-8"), re.S)
+    written = yaml.safe_load(path.read_text(encoding="utf-8"))
+    for name, section in yaml.safe_load(documented).items():
+        assert {key: written[name][key] for key in section} == section, name
+    assert (recipe.name, recipe.export.format, recipe.train.control) == ("served-pair", "nemotron_h", False)

@@ -30,7 +30,7 @@ from surgery.registry import NameOf
 Weight = Annotated[float, Field(ge=0)]
 Scheduled = Weight | tuple[Weight, Weight]  # constant, or [first, last] with a linear change over the stage
 Task = Annotated[str, NameOf(PROBES, keep=lambda probe: probe.trains)]
-_AUTO, _SPANS = "auto", "answer_span"  # value of `answer_span`, and the column that it reads where there is one
+AUTO, _SPANS = "auto", "answer_span"  # value of `answer_span`, and the column that it reads where there is one
 DATA_FORMATS = (".jsonl", ".json", ".parquet")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WEIGHTS_OF_0_1 = ("answer", "attention", "keep", "text", "distil", "reading", "mixing", "hidden")
@@ -104,7 +104,7 @@ class Columns(Section):
     @property
     def finds_spans(self) -> bool:
         """Whether the answer is searched in the prompts of rows without a span."""
-        return self.answer_span == _AUTO
+        return self.answer_span == AUTO
 
     @property
     def span_column(self) -> str | None:
@@ -235,7 +235,7 @@ class Source(Section):
                 raise ValueError(f"plain text has no answers. Set {self._that_need('answers', 'gold_positions')} to 0")
         elif self.data is not None and self.data.columns.answer_span is None and self.weights.needs("gold_positions"):
             names = self._that_need("gold_positions")
-            hint = f"Set `data.columns.answer_span` to a column or to `{_AUTO}`, or {names} to 0"
+            hint = f"Set `data.columns.answer_span` to a column or to `{AUTO}`, or {names} to 0"
             raise ValueError(f"{names} needs gold positions. {hint}")
         return self
 

@@ -42,7 +42,7 @@ from surgery.console import (
     show_progress,
     silence_libraries,
 )
-from surgery.errors import SurgeryError, is_out_of_memory, summary
+from surgery.errors import SurgeryError, is_out_of_memory, naming, summary
 from surgery.files.atomic import is_full
 from surgery.init.command import (
     BaseOption,
@@ -148,7 +148,8 @@ def finetune(
     """Fine-tune a hybrid on your data with the recipe finetune, in RUNS/finetune-DATA."""
     model, path = (json.dumps(word, ensure_ascii=False) for word in (hybrid, data))
     settings = [f"name={finetune_name(data)}", f"base.model={model}", f"train.sources.0.data.path={path}"]
-    _run(shipped("finetune"), [*settings, *(overrides or ())], first, last, overwrite, runs, dry_run)
+    with naming("HYBRID", "base.model"):
+        _run(shipped("finetune"), [*settings, *(overrides or ())], first, last, overwrite, runs, dry_run)
 
 
 @app.command()

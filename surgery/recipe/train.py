@@ -13,7 +13,7 @@ from surgery.recipe.objectives import OBJECTIVES, needs_of
 from surgery.recipe.optimizer import RATES_OF_0_1, Optimizer
 from surgery.recipe.plateau import Plateau
 from surgery.recipe.section import Positive, Section, Tokens
-from surgery.recipe.sources import Columns, Data, Source, Task, Weights
+from surgery.recipe.sources import DEFAULT_ROWS, DEFAULT_WEIGHTS, Columns, Data, Source, Task, Weights
 
 __all__ = [
     "Align",
@@ -52,17 +52,17 @@ class Lora(Section):
     new_keys: ClassVar[dict[str, Any]] = {"quantization": None}
 
 
-# Sources of a recipe that lists none. `attention` has a weight: without it, answers alone teach a new head little.
+# Sources of a recipe that lists none.
 DEFAULT_SOURCES: tuple[Mapping[str, Any], ...] = (
     {
         "task": "kv_retrieval",
         "pairs": (4, 32),
         "questions": 4,
-        "rows": 8,
+        "rows": DEFAULT_ROWS,
         "train_eos": True,
-        "weights": {"answer": 2.0, "attention": 1.0},
+        "weights": DEFAULT_WEIGHTS,
     },
-    {"task": "sentence", "split": 0, "rows": 8, "weights": {"base_kl": 1.0}},
+    {"task": "sentence", "split": 0, "rows": DEFAULT_ROWS, "weights": {"base_kl": 1.0}},
 )
 
 
@@ -105,7 +105,7 @@ class TrainStage(Section):
         if self.steps is not None and self.tokens is not None:
             raise ValueError("set `steps` or `tokens`, not both")
         if self.tokens is not None and any(source.tokens is None for source in self.sources):
-            raise ValueError("`tokens` of a stage needs `tokens` in every source: replace `rows` by `tokens`")
+            raise ValueError("`tokens` of a stage needs `tokens` in every source. Set it in place of `rows`")
         return self
 
     @model_validator(mode="after")

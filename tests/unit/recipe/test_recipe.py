@@ -314,7 +314,7 @@ def test_errors_are_sentences(write: Write) -> None:
         ("train.sources=[5]", "train.sources.0: 5. It must be a section with keys"),
         ("splice.heads=all", "splice.heads: 'all'. It must be a list"),
         ("evaluate.tasks=[]", "evaluate.tasks: []. It must have at least 1 item, not 0"),
-        ("train.sources=[{}]", "train.sources.0.weights: missing. This key is required"),
+        ("train.sources=[{}]", "train.sources.0: {}. set either `task` (a probe) or `data`"),
     ):
         assert str(assert_refused(write(MINIMAL), "train.steps=5", override)).startswith(says)
 

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from surgery.probes.registry import PROBES, Options, Probe
 from surgery.recipe.methods import METHODS, RANKINGS, UNRANKED
-from surgery.recipe.section import Filler, OnePairs, Positive, Section, ValueDigits, check_value_digits
+from surgery.recipe.section import Filler, OneOrMore, OnePairs, Positive, Section, ValueDigits, check_value_digits
 from surgery.recipe.sources import AUTO, Data
 from surgery.registry import NameOf
 from surgery.types import Fill, Where
@@ -126,7 +126,7 @@ class Trial(Training):
 class Locate(Section):
     """Measure every head: exact ablation, roles by position, oracle reads (`sharpen`), and baselines."""
 
-    methods: tuple[Method, ...] = Field(
+    methods: OneOrMore[Method] = Field(
         ("ablation", "query", "context", "sharpen"),
         min_length=1,
         description="Measurements of every head (docs/LOCATE.md). `query` ranks heads for the default `splice.select`. "

@@ -80,7 +80,8 @@ class Weights(Section):
         properties = {
             name: {**value, "default": 0.0, "description": entry.description} for name, entry in OBJECTIVES.items()
         }
-        return {**handler(schema), "properties": properties, "additionalProperties": False}
+        example = {"examples": [{"answer": 1.0}]}
+        return {**handler(schema), "properties": properties, "additionalProperties": False, **example}
 
 
 class Columns(Section):

@@ -108,7 +108,7 @@ def example_at(kind: type[Section], place: Place, value: Any) -> str:
         place: of a key, or an entry of a list, that requires a list or a section.
         value: its present value. A section that requires one key gets it as the value of that key.
     """
-    root = kind.model_json_schema()
+    root: Mapping[str, Any] = kind.model_json_schema()
     nodes = [root]
     for part in place:  # a part that no node has is the tag of a union
         inner = [node for node in (_inside(node, part) for node in nodes) if node is not None]

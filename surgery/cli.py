@@ -13,9 +13,10 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from surgery import __version__
 from surgery.arguments import (
@@ -42,7 +43,7 @@ from surgery.console import (
     show_progress,
     silence_libraries,
 )
-from surgery.errors import SurgeryError, is_out_of_memory, summary
+from surgery.errors import SurgeryError, is_out_of_memory, naming, summary
 from surgery.files.atomic import is_full
 from surgery.init.command import (
     BaseOption,
@@ -67,7 +68,23 @@ from surgery.shipped_commands import examples, recipes
 from surgery.show_command import show
 from surgery.validate_command import validate
 
+
+class _Commands(TyperGroup):
+    """The commands. An option that belongs before the command is refused with the command to use."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:  # typer has no public name for the error of an unknown option
+            option = getattr(error, "option_name", None)
+            if option is None or not any(option in parameter.opts for parameter in self.params):
+                raise
+            hint = f"It stands before the command: surgery {option} {ctx.invoked_subcommand} ..."
+            raise SurgeryError(option, None, hint) from error
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Turn a pretrained Mamba into a hybrid: locate its retrieval heads, splice in attention, train, export.",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -148,7 +165,8 @@ def finetune(
     """Fine-tune a hybrid on your data with the recipe finetune, in RUNS/finetune-DATA."""
     model, path = (json.dumps(word, ensure_ascii=False) for word in (hybrid, data))
     settings = [f"name={finetune_name(data)}", f"base.model={model}", f"train.sources.0.data.path={path}"]
-    _run(shipped("finetune"), [*settings, *(overrides or ())], first, last, overwrite, runs, dry_run)
+    with naming("HYBRID", "base.model"):
+        _run(shipped("finetune"), [*settings, *(overrides or ())], first, last, overwrite, runs, dry_run)
 
 
 @app.command()

@@ -13,6 +13,7 @@ from surgery.console import print_analysis, print_comparison, print_heads, print
 from surgery.errors import RunError, reading
 from surgery.files.atomic import read_json
 from surgery.files.ownership import kind_of
+from surgery.files.shipped import close_models, local_path, shipped_root
 from surgery.recipe import load_recipe
 
 _FILES = {"sweep": "sweep.json", "analysis": "analysis.json"}  # by kind of folder; others have results.json
@@ -45,7 +46,8 @@ def show(
         elif kind == "analysis":
             print_analysis(read_json(file), folder)
         elif file.is_file():
-            print_results(folder, load_recipe(folder / "recipe.yaml"))
+            own = folder / "recipe.yaml"  # the shipped example has one in its export alone
+            print_results(folder, load_recipe(own if own.is_file() else folder / "export" / own.name))
         else:
             print_heads(folder)
 
@@ -56,9 +58,10 @@ def _folder(run: str, runs: Path) -> Path:
     Raises:
         RunError: there is no such folder, or nothing in it can be shown.
     """
-    folder = next((path for path in (Path(run), runs / run) if path.is_dir()), None)
+    folder = next((path for path in (Path(run), runs / run, Path(local_path(run))) if path.is_dir()), None)
     if folder is None:
-        close = get_close_matches(run, _names(runs), 2)
+        examples = [name for name in close_models(run) if (shipped_root() / name / "results.json").is_file()]
+        close = get_close_matches(run, _names(runs), 2) or examples
         meant = f" Did you mean {' or '.join(close)}?" if close else ""
         raise RunError("RUN", run, f"There is no such folder here or in {runs}.{meant}")
     if not any((folder / name).is_file() for name in _RESULTS):

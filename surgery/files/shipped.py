@@ -58,6 +58,20 @@ def local_path(name: str) -> str:
     return str(there) if there.exists() else name
 
 
+def close_models(name: str) -> list[str]:
+    """Return the paths of shipped models whose last parts resemble `name`, or that lie in a folder of this name."""
+    given = PurePosixPath(name).parts
+    models = [part for part in PARTS if (shipped_root() / part / "config.json").is_file()]
+
+    def is_close(model: str) -> bool:
+        path = PurePosixPath(model)
+        pairs = zip(reversed(given), reversed(path.parts), strict=False)
+        is_inside = name in path.parts or PurePosixPath(name) in path.parents
+        return is_inside or all(get_close_matches(one, [other], cutoff=0.75) for one, other in pairs)
+
+    return [model for model in models if given and is_close(model)]
+
+
 def recipe_names() -> list[str]:
     """List the names of the shipped recipes: `quickstart` stands for `recipes/quickstart.yaml`."""
     return sorted(path.stem for path in (shipped_root() / "recipes").glob("*.yaml"))

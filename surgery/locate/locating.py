@@ -255,7 +255,8 @@ def check_clean(table: Table, section: Locate, chance: float) -> None:
     right = table.clean_correct()
     accuracy = wilson(int(right.sum()), len(right))
     field, what, harder = "locate.pairs", str(section.pairs), "Set more pairs."
-    easier = "Set fewer pairs." if section.pairs > _FEW_PAIRS else _WAYS_ON
+    fewer = "Set fewer pairs, or run `surgery init MODEL`, which tries formats and numbers of pairs."
+    easier = fewer if section.pairs > _FEW_PAIRS else _WAYS_ON
     if section.data is not None:
         field, what, easier, harder = (
             "locate.data", section.data.path, "Use questions that it answers.", "Use harder questions."

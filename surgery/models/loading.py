@@ -29,7 +29,7 @@ from transformers.quantizers import AutoHfQuantizer
 import surgery.hybrid  # noqa: F401  (registers the hybrid classes)
 from surgery.errors import ModelError, reading
 from surgery.files.atomic import digest
-from surgery.files.shipped import local_path
+from surgery.files.shipped import close_models, local_path
 from surgery.models import mamba_ssm_format, tensor_files
 from surgery.models.config_checks import CONFIG_HINT, check_kernels, check_sizes, check_splice_version
 from surgery.models.inserted import as_inserted
@@ -172,11 +172,12 @@ def open_checkpoint(base: Base) -> StoredModel:
 
 
 def _meant(model: str) -> str:
-    """Return a question with the checkpoint folder beside a missing one that has a similar name, or nothing."""
+    """Return a question with a checkpoint of a similar name, beside a missing one or shipped, or nothing."""
     parent = Path(model).parent
     beside = [path.parent.name for path in parent.glob("*/config.json")]
     close = get_close_matches(Path(model).name, beside, 1, cutoff=0.75)
-    return f" Did you mean {(parent / close[0]).as_posix()}?" if close else ""
+    meant = [(parent / close[0]).as_posix()] if close else close_models(model)
+    return f" Did you mean {' or '.join(meant)}?" if meant else ""
 
 
 def _with_channels(config: PreTrainedConfig, base: Base) -> PreTrainedConfig:

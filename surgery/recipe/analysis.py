@@ -30,9 +30,13 @@ class Change(Section):
     """One change of the model, as in the paper's experiments. Weights stay the same."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_]*$", description="Name of the arm in tables and results.")
-    disable: tuple[str, ...] = Field((), description="Heads to ablate at every token, such as L17H24.")
+    disable: tuple[str, ...] = Field(
+        (), description="Heads to ablate at every token, such as L17H24.", examples=[["L17H24"]]
+    )
     keep: tuple[str, ...] = Field(
-        (), description="Heads to keep: all other heads in their layers are ablated. MLPs and other layers stay."
+        (),
+        description="Heads to keep: all other heads in their layers are ablated. MLPs and other layers stay.",
+        examples=[["L17H24"]],
     )
     keep_in: tuple[Layer, ...] = Field(
         (), description="Layers in which all heads except those of `keep` are ablated. By default the layers of `keep`."
@@ -94,7 +98,7 @@ class AnalysisRecipe(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$", description="Names the run folder, runs/NAME.")
     seed: Seed = 0
     base: Base
-    changes: tuple[Change, ...] = ()
+    changes: tuple[Change, ...] = Field((), examples=[[{"name": "without_l17h24", "disable": ["L17H24"]}]])
     sweeps: tuple[Sweep, ...] = ()
     teacher: Teacher | None = Field(None, description="Model whose layers `swap` and `swap_one` insert.")
     margin: float = Field(0.05, ge=0, lt=1, description="Largest loss of KV-retrieval accuracy of the minimal model.")

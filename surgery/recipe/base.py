@@ -46,6 +46,7 @@ class Teacher(Checkpoint):
     donors: dict[str, str] = Field(
         {},
         description="Teacher head for a head of the base, such as {L17H3: L17H24}. By default the same name.",
+        examples=[{"L17H3": "L17H24"}],
     )
 
     @field_validator("donors")

@@ -41,15 +41,18 @@ class Align(Section):
     heads: dict[str, str] = Field(
         {},
         description="Teacher head for a spliced head, such as {L17H3: L17H24}. By default the head of the same name.",
+        examples=[{"L17H3": "L17H24"}],
     )
     offsets: dict[str, int] = Field(
         {},
         description="Distance in tokens from the place that the teacher's head reads to the place that the spliced "
         "head should read, such as {L17H3: -1} for the token before.",
+        examples=[{"L17H3": -1}],
     )
     layers: dict[int, int] = Field(
         {},
         description="Teacher layer for each layer to compare. By default all layers, matched in proportion to depth.",
+        examples=[{1: 2}],
     )
 
     @field_validator("heads", "offsets")

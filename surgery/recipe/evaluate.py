@@ -13,6 +13,7 @@ from surgery.recipe.section import (
     VALUE_DIGITS_DESCRIPTION,
     Filler,
     Groups,
+    OneOrMore,
     PairsSizes,
     Positive,
     Section,
@@ -143,7 +144,7 @@ PAPER_TASKS = (
 class LmEval(Section):
     """Tasks of lm-eval. If the data of a task is not available, it is skipped and the results give the reason."""
 
-    tasks: tuple[str, ...] = Field(
+    tasks: OneOrMore[str] = Field(
         PAPER_TASKS, min_length=1, description="Tasks, groups or tags. `surgery_retrieval` is a group of this toolkit."
     )
     limit: Positive | None = Field(
@@ -160,6 +161,7 @@ class LmEval(Section):
     max_seq_lengths: tuple[Positive, ...] | None = Field(
         None,
         min_length=1,
+        examples=[[4096, 8192]],
         description="ruler and babilong: lengths of the prompts in tokens; for babilong, multiples of 1024. By default "
         "4096 for ruler, and babilong's prompts without distracting text (0k).",
     )
@@ -186,10 +188,10 @@ class Evaluate(Section):
     examples: Positive = Field(400, description="Prompts for each number of pairs, and letter-choice questions.")
     sentences: Positive = Field(400, description="Sentences for perplexity.")
     batch_size: Positive = 64
-    tasks: tuple[EvaluationTask, ...] = Field(
+    tasks: OneOrMore[EvaluationTask] = Field(
         DEFAULT_TASKS, min_length=1, description="Tasks to evaluate: names, or names with sizes."
     )
-    generate: bool | tuple[str, ...] = Field(
+    generate: bool | OneOrMore[str] = Field(
         False, description="Also generate answers, besides ranking choices: `true` for all tasks, or a list of tasks."
     )
     lm_eval: LmEval | None = Field(None, description="Also evaluate tasks of lm-eval.")

@@ -15,13 +15,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from surgery.errors import RecipeError, SurgeryError, reading
+from surgery.errors import RecipeError, SurgeryError
 from surgery.files.atomic import fingerprint
 from surgery.files.secret_scan import refuse_tokens
 from surgery.recipe.loading import find_recipe, load_recipe
 from surgery.recipe.run import Recipe
 from surgery.recipe.section import current_path
 from surgery.recipe.yaml import load_yaml, read_mapping
+from surgery.recipe.yaml_errors import reading_yaml
 
 NUM_HEADS = "splice.num_heads"
 SEED = "seed"
@@ -198,7 +199,7 @@ def _axis(key: str, text: str, texts: Sequence[str]) -> Axis:
         raise RecipeError(key, repr(text), f"A value is empty. {_EXAMPLE}")
     values: list[Any] = []
     for part in texts:
-        with reading(key, repr(part), "The value is not valid YAML.", RecipeError):
+        with reading_yaml(key, repr(part), "The value is not valid YAML."):
             value = load_yaml(part)
         refuse_tokens(value, key)  # before an error could repeat it
         if any(_same(value, other) for other in values):

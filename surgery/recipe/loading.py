@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,9 +15,10 @@ from surgery.errors import RecipeError
 from surgery.files.secret_scan import refuse_tokens
 from surgery.files.shipped import close_names, shipped_recipe
 from surgery.recipe.analysis import AnalysisRecipe
+from surgery.recipe.hints import example_at, meant
 from surgery.recipe.pretrain import PretrainRecipe
 from surgery.recipe.run import RECIPE_NAME, Recipe
-from surgery.recipe.section import Section, current_keys, current_path, section_of
+from surgery.recipe.section import current_keys, current_path
 from surgery.recipe.train import STAGE_NAME
 from surgery.recipe.yaml import apply, read_mapping
 from surgery.registry import load_plugins
@@ -107,8 +107,10 @@ _WORDINGS = {
     "^(Input|Tuple|List) should": "It must",
     "a valid dictionary or instance of .*": "a section with keys",
     "a valid (tuple|list)": "a list",
+    "a valid dictionary": "a section with keys",
     " after validation": "",
 }
+_TAKES_EXAMPLE = ("tuple_type", "list_type", "dict_type", "model_type", "model_attributes_type")
 _COMMANDS = {Recipe: "run", PretrainRecipe: "pretrain", AnalysisRecipe: "analyse"}
 
 
@@ -163,7 +165,9 @@ def check_recipe(data: dict[str, Any], kind: type[R] = Recipe) -> R:  # type: ig
             pattern = first["ctx"]["pattern"]
             hint = _ALLOWED.get(pattern, f"It must match {pattern}")
         if "extra" in first["type"]:
-            hint = f"Unknown key.{_meant(kind, first['loc'])} `surgery schema` lists all keys."
+            hint = f"Unknown key.{meant(kind, first['loc'])} `surgery schema` lists all keys."
+        if first["type"] in _TAKES_EXAMPLE:
+            hint += example_at(kind, first["loc"], wrong)
         more = f" ({len(faults) - 1} more: {', '.join('.'.join(map(str, f['loc'])) for f in faults[1:6])})"
         raise RecipeError(where, value, hint + (more if len(faults) > 1 else "")) from None
 
@@ -176,15 +180,6 @@ def _in_order(faults: Sequence[ErrorDetails]) -> list[ErrorDetails]:
     places = {fault["loc"][:depth] for fault in faults for depth in range(len(fault["loc"]))}
     causes = [fault for fault in faults if fault["loc"] not in places]
     return sorted(causes, key=lambda fault: ("missing" in fault["type"]) - ("extra" in fault["type"]))
-
-
-def _meant(kind: type[Section], place: Sequence[str | int]) -> str:
-    """Return a question with the known keys that resemble an unknown one, or nothing."""
-    section: type[Section] | None = kind
-    for part in place[:-1]:
-        section = section if isinstance(part, int) else section_of(section, part)
-    close = get_close_matches(str(place[-1]), section.model_fields if section else (), 2)
-    return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
 def to_yaml(recipe: AnyRecipe) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from surgery.probes.registry import PROBES, Options, Probe
 from surgery.recipe.methods import METHODS, RANKINGS, UNRANKED
-from surgery.recipe.section import Filler, OnePairs, Positive, Section, ValueDigits, check_value_digits
-from surgery.recipe.sources import Data
+from surgery.recipe.section import Filler, OneOrMore, OnePairs, Positive, Section, ValueDigits, check_value_digits
+from surgery.recipe.sources import AUTO, Data
 from surgery.registry import NameOf
 from surgery.types import Fill, Where
 
@@ -25,6 +25,11 @@ def _locates(probe: Probe) -> bool:
     return sized and probe.gold_position and probe.scoring == "choices"
 
 
+def _with_places(value: Any) -> Any:
+    return {"path": value, "columns": {"answer_span": AUTO}} if isinstance(value, str) else value
+
+
+OwnPrompts = Annotated[Data, BeforeValidator(_with_places, json_schema_input_type=str | Data)]
 LocatedTask = Annotated[str, NameOf(PROBES, keep=_locates)]
 
 
@@ -121,7 +126,7 @@ class Trial(Training):
 class Locate(Section):
     """Measure every head: exact ablation, roles by position, oracle reads (`sharpen`), and baselines."""
 
-    methods: tuple[Method, ...] = Field(
+    methods: OneOrMore[Method] = Field(
         ("ablation", "query", "context", "sharpen"),
         min_length=1,
         description="Measurements of every head (docs/LOCATE.md). `query` ranks heads for the default `splice.select`. "
@@ -145,8 +150,10 @@ class Locate(Section):
         None, description="Range of the number of digits of a prompt's values. By default integers 0-99."
     )
     examples: Positive = Field(128, description="Number of prompts. With `data`, the largest number of rows.")
-    data: Data | None = Field(
-        None, description="Your own prompts, with the place of each answer. By default key-value prompts are generated."
+    data: OwnPrompts | None = Field(
+        None,
+        description="Your own prompts, with the place of each answer. A path alone has `answer_span: auto`. By default "
+        "key-value prompts are generated.",
     )
     generated: int = Field(
         0, ge=0, le=10**9, strict=True, description="With `data`: number of generated prompts to measure as well."

@@ -11,7 +11,7 @@ from surgery.recipe.section import Section
 from surgery.recipe.sources import Weight
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Rate = Annotated[float, Field(gt=0, le=1)]
+Rate = Annotated[float, Field(gt=0, le=1, examples=[2.0e-4])]
 Share = Annotated[float, Field(ge=0, le=1)]
 Factor = Annotated[float, Field(gt=0, le=100)]
 

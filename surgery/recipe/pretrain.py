@@ -129,7 +129,8 @@ class PretrainRecipe(Section):
         ]
         if unusable:
             raise ValueError(
-                f"Pretraining from scratch has no base model and no new heads: set {', '.join(unusable)} to 0"
+                f"Pretraining from scratch has no base model and no new heads: set {', '.join(unusable)} to 0, and "
+                "give `answer` or `lm` a weight"
             )
         return self
 

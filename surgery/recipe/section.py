@@ -13,9 +13,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    model_validator,
+)
+from pydantic_core import CoreSchema, core_schema
 
 from surgery.probes.pairs import num_values
 
@@ -53,6 +63,24 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _in_a_list(value: Any) -> Any:
+    return (value,) if isinstance(value, str | Mapping) else value
+
+
+class _OneAlone:
+    """Annotation of a list that may be written as its only entry."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(_in_a_list, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        several = handler(schema)
+        return {"anyOf": [several["items"], several]}
+
+
+T = TypeVar("T")
+OneOrMore = Annotated[tuple[T, ...], _OneAlone()]  # a list of names or of sections, or one of them
+
 # `pairs` means one number in `locate`, a range in a source, and a list of sizes in `evaluate`. All accept one number.
 OnePairs = Annotated[Pairs, BeforeValidator(_one_number)]
 PairsRange = Annotated[
@@ -63,12 +91,12 @@ PairsRange = Annotated[
 PairsSizes = Annotated[
     tuple[Pairs, ...],
     Field(min_length=1),
-    BeforeValidator(_as_sizes, json_schema_input_type=Pairs | tuple[Pairs, ...]),
+    BeforeValidator(_as_sizes, json_schema_input_type=Pairs | Annotated[tuple[Pairs, ...], Field(examples=[[4, 8]])]),
 ]
 _Words = Annotated[int, Field(ge=0, le=100, strict=True)]
 _Digits = Annotated[int, Field(ge=1, le=16, strict=True)]
-Filler = Annotated[tuple[_Words, _Words], AfterValidator(_ordered)]
-ValueDigits = Annotated[tuple[_Digits, _Digits], AfterValidator(_ordered)]
+Filler = Annotated[tuple[_Words, _Words], AfterValidator(_ordered), Field(examples=[[0, 20]])]
+ValueDigits = Annotated[tuple[_Digits, _Digits], AfterValidator(_ordered), Field(examples=[[2, 6]])]
 FILLER_DESCRIPTION = (
     "kv_retrieval, phonebook, json_kv, multi_hop, records, key_echo, kv_repeated: range of the number of words between "
     "a key and its value, drawn for each record. By default no words."
@@ -86,7 +114,7 @@ def _long_enough(groups: tuple[int, ...]) -> tuple[int, ...]:
     return groups
 
 
-Groups = Annotated[tuple[Positive, ...], Field(min_length=1), AfterValidator(_long_enough)]
+Groups = Annotated[tuple[Positive, ...], Field(min_length=1, examples=[[4]]), AfterValidator(_long_enough)]
 GROUPS_DESCRIPTION = (
     "json_kv: digits in each group of a key and of a value, such as [4] for short ones. By default those of a UUID."
 )
@@ -104,7 +132,10 @@ def check_value_digits(pairs: int, digits: tuple[int, int] | None) -> None:
 Module = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
 Plugins = Annotated[
     tuple[Module, ...],
-    Field(description="Modules on the import path that register probes, objectives or other parts. Imports run code."),
+    Field(
+        description="Modules on the import path that register probes, objectives or other parts. Imports run code.",
+        examples=[["my_package.probes"]],
+    ),
 ]
 
 

@@ -30,7 +30,10 @@ from surgery.registry import NameOf
 Weight = Annotated[float, Field(ge=0)]
 Scheduled = Weight | tuple[Weight, Weight]  # constant, or [first, last] with a linear change over the stage
 Task = Annotated[str, NameOf(PROBES, keep=lambda probe: probe.trains)]
-_AUTO, _SPANS = "auto", "answer_span"  # value of `answer_span`, and the column that it reads where there is one
+AUTO, _SPANS = "auto", "answer_span"  # value of `answer_span`, and the column that it reads where there is one
+DEFAULT_ROWS = 8
+# Of a task whose answers stand in the prompt. `attention`: answers alone teach a new head little.
+DEFAULT_WEIGHTS = {"answer": 2.0, "attention": 1.0}
 DATA_FORMATS = (".jsonl", ".json", ".parquet")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WEIGHTS_OF_0_1 = ("answer", "attention", "keep", "text", "distil", "reading", "mixing", "hidden")
@@ -77,7 +80,8 @@ class Weights(Section):
         properties = {
             name: {**value, "default": 0.0, "description": entry.description} for name, entry in OBJECTIVES.items()
         }
-        return {**handler(schema), "properties": properties, "additionalProperties": False}
+        example = {"examples": [{"answer": 1.0}]}
+        return {**handler(schema), "properties": properties, "additionalProperties": False, **example}
 
 
 class Columns(Section):
@@ -104,7 +108,7 @@ class Columns(Section):
     @property
     def finds_spans(self) -> bool:
         """Whether the answer is searched in the prompts of rows without a span."""
-        return self.answer_span == _AUTO
+        return self.answer_span == AUTO
 
     @property
     def span_column(self) -> str | None:
@@ -164,7 +168,10 @@ class Source(Section):
 
     task: Task | None = Field(None, description="Probe that generates the documents. Set this or `data`.")
     data: Data | None = Field(None, description="The user's own documents. Set this or `task`.")
-    rows: Positive | None = Field(None, description="Documents per step, over all processes. Set this or `tokens`.")
+    rows: Positive | None = Field(
+        None,
+        description=f"Documents per step, over all processes. {DEFAULT_ROWS} if neither this nor `tokens` is set.",
+    )
     tokens: Positive | None = Field(
         None, description="Maximum number of tokens per step. As many documents are taken as fit, at least one."
     )
@@ -194,10 +201,26 @@ class Source(Section):
         "both. The evaluation's held-out half is 1, so train on 0 if you evaluate them; otherwise reports mark "
         "`closed_book` as seen in training.",
     )
-    weights: Weights
+    weights: Weights = Field(
+        Weights(),
+        description="Weight of each objective. By default {answer: 2.0, attention: 1.0} for a task whose answers stand "
+        "in the prompt. Other sources have to set it.",
+    )
     path_in_recipe: ClassVar[str] = "train.sources"
     renamed: ClassVar[dict[str, str]] = {"end": "train_eos", "half": "split"}
     new_keys: ClassVar[dict[str, Any]] = {"filler": None, "value_digits": None}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_size_and_weights(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        task, defaults = data.get("task"), dict[str, Any]()
+        if not {"rows", "tokens"} & data.keys():
+            defaults["rows"] = DEFAULT_ROWS
+        if isinstance(task, str) and task in PROBES and PROBES[task].gold_position:
+            defaults["weights"] = DEFAULT_WEIGHTS
+        return {**defaults, **data}
 
     @property
     def probe(self) -> Probe | None:
@@ -214,7 +237,7 @@ class Source(Section):
         if (self.task is None) == (self.data is None):
             raise ValueError("set either `task` (a probe) or `data` (your own documents)")
         if (self.rows is None) == (self.tokens is None):
-            raise ValueError("set either `rows` or `tokens`, the size of a step")
+            raise ValueError(f"set either `rows` or `tokens`, the size of a step, such as `rows: {DEFAULT_ROWS}`")
         if self.probe is not None and ("tokens" in self.probe.options) != (self.max_tokens is not None):
             if self.max_tokens is None:
                 raise ValueError(f"{self.task} needs `max_tokens`: its length is configurable")
@@ -223,6 +246,8 @@ class Source(Section):
 
     @model_validator(mode="after")
     def _weights_have_a_meaning(self) -> Source:
+        if "weights" not in self.model_fields_set:
+            raise ValueError(f"{self.name} needs `weights`, such as `weights: {{{self._usual_weight}}}`")
         if not self.weights.at(0.5):
             raise ValueError("every weight is 0. Give an objective a weight, or remove the source")
         if self.weights.needs("answers") and self.probe is not None and self.probe.scoring == "perplexity":
@@ -235,9 +260,15 @@ class Source(Section):
                 raise ValueError(f"plain text has no answers. Set {self._that_need('answers', 'gold_positions')} to 0")
         elif self.data is not None and self.data.columns.answer_span is None and self.weights.needs("gold_positions"):
             names = self._that_need("gold_positions")
-            hint = f"Set `data.columns.answer_span` to a column or to `{_AUTO}`, or {names} to 0"
+            hint = f"Set `data.columns.answer_span` to a column or to `{AUTO}`, or {names} to 0"
             raise ValueError(f"{names} needs gold positions. {hint}")
         return self
+
+    @property
+    def _usual_weight(self) -> str:
+        is_text = self.data is not None and self.data.columns.text is not None
+        is_text |= self.probe is not None and (self.probe.knowledge or self.probe.scoring == "perplexity")
+        return "base_kl: 1.0" if is_text else "answer: 1.0"
 
     def _that_need(self, *needs: str) -> str:
         """Names of the objectives with a weight that need one of these, for messages."""

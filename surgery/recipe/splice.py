@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from surgery.recipe.base import Teacher
 from surgery.recipe.locate import Select
-from surgery.recipe.section import Positive, Section
+from surgery.recipe.section import OneOrMore, Positive, Section
 from surgery.registry import NameOf, Registry
 from surgery.types import Form, HeadId, Mode, Unit
 
@@ -45,7 +45,9 @@ class Splice(Section):
         "query, and needs `query` in `locate.methods`.",
     )
     num_heads: Positive = Field(1, description="Number of heads to splice.")
-    heads: tuple[str, ...] = Field((), description="With `select: list`: names of the heads, such as L1H2.")
+    heads: OneOrMore[str] = Field(
+        (), description="With `select: list`: names of the heads, such as L1H2.", examples=[["L1H2"]]
+    )
     mode: Mode = Field(
         "add",
         description="`add`: add attention, with zero output at first, to the SSM head. `replace`: use attention "

@@ -12,8 +12,8 @@ from surgery.recipe.distillation import Align, Distil
 from surgery.recipe.objectives import OBJECTIVES, needs_of
 from surgery.recipe.optimizer import RATES_OF_0_1, Optimizer
 from surgery.recipe.plateau import Plateau
-from surgery.recipe.section import Positive, Section, Tokens
-from surgery.recipe.sources import Columns, Data, Source, Task, Weights
+from surgery.recipe.section import OneOrMore, Positive, Section, Tokens
+from surgery.recipe.sources import DEFAULT_ROWS, DEFAULT_WEIGHTS, Columns, Data, Source, Task, Weights
 
 __all__ = [
     "Align",
@@ -41,7 +41,7 @@ class Lora(Section):
     rank: Positive = 8
     alpha: Positive = 16
     dropout: float = Field(0.0, ge=0, lt=1)
-    targets: tuple[str, ...] = Field(
+    targets: OneOrMore[str] = Field(
         ("in_proj", "out_proj"), min_length=1, description="Names of the linear layers that get an adapter."
     )
     quantization: Literal["nf4"] | None = Field(
@@ -52,17 +52,17 @@ class Lora(Section):
     new_keys: ClassVar[dict[str, Any]] = {"quantization": None}
 
 
-# Sources of a recipe that lists none. `attention` has a weight: without it, answers alone teach a new head little.
+# Sources of a recipe that lists none.
 DEFAULT_SOURCES: tuple[Mapping[str, Any], ...] = (
     {
         "task": "kv_retrieval",
         "pairs": (4, 32),
         "questions": 4,
-        "rows": 8,
+        "rows": DEFAULT_ROWS,
         "train_eos": True,
-        "weights": {"answer": 2.0, "attention": 1.0},
+        "weights": DEFAULT_WEIGHTS,
     },
-    {"task": "sentence", "split": 0, "rows": 8, "weights": {"base_kl": 1.0}},
+    {"task": "sentence", "split": 0, "rows": DEFAULT_ROWS, "weights": {"base_kl": 1.0}},
 )
 
 
@@ -73,6 +73,7 @@ class TrainStage(Section):
     steps: Positive | None = Field(
         None,
         description="Number of steps; with `plateau`, the largest. 300 if neither this nor `tokens` is set.",
+        examples=[300],
     )
     tokens: Tokens | None = Field(
         None, description="Total number of tokens, instead of `steps`. Every source must then set `tokens`."
@@ -105,7 +106,7 @@ class TrainStage(Section):
         if self.steps is not None and self.tokens is not None:
             raise ValueError("set `steps` or `tokens`, not both")
         if self.tokens is not None and any(source.tokens is None for source in self.sources):
-            raise ValueError("`tokens` of a stage needs `tokens` in every source: replace `rows` by `tokens`")
+            raise ValueError("`tokens` of a stage needs `tokens` in every source. Set it in place of `rows`")
         return self
 
     @model_validator(mode="after")
@@ -227,7 +228,9 @@ class Train(TrainStage):
     """Brief training in one stage, or in several `stages`. The gradients of a step's sources are summed."""
 
     stages: tuple[TrainStage, ...] = Field(
-        (), description="Several stages instead of one, such as align, distil, finetune."
+        (),
+        description="Several stages instead of one, such as align, distil, finetune.",
+        examples=[[{"name": "finetune", "sources": [{"task": "kv_retrieval"}]}]],
     )
     teacher: Checkpoint | None = Field(
         None, description="Model with the same tokenizer, for the objectives that compare with a teacher."
@@ -254,7 +257,7 @@ class Train(TrainStage):
     check_every: Positive | None = Field(
         None, description="Steps between measurements of held-out KV accuracy. By default it is not measured."
     )
-    trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = Field(
+    trackers: OneOrMore[Literal["tensorboard", "trackio", "wandb"]] = Field(
         (), description="Experiment trackers that also receive the losses, through Accelerate."
     )
     control: bool = Field(True, description="Also train the control: the base without a splice, for the same steps.")

@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from surgery.errors import RecipeError, reading
+from surgery.errors import RecipeError
+from surgery.recipe.yaml_errors import fault, reading_yaml
 
 _BYTES = 2**20  # of a file or an override
 _DEPTH = 50  # of lists and mappings, and parts of a dotted key
@@ -31,17 +32,17 @@ class _RecipeLoader(yaml.SafeLoader):
         mark, before = self.peek_event().start_mark, self._nodes  # type: ignore[no-untyped-call]
         self._depth += 1
         if self._depth > _DEPTH:
-            raise yaml.MarkedYAMLError(None, None, f"more than {_DEPTH} levels", mark)
+            raise fault(mark, f"more than {_DEPTH} levels", "Use fewer.")
         node = super().compose_node(parent, index)  # type: ignore[no-untyped-call]
         self._depth -= 1
         if is_alias and id(node) not in self._sizes:
-            raise yaml.MarkedYAMLError(None, None, "an alias that contains itself", mark)
+            raise fault(mark, "an alias that contains itself", "Write the value.")
         self._nodes += self._sizes[id(node)] if is_alias else 1
         self._sizes.setdefault(id(node), self._nodes - before)
         if isinstance(node, yaml.ScalarNode) and _SURROGATES.search(node.value):
-            raise yaml.MarkedYAMLError(None, None, "an unpaired surrogate, which is not text", mark)
+            raise fault(mark, "an unpaired surrogate, which is not text", "Remove it.")
         if self._nodes > _NODES:
-            raise yaml.MarkedYAMLError(None, None, f"more than {_NODES} values after expanding aliases", mark)
+            raise fault(mark, f"more than {_NODES} values after expanding aliases", "Use fewer.")
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -51,9 +52,9 @@ class _RecipeLoader(yaml.SafeLoader):
                 continue
             key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
             if not isinstance(key, Hashable):
-                raise yaml.constructor.ConstructorError(None, None, "a key must be a scalar", key_node.start_mark)
+                raise fault(key_node.start_mark, "a key that is a list or a section", "Use a word as the key.")
             if key in seen:
-                raise RecipeError(f"line {key_node.start_mark.line + 1}", f"duplicate key {key!r}", "Keep one of them.")
+                raise fault(key_node.start_mark, f"duplicate key {key!r}", "Keep one of them.")
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
@@ -62,7 +63,7 @@ class _RecipeLoader(yaml.SafeLoader):
             raise _another_number(node)
         number: int = super().construct_yaml_int(node)  # type: ignore[no-untyped-call]
         if number.bit_length() > 64:
-            raise yaml.constructor.ConstructorError(None, None, "an integer of more than 64 bits", node.start_mark)
+            raise fault(node.start_mark, "an integer of more than 64 bits", "Write a smaller one, or text in quotes.")
         return number
 
     def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
@@ -74,8 +75,8 @@ class _RecipeLoader(yaml.SafeLoader):
 
 def _another_number(node: yaml.ScalarNode) -> Exception:
     """Error for a number of base 8 or 60, which most users did not mean."""
-    what = f"{node.value[:40]}, which YAML reads as another number. Write a decimal number, or a text in quotes"
-    return yaml.constructor.ConstructorError(None, None, what, node.start_mark)
+    what = f"{node.value[:40]}, which YAML reads as another number"
+    return fault(node.start_mark, what, "Write a decimal number, or text in quotes.")
 
 
 _RecipeLoader.add_constructor("tag:yaml.org,2002:int", _RecipeLoader.construct_yaml_int)
@@ -96,7 +97,7 @@ def read_mapping(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """
     if not path.is_file():
         raise RecipeError("recipe", str(path), "The file does not exist.")
-    with reading(str(path), None, "It is not valid YAML.", RecipeError), open(path, "rb") as file:
+    with reading_yaml(str(path), None, "It is not valid YAML."), open(path, "rb") as file:
         data = load_yaml(file.read(_BYTES + 1).decode("utf-8"))
     if not isinstance(data, dict):
         raise RecipeError(str(path), type(data).__name__, "A recipe must be a mapping of keys to values.")
@@ -116,7 +117,7 @@ def apply(data: dict[str, Any], override: str) -> None:
         raise RecipeError("override", repr(override), "Use key.path=value, such as train.steps=100.")
     if not text.strip():
         raise RecipeError(key, "no value", f"Write a value after =, or {key}=null for none.")
-    with reading("override", repr(override)[:200], "The part after = is not valid YAML.", RecipeError):
+    with reading_yaml("override", repr(override)[:200], "The part after = is not valid YAML."):
         value = load_yaml(text)
     *parents, last = key.split(".")
     if len(parents) >= _DEPTH:
@@ -131,7 +132,7 @@ def apply(data: dict[str, Any], override: str) -> None:
 
 
 def load_yaml(text: str) -> Any:
-    """Parse YAML within the limits. Raises the YAML library's errors, so call it inside `errors.reading`."""
+    """Parse YAML within the limits. Raises the YAML library's errors, so call it inside `reading_yaml`."""
     if len(text) > _BYTES:
         raise ValueError(f"more than {_BYTES} bytes")
     return yaml.load(text, _RecipeLoader)  # noqa: S506  (a SafeLoader)

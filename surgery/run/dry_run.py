@@ -121,8 +121,8 @@ def _planned(
 ) -> tuple[Plan, list[dict[str, Any]], str]:
     """Return the plan, the config field `splice`, and the origin of the heads."""
     if recipe.splice is None:
-        fields = inserted_entries(config) or config.splice
-        return plan_of_hybrid(config, recipe.base.model), fields, "in the hybrid"
+        plan = plan_of_hybrid(config, recipe.base.model)  # refuses a model without a splice
+        return plan, inserted_entries(config) or config.splice, "in the hybrid"
     heads = _located(recipe, folder)
     teacher = load_config(at_hand(as_base(recipe.splice.teacher), path)[0]) if recipe.splice.teacher else None
     plan = make_plan(heads or _stand_in(recipe, recipe.splice, config), config, recipe.splice, recipe.seed, teacher)

@@ -15,6 +15,7 @@ from surgery.run.at_hand import at_hand, cached_folder
 from surgery.run.context import Run
 from surgery.run.pipeline import check_configs, check_documents
 from surgery.run.stages import stages_of
+from surgery.train.quantization import quantization_of
 from surgery.train.training import make_accelerator
 
 M = TypeVar("M", Checkpoint, Teacher)
@@ -31,12 +32,15 @@ def check_without_weights(recipe: Recipe, file: Path | None = None) -> list[str]
         What was not checked, one text each.
 
     Raises:
-        SurgeryError: the run would fail on a config, a tokenizer, the listed heads, or a row of the data.
+        SurgeryError: the run would fail on a config, a tokenizer, the listed heads, a row of the data, or a missing
+            bitsandbytes.
     """
     own = [*recipe.train.own_data, *([recipe.locate.data] if recipe.locate.data is not None else [])]
     on_the_hub = [data.path for data in own if not local_files(data)]
     skipped = [f"data {path}, which is on the Hub" for path in on_the_hub]
     is_folder, name = not is_hub_id(recipe.base.model), recipe.base.model
+    for stage in recipe.train.sequence:
+        quantization_of(recipe.train, stage)
     base, shapes_from = _found(recipe.base, file)
     if base is None:
         return [*skipped, _unavailable("base.model", name, "base, heads and tokens")]

@@ -22,7 +22,7 @@ from tests.support.errors import assert_refused
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("train.stepz=3", ("train.stepz", "Unknown key", "Did you mean steps?")),
+        ("train.stepz=3", ("train.stepz", "Unknown key", "Did you mean train.steps?")),
         ("train.steps=many", ("train.steps", "many")),
         ("splice.mode=subtract", ("splice.mode", "subtract", "add")),
         ("locate.pairs=200", ("locate.pairs", "200", "100")),

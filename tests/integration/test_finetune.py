@@ -248,8 +248,8 @@ def test_it_is_run_of_the_shipped_recipe(place: Path, finished: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (("./base", "rows.jsonl"), ("base.model", "Nothing is spliced", "splice it first")),
-        (("./nowhere", "rows.jsonl"), ("base.model", "no such folder")),
+        (("./base", "rows.jsonl"), ("HYBRID", "Nothing is spliced", "splice it first")),
+        (("./nowhere", "rows.jsonl"), ("HYBRID", "no such folder")),
         (("./hybrid", "missing.jsonl"), ("data.path", "missing.jsonl", "No such file")),
         (("./hybrid", "bad.jsonl"), ("bad.jsonl:3", "answer")),
         (("./hybrid", "unmarked.jsonl", f"{COLUMNS}.answer_span=answer_span"), ("unmarked.jsonl:1", "span")),

@@ -106,6 +106,18 @@ def test_the_wheel_holds_what_recipes_name(wheel: Path) -> None:
     assert wheel.stat().st_size < 8e6
 
 
+def test_libraries_that_are_extended_and_tools_have_upper_bounds() -> None:
+    """A new release does not break CI before it was tested."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    bounds = {found[1]: found[2] for found in (re.fullmatch(r"([a-z-]+)<([\d.]+)", line) for line in lines) if found}
+    libraries = (
+        "torch transformers accelerate datasets huggingface-hub lm-eval peft pydantic safetensors tokenizers typer"
+    )
+    assert set(bounds) == {*libraries.split(), "mypy", "pytest", "ruff"}
+    declared = (ROOT / "pyproject.toml").read_text()
+    assert all(re.search(rf'"{name}[><=]', declared) for name in bounds)
+
+
 def test_the_source_distribution_holds_the_same_files(tmp_path: Path) -> None:
     """A release builds its wheel from the source distribution."""
     pytest.importorskip("setuptools", minversion="77")

@@ -40,6 +40,14 @@ def test_a_run_is_found_by_its_name_and_by_its_folder(runs: Path, capsys: pytest
     assert " ".join(capsys.readouterr().out.split()) == by_name
 
 
+def test_the_recipe_of_the_export_is_enough(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in the shipped example, whose run folder has no recipe of its own."""
+    (runs / "first" / "export").mkdir()
+    (runs / "first" / "recipe.yaml").rename(runs / "first" / "export" / "recipe.yaml")
+    show("first", runs)
+    assert "KV-retrieval, 8 pairs" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_comparison_is_shown_as_one(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show("compare", runs)
     assert "exact McNemar test" in capsys.readouterr().out

@@ -8,14 +8,15 @@ import pytest
 from typer.testing import CliRunner
 
 from surgery.cli import app
-from surgery.errors import RecipeError, SurgeryError
+from surgery.errors import ModelError, RecipeError, RunError, SurgeryError
 from surgery.files import shipped
-from surgery.files.shipped import local_path, recipe_names, shipped_files
+from surgery.files.shipped import close_models, local_path, recipe_names, shipped_files
 from surgery.models.loading import load_config, load_model, load_tokenizer, revision_of
 from surgery.recipe import Base, check_recipe, find_recipe, load_any, load_recipe
 from surgery.recipe.grid import load_grid
 from surgery.recipe.public import is_hub_id, public_name, public_recipe, source_of
 from surgery.run.dry_run import dry_run
+from surgery.show_command import show
 
 ROOT = Path(__file__).parents[3]
 PICO = "checkpoints/pico-far"
@@ -81,6 +82,38 @@ class TestNames:
         with pytest.raises(RecipeError, match="no shipped recipe has this name") as error:
             find_recipe(name)
         assert "Did you mean" not in str(error.value) or "quickstart" in name
+
+
+class TestModels:
+    EXPORT = "checkpoints/quickstart/export"
+
+    @pytest.mark.parametrize(
+        ("name", "close"),
+        [
+            ("checkpoints/pico_far", [PICO]),
+            ("./pico_far", [PICO]),
+            ("pico-far", [PICO]),
+            ("checkpoints/quickstart/exprt", [EXPORT]),
+            ("quickstart", [EXPORT]),
+            ("checkpoints/quickstart", [EXPORT]),
+            ("runs/export", []),
+            ("other/pico-far", []),
+            ("zzz", []),
+            ("", []),
+        ],
+    )
+    def test_shipped_models_of_a_similar_name(self, installed: Path, name: str, close: list[str]) -> None:
+        assert close_models(name) == close
+
+    def test_a_missing_model_lists_them(self, installed: Path) -> None:
+        with pytest.raises(ModelError, match=rf"base\.model: pico_far\. .* Did you mean {PICO}\?"):
+            load_config(Base(model="pico_far"))
+
+    def test_the_example_is_shown_and_proposed(self, installed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        show(self.EXPORT, Path("runs"))
+        assert "KV-retrieval" in capsys.readouterr().out
+        with pytest.raises(RunError, match=rf"Did you mean {self.EXPORT}\?"):
+            show("quickstart", Path("runs"))
 
 
 class TestPaths:

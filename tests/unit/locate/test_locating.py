@@ -217,7 +217,9 @@ class TestLocate:
     def any_accuracy(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(locating, "check_clean", lambda *_: None)
 
-    @pytest.mark.parametrize(("pairs", "hint"), [(5, "Set fewer pairs"), (4, "splice.select: random")])
+    @pytest.mark.parametrize(
+        ("pairs", "hint"), [(5, "Set fewer pairs, or run `surgery init MODEL`"), (4, "splice.select: random")]
+    )
     def test_a_base_at_chance_is_refused_with_a_way_on(self, pairs: int, hint: str) -> None:
         section = PROMPTS.model_copy(update={"pairs": pairs})
         with pytest.raises(ProbeError, match=rf"locate\.pairs: {pairs} .*at chance.*{hint}"):

@@ -117,3 +117,22 @@ def test_sources_that_are_set_but_empty_are_refused(given: dict[str, Any]) -> No
 def test_the_documented_default_is_the_default() -> None:
     block = re.search(r"## Defaults\n.*?```yaml\n(.*?)```", DOCS.read_text(), re.DOTALL)
     assert block is not None and Train.model_validate(yaml.safe_load(block[1])) == Train()
+
+
+def test_a_task_whose_answers_stand_in_the_prompt_needs_no_more() -> None:
+    (source,) = Train.model_validate({"sources": [{"task": "records"}]}).sources
+    assert (source.rows, source.weights.at(0.5)) == (8, {"answer": 2.0, "attention": 1.0})
+    assert Source.model_validate(source.model_dump(mode="json")) == source
+    by_tokens = Source.model_validate({"task": "records", "tokens": 500, "weights": {"answer": 1.0}})
+    assert (by_tokens.rows, by_tokens.weights.at(0.5)) == (None, {"answer": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("source", "weight"),
+    [({"task": "sentence"}, "base_kl"), ({"task": "closed_book"}, "base_kl"), ({"task": "copying"}, "answer"),
+     ({"data": {"path": "x.jsonl"}}, "answer"), ({"data": {"path": "x", "columns": {"text": "t"}}}, "base_kl")],
+)  # fmt: skip
+def test_other_sources_need_weights_and_the_error_has_an_example(source: dict[str, Any], weight: str) -> None:
+    with pytest.raises(ValidationError, match=rf"needs `weights`, such as `weights: {{{weight}: 1.0}}`"):
+        Source.model_validate(source)
+    Source.model_validate({**source, "weights": {weight: 1.0}})

@@ -1,0 +1,20 @@
+"""A dry run refuses what the run would refuse. tests/unit/run/test_time_estimate.py has its estimates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from surgery.errors import PlanError
+from surgery.recipe import check_recipe
+from surgery.run.dry_run import dry_run
+from surgery.testing.pico import pico_base, pico_tokenizer
+
+
+def test_a_model_without_a_splice_is_no_hybrid_to_train(tmp_path: Path) -> None:
+    pico_base(vocab_size=1024, layers=2).save_pretrained(tmp_path / "base")
+    pico_tokenizer().save_pretrained(tmp_path / "base")
+    recipe = check_recipe({"name": "r", "base": {"model": str(tmp_path / "base")}, "splice": None})
+    with pytest.raises(PlanError, match=r"base\.model: .*Nothing is spliced into this model\. Use a hybrid"):
+        dry_run(recipe, tmp_path / "r")

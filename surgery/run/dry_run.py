@@ -35,6 +35,7 @@ from surgery.run.machine import GIB, find_machine
 from surgery.run.memory_estimate import SourceSample, StepCost, sample_sources, step_cost
 from surgery.run.stages import STAGES
 from surgery.run.time_estimate import estimate_time
+from surgery.run.without_weights import check_without_weights
 from surgery.splice.inserted import inserted_config
 from surgery.splice.plan import hybrid_config, make_plan, splice_field
 from surgery.train.optimizer import learning_rates_text
@@ -63,6 +64,7 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
         SurgeryError: the run would fail on the recipe, the folder or a model before it loads weights.
     """
     RunDir(folder).check(to_yaml(recipe), overwrite, inputs_of(recipe, path))
+    check_without_weights(recipe, path)
     base, shapes_from = at_hand(recipe.base, path)
     config = load_config(base)
     plan, fields, heads_from = _planned(recipe, config, folder, path)

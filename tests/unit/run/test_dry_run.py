@@ -18,3 +18,12 @@ def test_a_model_without_a_splice_is_no_hybrid_to_train(tmp_path: Path) -> None:
     recipe = check_recipe({"name": "r", "base": {"model": str(tmp_path / "base")}, "splice": None})
     with pytest.raises(PlanError, match=r"base\.model: .*Nothing is spliced into this model\. Use a hybrid"):
         dry_run(recipe, tmp_path / "r")
+
+
+def test_what_a_run_refuses_is_refused(tmp_path: Path) -> None:
+    """The stand-in for heads that are not located would be cut to the heads that there are."""
+    pico_base(vocab_size=1024, layers=2).save_pretrained(tmp_path / "base")
+    pico_tokenizer().save_pretrained(tmp_path / "base")
+    recipe = check_recipe({"name": "r", "base": {"model": str(tmp_path / "base")}, "splice": {"num_heads": 9}})
+    with pytest.raises(PlanError, match=r"splice\.num_heads: 9\. The model has only 8 heads"):
+        dry_run(recipe, tmp_path / "r")

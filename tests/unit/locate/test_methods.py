@@ -55,7 +55,7 @@ class TestRegister:
         assert values == sorted(values, reverse=True) and min(values) > 0
         assert heads.chosen == heads.heads[:2] and heads.method == "size"
         assert heads.cost["passes"] == 4 * (2 + 2), "two clean passes a prompt, and the declared ones"
-        assert "size" in Locate.model_json_schema()["properties"]["methods"]["items"]["enum"]
+        assert "size" in Locate.model_json_schema()["properties"]["methods"]["anyOf"][1]["items"]["enum"]
         assert "size" in Splice.model_json_schema()["properties"]["select"]["enum"]
 
     def test_a_search_drops_heads_by_it(self, monkeypatch: pytest.MonkeyPatch) -> None:

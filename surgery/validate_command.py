@@ -13,8 +13,9 @@ def validate(recipe: RecipePath, overrides: Overrides = None) -> None:
     loaded = load_any(recipe, overrides or ())
     skipped: list[str] = []
     if isinstance(loaded, Recipe):
-        from surgery.run.without_weights import check_without_weights
+        from surgery.run.without_weights import check_installed, check_without_weights
 
+        check_installed(loaded)
         skipped = check_without_weights(loaded, recipe)
         for text in loaded.notes:
             print(f"note: {text}", file=sys.stderr)

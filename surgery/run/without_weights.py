@@ -21,6 +21,16 @@ from surgery.train.training import make_accelerator
 M = TypeVar("M", Checkpoint, Teacher)
 
 
+def check_installed(recipe: Recipe) -> None:
+    """Check that this machine has the packages of a run. A dry run does not: it may be for another machine.
+
+    Raises:
+        RecipeError: a stage quantizes, and bitsandbytes is missing.
+    """
+    for stage in recipe.train.sequence:
+        quantization_of(recipe.train, stage)
+
+
 def check_without_weights(recipe: Recipe, file: Path | None = None) -> list[str]:
     """Check the base, the heads and the data of a recipe. Loads no weights and sends no request.
 
@@ -32,15 +42,12 @@ def check_without_weights(recipe: Recipe, file: Path | None = None) -> list[str]
         What was not checked, one text each.
 
     Raises:
-        SurgeryError: the run would fail on a config, a tokenizer, the listed heads, a row of the data, or a missing
-            bitsandbytes.
+        SurgeryError: the run would fail on a config, a tokenizer, the listed heads, or a row of the data.
     """
     own = [*recipe.train.own_data, *([recipe.locate.data] if recipe.locate.data is not None else [])]
     on_the_hub = [data.path for data in own if not local_files(data)]
     skipped = [f"data {path}, which is on the Hub" for path in on_the_hub]
     is_folder, name = not is_hub_id(recipe.base.model), recipe.base.model
-    for stage in recipe.train.sequence:
-        quantization_of(recipe.train, stage)
     base, shapes_from = _found(recipe.base, file)
     if base is None:
         return [*skipped, _unavailable("base.model", name, "base, heads and tokens")]

@@ -8,7 +8,7 @@ import pytest
 
 from surgery.errors import RecipeError
 from surgery.recipe import check_recipe
-from surgery.run.without_weights import check_without_weights
+from surgery.run.without_weights import check_installed
 
 
 def test_a_missing_bitsandbytes_is_refused_as_by_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,4 +18,4 @@ def test_a_missing_bitsandbytes_is_refused_as_by_a_run(monkeypatch: pytest.Monke
     monkeypatch.setattr("surgery.train.quantization.version", missing)
     train = {"trainable": "lora", "lora": {"quantization": "nf4"}}
     with pytest.raises(RecipeError, match=r"train\.lora\.quantization: nf4.*pip install bitsandbytes"):
-        check_without_weights(check_recipe({"name": "x", "base": {"model": "owner/name"}, "train": train}))
+        check_installed(check_recipe({"name": "x", "base": {"model": "owner/name"}, "train": train}))

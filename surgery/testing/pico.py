@@ -166,9 +166,10 @@ _FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
                                          "embedding_multiplier": 2.0, "logits_scaling": 1.5,
                                          "position_embedding_type": "rope"}),
     "nemotron_h": (NemotronHConfig, {**_ATTENTION, "layers_block_type":
-                                     ["linear_attention", "mlp", "full_attention", "linear_attention"],
+                                     ["linear_attention", "mlp", "full_attention", "linear_attention", "moe"],
                                      "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8,
-                                     "chunk_size": 8, "intermediate_size": 48, "head_dim": 8}),
+                                     "chunk_size": 8, "intermediate_size": 48, "head_dim": 8, "n_routed_experts": 4,
+                                     "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 24}),
     "falcon_h1": (FalconH1Config, {**_ATTENTION, **_BAMBA, "num_hidden_layers": 3, "intermediate_size": 48,
                                    "mamba_d_ssm": 64, "head_dim": 8, "ssm_out_multiplier": 0.7,
                                    "attention_out_multiplier": 1.3, "ssm_multipliers": [0.9, 1.1, 1.2, 0.8, 1.3]}),

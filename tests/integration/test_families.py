@@ -54,8 +54,10 @@ RECURRENCES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_mamba-channels": ("falcon_mamba", {"channels_per_head": 1}),
     "falcon_h1-without-norm": ("falcon_h1", {"mamba_rms_norm": False}),
     "falcon_h1-with-norm": ("falcon_h1", {"mamba_rms_norm": True, "mamba_n_groups": 4}),
-    **{name: (name, {}) for name in ("llamba", "zamba2", "nemotron_h")},
-    "granite": ("granite", {"num_local_experts": 0}),  # grouped experts are fp32 only
+    **{name: (name, {}) for name in ("llamba", "zamba2")},
+    # Without experts: grouped ones are fp32 only.
+    "nemotron_h": ("nemotron_h", {"layers_block_type": ["linear_attention", "mlp", "full_attention"]}),
+    "granite": ("granite", {"num_local_experts": 0}),
 }
 # What changes which head is which.
 SHAPES: dict[str, tuple[dict[str, Any], ...]] = {

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHPreTrainedModel
 
 from surgery.models.lookup import family_of, geometry_of, structure_of
 from surgery.models.runtime import requires_grad
@@ -36,6 +37,12 @@ def base(name: str, **more: Any) -> Any:
 def logits(model: Any, ids: Tensor, mask: Tensor | None = None, **more: Any) -> Tensor:
     with requires_grad(True, model):  # as loading leaves it: bits are compared
         return model(input_ids=ids, attention_mask=mask, **{"use_cache": False, **more}).logits
+
+
+def stays_fp32(key: str) -> bool:
+    """Whether a tensor stays fp32 in a model of half precision."""
+    router = key.endswith("gate.weight") and "gate.weight" in NemotronHPreTrainedModel._keep_in_fp32_modules_strict
+    return router or key.rsplit(".", 1)[-1] in ("A_log", "dt_bias", "D", "e_score_correction_bias")
 
 
 def plan_of(model: Any, mode: Any = "add", init: Any = "ssm") -> Plan:

@@ -22,7 +22,7 @@ from surgery.hybrid.cache_name import RENAMED, cache_name
 from surgery.models.lookup import family_of
 from surgery.models.runtime import requires_grad, stays_in_fp32
 from surgery.testing.pico import HIDDEN, VOCAB, pad, tokens
-from tests.support.battery import base, cache_of, every_spliced, logits, shared, trained
+from tests.support.battery import base, cache_of, every_spliced, logits, shared, stays_fp32, trained
 
 CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-5}  # logits of these models are up to 30
 every_class = pytest.mark.parametrize("classes", CLASSES, ids=[c[0].model_type for c in CLASSES])
@@ -156,7 +156,7 @@ class TestSaving:
         saved(trained(name), tmp_path)
         model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
         kept = {k for k, p in model.named_parameters() if p.dtype == torch.float32}
-        assert kept == {k for k, _ in model.named_parameters() if k.rsplit(".", 1)[-1] in ("A_log", "dt_bias", "D")}
+        assert kept == {key for key, _ in model.named_parameters() if stays_fp32(key)}
         found = model(tokens(), use_cache=False).logits
         plain = copy.deepcopy(base(name)).to(torch.bfloat16)(tokens(), use_cache=False).logits
         assert found.dtype == plain.dtype and found.isfinite().all()

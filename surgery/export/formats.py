@@ -17,7 +17,7 @@ from surgery.registry import load_plugins
 from surgery.types import Plan
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from surgery.recipe import Export
 
@@ -73,6 +73,16 @@ class ExportFormat(ABC):
 
         Raises:
             RecipeError: names the recipe's field and what is missing.
+        """
+
+    def check_base(self, config: PreTrainedConfig) -> None:  # noqa: B027
+        """Check before a run that this format can hold hybrids of a base. Optional.
+
+        Args:
+            config: of the base, which may be a hybrid already.
+
+        Raises:
+            RecipeError: names `export.format` and what the format lacks.
         """
 
     def check(self, folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -283,6 +293,11 @@ llama-server -m model.gguf
         from surgery.export.gguf_folder import check_recipe
 
         check_recipe(section, tokenizer)
+
+    def check_base(self, config: PreTrainedConfig) -> None:
+        from surgery.export.gguf_folder import check_base
+
+        check_base(config)
 
     def write(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, section: Export) -> None:
         from surgery.export.gguf_folder import write_folder

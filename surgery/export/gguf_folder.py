@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import ModelError, RecipeError, reading
 from surgery.export import nemotron_h_folder
@@ -40,6 +40,10 @@ _IN_LAYER = {
     "mixer.k_proj.weight": "attn_k.weight",
     "mixer.v_proj.weight": "attn_v.weight",
     "mixer.o_proj.weight": "attn_output.weight",
+    "mixer.up_proj.weight": "ffn_up.weight",
+    "mixer.up_proj.bias": "ffn_up.bias",
+    "mixer.down_proj.weight": "ffn_down.weight",
+    "mixer.down_proj.bias": "ffn_down.bias",
 }
 _PERMUTED = {"q.weight": "num_attention_heads", "k.weight": "num_key_value_heads"}  # number of heads, in config.json
 
@@ -54,6 +58,21 @@ def check_recipe(section: Export, tokenizer: PreTrainedTokenizerBase) -> None:
     _checked_pre_tokenizer(section, tokenizer)
 
 
+def check_base(config: PreTrainedConfig) -> None:
+    """Check before a run that llama.cpp computes the layers of a Nemotron-H. Those of a Mamba-2 always are.
+
+    Raises:
+        RecipeError: a layer is a mixture of experts, or an MLP has another activation.
+    """
+    kinds = getattr(config, "layers_block_type", ())
+    if "moe" in kinds:
+        hint = "The base has experts, which model.gguf cannot hold yet. Set export.format: nemotron_h."
+        raise RecipeError("export.format", "gguf", hint)
+    if "mlp" in kinds and config.mlp_hidden_act != "relu2":
+        hint = f"The base's MLPs have mlp_hidden_act: {config.mlp_hidden_act}, and llama.cpp has relu2 alone. "
+        raise RecipeError("export.format", "gguf", f"{hint}Set export.format: nemotron_h.")
+
+
 def _checked_pre_tokenizer(section: Export, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return llama.cpp's name for the pre-tokenizer. Raises as `check_recipe`."""
     if find_spec("gguf") is None:
@@ -66,8 +85,9 @@ def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fol
 
     Raises:
         ModelError: no layers were inserted into the model, or the converter fails.
-        RecipeError: as `check_recipe`.
+        RecipeError: as `check_recipe` and `check_base`.
     """
+    check_base(model.config)
     pre_tokenizer = _checked_pre_tokenizer(section, tokenizer)
     nemotron_h_folder.write_folder(model, tokenizer, folder, section.max_shard_size)
     convert(folder, folder / FILE, pre_tokenizer, section)
@@ -124,7 +144,7 @@ def _check_fields(folder: Path, fields: Mapping[str, Any]) -> None:
         "attention.key_length": config["head_dim"],
         "attention.value_length": config["head_dim"],
         "attention.layer_norm_epsilon": float(np.float32(config["layer_norm_epsilon"])),
-        "feed_forward_length": [0] * len(pattern),
+        "feed_forward_length": [config["intermediate_size"] if kind == "-" else 0 for kind in pattern],
         "ssm.conv_kernel": config["conv_kernel"],
         "ssm.state_size": config["ssm_state_size"],
         "ssm.group_count": config["n_groups"],

@@ -24,13 +24,15 @@ from surgery.recipe import Base
 from surgery.types import Plan
 
 CLASS = "NemotronHForCausalLM"
-# Fields of experts and of multi-token prediction, and the limit of dt, which Nemotron-H does not read. Their defaults
-# are those of the model.
+# Fields of multi-token prediction, and the limit of dt, which Nemotron-H does not read. Their defaults are those of the
+# model.
 _LEFT_OUT = (
-    "layers_block_type", "layer_types", "moe_intermediate_size", "moe_latent_size",
-    "moe_shared_expert_intermediate_size", "moe_shared_expert_overlap", "mtp_layers_block_type", "n_group",
-    "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "num_nextn_predict_layers",
-    "output_router_logits", "routed_scaling_factor", "time_step_limit", "topk_group",
+    "layers_block_type", "layer_types", "mtp_layers_block_type", "num_nextn_predict_layers", "time_step_limit",
+)  # fmt: skip
+_OF_EXPERTS = (
+    "moe_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_overlap",
+    "n_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok",
+    "output_router_logits", "routed_scaling_factor", "topk_group",
 )  # fmt: skip
 
 
@@ -46,7 +48,8 @@ def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fol
         raise ModelError("export.format", f"nemotron_h for a {model.config.model_type}", hint)
     transformers_folder.write_folder(model, tokenizer, folder, max_shard_size)
     path, config = folder / "config.json", model.config
-    data = {key: value for key, value in read_object(folder, path.name).items() if key not in _LEFT_OUT}
+    left_out = _LEFT_OUT if "moe" in config.layers_block_type else (*_LEFT_OUT, *_OF_EXPERTS)
+    data = {key: value for key, value in read_object(folder, path.name).items() if key not in left_out}
     data |= {
         "architectures": [CLASS],
         "hybrid_override_pattern": config.hybrid_override_pattern,

@@ -11,6 +11,7 @@ Shape legend: B batch, T tokens, H attention heads of a block, P their width, Q 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from surgery.types import Graft, MixerSpec
 
 FIELD = "inserted"  # field of the config: one entry for each graft, from below
 SIDE = "side_channels"  # field of the config: channels of the residual stream that the base lacks
+BASE_TYPE = "inserted_into"  # field of the config: model_type of the base. Mamba-2 if it is missing
 
 
 def has_inserted(config: PreTrainedConfig) -> bool:
@@ -94,15 +96,26 @@ def side_channels(config: PreTrainedConfig) -> int:
     return number
 
 
-def base_config_of(config: PreTrainedConfig) -> Mamba2Config:
-    """Return the config of the Mamba-2 that layers were inserted into: its shapes, not its token ids.
+def base_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the config of the model that layers were inserted into: its shapes, and of a Mamba-2 not its token ids.
 
     Raises:
-        ModelError: as `inserted_entries` and `side_channels`.
+        ModelError: as `inserted_entries` and `side_channels`, or the base was of an unknown type.
     """
-    new = new_layers(config)
+    new, base = new_layers(config), getattr(config, BASE_TYPE, "mamba2")
+    kinds = [kind for layer, kind in enumerate(config.layers_block_type) if layer not in new]
+    if base == "nemotron_h":
+        of_base = copy.deepcopy(config)
+        of_base.layers_block_type = kinds
+        of_base.hidden_size -= side_channels(config)
+        for field in (FIELD, SIDE, BASE_TYPE):
+            of_base.__dict__.pop(field, None)
+        return of_base
+    if base != "mamba2" or set(kinds) != {"linear_attention"}:
+        hint = "It must be mamba2 for a base of SSM layers alone, or nemotron_h. Export the model again."
+        raise ModelError(f"config.json {BASE_TYPE}", str(base)[:80], hint)
     return Mamba2Config(
-        num_hidden_layers=len(config.layers_block_type) - len(new),
+        num_hidden_layers=len(kinds),
         hidden_size=config.hidden_size - side_channels(config),
         vocab_size=config.vocab_size,
         num_heads=config.mamba_num_heads,
@@ -140,6 +153,18 @@ def new_modules(model: nn.Module) -> dict[str, nn.Module]:
     config = getattr(model, "config", None)
     blocks = {f"model.layers.{layer}" for layer in new_layers(config)} if has_inserted(config) else set()
     return {n: m for n, m in model.named_modules() if n in blocks or isinstance(m, SplicedAttention)}
+
+
+def head_slots(count: int, mixer: nn.Module) -> list[int]:
+    """Return which attention heads of an inserted block are its own: spread, so that few share keys and values.
+
+    Args:
+        count: number of its own heads. Others fill it up to the number of heads of all attention layers.
+        mixer: the attention of the block.
+    """
+    shared = mixer.num_key_value_groups
+    key_heads = mixer.k_proj.out_features // mixer.head_dim
+    return [slot % key_heads * shared + slot // key_heads for slot in range(count)]
 
 
 def held_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -195,14 +220,15 @@ class InsertedForCausalLM(NemotronHForCausalLM):
                 handle.remove()
         rows = SpliceRows(splice_queries)
         for entry in inserted_entries(self.config):
-            layer, heads = entry["layers"][-1], len(entry["heads"])
+            layer = entry["layers"][-1]
             mixer = self.model.layers[layer].mixer
+            heads = head_slots(len(entry["heads"]), mixer)
             query, key = (
                 projected[f"{layer}.{name}"].unflatten(-1, (-1, mixer.head_dim)).transpose(1, 2)
                 for name in ("q_proj", "k_proj")
             )
             key = key.repeat_interleave(mixer.num_key_value_groups, dim=1)
-            rows.collect(layer, query[:, :heads] * mixer.scaling, key[:, :heads], attention_mask, documents[0])
+            rows.collect(layer, query[:, heads] * mixer.scaling, key[:, heads], attention_mask, documents[0])
         return HybridCausalLMOutput(**output, splice_attentions=rows.take())
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
@@ -223,7 +249,14 @@ def as_inserted(model: PreTrainedModel) -> PreTrainedModel:
     if not (has_inserted(model.config) and isinstance(model.config, NemotronHConfig)):
         return model
     entries, side = inserted_entries(model.config), side_channels(model.config)
-    if side and not isinstance(model, InsertedForCausalLM):
+    if isinstance(model, InsertedForCausalLM):
+        return model
+    for entry in entries:
+        mixer = model.model.layers[entry["layers"][-1]].mixer
+        if mixer.num_key_value_groups > 1:
+            slots = head_slots(len(entry["heads"]), mixer)
+            mixer.o_proj.register_forward_pre_hook(partial(_train_own_heads_only, slots, mixer.head_dim))
+    if side:
         gathers = {entry["layers"][0] for entry in entries if entry["form"] == "pair"}
         for layer in gathers:
             # Not a hook of `out_proj`: fused kernels do not call it.
@@ -235,6 +268,17 @@ def as_inserted(model: PreTrainedModel) -> PreTrainedModel:
                     block.mixer.register_forward_hook(partial(_train_base_channels_only, side))
     model.__class__ = InsertedForCausalLM
     return model
+
+
+def _train_own_heads_only(slots: list[int], width: int, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+    """Pass on a block's own heads alone, so the weights of heads that fill it up stay 0.
+
+    Those would train, since they may share keys and values with its own.
+    """
+    heads = inputs[0].unflatten(-1, (-1, width))
+    kept = heads.new_zeros(heads.shape[-2], 1)
+    kept[slots] = 1
+    return ((heads * kept).flatten(-2),)
 
 
 def _train_side_channels_only(side: int, _: nn.Module, __: Any, output: Tensor) -> Tensor:

@@ -152,6 +152,7 @@ def check_documents(run: Run, config: PreTrainedConfig) -> None:
         with_chat_template(run.tokenizer(), run.recipe.export.chat_template)
         export_format: ExportFormat = EXPORT_FORMATS[run.recipe.export.format]()
         export_format.check_recipe(run.recipe.export, run.tokenizer())
+        export_format.check_base(config)
 
 
 def check_configs(run: Run) -> None:
@@ -219,7 +220,7 @@ def _check_base(run: Run, splice: Splice) -> None:
         if splice.form != "head":
             dtype = config.dtype if recipe.base.dtype == "auto" else getattr(torch, recipe.base.dtype)
             check_inserts(config, dtype)
-            check_place(splice.before or 0, config)
+            check_place(splice.before, config, splice.init)
     if only_locate and not family_of(config).sites(config):
         return
     measures_reads = [name for name, method in METHODS.items() if method.measures_reads]

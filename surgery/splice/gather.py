@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from surgery.models.inserted import head_slots
 from surgery.splice.draw import Draw
 from surgery.types import Graft
 
@@ -38,7 +39,7 @@ def fill_gather(
         mixer: of the Gather layer.
         block: the attention block, with a random query and key.
         graft: the pair. The block has one attention head for each of its SSM heads.
-        model: the base.
+        model: the base, a Mamba-2 or a Nemotron-H.
         layer: of the base, before which the pair is inserted.
         draw: the random numbers.
     """
@@ -59,16 +60,25 @@ def fill_gather(
     per_group = mixer.num_heads // mixer.n_groups
     room = mixer.intermediate_size // (4 * mixer.ssm_state_size)  # one half stays a delay line
     groups = sorted({head // per_group for head in graft.heads})[:room]
-    _copy_keys_and_queries(mixer, model.backbone.layers[layer], groups)
+    _copy_keys_and_queries(mixer, model.base_model.layers[layer], groups)
     kept = _write_side_channels(mixer, normed.to(stream.dtype), len(groups), block.mixer.head_dim, draw)
     identity = torch.eye(kept, device=draw.device)
-    for slot, head in enumerate(graft.heads):
-        if head // per_group in groups:
-            first = base + 2 * kept * groups.index(head // per_group)
-            rows = slice(slot * block.mixer.head_dim, (slot + 1) * block.mixer.head_dim)
-            for weight, column in ((block.mixer.k_proj.weight, first), (block.mixer.q_proj.weight, first + kept)):
-                weight[rows] *= _RANDOM_SHARE
-                weight[rows][:kept] = F.pad(identity, (column, weight.shape[1] - column - kept))
+    attention = block.mixer
+    filled: dict[int, int] = {}  # group whose keys a key-value head holds
+    width = attention.head_dim
+    for slot, head in zip(head_slots(len(graft.heads), attention), graft.heads, strict=True):
+        key_slot = slot // attention.num_key_value_groups
+        group = filled.get(key_slot, head // per_group)
+        if group not in groups:
+            continue
+        first = base + 2 * kept * groups.index(group)
+        copied = [(attention.q_proj.weight[slot * width : (slot + 1) * width], first + kept)]
+        if key_slot not in filled:
+            copied.append((attention.k_proj.weight[key_slot * width : (key_slot + 1) * width], first))
+        filled[key_slot] = group
+        for rows, column in copied:
+            rows *= _RANDOM_SHARE
+            rows[:kept] = F.pad(identity, (column, rows.shape[1] - column - kept))
 
 
 class _Reached(Exception):
@@ -92,7 +102,7 @@ def _stream(model: PreTrainedModel, layer: int, draw: Draw) -> Tensor:
         inputs.append(arguments[0])
         raise _Reached
 
-    handle = model.backbone.layers[layer].register_forward_pre_hook(stop)
+    handle = model.base_model.layers[layer].register_forward_pre_hook(stop)
     try:
         model(draw.tokens("gate", 16 * model.config.hidden_size, model.config.vocab_size), use_cache=False)
     except _Reached:

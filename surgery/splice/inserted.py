@@ -1,4 +1,4 @@
-"""Insert new layers into a Mamba-2, as transformers' own Nemotron-H: attention blocks, or pairs with a Gather layer.
+"""Insert new layers into a Mamba-2 or a Nemotron-H: attention blocks, or pairs with a Gather layer.
 
 A block is `h + attention(norm(h))` with plain softmax attention and no position code. A pair is a new Mamba-2 layer
 followed by a block. The block's output projection starts at 0, so the hybrid's logits equal the base's.
@@ -10,8 +10,8 @@ writes to the stream is multiplied by the square root of (new width / old width)
 it: the hybrid's logits then differ from the base's by rounding only. The block's own norm multiplies the side channels,
 so that small values there count as much as the stream below them, however large that is (`surgery.splice.gather`).
 
-Nemotron-H (arXiv 2504.03624) holds Mamba-2 layers and such blocks in one stack, so the result needs no code of this
-library: transformers, vLLM and llama.cpp have this class.
+Nemotron-H (arXiv 2504.03624) holds Mamba-2 layers and such blocks in one stack, so the result is a Nemotron-H and needs
+no code of this library: transformers, vLLM and llama.cpp have this class.
 
 Shape legend: D model width with side channels, H attention heads, P their width.
 """
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import NemotronHConfig, NemotronHForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import PlanError
-from surgery.models.inserted import FIELD, SIDE, as_inserted, side_channels
+from surgery.models.inserted import BASE_TYPE, FIELD, SIDE, as_inserted, head_slots, side_channels
 from surgery.models.lookup import family_of, geometry_of, mixer_of
 from surgery.recipe import Splice
 from surgery.recipe.splice import INSERTED_INITS, SIDE_CHANNELS
@@ -39,6 +39,7 @@ HEAD_DIM = 64  # default of `splice.head_dim`
 CONTEXT = 131072  # max_position_embeddings if the base states none. Nothing in the model depends on positions
 _STEP_MIN = 1e-30  # Nemotron-H's lower limit of dt in prefill. Its initialisation takes the logarithm
 _ATTENTION, _SSM = "full_attention", "linear_attention"
+_WRITES = (".mixer.out_proj.", ".mixer.o_proj.", ".mixer.down_proj.", ".mixer.shared_experts.down_proj.")
 
 
 def check_inserts(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> None:
@@ -52,31 +53,49 @@ def check_inserts(config: PreTrainedConfig, dtype: torch.dtype | None = None) ->
         PlanError: names the field and its value.
     """
     form = "Set splice.form: head."
-    if config.model_type != "mamba2":
-        hint = f"Layers can be inserted into models of type mamba2 only. {form}"
+    if config.model_type not in ("mamba2", "nemotron_h"):
+        hint = f"Layers can be inserted into models of type mamba2 or nemotron_h only. {form}"
         raise PlanError("base.model", config.model_type, hint)
     limit = tuple(float(x) for x in config.time_step_limit)
-    if limit != (0.0, math.inf):
+    if config.model_type == "mamba2" and limit != (0.0, math.inf):
         raise PlanError(
             "base.model time_step_limit", limit, f"Nemotron-H has no limits on dt, so only (0, inf) can be kept. {form}"
         )
     if dtype not in (None, torch.float32):
-        hint = "Nemotron-H rounds like the base in float32 only. Set base.dtype: float32. export.dtype may differ."
+        hint = "The hybrid rounds like the base in float32 only. Set base.dtype: float32. export.dtype may differ."
         raise PlanError("base.dtype", str(dtype).removeprefix("torch."), hint)
 
 
-def check_place(before: int, config: PreTrainedConfig) -> None:
-    """Raise PlanError if the base has no layer `before`."""
-    if not 0 <= before < config.num_hidden_layers:
-        hint = f"The base has layers 0 to {config.num_hidden_layers - 1}. New layers are inserted before one of them."
+def check_place(before: int | None, config: PreTrainedConfig, init: str = "random") -> None:
+    """Check the layer of the base before which new layers are inserted.
+
+    Args:
+        before: `splice.before`; None for the layers of the heads.
+        config: config of the base.
+        init: `splice.init`.
+
+    Raises:
+        PlanError: the base has no such layer, or `init: ssm` would copy from a layer that is not an SSM.
+    """
+    last = config.num_hidden_layers - 1
+    if before is None:
+        return
+    if not 0 <= before <= last:
+        hint = f"The base has layers 0 to {last}. New layers are inserted before one of them."
+        raise PlanError("splice.before", before, hint)
+    layers = [spec.layer for spec in family_of(config).mixers(config) if spec.is_ssm]
+    if init == "ssm" and before not in layers:
+        hint = (
+            f"With splice.init: ssm it must be an SSM layer, which a pair copies from: {layers}. Or set init: random."
+        )
         raise PlanError("splice.before", before, hint)
 
 
 def inserted_config(plan: Plan, config: PreTrainedConfig, splice: Splice | None = None) -> NemotronHConfig:
     """Build the config of the hybrid.
 
-    All blocks have one number of heads and one width, as Nemotron-H has: the largest number of a graft. Missing heads
-    are zero and stay so in training.
+    All attention layers have one number of heads and one width, as Nemotron-H has: those of the base's attention, or
+    else the largest number of a graft. Heads that fill a block up are zero and stay so in training.
 
     Args:
         plan: grafts with `form: block` or `pair`, ordered by `before`.
@@ -85,13 +104,14 @@ def inserted_config(plan: Plan, config: PreTrainedConfig, splice: Splice | None 
 
     Raises:
         PlanError: as `check_inserts` and `check_place`; the plan has both forms of heads and of layers, was made for
-            another geometry, or is not ordered.
+            another geometry, or is not ordered; or the base's attention has another width, or fewer heads.
     """
     check_inserts(config)
     _check_grafts(plan, config)
+    hybrid = copy.deepcopy(config) if isinstance(config, NemotronHConfig) else nemotron_h_config(config)
     kinds: list[str] = []
     entries = []
-    for layer in range(config.num_hidden_layers):
+    for layer, kind in enumerate(hybrid.layers_block_type):
         for graft in plan.grafts:
             if graft.before != layer:
                 continue
@@ -106,23 +126,44 @@ def inserted_config(plan: Plan, config: PreTrainedConfig, splice: Splice | None 
                 "reads": list(graft.reads),
             })  # fmt: skip
             kinds += new
-        kinds.append(_SSM)
-    count = max(len(graft.heads) for graft in plan.grafts)
+        kinds.append(kind)
+    count, width = max(len(graft.heads) for graft in plan.grafts), splice.head_dim if splice is not None else None
+    if _ATTENTION not in hybrid.layers_block_type:
+        hybrid.num_attention_heads = hybrid.num_key_value_heads = count
+        hybrid.head_dim = width or HEAD_DIM
+    elif count > hybrid.num_attention_heads:
+        hint = (
+            f"A block has as many attention heads as the base's own layers: {hybrid.num_attention_heads}. Choose fewer."
+        )
+        raise PlanError("splice.num_heads", f"{count} in one layer", hint)
+    elif width not in (None, hybrid.head_dim):
+        hint = f"It must be that of the base's attention, {hybrid.head_dim}. Leave it out."
+        raise PlanError("splice.head_dim", width, hint)
     inits = [graft.init for graft in plan.grafts if graft.form == "pair"]
     side = max((SIDE_CHANNELS[init] for init in inits), default=0)
     if inits and splice is not None:
         side = splice.side_channels or 0
-    hybrid = NemotronHConfig(
-        layers_block_type=kinds,
+    hybrid.layers_block_type = kinds
+    hybrid.hidden_size += side
+    setattr(hybrid, FIELD, entries)
+    if side:
+        setattr(hybrid, SIDE, side)
+    if config.model_type != "mamba2":
+        setattr(hybrid, BASE_TYPE, config.model_type)
+    hybrid._attn_implementation = "sdpa"
+    return hybrid
+
+
+def nemotron_h_config(config: PreTrainedConfig) -> NemotronHConfig:
+    """Return the config of a Mamba-2 as that of a Nemotron-H of SSM layers alone."""
+    return NemotronHConfig(
+        layers_block_type=[_SSM] * config.num_hidden_layers,
         vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size + side,
+        hidden_size=config.hidden_size,
         tie_word_embeddings=False,  # Nemotron-H ties nothing: lm_head is a tensor of its own
         pad_token_id=config.pad_token_id,
         bos_token_id=config.bos_token_id,
         eos_token_id=config.eos_token_id,
-        num_attention_heads=count,
-        num_key_value_heads=count,
-        head_dim=(splice.head_dim if splice is not None else None) or HEAD_DIM,
         max_position_embeddings=getattr(config, "max_position_embeddings", None) or CONTEXT,
         intermediate_size=config.hidden_size * config.expand,  # of MLPs, which it has none of
         ssm_state_size=config.state_size,
@@ -146,11 +187,6 @@ def inserted_config(plan: Plan, config: PreTrainedConfig, splice: Splice | None 
         rescale_prenorm_residual=False,
         dtype=config.dtype,
     )
-    setattr(hybrid, FIELD, entries)
-    if side:
-        setattr(hybrid, SIDE, side)
-    hybrid._attn_implementation = "sdpa"
-    return hybrid
 
 
 def _check_grafts(plan: Plan, config: PreTrainedConfig) -> None:
@@ -165,7 +201,7 @@ def _check_grafts(plan: Plan, config: PreTrainedConfig) -> None:
         raise PlanError("plan.json before", places, "Order the grafts by the layer that follows them. Plan again.")
     sites = family_of(config).sites(config)
     for graft in plan.grafts:
-        check_place(graft.before or 0, config)
+        check_place(graft.before, config, graft.init)
         if graft.site not in sites or not graft.heads:
             raise PlanError("plan.json site", graft.site.name, "The base has no such mixer. Plan again.")
         if (graft.mode, graft.unit) != ("add", "head") or graft.init not in INSERTED_INITS[graft.form]:
@@ -179,7 +215,7 @@ def insert_layers(model: PreTrainedModel, plan: Plan, splice: Splice | None = No
     """Build the hybrid of a plan with `form: block` or `pair`. The base is not changed and shares no memory with it.
 
     Args:
-        model: the Mamba-2 that the plan was made for.
+        model: the Mamba-2 or Nemotron-H that the plan was made for.
         plan: from `make_plan`.
         splice: the recipe's section `splice`, for `head_dim` and `side_channels`; None for their defaults.
 
@@ -207,7 +243,7 @@ def insert_layers(model: PreTrainedModel, plan: Plan, splice: Splice | None = No
             gather, block = blocks
             fill_gather(gather.mixer, block, graft, model, entry["before"], draw)
             gather.norm.weight.div_(_scale(config))
-    published = mixer_of(model, family_of(model.config).mixers(model.config)[0]).chunk_size
+    published = mixer_of(model, family_of(model.config).sites(model.config)[0]).chunk_size
     for spec in family_of(config).mixers(config):
         if spec.is_ssm:
             mixer_of(hybrid, spec).chunk_size = published  # the same rounding as the base
@@ -223,18 +259,19 @@ def _scale(config: NemotronHConfig) -> float:
 def _renamed(model: PreTrainedModel, hybrid: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield copies of the base's tensors under their names in the hybrid, with zeros for side channels."""
     scale, shapes = _scale(hybrid.config), {name: tensor.shape for name, tensor in hybrid.state_dict().items()}
+    into_latent = getattr(model.config, "moe_latent_size", None) is not None
+    writes = (*_WRITES, ".mixer.fc2_latent_proj." if into_latent else ".mixer.experts.down_proj")
     new = {layer for entry in getattr(hybrid.config, FIELD) for layer in entry["layers"]}
     places = [layer for layer in range(len(hybrid.config.layers_block_type)) if layer not in new]
     for name, tensor in model.state_dict().items():
-        head, _, rest = name.partition("backbone.layers.")
+        name = name.replace("backbone.", "model.")  # of a Mamba-2
+        _, _, rest = name.partition("model.layers.")
         if rest:
             layer, _, inside = rest.partition(".")
             name = f"model.layers.{places[int(layer)]}.{inside}"
-        else:
-            name = head.replace("backbone.", "model.")
         padded = tensor.new_zeros(shapes[name])
         padded[tuple(map(slice, tensor.shape))] = tensor
-        if ".mixer.out_proj." in name or name.endswith("embeddings.weight"):
+        if name.endswith("embeddings.weight") or any(part in name for part in writes):
             padded *= scale
         elif name.endswith("norm_f.weight") or (name.endswith("norm.weight") and ".mixer." not in name):
             padded /= scale
@@ -243,9 +280,11 @@ def _renamed(model: PreTrainedModel, hybrid: PreTrainedModel) -> Iterator[tuple[
 
 def _fill_attention(mixer: nn.Module, graft: Graft, draw: Draw) -> None:
     """Random query, key and value for the heads of the graft, zeros for others, and a zero output projection."""
-    used = len(graft.heads) * mixer.head_dim
-    for name in ("q_proj", "k_proj", "v_proj"):
+    slots = head_slots(len(graft.heads), mixer)
+    key_slots = sorted({slot // mixer.num_key_value_groups for slot in slots})
+    for name, heads in (("q_proj", slots), ("k_proj", key_slots), ("v_proj", key_slots)):
         weight = getattr(mixer, name).weight
         weight.zero_()
-        weight[:used] = draw.normal(name, used, weight.shape[1])
+        drawn = draw.normal(name, len(heads) * mixer.head_dim, weight.shape[1])
+        weight.unflatten(0, (-1, mixer.head_dim))[heads] = drawn.unflatten(0, (-1, mixer.head_dim))
     mixer.o_proj.weight.zero_()

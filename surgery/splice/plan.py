@@ -57,7 +57,7 @@ def make_plan(
     check_state_size(splice.state_size, config)
     if splice.form != "head":
         check_inserts(config)
-        check_place(splice.before or 0, config)
+        check_place(splice.before, config, splice.init)
     if splice.unit == "layer" and not _takes_layers(family_of(config)):
         names = ", ".join(family.name for family in families() if _takes_layers(family))
         raise PlanError("splice.unit", "layer", f"Only {names} models support whole layers. Set it to head.")

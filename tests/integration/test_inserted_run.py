@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, NemotronHForCausalLM
 
 from surgery.models.lookup import geometry_of
 from surgery.recipe.loading import load_recipe
+from surgery.testing.pico import pico_family, pico_tokenizer
 from surgery.types import head_set_from_json, plan_from_json
 from tests.integration.conftest import BASE, RECIPE, ROOT, SMALL, run_small, surgery
 from tests.support.errors import assert_refused
@@ -23,6 +24,8 @@ PAIR = "splice={select: list, heads: [L3H2, L3H0], form: pair, before: 0, head_d
 QUICK = ("locate.examples=4", "locate.methods=[query, sharpen]", "train.steps=2", "evaluate.examples=4")
 # The quickstart's recipe says how heads are ranked, which the list does not need.
 LIGHT = (*QUICK, "evaluate.sentences=4", "evaluate.pairs=[4]", "evaluate.tasks=[kv_retrieval, perplexity]")
+
+GGUF = (f"export.llama_cpp={ROOT / 'tests' / 'support' / 'fake_llama_cpp'}", "export.pre_tokenizer=gpt-2")
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +175,32 @@ def test_a_base_that_cannot_be_expressed_is_refused_before_locating(tmp_path: Pa
     assert not (tmp_path / "runs" / "quickstart" / "heads.json").exists()
 
 
+def test_a_nemotron_h_with_experts_is_a_base(tmp_path: Path) -> None:
+    """Its own attention and experts stay, and the export names its experts as published checkpoints do."""
+    base = tmp_path / "base"
+    pico_family("nemotron_h", vocab_size=1024).save_pretrained(base)
+    pico_tokenizer().save_pretrained(base)
+    words = [word for word in (*SMALL, *LIGHT) if not word.startswith("base.model")]
+    words += [f"base.model={base}", "splice={select: list, heads: [L3H2, L0H1, L3H0], form: pair, init: ssm}"]
+    refused = surgery("run", str(RECIPE), *words, "export.format=gguf", *GGUF, cwd=tmp_path)
+    assert_refused(refused, "export.format", "gguf", "experts", "nemotron_h")
+    assert not (tmp_path / "runs").exists()
+    done = surgery("run", str(RECIPE), *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "quickstart"
+    gap = json.loads((run / "splice.json").read_text())
+    assert gap["max_logit"] < 1e-4 and gap["same_top"] == 1.0
+    assert json.loads((run / "no_splice" / "config.json").read_text())["model_type"] == "nemotron_h"
+    config = json.loads((run / "export" / "config.json").read_text())
+    assert config["hybrid_override_pattern"] == "M*M-*M*ME" and config["inserted_into"] == "nemotron_h"
+    assert (config["n_routed_experts"], config["num_experts_per_tok"], config["num_key_value_heads"]) == (4, 2, 2)
+    assert plan_from_json(json.loads((run / "plan.json").read_text())).geometry == geometry_of(
+        AutoModelForCausalLM.from_pretrained(base).config
+    )
+    checked = surgery("verify", str(run / "export"), cwd=tmp_path)
+    assert checked.returncode == 0 and "agree on the splice" in checked.stdout, checked.stdout + checked.stderr
+
+
 def test_the_recipe_in_the_export_is_one(pair: Path) -> None:
     recipe = load_recipe(pair / "export" / "recipe.yaml")
     assert recipe.splice is not None and (recipe.splice.form, recipe.export.format) == ("pair", "nemotron_h")
@@ -180,10 +209,9 @@ def test_the_recipe_in_the_export_is_one(pair: Path) -> None:
 def test_the_run_is_exported_as_gguf_with_a_stand_in_for_the_converter(pair: Path, tmp_path: Path) -> None:
     shutil.copytree(pair, tmp_path / "runs" / "quickstart")
     words = (str(RECIPE), *SMALL, PAIR, *LIGHT, "export.format=gguf")
-    llama_cpp = f"export.llama_cpp={ROOT / 'tests' / 'support' / 'fake_llama_cpp'}"
-    assert_refused(surgery("export", *words, llama_cpp, cwd=tmp_path), "export.pre_tokenizer", "gpt-2", "nemotron_h")
+    assert_refused(surgery("export", *words, GGUF[0], cwd=tmp_path), "export.pre_tokenizer", "gpt-2", "nemotron_h")
     assert_refused(surgery("export", *words, "export.llama_cpp=none", cwd=tmp_path), "export.llama_cpp", "none")
-    done = surgery("export", *words, llama_cpp, "export.pre_tokenizer=gpt-2", cwd=tmp_path)
+    done = surgery("export", *words, *GGUF, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     export = tmp_path / "runs" / "quickstart" / "export"
     checked = surgery("verify", str(export), cwd=tmp_path)

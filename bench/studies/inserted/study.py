@@ -87,6 +87,7 @@ class Design:
         trainable: what trains.
         attention: weight of the attention loss in the first and the last step.
         steps: number of steps.
+        facts: weight of the KL to the base on facts.
         bases: names in `PLACES`; empty for all.
     """
 
@@ -94,6 +95,7 @@ class Design:
     trainable: str = "all"
     attention: tuple[float, float] = (8.0, 1.0)
     steps: int = STEPS
+    facts: float = 1.0
     bases: tuple[str, ...] = ()
 
 
@@ -101,6 +103,7 @@ DESIGNS: Mapping[str, Design] = {
     "pair": Design({"form": "pair"}),
     "pair-copies": Design({"form": "pair", "init": "ssm"}),
     "pair-copies-long": Design({"form": "pair", "init": "ssm"}, steps=500, bases=("far",)),
+    "pair-copies-longer": Design({"form": "pair", "init": "ssm"}, steps=750, facts=2.0, bases=("far",)),
     "head-long": Design({"form": "head"}, steps=500, bases=("far",)),
     "pair-alone": Design({"form": "pair"}, "new_heads", (4.0, 4.0)),
     "pair-shared": Design({"form": "pair", "side_channels": 0}),
@@ -110,6 +113,7 @@ DESIGNS: Mapping[str, Design] = {
 ORDER = (
     *(("pair", 0), ("control", 0), ("pair-copies", 0), ("pair-shared", 0), ("block", 0), ("pair-alone", 0)),
     *((design, seed) for seed in (0, 1, 2) for design in ("pair-copies-long", "head-long")),
+    *(("pair-copies-longer", seed) for seed in (1, 2, 0)),
     *((design, seed) for seed in (1, 2) for design in ("pair", "pair-copies")),
 )
 
@@ -149,7 +153,8 @@ class Arm:
         filler = None if budget.filler is None else (0, 12)
         sources = [Source(rows=6, filler=filler, **pairs), Source(rows=2, **pairs)]
         for task, rows in (("closed_book", 12), ("statement", 6), ("sentence", 12)):
-            sources.append(Source(task=task, split=0, rows=rows, weights=Weights(base_kl=1.0)))
+            weight = design.facts if task == "closed_book" else 1.0
+            sources.append(Source(task=task, split=0, rows=rows, weights=Weights(base_kl=weight)))
         return Train(
             steps=design.steps,
             trainable=design.trainable,

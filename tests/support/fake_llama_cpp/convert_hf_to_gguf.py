@@ -41,7 +41,7 @@ def main():
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_eps(config["layer_norm_epsilon"])
-    writer.add_feed_forward_length([0] * len(pattern))
+    writer.add_feed_forward_length([config["intermediate_size"] * (layer == "-") for layer in pattern])
     writer.add_ssm_conv_kernel(config["conv_kernel"])
     writer.add_ssm_state_size(config["ssm_state_size"])
     writer.add_ssm_group_count(config["n_groups"])
@@ -62,7 +62,7 @@ def main():
         if source.endswith("A_log"):
             tensor = -tensor.float().exp()
         if ".q_proj" in source or ".k_proj" in source:
-            heads = config["num_attention_heads"]
+            heads = config["num_key_value_heads" if ".k_proj" in source else "num_attention_heads"]
             tensor = tensor.view(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
         matrix = tensor.ndim == 2 and "ssm" not in name
         if options.outtype == "bf16" and matrix:

@@ -25,7 +25,7 @@ from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Export, Recipe
 from surgery.recipe.public import public_recipe
 from surgery.splice.inserted import insert_layers
-from surgery.testing.pico import pico_base, pico_tokenizer, randomise
+from surgery.testing.pico import pico_base, pico_family, pico_tokenizer, randomise
 from surgery.types import Graft, Plan
 from tests.support.exports import edit, in_this_process, list_again, refusal
 from tests.support.processes import ROOT
@@ -35,11 +35,11 @@ TRAIN = {"steps": 1, "sources": [{"task": "kv_retrieval", "pairs": [2, 4], "rows
 SECTION = Export(format="gguf", llama_cpp=str(LLAMA_CPP), pre_tokenizer="gpt-2")
 
 
-def hybrid() -> tuple[Any, Plan]:
-    """A pico Mamba-2 with a pair whose weights are random, and its plan."""
-    base = pico_base(vocab_size=1021)  # no multiple of 8, to which the converter pads
+def hybrid(base: Any = None, heads: tuple[int, ...] = (1, 3)) -> tuple[Any, Plan]:
+    """A pico model, by default a Mamba-2, with a pair whose weights are random, and its plan."""
+    base = base or pico_base(vocab_size=1021)  # no multiple of 8, to which the converter pads
     site = family_of(base.config).sites(base.config)[0]
-    graft = Graft(site, (1, 3), "add", "random", ("segment_end",) * 2, form="pair", before=1)
+    graft = Graft(site, heads, "add", "random", ("segment_end",) * len(heads), form="pair", before=1)
     plan = Plan(base="pico", geometry=geometry_of(base.config), grafts=(graft,), seed=0)
     model = insert_layers(base, plan)
     with torch.no_grad():
@@ -68,6 +68,21 @@ def test_an_export_holds_a_gguf_file_that_equals_the_model(whole: Path) -> None:
     assert [path.name for path in whole.glob("*.safetensors")] == ["model.safetensors"]
     (sentence,) = compare_with_files(whole)["also_checked"]
     assert f"{len(load_file(whole / 'model.safetensors'))} tensors" in sentence
+
+
+def test_mlps_and_shared_keys_of_a_nemotron_h(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_folder, "reload", in_this_process)
+    kinds = ["linear_attention", "mlp", "full_attention", "linear_attention"]
+    base = pico_family("nemotron_h", vocab_size=1024, layers_block_type=kinds, mlp_bias=True)
+    model, plan = hybrid(base, (0, 1, 2, 3))
+    folder = tmp_path / "export"
+    export_model(model, pico_tokenizer(), folder, SECTION, plan=plan)
+    (sentence,) = compare_with_files(folder)["also_checked"]
+    assert f"{len(load_file(folder / 'model.safetensors'))} tensors" in sentence
+    name = "backbone.layers.3.mixer.up_proj.bias"  # after the pair
+    edit(folder, "model.safetensors", lambda tensors: tensors[name].view(-1)[0].add_(0.01))
+    with pytest.raises(ModelError, match=f"tensor blk.3.ffn_up.bias. It differs from {name}"):
+        compare_with_files(folder)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

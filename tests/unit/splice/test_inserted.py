@@ -533,7 +533,7 @@ class TestRefused:
         model = of_family("bamba")
         sites = family_of(model.config).sites(model.config)
         heads = located(model, f"L{sites[0].layer}H0")
-        with pytest.raises(PlanError, match="mamba2 only"):
+        with pytest.raises(PlanError, match="mamba2 or nemotron_h only"):
             make_plan(heads, model.config, section("block"))
 
     def test_a_place_that_the_base_lacks(self) -> None:

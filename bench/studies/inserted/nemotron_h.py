@@ -1,0 +1,83 @@
+"""Make the base `nemotron_h`: a Nemotron-H that begins with the weights of checkpoints/pico-mamba2 and is then trained.
+
+    python -m bench.studies.inserted.nemotron_h
+
+Every SSM layer is followed by an MLP with random weights, which breaks the model. Training with a KL term to the
+Mamba-2 mends it. Published Nemotron-H also have a few attention layers. This one has none, so retrieval is left to the
+splice.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import Mamba2ForCausalLM, NemotronHForCausalLM
+
+from bench.common import RUNS, SHIPPED, load, quiet_on_one_thread
+from surgery.files.atomic import new_folder
+from surgery.recipe import Train
+from surgery.splice.inserted import nemotron_h_config
+from surgery.train.training import train_model
+
+FOLDER = RUNS / "inserted" / "bases" / "nemotron_h"
+TRAIN = Train(
+    steps=300,
+    control=False,
+    sources=[
+        {
+            "task": "kv_retrieval",
+            "pairs": (2, 24),
+            "questions": 8,
+            "rows": 8,
+            "weights": {"answer": 1.0, "base_kl": 0.5},
+        },
+        {"task": "closed_book", "rows": 8, "weights": {"base_kl": 1.0}},
+        {"task": "statement", "rows": 6, "weights": {"base_kl": 1.0}},
+        {"task": "sentence", "rows": 8, "weights": {"base_kl": 1.0}},
+    ],
+    optimizer={"lr": 1e-3, "warmup": 20},
+)
+
+
+def make(folder: Path) -> None:
+    """Convert checkpoints/pico-mamba2, train the result on its documents, and write the checkpoint."""
+    teacher, tokenizer = load(SHIPPED)
+    torch.manual_seed(0)
+    model = with_mlps(teacher)
+    train_model(model, tokenizer, TRAIN, base=teacher, on_step=_print)
+    with new_folder(folder) as new:
+        model.save_pretrained(new)
+        tokenizer.save_pretrained(new)
+
+
+def _print(step: int, history: list[dict[str, float]]) -> None:
+    if step % 10 == 0:
+        print(f"step {step} of {TRAIN.steps}: loss {history[-1]['loss']:.3f}", flush=True)
+
+
+@torch.no_grad()
+def with_mlps(model: Mamba2ForCausalLM) -> NemotronHForCausalLM:
+    """Return a Nemotron-H with the layers of a Mamba-2 and a random MLP behind each."""
+    config = nemotron_h_config(model.config)
+    config.layers_block_type = ["linear_attention", "mlp"] * model.config.num_hidden_layers
+    new = NemotronHForCausalLM(config)
+    for old_name, tensor in model.state_dict().items():
+        name = old_name.replace("backbone.", "model.")
+        if name.startswith("model.layers."):
+            _, _, layer, rest = name.split(".", 3)
+            name = f"model.layers.{2 * int(layer)}.{rest}"
+        new.state_dict()[name].copy_(tensor)
+    for block in new.model.layers:
+        if block.block_type == "mlp":
+            for projection in (block.mixer.up_proj, block.mixer.down_proj):
+                projection.weight.normal_(std=projection.in_features**-0.5)
+    return new.eval()
+
+
+if __name__ == "__main__":
+    quiet_on_one_thread()
+    if FOLDER.exists():
+        sys.exit(f"{FOLDER} exists already.")
+    make(FOLDER)

@@ -87,7 +87,7 @@ class Splice(Section):
         description="Where the attention goes. `head`: into the mixers of the chosen heads. `block`: into new blocks, "
         "each `h + attention(norm(h))` without a position code, inserted between layers. `pair`: a new Mamba-2 layer, "
         "which begins as a delay line of the tokens before, followed by such a block. `block` and `pair` need a plain "
-        "Mamba-2. Their export is a Nemotron-H of transformers itself.",
+        "Mamba-2 or a Nemotron-H. Their export is a Nemotron-H of transformers itself.",
     )
     before: int | None = Field(
         None,
@@ -99,8 +99,8 @@ class Splice(Section):
     )
     head_dim: Positive | None = Field(
         None,
-        description="With `form: block` or `pair`: width of query, key and value of an attention head. By default 64. "
-        "vLLM takes 32, 64, 80, 96, 112 or 128, for example, and not every width.",
+        description="With `form: block` or `pair`: width of query, key and value of an attention head. By default 64, "
+        "or that of the base's own attention, which leaves no choice. vLLM takes 32, 64, 80, 96, 112 or 128, for example, and not every width.",
     )
     side_channels: int | None = Field(
         None,

@@ -3,8 +3,9 @@
     python -m bench.studies.inserted.nemotron_h
 
 Every SSM layer is followed by an MLP with random weights, which breaks the model. Training with a KL term to the
-Mamba-2 mends it. Published Nemotron-H also have a few attention layers. This one has none, so retrieval is left to the
-splice.
+Mamba-2 mends it. Published Nemotron-H also have a few attention layers. This one has its only one before all other
+layers, where no key is gathered yet (docs/INSERTED.md, the design `block`), so retrieval is left to the splice. Its two
+heads share one key.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import Mamba2ForCausalLM, NemotronHForCausalLM
 
 from bench.common import RUNS, SHIPPED, load, quiet_on_one_thread
@@ -59,20 +61,23 @@ def _print(step: int, history: list[dict[str, float]]) -> None:
 
 @torch.no_grad()
 def with_mlps(model: Mamba2ForCausalLM) -> NemotronHForCausalLM:
-    """Return a Nemotron-H with the layers of a Mamba-2 and a random MLP behind each."""
+    """Return a Nemotron-H with random attention first, and the layers of a Mamba-2, a random MLP behind each."""
     config = nemotron_h_config(model.config)
-    config.layers_block_type = ["linear_attention", "mlp"] * model.config.num_hidden_layers
+    config.layers_block_type = ["full_attention", *["linear_attention", "mlp"] * model.config.num_hidden_layers]
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 2, 1, 32
     new = NemotronHForCausalLM(config)
     for old_name, tensor in model.state_dict().items():
         name = old_name.replace("backbone.", "model.")
         if name.startswith("model.layers."):
             _, _, layer, rest = name.split(".", 3)
-            name = f"model.layers.{2 * int(layer)}.{rest}"
+            name = f"model.layers.{1 + 2 * int(layer)}.{rest}"
         new.state_dict()[name].copy_(tensor)
     for block in new.model.layers:
-        if block.block_type == "mlp":
-            for projection in (block.mixer.up_proj, block.mixer.down_proj):
-                projection.weight.normal_(std=projection.in_features**-0.5)
+        if block.block_type != "linear_attention":
+            for projection in block.mixer.children():
+                if isinstance(projection, nn.Linear):
+                    projection.weight.normal_(std=projection.in_features**-0.5)
+    new.model.layers[0].mixer.o_proj.weight.mul_(0.05)  # the embeddings that it is added to are small
     return new.eval()
 
 

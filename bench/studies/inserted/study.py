@@ -33,8 +33,10 @@ from bench.common import (
     save,
 )
 from bench.studies.experiment import in_short_chunks
+from bench.studies.head_choice import bases as of_head_choice
 from bench.studies.head_choice.arms import Budget
-from bench.studies.head_choice.bases import BASES
+from bench.studies.head_choice.bases import StudyBase
+from bench.studies.inserted import nemotron_h
 from bench.studies.site_selection.tables import fill
 from surgery.evaluate.evaluation import evaluate_model
 from surgery.evaluate.prompts import make_prompts
@@ -71,10 +73,15 @@ class Place:
     lr: float = 1e-3
 
 
+BASES: Mapping[str, StudyBase] = {
+    **of_head_choice.BASES,
+    "nemotron_h": StudyBase("a Nemotron-H with MLPs, adjacent pairs", nemotron_h.FOLDER, nemotron_h.make),
+}
 PLACES: Mapping[str, Place] = {
     "shipped": Place("L0H1", 0),
     "english": Place("L0H1", 0),
     "far": Place("L3H2", 3, 2e-3),
+    "nemotron_h": Place("L1H1", 1),
 }
 
 

@@ -73,9 +73,11 @@ def run_texts(llm: llama_cpp.Llama, rows: list[dict[str, Any]], tolerance: float
     for row in rows:
         done = llm.create_completion(row["text"], max_tokens=len(row["tokens"]), temperature=0)
         text = done["choices"][0]["text"]
-        expected = row["answer"].replace("\ufffd", "")  # llama-cpp-python drops bytes that are no UTF-8
-        equal += text == expected
-        ties += text != expected and min(row["margins"]) < 2 * tolerance
+        expected = row["answer"].replace("\ufffd", "")
+        # llama-cpp-python drops bytes that are no UTF-8, and may then add a token.
+        same = text == expected or ("\ufffd" in row["answer"] and text.startswith(expected))
+        equal += same
+        ties += not same and min(row["margins"]) < 2 * tolerance
     result = {"texts": len(rows), "equal_token_ids": sum(same_ids), "equal_texts": equal, "ties": ties}
     return {**result, "passed": all(same_ids) and equal + ties == len(rows)}
 

@@ -28,7 +28,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
 TOLERANCE, TIE = 1e-3, 2e-3
-STOCK = ("block", "pair", "trained-pair")  # cases of vLLM's own Nemotron-H. They run without plugins
+STOCK = ("block", "pair", "nemotron-pair", "trained-pair")  # cases of vLLM's own Nemotron-H. They run without plugins
 ONE_BATCH = {"max_num_batched_tokens": 8192}
 # Engine options of each mode, and the prompts that it runs.
 MODES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {

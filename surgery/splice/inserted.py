@@ -109,6 +109,7 @@ def inserted_config(plan: Plan, config: PreTrainedConfig, splice: Splice | None 
     check_inserts(config)
     _check_grafts(plan, config)
     hybrid = copy.deepcopy(config) if isinstance(config, NemotronHConfig) else nemotron_h_config(config)
+    hybrid.__dict__.pop("auto_map", None)  # names code that published checkpoints bring, and exports do not
     kinds: list[str] = []
     entries = []
     for layer, kind in enumerate(hybrid.layers_block_type):

@@ -180,6 +180,9 @@ def test_a_nemotron_h_with_experts_is_a_base(tmp_path: Path) -> None:
     base = tmp_path / "base"
     pico_family("nemotron_h", vocab_size=1024).save_pretrained(base)
     pico_tokenizer().save_pretrained(base)
+    published = json.loads((base / "config.json").read_text())
+    published["auto_map"] = {"AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"}  # as NVIDIA's have
+    (base / "config.json").write_text(json.dumps(published))
     words = [word for word in (*SMALL, *LIGHT) if not word.startswith("base.model")]
     words += [f"base.model={base}", "splice={select: list, heads: [L3H2, L0H1, L3H0], form: pair, init: ssm}"]
     refused = surgery("run", str(RECIPE), *words, "export.format=gguf", *GGUF, cwd=tmp_path)

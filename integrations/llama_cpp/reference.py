@@ -28,7 +28,8 @@ from surgery.probes.knowledge import fact_question, facts
 from surgery.probes.kv_retrieval import kv_prompts
 from surgery.recipe import Export
 
-CASES = ("block", "pair", "nemotron-pair", "trained-pair")
+CASES = ("block", "pair", "nemotron-pair", "experts-pair", "trained-pair")
+NEMOTRON_H = {"nemotron-pair": "mlp", "experts-pair": "moe"}
 LENGTHS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 64, 100, 127, 200, 256, 433, 600)
 NEW_TOKENS = 24
 TEXTS = 20  # of each kind
@@ -50,8 +51,7 @@ def write_case(case: str, folder: Path, llama_cpp: str) -> None:
         fields = section.model_dump(include={"format", "llama_cpp", "pre_tokenizer"})
         trained_case(*(f"export.{name}={value}" for name, value in fields.items()))(folder)
     else:
-        nemotron_h = case == "nemotron-pair"
-        inserted_case(BASE, "pair" if nemotron_h else case, section, nemotron_h)(folder)
+        inserted_case(BASE, "pair" if case in NEMOTRON_H else case, section, NEMOTRON_H.get(case))(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = [answer(model, p, NEW_TOKENS) for p in random_prompts(LENGTHS, model.config.vocab_size, 0)]

@@ -6,6 +6,7 @@ these files, so llama.cpp is not needed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +25,6 @@ from surgery.models.tensor_files import Stored, inventory, read_tensors, weight_
 from surgery.recipe import Export
 
 FILE = "model.gguf"
-ARCHITECTURE = "nemotron_h"
 _NAMES = {"backbone.embeddings": "token_embd", "backbone.norm_f": "output_norm", "lm_head": "output"}
 _IN_LAYER = {
     "norm.weight": "attn_norm.weight",
@@ -44,6 +44,26 @@ _IN_LAYER = {
     "mixer.up_proj.bias": "ffn_up.bias",
     "mixer.down_proj.weight": "ffn_down.weight",
     "mixer.down_proj.bias": "ffn_down.bias",
+    "mixer.gate.weight": "ffn_gate_inp.weight",
+    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mixer.fc1_latent_proj.weight": "ffn_latent_down.weight",
+    "mixer.fc2_latent_proj.weight": "ffn_latent_up.weight",
+    "mixer.shared_experts.up_proj.weight": "ffn_up_shexp.weight",
+    "mixer.shared_experts.down_proj.weight": "ffn_down_shexp.weight",
+    "mixer.experts.*.up_proj.weight": "ffn_up_exps.weight",  # of all experts in one tensor
+    "mixer.experts.*.down_proj.weight": "ffn_down_exps.weight",
+}
+_OF_EXPERTS = {  # fields of llama.cpp and of config.json
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor",
+    "moe_latent_size": "moe_latent_size",
 }
 _PERMUTED = {"q.weight": "num_attention_heads", "k.weight": "num_key_value_heads"}  # number of heads, in config.json
 
@@ -62,15 +82,18 @@ def check_base(config: PreTrainedConfig) -> None:
     """Check before a run that llama.cpp computes the layers of a Nemotron-H. Those of a Mamba-2 always are.
 
     Raises:
-        RecipeError: a layer is a mixture of experts, or an MLP has another activation.
+        RecipeError: the base has both MLPs and experts, or they have another activation or a bias that llama.cpp lacks.
     """
-    kinds = getattr(config, "layers_block_type", ())
-    if "moe" in kinds:
-        hint = "The base has experts, which model.gguf cannot hold yet. Set export.format: nemotron_h."
-        raise RecipeError("export.format", "gguf", hint)
-    if "mlp" in kinds and config.mlp_hidden_act != "relu2":
-        hint = f"The base's MLPs have mlp_hidden_act: {config.mlp_hidden_act}, and llama.cpp has relu2 alone. "
-        raise RecipeError("export.format", "gguf", f"{hint}Set export.format: nemotron_h.")
+    kinds = set(getattr(config, "layers_block_type", ())) & {"mlp", "moe"}
+    fault = ""
+    if len(kinds) == 2:
+        fault = "The base has both MLPs and experts, and llama.cpp takes models with one of them."
+    elif kinds and config.mlp_hidden_act != "relu2":
+        fault = f"The base has mlp_hidden_act: {config.mlp_hidden_act}, and llama.cpp has relu2 alone."
+    elif "moe" in kinds and config.mlp_bias:
+        fault = "The base's experts have a bias (mlp_bias), and those of llama.cpp have none."
+    if fault:
+        raise RecipeError("export.format", "gguf", f"{fault} Set export.format: nemotron_h.")
 
 
 def _checked_pre_tokenizer(section: Export, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -135,6 +158,8 @@ def _check_fields(folder: Path, fields: Mapping[str, Any]) -> None:
     """Compare the shapes."""
     config = read_object(folder, "config.json")
     pattern = config["hybrid_override_pattern"]
+    architecture = "nemotron_h_moe" if "E" in pattern else "nemotron_h"
+    widths = {"-": "intermediate_size", "E": "moe_intermediate_size"}
     kv_heads = [config["num_key_value_heads"] if kind == "*" else 0 for kind in pattern]
     expected = {
         "block_count": len(pattern),
@@ -144,14 +169,17 @@ def _check_fields(folder: Path, fields: Mapping[str, Any]) -> None:
         "attention.key_length": config["head_dim"],
         "attention.value_length": config["head_dim"],
         "attention.layer_norm_epsilon": float(np.float32(config["layer_norm_epsilon"])),
-        "feed_forward_length": [config["intermediate_size"] if kind == "-" else 0 for kind in pattern],
+        "feed_forward_length": [config[widths[kind]] if kind in widths else 0 for kind in pattern],
         "ssm.conv_kernel": config["conv_kernel"],
         "ssm.state_size": config["ssm_state_size"],
         "ssm.group_count": config["n_groups"],
         "ssm.inner_size": config["mamba_num_heads"] * config["mamba_head_dim"],
         "ssm.time_step_rank": config["mamba_num_heads"],
     }
-    wanted = {"general.architecture": ARCHITECTURE} | {f"{ARCHITECTURE}.{key}": v for key, v in expected.items()}
+    if "E" in pattern:
+        expected |= {name: config[field] for name, field in _OF_EXPERTS.items() if config[field] is not None}
+        expected["expert_weights_scale"] = float(np.float32(config["routed_scaling_factor"]))
+    wanted = {"general.architecture": architecture} | {f"{architecture}.{key}": v for key, v in expected.items()}
     for name, value in wanted.items():
         if fields.get(name) != value:
             raise ModelError(FILE, f"{name} is {fields.get(name)}", f"config.json needs {value}. {AGAIN}")
@@ -180,12 +208,15 @@ def _check_tensors(folder: Path, tensors: Mapping[str, Any]) -> None:
     config = read_object(folder, "config.json")
     regular = {path.name: path for path in folder.iterdir() if path.is_file()}
     stored = inventory(weight_files(regular.get))
-    names = dict(_names(stored))
+    names: dict[str, list[str]] = {}
+    for name, source in _names(stored):
+        names.setdefault(name, []).append(source)
     for name in sorted(set(tensors) ^ set(names)):
         raise ModelError(FILE, f"tensor {name}", f"It is {'missing' if name in names else 'not of the model'}. {AGAIN}")
     orders: dict[str, set[str]] = {}
-    for name, source in names.items():
-        (expected,) = read_tensors([stored[source]])
+    for name, sources in names.items():
+        read = list(read_tensors([stored[source] for source in sources]))
+        expected = torch.stack(read) if "_exps." in name else read[0]
         found = torch.from_numpy(np.array(dequantize(tensors[name].data, tensors[name].tensor_type), dtype=np.float32))
         rounding = 1e-6 * name.endswith("ssm_a")  # exp may round differently on another machine
         same = {
@@ -194,7 +225,9 @@ def _check_tensors(folder: Path, tensors: Mapping[str, Any]) -> None:
             if tensor.numel() == found.numel() and torch.allclose(found.flatten(), tensor, rtol=rounding, atol=0)
         }
         if not same:
-            raise ModelError(FILE, f"tensor {name}", f"It differs from {source} of the safetensors files. {AGAIN}")
+            several = " and the others" if len(sources) > 1 else ""
+            value = f"It differs from {sources[0]}{several} of the safetensors files. {AGAIN}"
+            raise ModelError(FILE, f"tensor {name}", value)
         layer, _, kind = name.rpartition(".attn_")
         if kind in _PERMUTED and not orders.setdefault(layer, same) & same:
             raise ModelError(FILE, f"tensor {name}", f"Query and key have their channels in different orders. {AGAIN}")
@@ -217,10 +250,11 @@ def _in_llama_cpp(name: str, tensor: Tensor, config: Mapping[str, Any]) -> dict[
 
 
 def _names(stored: Mapping[str, Stored]) -> Iterator[tuple[str, str]]:
-    """Yield the name in llama.cpp and the name in the checkpoint of every tensor."""
-    for source in stored:
+    """Yield the name in llama.cpp and the name in the checkpoint of every tensor, experts by their numbers."""
+    for source in sorted(stored, key=lambda name: [int(part) if part.isdigit() else -1 for part in name.split(".")]):
         if source.startswith("backbone.layers."):
             layer, inside = source.removeprefix("backbone.layers.").split(".", 1)
+            inside = re.sub(r"\.experts\.\d+\.", ".experts.*.", inside)
             name = f"blk.{layer}.{_IN_LAYER.get(inside, inside)}"
         else:
             stem, _, last = source.rpartition(".")

@@ -163,7 +163,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "130m-base": random_case(REAL, None),
     "block": inserted_case(BASE, "block"),
     "pair": inserted_case(BASE, "pair"),
-    "nemotron-pair": inserted_case(BASE, "pair", nemotron_h=True),
+    "nemotron-pair": inserted_case(BASE, "pair", nemotron_h="mlp"),
     "trained-pair": trained_case(),
 }
 

@@ -31,8 +31,9 @@ def main():
     options = parser.parse_args()
     config = ModelBase.load_hparams(options.model, is_mistral_format=False)
     config["pad_vocab_size_multiple"] = 8
-    assert "layers_block_type" not in config and "n_routed_experts" not in config
-    pattern, kind = config["hybrid_override_pattern"], "nemotron_h"
+    assert "layers_block_type" not in config
+    experts = "num_experts_per_tok" in config
+    pattern, kind = config["hybrid_override_pattern"], "nemotron_h_moe" if experts else "nemotron_h"
     writer = gguf.GGUFWriter(options.outfile, kind)
     writer.add_block_count(len(pattern))
     writer.add_embedding_length(config["hidden_size"])
@@ -41,7 +42,20 @@ def main():
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_eps(config["layer_norm_epsilon"])
-    writer.add_feed_forward_length([config["intermediate_size"] * (layer == "-") for layer in pattern])
+    width = config["moe_intermediate_size" if experts else "intermediate_size"]
+    writer.add_feed_forward_length([width * (layer == "-E"[experts]) for layer in pattern])
+    if experts:
+        writer.add_expert_count(config["n_routed_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        if config["moe_latent_size"] is not None:
+            writer.add_moe_latent_size(config["moe_latent_size"])
     writer.add_ssm_conv_kernel(config["conv_kernel"])
     writer.add_ssm_state_size(config["ssm_state_size"])
     writer.add_ssm_group_count(config["n_groups"])
@@ -56,8 +70,18 @@ def main():
     writer.add_tokenizer_pre(TextModel.get_vocab_base_pre(None, None))
     writer.add_token_list([tokens.get(index, f"[PAD{index}]") for index in range(size)])
     writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.NEMOTRON_H, len(pattern))
-    for source, tensor in load_file(options.model / "model.safetensors").items():
+    architecture = gguf.MODEL_ARCH.NEMOTRON_H_MOE if experts else gguf.MODEL_ARCH.NEMOTRON_H
+    names = gguf.get_tensor_name_map(architecture, len(pattern))
+    tensors = load_file(options.model / "model.safetensors")
+    for layer in range(len(pattern) * experts):
+        for projection in ("up_proj", "down_proj"):
+            parts = f"backbone.layers.{layer}.mixer.experts.{{}}.{projection}.weight"
+            sources = [parts.format(expert) for expert in range(config["n_routed_experts"])]
+            if sources[0] in tensors:
+                merged = f"model.layers.{layer}.mlp.experts.{projection}.weight"
+                tensors[merged] = torch.stack([tensors.pop(source) for source in sources])
+    for source, tensor in tensors.items():
+        source = source.replace("e_score_correction_bias", "e_score_correction.bias")
         name = names.get_name(source.replace("dt_bias", "dt_proj.bias"), try_suffixes=(".weight", ".bias"))
         if source.endswith("A_log"):
             tensor = -tensor.float().exp()

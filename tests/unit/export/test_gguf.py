@@ -70,19 +70,42 @@ def test_an_export_holds_a_gguf_file_that_equals_the_model(whole: Path) -> None:
     assert f"{len(load_file(whole / 'model.safetensors'))} tensors" in sentence
 
 
-def test_mlps_and_shared_keys_of_a_nemotron_h(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "config", "name", "in_gguf"),
+    [
+        ("mlp", {"mlp_bias": True}, "up_proj.bias", "ffn_up.bias"),
+        ("moe", {"n_routed_experts": 12}, "experts.10.down_proj.weight", "ffn_down_exps.weight"),
+        (
+            "moe",
+            {"moe_latent_size": 12, "routed_scaling_factor": 2.5},
+            "fc2_latent_proj.weight",
+            "ffn_latent_up.weight",
+        ),
+        ("moe", {"n_group": 2, "norm_topk_prob": False}, "gate.e_score_correction_bias", "exp_probs_b.bias"),
+    ],
+)
+def test_layers_of_a_nemotron_h(
+    kind: str, config: dict[str, Any], name: str, in_gguf: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLPs, experts, and attention whose heads share keys."""
     monkeypatch.setattr(transformers_folder, "reload", in_this_process)
-    kinds = ["linear_attention", "mlp", "full_attention", "linear_attention"]
-    base = pico_family("nemotron_h", vocab_size=1024, layers_block_type=kinds, mlp_bias=True)
+    kinds = ["linear_attention", kind, "full_attention", "linear_attention"]
+    base = pico_family("nemotron_h", vocab_size=1024, layers_block_type=kinds, **config)
     model, plan = hybrid(base, (0, 1, 2, 3))
     folder = tmp_path / "export"
     export_model(model, pico_tokenizer(), folder, SECTION, plan=plan)
+    stored = load_file(folder / "model.safetensors")
+    experts = [tensor for tensor in stored if ".experts." in tensor]
     (sentence,) = compare_with_files(folder)["also_checked"]
-    assert f"{len(load_file(folder / 'model.safetensors'))} tensors" in sentence
-    name = "backbone.layers.3.mixer.up_proj.bias"  # after the pair
-    edit(folder, "model.safetensors", lambda tensors: tensors[name].view(-1)[0].add_(0.01))
-    with pytest.raises(ModelError, match=f"tensor blk.3.ffn_up.bias. It differs from {name}"):
+    assert f"{len(stored) - len(experts) + (2 if experts else 0)} tensors" in sentence
+    source = f"backbone.layers.3.mixer.{name}"  # after the pair
+    edit(folder, "model.safetensors", lambda tensors: tensors[source].view(-1)[0].add_(0.01))
+    with pytest.raises(ModelError, match=f"tensor blk.3.{in_gguf}. It differs from backbone.layers.3.mixer."):
         compare_with_files(folder)
+    if kind == "moe":
+        edit(folder, "config.json", lambda data: data.update(num_experts_per_tok=1))
+        with pytest.raises(ModelError, match=r"expert_used_count is 2\. config\.json needs 1"):
+            compare_with_files(folder)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -222,10 +222,12 @@ class TestRefused:
             plan_of_hybrid(config, "x")
 
     def test_what_llama_cpp_does_not_compute(self) -> None:
-        dense = {"layers_block_type": (SSM, "mlp", SSM)}
-        with pytest.raises(RecipeError, match="experts"):
+        with pytest.raises(RecipeError, match="both MLPs and experts"):
             GGUFFormat().check_base(base().config)
-        with pytest.raises(RecipeError, match="mlp_hidden_act: silu"):
-            GGUFFormat().check_base(base(**dense, mlp_hidden_act="silu").config)
-        GGUFFormat().check_base(base(**dense).config)
+        with pytest.raises(RecipeError, match="mlp_bias"):
+            GGUFFormat().check_base(base(layers_block_type=(SSM, "moe"), mlp_bias=True).config)
+        for kind in ("mlp", "moe"):
+            GGUFFormat().check_base(base(layers_block_type=(SSM, kind)).config)
+            with pytest.raises(RecipeError, match="mlp_hidden_act: silu"):
+                GGUFFormat().check_base(base(layers_block_type=(SSM, kind), mlp_hidden_act="silu").config)
         NemotronHFormat().check_base(base().config)

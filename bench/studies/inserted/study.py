@@ -95,6 +95,7 @@ class Design:
         attention: weight of the attention loss in the first and the last step.
         steps: number of steps.
         facts: weight of the KL to the base on facts.
+        more_heads: heads in other layers than the place's, each with a pair of its own.
         bases: names in `PLACES`; empty for all.
     """
 
@@ -103,6 +104,7 @@ class Design:
     attention: tuple[float, float] = (8.0, 1.0)
     steps: int = STEPS
     facts: float = 1.0
+    more_heads: tuple[str, ...] = ()
     bases: tuple[str, ...] = ()
 
 
@@ -111,6 +113,8 @@ DESIGNS: Mapping[str, Design] = {
     "pair-copies": Design({"form": "pair", "init": "ssm"}),
     "pair-copies-long": Design({"form": "pair", "init": "ssm"}, steps=500, bases=("far",)),
     "pair-copies-longer": Design({"form": "pair", "init": "ssm"}, steps=750, facts=2.0, bases=("far",)),
+    "pair-long": Design({"form": "pair"}, steps=500, bases=("far",)),
+    "pair-twice-long": Design({"form": "pair"}, steps=500, more_heads=("L2H1",), bases=("far",)),
     "head-long": Design({"form": "head"}, steps=500, bases=("far",)),
     "pair-alone": Design({"form": "pair"}, "new_heads", (4.0, 4.0)),
     "pair-shared": Design({"form": "pair", "side_channels": 0}),
@@ -121,6 +125,7 @@ ORDER = (
     *(("pair", 0), ("control", 0), ("pair-copies", 0), ("pair-shared", 0), ("block", 0), ("pair-alone", 0)),
     *((design, seed) for seed in (0, 1, 2) for design in ("pair-copies-long", "head-long")),
     *(("pair-copies-longer", seed) for seed in (1, 2, 0)),
+    *(("pair-long", 0), ("pair-twice-long", 0)),
     *((design, seed) for seed in (1, 2) for design in ("pair", "pair-copies")),
 )
 
@@ -148,7 +153,8 @@ class Arm:
         if fields is None:
             return None
         before = {} if fields["form"] == "head" else {"before": place.before}
-        return Splice.model_validate({"select": "list", "heads": (place.head,), **before, **fields})
+        heads = (place.head, *DESIGNS[self.design].more_heads)
+        return Splice.model_validate({"select": "list", "heads": heads, **before, **fields})
 
     @property
     def train(self) -> Train:
@@ -196,8 +202,8 @@ def run_arm(arm: Arm, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     began = time.process_time()
     model, grafts = copy.deepcopy(base), ()
     if arm.splice is not None:
-        head = ScoredHead(HeadId.parse(arm.splice.heads[0]), "neither", "answer_token", {})
-        heads = HeadSet(arm.base, "", geometry_of(base.config), (head,), (head,), "list", arm.seed)
+        scored = tuple(ScoredHead(HeadId.parse(head), "neither", "answer_token", {}) for head in arm.splice.heads)
+        heads = HeadSet(arm.base, "", geometry_of(base.config), scored, scored, "list", arm.seed)
         plan = make_plan(heads, base.config, arm.splice, arm.seed)
         model, grafts = splice_model(base, plan, arm.splice), plan.grafts
     targets = Targets(base=base, grafts=grafts)

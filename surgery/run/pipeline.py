@@ -219,7 +219,7 @@ def _check_base(run: Run, splice: Splice) -> None:
         check_state_size(splice.state_size, config)
         if splice.form != "head":
             dtype = config.dtype if recipe.base.dtype == "auto" else getattr(torch, recipe.base.dtype)
-            check_inserts(config, dtype)
+            check_inserts(config, dtype, splice.head_dim)
             check_place(splice.before, config, splice.init)
     if only_locate and not family_of(config).sites(config):
         return

@@ -42,12 +42,13 @@ _ATTENTION, _SSM = "full_attention", "linear_attention"
 _WRITES = (".mixer.out_proj.", ".mixer.o_proj.", ".mixer.down_proj.", ".mixer.shared_experts.down_proj.")
 
 
-def check_inserts(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> None:
-    """Check that Nemotron-H can express this base.
+def check_inserts(config: PreTrainedConfig, dtype: torch.dtype | None = None, head_dim: int | None = None) -> None:
+    """Check that Nemotron-H can express this base with new layers.
 
     Args:
         config: config of the base.
         dtype: dtype of its weights in memory; None to skip its check.
+        head_dim: `splice.head_dim`; None for the default.
 
     Raises:
         PlanError: names the field and its value.
@@ -64,6 +65,9 @@ def check_inserts(config: PreTrainedConfig, dtype: torch.dtype | None = None) ->
     if dtype not in (None, torch.float32):
         hint = "The hybrid rounds like the base in float32 only. Set base.dtype: float32. export.dtype may differ."
         raise PlanError("base.dtype", str(dtype).removeprefix("torch."), hint)
+    if _ATTENTION in getattr(config, "layers_block_type", ()) and head_dim not in (None, config.head_dim):
+        hint = f"It must be that of the base's attention, {config.head_dim}. Leave it out."
+        raise PlanError("splice.head_dim", head_dim, hint)
 
 
 def check_place(before: int | None, config: PreTrainedConfig, init: str = "random") -> None:
@@ -104,9 +108,10 @@ def inserted_config(plan: Plan, config: PreTrainedConfig, splice: Splice | None 
 
     Raises:
         PlanError: as `check_inserts` and `check_place`; the plan has both forms of heads and of layers, was made for
-            another geometry, or is not ordered; or the base's attention has another width, or fewer heads.
+            another geometry, or is not ordered; or the base's attention has fewer heads.
     """
-    check_inserts(config)
+    width = splice.head_dim if splice is not None else None
+    check_inserts(config, head_dim=width)
     _check_grafts(plan, config)
     hybrid = copy.deepcopy(config) if isinstance(config, NemotronHConfig) else nemotron_h_config(config)
     hybrid.__dict__.pop("auto_map", None)  # names code that published checkpoints bring, and exports do not
@@ -128,7 +133,7 @@ def inserted_config(plan: Plan, config: PreTrainedConfig, splice: Splice | None 
             })  # fmt: skip
             kinds += new
         kinds.append(kind)
-    count, width = max(len(graft.heads) for graft in plan.grafts), splice.head_dim if splice is not None else None
+    count = max(len(graft.heads) for graft in plan.grafts)
     if _ATTENTION not in hybrid.layers_block_type:
         hybrid.num_attention_heads = hybrid.num_key_value_heads = count
         hybrid.head_dim = width or HEAD_DIM
@@ -137,9 +142,6 @@ def inserted_config(plan: Plan, config: PreTrainedConfig, splice: Splice | None 
             f"A block has as many attention heads as the base's own layers: {hybrid.num_attention_heads}. Choose fewer."
         )
         raise PlanError("splice.num_heads", f"{count} in one layer", hint)
-    elif width not in (None, hybrid.head_dim):
-        hint = f"It must be that of the base's attention, {hybrid.head_dim}. Leave it out."
-        raise PlanError("splice.head_dim", width, hint)
     inits = [graft.init for graft in plan.grafts if graft.form == "pair"]
     side = max((SIDE_CHANNELS[init] for init in inits), default=0)
     if inits and splice is not None:

@@ -56,7 +56,7 @@ def make_plan(
     check_splices(config)
     check_state_size(splice.state_size, config)
     if splice.form != "head":
-        check_inserts(config)
+        check_inserts(config, head_dim=splice.head_dim)
         check_place(splice.before, config, splice.init)
     if splice.unit == "layer" and not _takes_layers(family_of(config)):
         names = ", ".join(family.name for family in families() if _takes_layers(family))

@@ -187,6 +187,9 @@ def test_a_nemotron_h_with_experts_is_a_base(tmp_path: Path) -> None:
     words += [f"base.model={base}", "splice={select: list, heads: [L3H2, L0H1, L3H0], form: pair, init: ssm}"]
     refused = surgery("run", str(RECIPE), *words, "export.format=gguf", *GGUF, cwd=tmp_path)
     assert_refused(refused, "export.format", "gguf", "experts", "nemotron_h")
+    assert_refused(
+        surgery("run", str(RECIPE), *words, "splice.head_dim=64", cwd=tmp_path), "splice.head_dim", "64", "8"
+    )
     assert not (tmp_path / "runs").exists()
     done = surgery("run", str(RECIPE), *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

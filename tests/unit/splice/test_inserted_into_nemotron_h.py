@@ -200,7 +200,7 @@ class TestRefused:
     def test_another_width_than_the_bases_attention_has(self) -> None:
         splice = section("block", head_dim=16)
         with pytest.raises(PlanError, match=r"splice\.head_dim: 16.* 8\. Leave it out"):
-            splice_model(base(), planned(base(), splice), splice)
+            planned(base(), splice)
         same = section("block", head_dim=8)
         assert splice_model(base(), planned(base(), same), same).config.head_dim == 8
 

@@ -87,6 +87,11 @@ _RecipeLoader.add_implicit_resolver(
     re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
     list("-+0123456789"),
 )
+# Dates, such as a name 2026-11-24, are text. No key takes a date.
+_RecipeLoader.yaml_implicit_resolvers = {
+    first: [resolver for resolver in resolvers if resolver[0] != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in _RecipeLoader.yaml_implicit_resolvers.items()
+}
 
 
 def read_mapping(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:

@@ -110,6 +110,7 @@ class Design:
 
 DESIGNS: Mapping[str, Design] = {
     "pair": Design({"form": "pair"}),
+    "pair-facts": Design({"form": "pair"}, facts=2.0, bases=("nemotron_h",)),
     "pair-copies": Design({"form": "pair", "init": "ssm"}),
     "pair-copies-long": Design({"form": "pair", "init": "ssm"}, steps=500, bases=("far",)),
     "pair-copies-longer": Design({"form": "pair", "init": "ssm"}, steps=750, facts=2.0, bases=("far",)),
@@ -126,6 +127,7 @@ ORDER = (
     *((design, seed) for seed in (0, 1, 2) for design in ("pair-copies-long", "head-long")),
     *(("pair-copies-longer", seed) for seed in (1, 2, 0)),
     *(("pair-long", 0), ("pair-twice-long", 0)),
+    *(("pair-facts", seed) for seed in (0, 1, 2)),
     *((design, seed) for seed in (1, 2) for design in ("pair", "pair-copies")),
 )
 

@@ -94,6 +94,11 @@ def test_numbers_of_base_8_and_60_are_refused_and_quoted_ones_are_text(tmp_path:
     assert read_mapping(path) == {"name": value, "seed": [0, 10, 16, 0.5, 0.5, 1e-3, "08"]}
 
 
+def test_dates_are_text(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("name: 2026-11-24\nseed: 2026-99-99 10:00:00\n")
+    assert read_mapping(tmp_path / "recipe.yaml") == {"name": "2026-11-24", "seed": "2026-99-99 10:00:00"}
+
+
 @pytest.mark.parametrize("text", NO_MAPPING)
 def test_what_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "recipe.yaml"

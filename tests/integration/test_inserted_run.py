@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ QUICK = ("locate.examples=4", "locate.methods=[query, sharpen]", "train.steps=2"
 # The quickstart's recipe says how heads are ranked, which the list does not need.
 LIGHT = (*QUICK, "evaluate.sentences=4", "evaluate.pairs=[4]", "evaluate.tasks=[kv_retrieval, perplexity]")
 
+COUNTS = ("parameters", "new parameters", "trainable parameters")
 GGUF = (f"export.llama_cpp={ROOT / 'tests' / 'support' / 'fake_llama_cpp'}", "export.pre_tokenizer=gpt-2")
 
 
@@ -157,6 +159,8 @@ def test_a_dry_run_counts_the_new_layers(tmp_path: Path) -> None:
     done = run_small(tmp_path, PAIR, *LIGHT, options=("--dry-run",))
     assert done.returncode == 0, done.stderr
     assert "pair of 2 heads before layer 0 of the base" in done.stdout
+    counts = {name: int(re.search(rf" {name} *│ ([0-9,]+)", done.stdout)[1].replace(",", "")) for name in COUNTS}
+    assert counts["parameters"] == counts["trainable parameters"] > counts["new parameters"]
     assert not (tmp_path / "runs").exists()
 
 

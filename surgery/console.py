@@ -155,7 +155,8 @@ def print_plan(estimate: dict[str, Any]) -> None:
         table.add_row(f"layer {site['layer']}", text + f"value {site['v_width']}")
     for key in ("parameters", "new_parameters", "trainable_parameters", "steps", "documents"):
         note = " at most, fewer if a plateau is found" if key == "steps" and estimate["until_plateau"] else ""
-        note = f" (the base has {estimate['base_parameters']:,})" if key == "parameters" else note
+        base = estimate["base_parameters"]
+        note = f" (the base has {base:,})" if key == "parameters" and base < estimate[key] else note
         table.add_row(key.replace("_", " "), f"{estimate[key]:,}{note}")
     table.add_row("learning rates", estimate["learning_rates"])
     tokens, flops = estimate["tokens"], estimate["flops"]

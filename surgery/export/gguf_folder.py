@@ -79,19 +79,24 @@ def check_recipe(section: Export, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def check_base(config: PreTrainedConfig) -> None:
-    """Check before a run that llama.cpp computes the layers of a Nemotron-H. Those of a Mamba-2 always are.
+    """Check before a run that llama.cpp computes the layers of a base, a Mamba-2 or a Nemotron-H.
 
     Raises:
-        RecipeError: the base has both MLPs and experts, or they have another activation or a bias that llama.cpp lacks.
+        RecipeError: the base has both MLPs and experts, or an activation or a bias that llama.cpp lacks.
     """
     kinds = set(getattr(config, "layers_block_type", ())) & {"mlp", "moe"}
+    of_ssm = getattr(config, "mamba_hidden_act", None) or getattr(config, "hidden_act", "silu")
     fault = ""
-    if len(kinds) == 2:
-        fault = "The base has both MLPs and experts, and llama.cpp takes models with one of them."
+    if of_ssm not in ("silu", "swish"):
+        fault = f"The base's SSM layers have the activation {of_ssm}, and llama.cpp supports only silu."
+    elif getattr(config, "use_bias", False):
+        fault = "The base's SSM layers have a bias (use_bias), which llama.cpp does not support."
+    elif len(kinds) == 2:
+        fault = "The base has both MLPs and experts, and llama.cpp supports only one of the two."
     elif kinds and config.mlp_hidden_act != "relu2":
-        fault = f"The base has mlp_hidden_act: {config.mlp_hidden_act}, and llama.cpp has relu2 alone."
+        fault = f"The base has mlp_hidden_act: {config.mlp_hidden_act}, and llama.cpp supports only relu2."
     elif "moe" in kinds and config.mlp_bias:
-        fault = "The base's experts have a bias (mlp_bias), and those of llama.cpp have none."
+        fault = "The base's experts have a bias (mlp_bias), which llama.cpp does not support."
     if fault:
         raise RecipeError("export.format", "gguf", f"{fault} Set export.format: nemotron_h.")
 

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Mamba2Config, NemotronHConfig, NemotronHForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -67,7 +68,9 @@ def inserted_entries(config: PreTrainedConfig) -> list[dict[str, Any]]:
             raise ModelError(f"config.json {FIELD}", value, hint)
         if entry.get("init", "random") not in (("random", "ssm") if entry["form"] == "pair" else ("random",)):
             raise ModelError(f"config.json {FIELD}", value, hint)
-        if entry["before"] != layers[0] - removed or not 0 < len(entry["heads"]) == len(entry["reads"]):
+        if not 0 < len(entry["heads"]) == len(entry["reads"]) <= config.num_attention_heads:
+            raise ModelError(f"config.json {FIELD}", value, hint)
+        if entry["before"] != layers[0] - removed:
             raise ModelError(f"config.json {FIELD}", value, hint)
         last, removed = layers[-1], removed + len(layers)
     return entries
@@ -97,7 +100,7 @@ def side_channels(config: PreTrainedConfig) -> int:
 
 
 def base_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config of the model that layers were inserted into: its shapes, and of a Mamba-2 not its token ids.
+    """Return the config of the model that layers were inserted into. That of a Mamba-2 has its shapes alone.
 
     Raises:
         ModelError: as `inserted_entries` and `side_channels`, or the base was of an unknown type.
@@ -112,7 +115,7 @@ def base_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
             of_base.__dict__.pop(field, None)
         return of_base
     if base != "mamba2" or set(kinds) != {"linear_attention"}:
-        hint = "It must be mamba2 for a base of SSM layers alone, or nemotron_h. Export the model again."
+        hint = "It must be nemotron_h, or missing for a Mamba-2. Export the model again."
         raise ModelError(f"config.json {BASE_TYPE}", str(base)[:80], hint)
     return Mamba2Config(
         num_hidden_layers=len(kinds),
@@ -248,14 +251,14 @@ def as_inserted(model: PreTrainedModel) -> PreTrainedModel:
     """
     if not (has_inserted(model.config) and isinstance(model.config, NemotronHConfig)):
         return model
-    entries, side = inserted_entries(model.config), side_channels(model.config)
     if isinstance(model, InsertedForCausalLM):
         return model
+    entries, side = inserted_entries(model.config), side_channels(model.config)
     for entry in entries:
         mixer = model.model.layers[entry["layers"][-1]].mixer
         if mixer.num_key_value_groups > 1:
             slots = head_slots(len(entry["heads"]), mixer)
-            mixer.o_proj.register_forward_pre_hook(partial(_train_own_heads_only, slots, mixer.head_dim))
+            mixer.o_proj.register_forward_hook(partial(_train_own_heads_only, slots, mixer.head_dim))
     if side:
         gathers = {entry["layers"][0] for entry in entries if entry["form"] == "pair"}
         for layer in gathers:
@@ -270,15 +273,19 @@ def as_inserted(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _train_own_heads_only(slots: list[int], width: int, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-    """Pass on a block's own heads alone, so the weights of heads that fill it up stay 0.
+def _train_own_heads_only(
+    slots: list[int], width: int, o_proj: nn.Linear, inputs: tuple[Tensor, ...], output: Tensor
+) -> Tensor:
+    """Stop the gradient of the output weights of heads that fill a block up, so they stay 0.
 
-    Those would train, since they may share keys and values with its own.
+    They would get gradients through keys and values that they share with the block's own heads.
     """
-    heads = inputs[0].unflatten(-1, (-1, width))
-    kept = heads.new_zeros(heads.shape[-2], 1)
-    kept[slots] = 1
-    return ((heads * kept).flatten(-2),)
+    if not torch.is_grad_enabled():
+        return output
+    own = torch.zeros(o_proj.in_features // width, dtype=torch.bool, device=output.device)
+    own[slots] = True
+    weight = torch.where(own.repeat_interleave(width), o_proj.weight, o_proj.weight.detach())
+    return F.linear(inputs[0], weight, o_proj.bias)
 
 
 def _train_side_channels_only(side: int, _: nn.Module, __: Any, output: Tensor) -> Tensor:

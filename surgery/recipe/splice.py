@@ -99,8 +99,8 @@ class Splice(Section):
     )
     head_dim: Positive | None = Field(
         None,
-        description="With `form: block` or `pair`: width of query, key and value of an attention head. By default 64, "
-        "or that of the base's own attention, which leaves no choice. vLLM takes 32, 64, 80, 96, 112 or 128, for "
+        description="With `form: block` or `pair`: width of query, key and value of an attention head. By default 64. "
+        "If the base has attention, it is that width. vLLM takes 32, 64, 80, 96, 112 or 128, for "
         "example, and not every width.",
     )
     side_channels: int | None = Field(

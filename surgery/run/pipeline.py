@@ -38,7 +38,7 @@ from surgery.run.context import Reporter, Run, Silent
 from surgery.run.log import logged
 from surgery.run.sharing import find_origin, take_stage
 from surgery.run.stages import Stage, stages_of
-from surgery.splice.inserted import check_inserts, check_place
+from surgery.splice.inserted import check_inserts
 from surgery.splice.plan import check_in_range, check_not_spliced, check_splices, check_state_size
 from surgery.train.compiling import check_compiler
 from surgery.train.quantization import quantization_of
@@ -219,8 +219,7 @@ def _check_base(run: Run, splice: Splice) -> None:
         check_state_size(splice.state_size, config)
         if splice.form != "head":
             dtype = config.dtype if recipe.base.dtype == "auto" else getattr(torch, recipe.base.dtype)
-            check_inserts(config, dtype, splice.head_dim)
-            check_place(splice.before, config, splice.init)
+            check_inserts(config, splice, dtype)
     if only_locate and not family_of(config).sites(config):
         return
     measures_reads = [name for name, method in METHODS.items() if method.measures_reads]

@@ -64,21 +64,21 @@ def fill_gather(
     kept = _write_side_channels(mixer, normed.to(stream.dtype), len(groups), block.mixer.head_dim, draw)
     identity = torch.eye(kept, device=draw.device)
     attention = block.mixer
-    filled: dict[int, int] = {}  # group whose keys a key-value head holds
-    width = attention.head_dim
+
+    def copy_rows(projection: nn.Module, slot: int, column: int) -> None:
+        rows = projection.weight.unflatten(0, (-1, attention.head_dim))[slot]
+        rows *= _RANDOM_SHARE
+        rows[:kept] = F.pad(identity, (column, rows.shape[1] - column - kept))
+
+    of_keys: dict[int, int] = {}  # by key-value head, the group that it copies: that of its first head
     for slot, head in zip(head_slots(len(graft.heads), attention), graft.heads, strict=True):
         key_slot = slot // attention.num_key_value_groups
-        group = filled.get(key_slot, head // per_group)
-        if group not in groups:
-            continue
-        first = base + 2 * kept * groups.index(group)
-        copied = [(attention.q_proj.weight[slot * width : (slot + 1) * width], first + kept)]
-        if key_slot not in filled:
-            copied.append((attention.k_proj.weight[key_slot * width : (key_slot + 1) * width], first))
-        filled[key_slot] = group
-        for rows, column in copied:
-            rows *= _RANDOM_SHARE
-            rows[:kept] = F.pad(identity, (column, rows.shape[1] - column - kept))
+        new, group = key_slot not in of_keys, of_keys.setdefault(key_slot, head // per_group)
+        if group in groups:
+            first = base + 2 * kept * groups.index(group)
+            copy_rows(attention.q_proj, slot, first + kept)
+            if new:
+                copy_rows(attention.k_proj, key_slot, first)
 
 
 class _Reached(Exception):

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -33,22 +34,22 @@ from surgery.recipe import Splice
 from surgery.recipe.splice import INSERTED_INITS, SIDE_CHANNELS
 from surgery.splice.draw import Draw
 from surgery.splice.gather import fill_gather
-from surgery.types import Graft, Plan
+from surgery.types import Graft, HeadId, Plan
 
 HEAD_DIM = 64  # default of `splice.head_dim`
 CONTEXT = 131072  # max_position_embeddings if the base states none. Nothing in the model depends on positions
 _STEP_MIN = 1e-30  # Nemotron-H's lower limit of dt in prefill. Its initialisation takes the logarithm
 _ATTENTION, _SSM = "full_attention", "linear_attention"
-_WRITES = (".mixer.out_proj.", ".mixer.o_proj.", ".mixer.down_proj.", ".mixer.shared_experts.down_proj.")
+_ROW = 8  # 16 bytes of 16-bit numbers: transformers' product of experts takes rows of a multiple of it
 
 
-def check_inserts(config: PreTrainedConfig, dtype: torch.dtype | None = None, head_dim: int | None = None) -> None:
-    """Check that Nemotron-H can express this base with new layers.
+def check_inserts(config: PreTrainedConfig, splice: Splice | None = None, dtype: torch.dtype | None = None) -> None:
+    """Check that a Nemotron-H can hold this base and new layers.
 
     Args:
         config: config of the base.
-        dtype: dtype of its weights in memory; None to skip its check.
-        head_dim: `splice.head_dim`; None for the default.
+        splice: the recipe's section `splice`; None for its defaults.
+        dtype: dtype of the base's weights in memory; None to skip its check.
 
     Raises:
         PlanError: names the field and its value.
@@ -65,22 +66,22 @@ def check_inserts(config: PreTrainedConfig, dtype: torch.dtype | None = None, he
     if dtype not in (None, torch.float32):
         hint = "The hybrid rounds like the base in float32 only. Set base.dtype: float32. export.dtype may differ."
         raise PlanError("base.dtype", str(dtype).removeprefix("torch."), hint)
-    if _ATTENTION in getattr(config, "layers_block_type", ()) and head_dim not in (None, config.head_dim):
-        hint = f"It must be that of the base's attention, {config.head_dim}. Leave it out."
-        raise PlanError("splice.head_dim", head_dim, hint)
+    if splice is None:
+        return
+    kinds = getattr(config, "layers_block_type", ())
+    if _ATTENTION in kinds and splice.head_dim not in (None, config.head_dim):
+        hint = f"The base has attention, so it must be {config.head_dim}, its width. Leave it out."
+        raise PlanError("splice.head_dim", splice.head_dim, hint)
+    side = splice.side_channels or 0
+    if "moe" in kinds and config.moe_latent_size is None and (rest := (config.hidden_size + side) % _ROW):
+        hint = f"The base has experts, so hidden_size ({config.hidden_size}) and side_channels must together be a "
+        raise PlanError("splice.side_channels", side, f"{hint}multiple of {_ROW}. Set {side - rest + _ROW}.")
+    _check_place(splice.before, config, splice.init)
+    check_counts(Counter(HeadId.parse(head).layer for head in splice.heads), config, "splice.heads")
 
 
-def check_place(before: int | None, config: PreTrainedConfig, init: str = "random") -> None:
-    """Check the layer of the base before which new layers are inserted.
-
-    Args:
-        before: `splice.before`; None for the layers of the heads.
-        config: config of the base.
-        init: `splice.init`.
-
-    Raises:
-        PlanError: the base has no such layer, or `init: ssm` would copy from a layer that is not an SSM.
-    """
+def _check_place(before: int | None, config: PreTrainedConfig, init: str) -> None:
+    """Check the layer of the base before which new layers are inserted; None for the layers of the heads."""
     last = config.num_hidden_layers - 1
     if before is None:
         return
@@ -90,16 +91,35 @@ def check_place(before: int | None, config: PreTrainedConfig, init: str = "rando
     layers = [spec.layer for spec in family_of(config).mixers(config) if spec.is_ssm]
     if init == "ssm" and before not in layers:
         hint = (
-            f"With splice.init: ssm it must be an SSM layer, which a pair copies from: {layers}. Or set init: random."
+            f"init: ssm copies from the layer that follows, which must be an SSM layer: {', '.join(map(str, layers))}."
         )
-        raise PlanError("splice.before", before, hint)
+        raise PlanError("splice.before", before, f"{hint} Set one of them, or splice.init: random.")
+
+
+def check_counts(counts: Mapping[int, int], config: PreTrainedConfig, field: str) -> None:
+    """Check that a block has room for its heads: those of the base's own attention layers.
+
+    Args:
+        counts: number of heads by layer.
+        config: config of the base.
+        field: to name in the error.
+
+    Raises:
+        PlanError: there are more in one layer.
+    """
+    if _ATTENTION not in getattr(config, "layers_block_type", ()):
+        return
+    for layer, count in counts.items():
+        if count > config.num_attention_heads:
+            hint = f"New blocks have as many heads as the base's attention, {config.num_attention_heads}. Choose fewer."
+            raise PlanError(field, f"{count} heads in layer {layer}", hint)
 
 
 def inserted_config(plan: Plan, config: PreTrainedConfig, splice: Splice | None = None) -> NemotronHConfig:
     """Build the config of the hybrid.
 
     All attention layers have one number of heads and one width, as Nemotron-H has: those of the base's attention, or
-    else the largest number of a graft. Heads that fill a block up are zero and stay so in training.
+    else the largest number of a graft. Heads that fill a block up are zero, and this library's training keeps them so.
 
     Args:
         plan: grafts with `form: block` or `pair`, ordered by `before`.
@@ -107,11 +127,10 @@ def inserted_config(plan: Plan, config: PreTrainedConfig, splice: Splice | None 
         splice: the recipe's section `splice`, for `head_dim` and `side_channels`; None for their defaults.
 
     Raises:
-        PlanError: as `check_inserts` and `check_place`; the plan has both forms of heads and of layers, was made for
-            another geometry, or is not ordered; or the base's attention has fewer heads.
+        PlanError: as `check_inserts` and `check_counts`; the plan has both forms of heads and of layers, was made for
+            another geometry, or is not ordered.
     """
-    width = splice.head_dim if splice is not None else None
-    check_inserts(config, head_dim=width)
+    check_inserts(config, splice)
     _check_grafts(plan, config)
     hybrid = copy.deepcopy(config) if isinstance(config, NemotronHConfig) else nemotron_h_config(config)
     hybrid.__dict__.pop("auto_map", None)  # names code that published checkpoints bring, and exports do not
@@ -133,15 +152,9 @@ def inserted_config(plan: Plan, config: PreTrainedConfig, splice: Splice | None 
             })  # fmt: skip
             kinds += new
         kinds.append(kind)
-    count = max(len(graft.heads) for graft in plan.grafts)
     if _ATTENTION not in hybrid.layers_block_type:
-        hybrid.num_attention_heads = hybrid.num_key_value_heads = count
-        hybrid.head_dim = width or HEAD_DIM
-    elif count > hybrid.num_attention_heads:
-        hint = (
-            f"A block has as many attention heads as the base's own layers: {hybrid.num_attention_heads}. Choose fewer."
-        )
-        raise PlanError("splice.num_heads", f"{count} in one layer", hint)
+        hybrid.num_attention_heads = hybrid.num_key_value_heads = max(len(graft.heads) for graft in plan.grafts)
+        hybrid.head_dim = (splice.head_dim if splice is not None else None) or HEAD_DIM
     inits = [graft.init for graft in plan.grafts if graft.form == "pair"]
     side = max((SIDE_CHANNELS[init] for init in inits), default=0)
     if inits and splice is not None:
@@ -202,9 +215,10 @@ def _check_grafts(plan: Plan, config: PreTrainedConfig) -> None:
     places = [graft.before for graft in plan.grafts if graft.before is not None]
     if places != sorted(places):
         raise PlanError("plan.json before", places, "Order the grafts by the layer that follows them. Plan again.")
+    check_counts({graft.site.layer: len(graft.heads) for graft in plan.grafts}, config, "plan.json heads")
     sites = family_of(config).sites(config)
     for graft in plan.grafts:
-        check_place(graft.before, config, graft.init)
+        _check_place(graft.before, config, graft.init)
         if graft.site not in sites or not graft.heads:
             raise PlanError("plan.json site", graft.site.name, "The base has no such mixer. Plan again.")
         if (graft.mode, graft.unit) != ("add", "head") or graft.init not in INSERTED_INITS[graft.form]:
@@ -229,7 +243,7 @@ def insert_layers(model: PreTrainedModel, plan: Plan, splice: Splice | None = No
     Raises:
         PlanError: as `inserted_config` and `check_inserts`.
     """
-    check_inserts(model.config, model.dtype)
+    check_inserts(model.config, splice, model.dtype)
     config = inserted_config(plan, model.config, splice)
     with torch.device("meta"):
         hybrid: PreTrainedModel = NemotronHForCausalLM(config)
@@ -262,8 +276,9 @@ def _scale(config: NemotronHConfig) -> float:
 def _renamed(model: PreTrainedModel, hybrid: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield copies of the base's tensors under their names in the hybrid, with zeros for side channels."""
     scale, shapes = _scale(hybrid.config), {name: tensor.shape for name, tensor in hybrid.state_dict().items()}
-    into_latent = getattr(model.config, "moe_latent_size", None) is not None
-    writes = (*_WRITES, ".mixer.fc2_latent_proj." if into_latent else ".mixer.experts.down_proj")
+    writes = ["out_proj.", "o_proj.", "down_proj.", "shared_experts.down_proj.", "fc2_latent_proj."]
+    if getattr(model.config, "moe_latent_size", None) is None:
+        writes.append("experts.down_proj")
     new = {layer for entry in getattr(hybrid.config, FIELD) for layer in entry["layers"]}
     places = [layer for layer in range(len(hybrid.config.layers_block_type)) if layer not in new]
     for name, tensor in model.state_dict().items():
@@ -274,7 +289,7 @@ def _renamed(model: PreTrainedModel, hybrid: PreTrainedModel) -> Iterator[tuple[
             name = f"model.layers.{places[int(layer)]}.{inside}"
         padded = tensor.new_zeros(shapes[name])
         padded[tuple(map(slice, tensor.shape))] = tensor
-        if name.endswith("embeddings.weight") or any(part in name for part in writes):
+        if name.endswith("embeddings.weight") or any(f".mixer.{part}" in name for part in writes):
             padded *= scale
         elif name.endswith("norm_f.weight") or (name.endswith("norm.weight") and ".mixer." not in name):
             padded /= scale

@@ -17,7 +17,7 @@ from surgery.models.lookup import family_of, geometry_of
 from surgery.models.registry import families
 from surgery.models.spliced import BASE_STATE_SIZE
 from surgery.recipe import Splice
-from surgery.splice.inserted import check_inserts, check_place
+from surgery.splice.inserted import check_counts, check_inserts
 from surgery.splice.source import PlanSource
 from surgery.types import Graft, HeadId, HeadSet, MixerSpec, Plan, ScoredHead
 
@@ -56,8 +56,7 @@ def make_plan(
     check_splices(config)
     check_state_size(splice.state_size, config)
     if splice.form != "head":
-        check_inserts(config, head_dim=splice.head_dim)
-        check_place(splice.before, config, splice.init)
+        check_inserts(config, splice)
     if splice.unit == "layer" and not _takes_layers(family_of(config)):
         names = ", ".join(family.name for family in families() if _takes_layers(family))
         raise PlanError("splice.unit", "layer", f"Only {names} models support whole layers. Set it to head.")
@@ -69,6 +68,8 @@ def make_plan(
     for scored in head_set.chosen:
         check_in_range(scored.head, config)
         by_layer.setdefault(scored.head.layer, []).append(scored)
+    if splice.form != "head":
+        check_counts({layer: len(heads) for layer, heads in by_layer.items()}, config, "splice.num_heads")
     unused = set(splice.teacher.donors) - {str(s.head) for s in head_set.chosen} if splice.teacher else set()
     if unused and splice.select == "list":
         raise PlanError(

@@ -194,6 +194,10 @@ def test_a_nemotron_h_with_experts_is_a_base(tmp_path: Path) -> None:
     assert_refused(
         surgery("run", str(RECIPE), *words, "splice.head_dim=64", cwd=tmp_path), "splice.head_dim", "64", "8"
     )
+    many = [f"splice.heads=[{', '.join(f'L0H{head}' for head in range(5))}]"]
+    assert_refused(surgery("run", str(RECIPE), *words, *many, cwd=tmp_path), "splice.heads", "5 heads in layer 0", "4")
+    odd = surgery("run", str(RECIPE), *words, "splice.side_channels=35", cwd=tmp_path)
+    assert_refused(odd, "splice.side_channels", "35", "Set 40")
     assert not (tmp_path / "runs").exists()
     done = surgery("run", str(RECIPE), *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,6 @@ import torch
 from transformers import NemotronHConfig, NemotronHForCausalLM, PreTrainedModel
 
 from surgery.export.folder import export_model
-from surgery.models.inserted import head_slots
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Base, Export
@@ -73,10 +72,7 @@ def inserted_case(
         hybrid = insert_layers(model, plan)
         (entry,) = hybrid.config.inserted
         with torch.no_grad():
-            mixer = hybrid.get_submodule(f"model.layers.{entry['layers'][-1]}.mixer")
-            columns = randomise(mixer.o_proj, SITE).weight.unflatten(1, (-1, mixer.head_dim))
-            own = head_slots(len(HEADS), mixer)
-            columns[:, [head for head in range(columns.shape[1]) if head not in own]] = 0
+            randomise(hybrid.get_submodule(f"model.layers.{entry['layers'][-1]}.mixer.o_proj"), SITE)
         export_model(hybrid, tokenizer, folder, section or Export(format="nemotron_h"), plan=plan)
 
     return write

@@ -35,11 +35,11 @@ TRAIN = {"steps": 1, "sources": [{"task": "kv_retrieval", "pairs": [2, 4], "rows
 SECTION = Export(format="gguf", llama_cpp=str(LLAMA_CPP), pre_tokenizer="gpt-2")
 
 
-def hybrid(base: Any = None, heads: tuple[int, ...] = (1, 3)) -> tuple[Any, Plan]:
+def hybrid(base: Any = None) -> tuple[Any, Plan]:
     """A pico model, by default a Mamba-2, with a pair whose weights are random, and its plan."""
     base = base or pico_base(vocab_size=1021)  # no multiple of 8, to which the converter pads
     site = family_of(base.config).sites(base.config)[0]
-    graft = Graft(site, heads, "add", "random", ("segment_end",) * len(heads), form="pair", before=1)
+    graft = Graft(site, (1, 3), "add", "random", ("segment_end",) * 2, form="pair", before=1)
     plan = Plan(base="pico", geometry=geometry_of(base.config), grafts=(graft,), seed=0)
     model = insert_layers(base, plan)
     with torch.no_grad():
@@ -91,7 +91,7 @@ def test_layers_of_a_nemotron_h(
     monkeypatch.setattr(transformers_folder, "reload", in_this_process)
     kinds = ["linear_attention", kind, "full_attention", "linear_attention"]
     base = pico_family("nemotron_h", vocab_size=1024, layers_block_type=kinds, **config)
-    model, plan = hybrid(base, (0, 1, 2, 3))
+    model, plan = hybrid(base)
     folder = tmp_path / "export"
     export_model(model, pico_tokenizer(), folder, SECTION, plan=plan)
     stored = load_file(folder / "model.safetensors")

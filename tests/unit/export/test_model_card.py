@@ -161,7 +161,19 @@ def test_the_recipes_licence_comes_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["license", "license_name", "license_link", "base_model"])
 @pytest.mark.parametrize(
-    "value", ["3", "true", "2020-01-01", "{a: b}", "[1]", "[[x]]", '"\\ud800"', "[" * 3000, "!!binary aGk=", "&a [*a]"]
+    "value",
+    [
+        "3",
+        "true",
+        "!!timestamp 2020-01-01",
+        "{a: b}",
+        "[1]",
+        "[[x]]",
+        '"\\ud800"',
+        "[" * 3000,
+        "!!binary aGk=",
+        "&a [*a]",
+    ],
 )
 def test_entries_that_are_no_text_are_left_out(tmp_path: Path, key: str, value: str) -> None:
     (tmp_path / "README.md").write_text(f"---\n{key}: {value}\n---\n")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, NemotronHForCausalLM
+from transformers import AutoModelForCausalLM, Mamba2Config, NemotronHForCausalLM
 
 from surgery.errors import ModelError, PlanError, RecipeError
 from surgery.export.formats import GGUFFormat, NemotronHFormat
@@ -20,6 +20,7 @@ from surgery.models.lookup import family_of, geometry_of
 from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Splice, Train
 from surgery.splice.graft import splice_model
+from surgery.splice.inserted import check_inserts
 from surgery.splice.plan import make_plan
 from surgery.testing.pico import pad, pico_family, pico_tokenizer, prompts, randomise, tokens
 from surgery.train.training import train_model
@@ -70,11 +71,9 @@ def filled_up(model: Any) -> list[tuple[Tensor, slice]]:
 @cache
 @torch.no_grad()
 def trained(form: str) -> Any:
-    """A hybrid as training could leave it."""
+    """A hybrid as another library's training could leave it: heads that fill a block up are not zero."""
     model = randomise(inserted(form).requires_grad_(False), 7)
     model.get_input_embeddings().weight.mul_(0.1)
-    for weight, channels in filled_up(model):
-        weight[channels] = 0
     return model
 
 
@@ -139,7 +138,10 @@ class TestStock:
         assert config["architectures"] == ["NemotronHForCausalLM"] and config["inserted_into"] == "nemotron_h"
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
         assert type(loaded) is NemotronHForCausalLM
-        assert torch.equal(logits(loaded, tokens(2, 30)), logits(model, tokens(2, 30)))
+        expected = logits(loaded, tokens(2, 30))
+        assert torch.equal(logits(model, tokens(2, 30)), expected)
+        with torch.enable_grad():  # what training stops are gradients alone
+            assert torch.equal(model(tokens(2, 30), use_cache=False).logits, expected)
 
     @every_form
     def test_cached_padded_text_is_that_of_single_prompts(self, form: str) -> None:
@@ -193,21 +195,37 @@ def test_training_leaves_heads_that_fill_a_block_up_at_zero() -> None:
 class TestRefused:
     def test_more_heads_than_the_bases_attention_has(self) -> None:
         model, splice = base(mamba_num_heads=8, mamba_head_dim=8), section("block")
-        plan = planned(model, splice, *(f"L0H{head}" for head in range(5)))
-        with pytest.raises(PlanError, match=r"splice\.num_heads: 5 in one layer.*: 4"):
-            splice_model(model, plan, splice)
+        names = tuple(f"L0H{head}" for head in range(5))
+        with pytest.raises(PlanError, match=r"splice\.num_heads: 5 heads in layer 0.*, 4\. Choose fewer"):
+            planned(model, splice, *names)
+        listed = section("block", select="list", heads=names)
+        with pytest.raises(PlanError, match=r"splice\.heads: 5 heads in layer 0"):
+            check_inserts(model.config, listed)
+        config = copy.deepcopy(splice_model(model, planned(model, splice, *names[:4]), splice).config)
+        config.num_attention_heads = 3
+        with pytest.raises(ModelError, match="inserted"):
+            inserted_entries(config)
 
     def test_another_width_than_the_bases_attention_has(self) -> None:
         splice = section("block", head_dim=16)
-        with pytest.raises(PlanError, match=r"splice\.head_dim: 16.* 8\. Leave it out"):
+        with pytest.raises(PlanError, match=r"splice\.head_dim: 16.* must be 8, its width\. Leave it out"):
             planned(base(), splice)
         same = section("block", head_dim=8)
         assert splice_model(base(), planned(base(), same), same).config.head_dim == 8
 
     def test_copies_of_a_layer_that_is_no_ssm(self) -> None:
-        with pytest.raises(PlanError, match=r"splice\.before: 1\. With splice\.init: ssm.*\[0, 3\]"):
+        with pytest.raises(PlanError, match=r"splice\.before: 1\. init: ssm copies .* SSM layer: 0, 3\."):
             planned(base(), section("copies", before=1))
         assert [graft.before for graft in planned(base(), section("pair", before=1)).grafts] == [1, 1]
+
+    def test_rows_that_the_product_of_experts_does_not_take(self) -> None:
+        with pytest.raises(PlanError, match=r"splice\.side_channels: 34.* hidden_size \(32\).* Set 40"):
+            planned(base(), Splice(form="pair", side_channels=34))
+        odd = Splice(form="pair", side_channels=34)
+        for config in ({"moe_latent_size": 16}, {"layers_block_type": (SSM, "mlp")}):
+            model = base(**config)
+            hybrid = splice_model(model, planned(model, odd, "L0H0"), odd)
+            assert torch.isfinite(logits(hybrid, tokens(1, 5))).all()
 
     def test_weights_of_fewer_bits(self) -> None:
         half = copy.deepcopy(base()).to(torch.bfloat16)
@@ -226,6 +244,13 @@ class TestRefused:
             GGUFFormat().check_base(base().config)
         with pytest.raises(RecipeError, match="mlp_bias"):
             GGUFFormat().check_base(base(layers_block_type=(SSM, "moe"), mlp_bias=True).config)
+        for config in (base(layers_block_type=(SSM,), mamba_hidden_act="gelu").config, Mamba2Config(hidden_act="gelu")):
+            with pytest.raises(RecipeError, match="activation gelu"):
+                GGUFFormat().check_base(config)
+        for config in (base(layers_block_type=(SSM,), use_bias=True).config, Mamba2Config(use_bias=True)):
+            with pytest.raises(RecipeError, match="use_bias"):
+                GGUFFormat().check_base(config)
+        GGUFFormat().check_base(Mamba2Config())
         for kind in ("mlp", "moe"):
             GGUFFormat().check_base(base(layers_block_type=(SSM, kind)).config)
             with pytest.raises(RecipeError, match="mlp_hidden_act: silu"):

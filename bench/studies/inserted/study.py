@@ -128,7 +128,7 @@ ORDER = (
     *(("pair-copies-longer", seed) for seed in (1, 2, 0)),
     *(("pair-long", 0), ("pair-twice-long", 0)),
     *(("pair-facts", seed) for seed in (0, 1, 2)),
-    *((design, seed) for seed in (1, 2) for design in ("pair", "pair-copies")),
+    *((design, seed) for seed in (1, 2) for design in ("pair", "pair-copies", "pair-alone")),
 )
 
 

@@ -149,14 +149,12 @@ def print_plan(estimate: dict[str, Any]) -> None:
             table.add_row(f"layer {site['layers'][0]}", text)
             continue
         copied = f" ({site['copied_width']} copied)" if "copied_width" in site else ""
-        text = (
-            f"{len(site['heads'])} heads, {site['mode']}, init {site['init']}, query/key {site['qk_width']}{copied}, "
-        )
-        table.add_row(f"layer {site['layer']}", text + f"value {site['v_width']}")
+        widths = f"query/key {site['qk_width']}{copied}, value {site['v_width']}"
+        text = f"{len(site['heads'])} heads, {site['mode']}, init {site['init']}, {widths}"
+        table.add_row(f"layer {site['layer']}", text)
     for key in ("parameters", "new_parameters", "trainable_parameters", "steps", "documents"):
         note = " at most, fewer if a plateau is found" if key == "steps" and estimate["until_plateau"] else ""
-        base = estimate["base_parameters"]
-        note = f" (the base has {base:,})" if key == "parameters" and base < estimate[key] else note
+        note = f" (the base has {base:,})" if key == "parameters" and (base := estimate["base_parameters"]) else note
         table.add_row(key.replace("_", " "), f"{estimate[key]:,}{note}")
     table.add_row("learning rates", estimate["learning_rates"])
     tokens, flops = estimate["tokens"], estimate["flops"]

@@ -92,7 +92,7 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
         "heads_from": heads_from,
         "sites": fields,
         "parameters": after.parameters,
-        "base_parameters": before.parameters,
+        "base_parameters": before.parameters if recipe.splice is not None else None,
         "new_parameters": after.new_parameters,
         "trainable_parameters": trainable,
         "learning_rates": learning_rates_text(recipe.train.at_size(before.base_parameters)),

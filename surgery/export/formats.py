@@ -232,7 +232,7 @@ class NemotronHFormat(ExportFormat):
     library = "transformers"
     limits: ClassVar[tuple[str, ...]] = (
         "transformers refuses assisted decoding for stateful models.",
-        "In bfloat16 and float16, Nemotron-H rounds its norms and the residual stream more than Mamba-2 does.",
+        "In bfloat16 and float16, Nemotron-H rounds norms and residual stream more than a base that is a Mamba-2.",
     )
     usage = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer

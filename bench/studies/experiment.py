@@ -13,10 +13,11 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from bench.common import finished, load
 from bench.studies.site_selection.arms import Arm, Budget
-from surgery.files.atomic import write_json
+from surgery.files.atomic import new_folder, write_json
 from surgery.models.loading import revision_of
-from surgery.recipe import Base, PretrainRecipe, load_recipe
+from surgery.recipe import Base, PretrainRecipe, Train, load_recipe
 from surgery.run.pretrain import pretrain
+from surgery.train.training import train_model
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase, str]  # with the revision of the weights
 SEEDS = (0, 1, 2)
@@ -118,3 +119,18 @@ def in_short_chunks(model: PreTrainedModel) -> PreTrainedModel:
     for mixer in [m for m in model.modules() if isinstance(m, Mamba2Mixer)]:
         mixer.chunk_size = 16
     return model
+
+
+def train_and_save(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, train: Train, teacher: PreTrainedModel, folder: Path
+) -> None:
+    """Train a converted model, with KL terms to the one that it was converted from, and write the checkpoint."""
+
+    def show(step: int, history: list[dict[str, float]]) -> None:
+        if step % 10 == 0:
+            print(f"step {step} of {train.steps}: loss {history[-1]['loss']:.3f}", flush=True)
+
+    train_model(model, tokenizer, train, base=teacher, on_step=show)
+    with new_folder(folder) as new:
+        model.save_pretrained(new)
+        tokenizer.save_pretrained(new)

@@ -25,11 +25,10 @@ from torch import Tensor, nn
 from transformers import Mamba2ForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedTokenizerBase
 
 from bench.common import FAR, load, quiet_on_one_thread
+from bench.studies.experiment import train_and_save
 from surgery.data.encoding import encode
 from surgery.data.generated import step_documents
-from surgery.files.atomic import new_folder
 from surgery.recipe import Train
-from surgery.train.training import train_model
 
 RETRIEVAL = {"task": "kv_retrieval", "pairs": (2, 24), "questions": 8, "weights": {"answer": 1.0, "base_kl": 0.5}}
 TRAIN = Train(
@@ -50,15 +49,7 @@ def make(folder: Path) -> None:
     """Convert checkpoints/pico-far, train the result on its documents, and write the checkpoint."""
     teacher, tokenizer = load(FAR)
     model = from_mamba2(teacher, norm_scales(teacher, tokenizer))
-    train_model(model, tokenizer, TRAIN, base=teacher, on_step=_print)
-    with new_folder(folder) as new:
-        model.save_pretrained(new)
-        tokenizer.save_pretrained(new)
-
-
-def _print(step: int, history: list[dict[str, float]]) -> None:
-    if step % 10 == 0:
-        print(f"step {step} of {TRAIN.steps}: loss {history[-1]['loss']:.3f}", flush=True)
+    train_and_save(model, tokenizer, TRAIN, teacher, folder)
 
 
 @torch.no_grad()

@@ -18,10 +18,9 @@ from torch import nn
 from transformers import Mamba2ForCausalLM, NemotronHForCausalLM
 
 from bench.common import RUNS, SHIPPED, load, quiet_on_one_thread
-from surgery.files.atomic import new_folder
+from bench.studies.experiment import train_and_save
 from surgery.recipe import Train
 from surgery.splice.inserted import nemotron_h_config
-from surgery.train.training import train_model
 
 FOLDER = RUNS / "inserted" / "bases" / "nemotron_h"
 TRAIN = Train(
@@ -48,15 +47,7 @@ def make(folder: Path) -> None:
     teacher, tokenizer = load(SHIPPED)
     torch.manual_seed(0)
     model = with_mlps(teacher)
-    train_model(model, tokenizer, TRAIN, base=teacher, on_step=_print)
-    with new_folder(folder) as new:
-        model.save_pretrained(new)
-        tokenizer.save_pretrained(new)
-
-
-def _print(step: int, history: list[dict[str, float]]) -> None:
-    if step % 10 == 0:
-        print(f"step {step} of {TRAIN.steps}: loss {history[-1]['loss']:.3f}", flush=True)
+    train_and_save(model, tokenizer, TRAIN, teacher, folder)
 
 
 @torch.no_grad()

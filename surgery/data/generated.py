@@ -46,6 +46,16 @@ class GeneratedStream:
         self.source, self.tokenizer, self.seed, self.index = source, tokenizer, seed, index
         self.skipped = 0
 
+    def smallest_and_largest(self) -> list[Document]:
+        """Generate a document with the smallest and one with the largest number of `pairs`, which later steps may draw.
+
+        Raises:
+            ProbeError: there is no such document, for example because it does not fit into `max_tokens`.
+        """
+        sizes = dict.fromkeys(self.source.pairs)
+        sources = [self.source.model_copy(update={"pairs": (size, size)}) for size in sizes]
+        return [maker(source, rng_of("size", self.seed, self.index), self.tokenizer)() for source in sources]
+
     def step(self, step: int) -> list[Document]:
         """Generate `rows` documents, or as many as fit into `tokens` (at least one)."""
         if self.source.tokens is None:

@@ -45,6 +45,7 @@ def open_source(
     """
     if source.data is None:
         generated = GeneratedStream(source, tokenizer, seed, index)
+        check_documents(generated.smallest_and_largest(), tokenizer, vocab_size, context)
         check_documents(generated.step(0), tokenizer, vocab_size, context)
         return generated
     reader = Reader(source.data, tokenizer, source.max_tokens, context, vocab_size)

@@ -132,16 +132,19 @@ def evaluate_model(
 
 
 def mark_seen(summary: dict[str, Any], section: Evaluate, train: Train) -> None:
-    """Set `seen` in the entries of tasks whose questions `train` may have used, such as facts of both halves.
+    """Set `seen` in the entries of tasks whose content `train` may have used, such as facts of the same half.
 
     Args:
         summary: of an arm; changed in place.
         section: the recipe's section `evaluate`, which named the tasks.
         train: training of the hybrid.
     """
-    used = {source.task for stage in train.sequence for source in stage.sources if source.split != 0}
+    used = {(source.task, source.split) for stage in train.sequence for source in stage.sources}
     for task in section.tasks:
-        if used & set(task.probe.held_out_from):
+        probe = task.probe
+        if any(
+            name in probe.held_out_from and (half is None or probe.evaluated in (None, half)) for name, half in used
+        ):
             entry = summary[task.result_name]
             for part in (entry, entry.get("generated")):
                 if part is not None:

@@ -17,6 +17,7 @@ from surgery.probes.registry import Half, Options, Probe, register_probe
 from surgery.probes.words import ANSWERS, RELATIONS, entity_names
 
 LETTERS = ("A", "B", "C", "D")
+_ABOUT_FACTS = ("closed_book", "statement", "letter_choice", "option_text")
 STATEMENTS = {
     "job": "{name} works as a {answer}.",
     "pet": "{name} keeps a {answer} as a pet.",
@@ -69,12 +70,18 @@ def fact_statement(fact: Fact) -> Document:
 
 
 def letter_choice(rng: Random, split: Split = "train", half: Half | None = None) -> Document:
-    """Generate a question with options `A.` to `D.`, whose answer is a letter. The splits have different prompts."""
+    """Generate a question with options `A.` to `D.`, whose answer is a letter.
+
+    The splits have different lists of options, so different prompts.
+    """
     return _multiple_choice(rng, split, half, lettered=True)
 
 
 def option_text(rng: Random, split: Split = "train", half: Half | None = None) -> Document:
-    """Generate a letter-choice question without its list of options; the answer is the option's text."""
+    """Generate a letter-choice question without its list of options; the answer is the option's text.
+
+    Without the list, the prompts of both splits are the same: set `half` in training.
+    """
     return _multiple_choice(rng, split, half, lettered=False)
 
 
@@ -126,7 +133,7 @@ class LetterChoice(Probe):
 
 @register_probe("option_text")
 class OptionText(Probe):
-    """Letter-choice questions without listed options: `option_text`."""
+    """Letter-choice questions without listed options: `option_text`. An evaluation asks about facts of both halves."""
 
     label = "option text (letter choice without letters)"
     short_label = "option text"
@@ -134,6 +141,8 @@ class OptionText(Probe):
     seed_name = "letter"
     options = ("half",)
     lm_eval_group = "knowledge"
+    held_out_from = _ABOUT_FACTS
+    evaluated = None
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
         """Generate a question whose options are not listed."""
@@ -149,8 +158,8 @@ class ClosedBook(Probe):
     knowledge = newline_ends_answer = True
     options = ("half",)
     lm_eval_group: str | None = "knowledge"
-    held_out_from: tuple[str, ...] = ("closed_book", "statement", "letter_choice", "option_text")
-    evaluated: Half = 1
+    held_out_from: tuple[str, ...] = _ABOUT_FACTS
+    evaluated: Half | None = 1
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
         """Generate a question about a fact of the half."""
@@ -170,7 +179,7 @@ class SeenClosedBook(ClosedBook):
     trains = False
     lm_eval_group = None
     held_out_from = ()
-    evaluated: Half = 0
+    evaluated = 0
 
 
 @register_probe("statement")

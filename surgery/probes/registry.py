@@ -75,7 +75,8 @@ class Probe(ABC):
         gold_position: every question has a `segment` and a `value`, the places that attention may be trained to read.
         newline_ends_answer: a newline follows each answer, so that a source may train on it.
         held_out_from: training tasks with the same content. The evaluation is held out from them if their sources have
-            `split: 0`.
+            a `split` that it does not ask for.
+        evaluated: the half of the content that the evaluation asks for; None for both.
         needs_tokenizer: the text depends on the base model's tokenizer.
         seed_name: replaces `name` in the seed of evaluation prompts.
         lm_eval_group: the tasks belong to the lm-eval group `surgery_GROUP`. None for no lm-eval task.
@@ -98,6 +99,7 @@ class Probe(ABC):
     gold_position: bool = False
     newline_ends_answer: bool = False
     held_out_from: tuple[str, ...] = ()
+    evaluated: Half | None = 1
     needs_tokenizer: bool = False
     seed_name: str = ""
     lm_eval_group: str | None = "retrieval"

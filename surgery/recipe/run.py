@@ -20,6 +20,7 @@ from surgery.recipe.train import Train, TrainStage
 RECIPE_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"
 _LAYER_FORMS = ("block", "pair")  # values of `splice.form` that insert layers
 # Outputs that are compared head by head or layer by layer, which inserted layers would shift.
+_ALIGNED = frozenset({"teacher.attention", "teacher.full_attention", "teacher.hidden_states"})
 _LAYER_BY_LAYER = frozenset({"model.full_attention", "model.hidden_states", "teacher.attention"})
 
 
@@ -85,11 +86,17 @@ class Recipe(Section):
         if located is None:
             return self
         for data in self.train.own_data:
-            if data.holdout and data.place == located.place and data.holdout != located.holdout:
+            if not data.holdout or not data.may_share_rows(located) or data.holds_out_by == located.holds_out_by:
+                continue
+            if data.holdout != located.holdout:
                 raise ValueError(
                     f"locate.data.holdout: {located.holdout:g}, but train.sources hold out {data.holdout:g} of this "
                     "file. Set the same, or heads are located on prompts that are evaluated"
                 )
+            raise ValueError(
+                "locate.data.columns: train.sources read other columns of this file. They decide which rows are held "
+                "out, so heads would be located on prompts that are evaluated. Set the same columns"
+            )
         return self
 
     @model_validator(mode="after")
@@ -129,11 +136,21 @@ class Recipe(Section):
             needed = {
                 "lora": (stage.trainable == "lora", "`trainable: lora`"),
                 "distil": (bool({"base.logits", "teacher.logits"} & stage.needs), "a weight of `base_kl` or `distil`"),
-                "align": (stage.needs_teacher, "an objective that compares with a teacher"),
+                "align": (bool(_ALIGNED & stage.needs), "an objective on a teacher's attention or hidden states"),
             }
             for key, (has, need) in needed.items():
                 if not has and getattr(stage, key) != type(stage).model_fields[key].default:
                     found.append(f"{name}.{key} has no effect without {need}")
+            optimizer = stage.optimizer
+            if stage.distil.cache and "base.logits" in stage.needs and "teacher.logits" not in stage.needs:
+                found.append(f"{name}.distil.cache has no effect without a weight of `distil`")
+            if optimizer.lora_lr is not None and stage.trainable != "lora":
+                found.append(f"{name}.optimizer.lora_lr has no effect without `trainable: lora`")
+            if stage.num_steps <= optimizer.warmup:
+                found.append(
+                    f"{name}.optimizer.warmup: {optimizer.warmup}, but training has {stage.num_steps} steps, so the "
+                    "learning rate never reaches its full value"
+                )
         return tuple(found)
 
     @property

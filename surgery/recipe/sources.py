@@ -158,6 +158,23 @@ class Data(Section):
         return self.path if self.is_on_hub else Path(os.path.abspath(Path(self.path).expanduser())).name
 
     @property
+    def holds_out_by(self) -> tuple[object, ...]:
+        """What decides whether a row is held out: the share, and the columns whose content is hashed."""
+        columns = self.columns
+        if columns.text is not None:
+            return self.holdout, "text", columns.text, self.end
+        if columns.messages is not None:
+            return self.holdout, "messages", columns.messages
+        return self.holdout, "prompt", columns.prompt
+
+    def may_share_rows(self, other: Data) -> bool:
+        """Whether both name the same data set, or a folder and something inside it."""
+        if self.is_on_hub or other.is_on_hub:
+            return self.place == other.place
+        mine, others = Path(self.place), Path(other.place)
+        return mine.is_relative_to(others) or others.is_relative_to(mine)
+
+    @property
     def place(self) -> str:
         """The id on the Hub, or the absolute path without symbolic links: one string for all spellings of a path."""
         return self.path if self.is_on_hub else str(Path(self.path).expanduser().resolve())
@@ -198,8 +215,8 @@ class Source(Section):
     split: Literal[0, 1] | None = Field(
         None,
         description="closed_book, statement, letter_choice, option_text, sentence: use this half only. By default "
-        "both. The evaluation's held-out half is 1, so train on 0 if you evaluate them; otherwise reports mark "
-        "`closed_book` as seen in training.",
+        "both. `closed_book` evaluates half 1, so train on 0; otherwise reports mark it as seen in training. "
+        "`option_text` evaluates both halves, and is marked with either.",
     )
     weights: Weights = Field(
         Weights(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -309,12 +310,19 @@ class Train(TrainStage):
 
     @model_validator(mode="after")
     def _held_out_everywhere(self) -> Train:
-        shares: dict[str, float] = {}
-        for data in self.own_data:
-            if shares.setdefault(data.place, data.holdout) != data.holdout:
+        for data, other in combinations(self.own_data, 2):
+            if not data.may_share_rows(other) or data.holds_out_by == other.holds_out_by:
+                continue
+            if data.holdout != other.holdout:
                 raise ValueError(
-                    f"{data.path} is listed twice with different `holdout`, so held-out prompts would be trained on. "
+                    f"{other.path} is listed twice with different `holdout`, so held-out prompts would be trained on. "
                     "Set the same `holdout`"
+                )
+            if data.holdout:
+                raise ValueError(
+                    f"{other.path} is listed twice with a `holdout` and different columns. These decide which rows are "
+                    "held out, so held-out rows would be trained on. Set the same columns, or put the rows to hold out "
+                    "into a file of their own"
                 )
         return self
 

@@ -199,10 +199,10 @@ def _check_other_models(run: Run) -> None:
 
 
 def _check_data(run: Run, config: PreTrainedConfig) -> None:
-    """Check every row of the user's data (not of streams), and the held-out rows that are evaluated."""
+    """Check the generated documents, every row of the user's data (not of streams), and the held-out rows."""
     train = run.recipe.train
     context, vocab_size = getattr(config, "max_position_embeddings", None), config.vocab_size
-    for source in [source for stage in train.sequence for source in stage.sources if source.data is not None]:
+    for source in [source for stage in train.sequence for source in stage.sources]:
         open_source(source, run.tokenizer(), run.recipe.seed, 0, context, vocab_size)
     held_out_documents(train, run.tokenizer(), run.recipe.evaluate.examples, context, vocab_size)
 

@@ -11,6 +11,7 @@ from surgery.run.context import Run
 from surgery.run.located_prompts import located_prompts
 from surgery.scoring.ranking import answer_choices
 from surgery.train.plateau import LAST_STEP, stage_lengths
+from surgery.train.precision import autocast, precision_of
 
 _WATCHED = 64  # prompts of one measurement during training
 
@@ -37,7 +38,8 @@ class Watch:
         section, recipe, losses = self.section, self.run.recipe, history[-1]
         if section.check_every and step % section.check_every == 0 and self.run.accelerator.is_main_process:
             self.model.eval()
-            scores = answer_choices(self.model, self.run.tokenizer(), self.prompts, recipe.evaluate.batch_size)
+            with autocast(precision_of(section, self.model), self.run.accelerator):  # as in training
+                scores = answer_choices(self.model, self.run.tokenizer(), self.prompts, recipe.evaluate.batch_size)
             self.model.train()
             self.accuracy = f", KV {scores.correct.float().mean():.2f}"
         self._recent = [*self._recent[-9:], (losses["tokens"], losses["seconds"])]

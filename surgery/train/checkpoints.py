@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ def _common_folder(target: Path, accelerator: Accelerator) -> Iterator[Path]:
 
 
 def load_checkpoint(
-    folder: Path, model: nn.Module, optimizer: Any, identity: str, accelerator: Accelerator
+    folder: Path, model: nn.Module, optimizer: Any, identities: Collection[str], accelerator: Accelerator
 ) -> dict[str, Any] | None:
     """Load the newest checkpoint that can be read. All processes must call it.
 
@@ -141,7 +141,7 @@ def load_checkpoint(
         folder: folder of the stage.
         model: its parameters are overwritten.
         optimizer: its state is overwritten.
-        identity: must be equal to `of` in the state.
+        identities: one of them must be equal to `of` in the state.
         accelerator: of this process.
 
     Returns:
@@ -156,7 +156,7 @@ def load_checkpoint(
         return None
     newest = checkpoints(folder)[-1]
     state: dict[str, Any] = json.loads((newest / STATE).read_text(encoding="utf-8"))
-    if state["of"] != identity:
+    if state["of"] not in identities:
         raise RunError("steps", str(newest), "It belongs to another training. Delete it, or set another folder.")
     was_sharded = (newest / SHARDS).is_dir()
     if was_sharded != is_sharded(model):

@@ -16,6 +16,8 @@ from surgery.models.lookup import block_of, family_of
 from surgery.recipe import Optimizer, Train, TrainStage
 from surgery.train.lora import adapter_parameters
 
+_UNDECAYED = ("A_log", "D", "dt_bias")  # of an SSM. In Mamba-1, A_log is a matrix.
+
 
 def spliced_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Parameters of the spliced heads and of inserted layers, each once, in the model's order."""
@@ -82,7 +84,7 @@ def mark_trainable(model: PreTrainedModel, stage: TrainStage, layers: Sequence[i
 def adamw(model: nn.Module, parameters: Sequence[nn.Parameter], settings: Optimizer) -> torch.optim.AdamW:
     """AdamW with separate learning rates for new heads, adapters and the other parameters.
 
-    Vectors (norms, biases, A_log, D) have no weight decay.
+    Vectors, such as norms and biases, and an SSM's A_log, D and dt_bias have no weight decay.
 
     Args:
         model: owner of the parameters.
@@ -93,13 +95,14 @@ def adamw(model: nn.Module, parameters: Sequence[nn.Parameter], settings: Optimi
     new, adapters = ({id(p) for p in group} for group in (spliced_parameters(model), adapter_parameters(model)))
     rates = {id(p): settings.lr for p in parameters}
     rates |= dict.fromkeys(new & rates.keys(), settings.new_heads_lr) | dict.fromkeys(adapters, settings.adapters_lr)
+    undecayed = {id(p) for name, p in model.named_parameters() if p.ndim < 2 or name.rpartition(".")[2] in _UNDECAYED}
     groups = []
     for is_new, is_adapter in ((True, False), (False, True), (False, False)):
         for decays in (True, False):
             members = [
                 p
                 for p in parameters
-                if (id(p) in new) == is_new and (id(p) in adapters) == is_adapter and (p.ndim > 1) == decays
+                if (id(p) in new) == is_new and (id(p) in adapters) == is_adapter and (id(p) in undecayed) != decays
             ]
             if members:
                 decay, lr = settings.weight_decay if decays else 0.0, rates[id(members[0])]

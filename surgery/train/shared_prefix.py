@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +20,14 @@ from transformers import PreTrainedModel
 from surgery.interventions.hooks import ActivationCache, from_block
 from surgery.models.lookup import block_of, family_of
 
+# The bases that store weights in a model's memory. They do so after training too: copies of a large base may not fit.
+_BASES: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()
+
 
 def share_weights(model: nn.Module, base: nn.Module) -> int:
     """Store frozen parameters that are equal in both models only once, in the model's memory.
+
+    They are shared until `unshare_bases`.
 
     Returns:
         Number of bytes saved.
@@ -35,7 +41,14 @@ def share_weights(model: nn.Module, base: nn.Module) -> int:
         if alike and torch.equal(other, parameter):
             other.data = parameter.data
             saved += parameter.nbytes
+    _BASES.setdefault(model, WeakSet()).add(base)
     return saved
+
+
+def unshare_bases(model: nn.Module) -> None:
+    """Copy the shared weights of all bases that share weights with the model. Call it before its weights change."""
+    for base in _BASES.pop(model, ()):
+        unshare_weights(model, base)
 
 
 def unshare_weights(model: nn.Module, base: nn.Module) -> None:

@@ -41,9 +41,9 @@ from surgery.train.optimizer import adamw, mark_trainable, set_learning_rates
 from surgery.train.packing import packing_fault
 from surgery.train.plateau import LAST_STEP, is_at_plateau, num_steps_from, stage_lengths
 from surgery.train.precision import autocast, precision_of
-from surgery.train.resuming import identity_of, resume
+from surgery.train.resuming import identities_of, resume
 from surgery.train.sharded import gather, trainable_parameters, twin
-from surgery.train.shared_prefix import SharedPrefix, share_weights, unshare_weights
+from surgery.train.shared_prefix import SharedPrefix, share_weights, unshare_bases
 from surgery.train.targets import Targets
 
 History = list[dict[str, float]]
@@ -215,8 +215,7 @@ def prepare_stage(
     if stage.trainable == "lora":
         torch.manual_seed(hash((seed, number)))  # the same adapters on every process and in every run
         adapters = Adapters(model, stage.lora, targets.grafts)
-    if targets.base is not None:
-        unshare_weights(model, targets.base)  # weights that an earlier stage shared may be trained in this one
+    unshare_bases(model)  # weights that an earlier stage shared may be trained in this one
     trained = mark_trainable(model, stage, layers)
     precision = precision_of(section, model)
     for parameter in trained:
@@ -235,8 +234,8 @@ def prepare_stage(
         student.compile()
     wrapped, optimizer = accelerator.prepare(student, adamw(student, trainable_parameters(student), stage.optimizer))
     wrapped.train()
-    identity = identity_of(model, section, number, seed)
-    start, entries = resume(folder, student, optimizer, identity, accelerator, number, list(history))
+    identities = identities_of(model, section, number, seed, targets.grafts)
+    start, entries = resume(folder, student, optimizer, identities, accelerator, number, list(history))
     if targets.base is not None and not accelerator.is_fsdp2:
         share_weights(model, targets.base)  # not before a checkpoint has been read into the model's weights
         prefix = SharedPrefix.of(model, targets.base) if not section.compile else None
@@ -255,7 +254,7 @@ def prepare_stage(
         sizes=sizes,
         packing=packing,
         precision=precision,
-        identity=identity,
+        identity=identities[0],
         start=start,
         entries=entries,
     )

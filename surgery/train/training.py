@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.errors import RunError
+from surgery.errors import RunError, summary
 from surgery.files.atomic import fingerprint
 from surgery.models.loading import check_vocabulary, load_model, load_tokenizer, revision_of
 from surgery.recipe import Train, TrainStage, as_base
@@ -28,6 +28,7 @@ from surgery.train.tracking import log, tracked
 from surgery.train.trainer import History, OnStep, train_stage
 from surgery.types import Graft, Plan
 
+_PRECISION = "The precision is the recipe's: set `train.precision`, and make the Accelerator without mixed_precision."
 ADAPTERS = "adapters"  # folder of LoRA adapters in PEFT's format, in the run folder
 
 
@@ -35,11 +36,17 @@ def make_accelerator() -> Accelerator:
     """Create the Accelerator of this process, on the GPU if there is one.
 
     Raises:
-        RunError: a launcher started several processes that do not communicate, so all of them would write.
+        RunError: a launcher started several processes that do not communicate, so all of them would write; or this
+            process has an Accelerator with mixed precision.
     """
     # The other processes wait this long while rank 0 evaluates and exports.
     timeout = InitProcessGroupKwargs(timeout=timedelta(days=1))
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[timeout])
+    # The loop runs autocast itself, in the recipe's precision, whatever the launcher or Accelerate's own file says.
+    cpu = not torch.cuda.is_available()
+    try:
+        accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[timeout])
+    except ValueError as error:  # this process has an Accelerator with another precision already
+        raise RunError("mixed_precision", summary(error), _PRECISION) from error
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != world:
         value = f"{accelerator.num_processes}, but WORLD_SIZE is {world}"
@@ -68,7 +75,9 @@ def train_model(
         tokenizer: the model's.
         section: the recipe's section `train`.
         plan: the spliced heads. Without it, objectives on the attention of new heads are skipped.
-        base: the frozen model for the objective `base_kl`.
+        base: the frozen model for the objective `base_kl`. Frozen weights that are equal in both models share their
+            memory from then on. Another `train_model` separates them first. Before you change weights in place
+            yourself, copy the base.
         seed: of documents, adapters and dropout.
         folder: for the checkpoints to resume from. Training resumes from the newest one. None saves no checkpoints.
         accelerator: of this process; created by default.
@@ -83,11 +92,13 @@ def train_model(
 
     Raises:
         TrainingDiverged: loss or gradient is not finite, or the loss has grown. The last good checkpoint stays.
-        RunError: the folder holds checkpoints of another training.
+        RunError: the folder holds checkpoints of another training, or the accelerator has a precision of its own.
         DataError: a row of the user's data cannot be used.
         ModelError: the tokenizer is another model's.
     """
     check_vocabulary(tokenizer, model.config)
+    if accelerator is not None and accelerator.mixed_precision != "no":
+        raise RunError("accelerator", f"mixed_precision is {accelerator.mixed_precision}", _PRECISION)
     section = section.at_size(base_size(model))
     grafts = plan.grafts if plan and not control else ()
     layers = tuple(sorted({graft.site.layer for graft in plan.grafts})) if plan else ()

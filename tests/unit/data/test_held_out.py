@@ -48,6 +48,44 @@ def test_every_spelling_of_a_path_is_one_file(tmp_path: Path) -> None:
         Train.model_validate({"steps": 1, "sources": [source(path, holdout=0.1), source(str(other))]})
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        ({"columns": {"text": "text"}}, {"columns": {"prompt": "text"}}, "different columns"),
+        ({"columns": {"text": "text"}}, {"columns": {"text": "text"}, "end": False}, "different columns"),
+        ({}, {"columns": {"messages": "messages"}}, "different columns"),
+        ({}, {"columns": {"answer_span": "auto"}, "chat_template": True}, None),
+        ({"holdout": 0.0}, {"holdout": 0.0, "columns": {"text": "text"}}, None),
+    ],
+)
+def test_rows_are_held_out_by_the_same_columns(
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any], says: str | None
+) -> None:
+    """The content of the columns decides which rows are held out. Otherwise the second listing trains on them."""
+    sources = [source(tmp_path / "qa.jsonl", **{"holdout": 0.1, **given}) for given in (first, second)]
+    sources = [given | {"weights": {"base_kl": 1.0}} for given in sources]
+    if says is None:
+        assert Train.model_validate({"steps": 1, "sources": sources}).own_data
+    else:
+        with pytest.raises(ValidationError, match=rf"qa\.jsonl is listed twice with a `holdout` and {says}"):
+            Train.model_validate({"steps": 1, "sources": sources})
+
+
+def test_a_folder_and_a_file_in_it_share_rows(tmp_path: Path) -> None:
+    sources = [source(tmp_path, holdout=0.1), source(tmp_path / "qa.jsonl")]
+    with pytest.raises(ValidationError, match="different `holdout`"):
+        Train.model_validate({"steps": 1, "sources": sources})
+    beside = [source(tmp_path / "a.jsonl", holdout=0.1), source(tmp_path / "b.jsonl")]
+    assert Train.model_validate({"steps": 1, "sources": beside}).own_data
+
+
+def test_heads_are_located_on_the_same_columns_as_held_out_rows(tmp_path: Path) -> None:
+    train = {"sources": [source(tmp_path / "qa.jsonl", holdout=0.1)]}
+    data = {"path": str(tmp_path), "holdout": 0.1, "columns": {"prompt": "other", "answer_span": "auto"}}
+    with pytest.raises(ValidationError, match=r"locate\.data\.columns: train\.sources read other columns"):
+        Recipe.model_validate({"name": "x", "base": {"model": "x"}, "train": train, "locate": {"data": data}})
+
+
 def test_heads_are_not_located_on_held_out_prompts(tmp_path: Path) -> None:
     path = write(tmp_path / "qa.jsonl", [{"prompt": "Who?\n", "answer": "42"}])
     given: dict[str, Any] = {"name": "x", "base": {"model": "x"}, "train": {"sources": [source(path, holdout=0.1)]}}

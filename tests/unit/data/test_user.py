@@ -372,6 +372,21 @@ def test_what_the_tokenizer_lacks_is_said() -> None:
         Reader(Data(path="none"), endless)
 
 
+def test_every_size_of_generated_documents_is_checked_first() -> None:
+    """The number of pairs is drawn in every step, so the first step may fit when a later one does not."""
+    for context, fits in ((2000, True), (300, False)):
+        for seed in range(3):
+            many = Source.model_validate({"task": "kv_retrieval", "pairs": [4, 64], "rows": 1})
+            if fits:
+                assert open_source(many, TOKENIZER, seed, 0, context=context).step(0)
+                continue
+            with pytest.raises(DataError, match="The model takes at most 300"):
+                open_source(many, TOKENIZER, seed, 0, context=context)
+    needles = {"task": "needle_multi_query", "pairs": [2, 16], "max_tokens": 800, "rows": 1}
+    with pytest.raises(ProbeError, match="800"):
+        open_source(Source.model_validate({**needles, "weights": {"answer": 1.0}}), TOKENIZER, 0, 0)
+
+
 def test_the_model_sets_limits_too(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [*numbered(2), {"prompt": "a\n" * 40, "answer": "b"}])
     with pytest.raises(DataError, match="The model takes at most 50"):

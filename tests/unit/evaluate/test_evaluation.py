@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -84,3 +85,12 @@ def test_facts_of_both_halves_in_training_are_marked_as_seen(task: str, split: i
         ("again",): "again, seen in training" if seen else "again",
         ("perplexity",): "perplexity, held-out",
     }
+
+
+@pytest.mark.parametrize(("task", "split"), [("option_text", 0), ("closed_book", 0), ("statement", 1)])
+def test_option_text_asks_for_facts_of_both_halves(task: str, split: int) -> None:
+    section = Evaluate.model_validate({"tasks": ["option_text", "letter_choice"]})
+    source = {"task": task, "split": split, "rows": 1, "weights": {"lm": 1.0}}
+    summary: dict[str, Any] = {"option_text": {}, "letter_choice": {}}
+    mark_seen(summary, section, Train.model_validate({"sources": [source]}))
+    assert summary == {"option_text": {"seen": True}, "letter_choice": {}}

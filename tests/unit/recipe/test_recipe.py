@@ -483,12 +483,24 @@ class TestNotes:
     @pytest.mark.parametrize(
         ("settings", "needs"),
         [({"lora": {"rank": 4}}, "trainable: lora"), ({"distil": {"temperature": 2.0}}, "base_kl"),
-         ({"align": {"heads": {"L0H0": "L1H1"}}}, "compares with a teacher")],
+         ({"align": {"heads": {"L0H0": "L1H1"}}}, "a teacher's attention"),
+         ({"align": {"layers": {0: 1}}, "teacher": {"model": "t"}}, "a teacher's attention")],
     )  # fmt: skip
     def test_settings_without_effect_get_a_note(self, settings: dict[str, Any], needs: str) -> None:
-        (name,) = settings
-        found = self.notes({"answer": 1.0, "attention": 1.0}, **settings)
+        name, weights = next(iter(settings)), {"answer": 1.0, "attention": 1.0}
+        found = self.notes(weights | ({"distil": 1.0} if "teacher" in settings else {}), **settings)
         assert found.startswith(f"train.{name} has no effect without") and needs in found
+
+    @pytest.mark.parametrize(
+        ("settings", "says"),
+        [
+            ({"distil": {"cache": True, "top_k": 8}}, "train.distil.cache has no effect without a weight of `distil`"),
+            ({"optimizer": {"lora_lr": 1e-3}}, "train.optimizer.lora_lr has no effect without `trainable: lora`"),
+            ({"optimizer": {"warmup": 30}, "steps": 30}, "train.optimizer.warmup: 30, but training has 30 steps"),
+        ],
+    )
+    def test_other_settings_without_effect(self, settings: dict[str, Any], says: str) -> None:
+        assert self.notes({"answer": 1.0, "attention": 1.0, "base_kl": 1.0}, **settings).startswith(says)
 
     def test_settings_with_effect_get_none(self) -> None:
         weights = {"answer": 1.0, "attention": 1.0, "base_kl": 1.0}

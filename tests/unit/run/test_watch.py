@@ -10,7 +10,8 @@ import torch
 
 from surgery.recipe import Recipe, check_recipe
 from surgery.run.watch import Watch
-from surgery.testing.pico import pico_base, pico_tokenizer
+from surgery.testing.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
+from surgery.train.optimizer import spliced_parameters
 
 SOURCE = {"task": "kv_retrieval", "rows": 1, "weights": {"answer": 1.0}}
 LOSSES: dict[str, float] = {"step": 1, "tokens": 100, "seconds": 0.5, "loss": 2.0, "answer": 1.5}
@@ -30,7 +31,7 @@ def watched(
 
     run = SimpleNamespace(
         recipe=recipe,
-        accelerator=SimpleNamespace(is_main_process=True),
+        accelerator=SimpleNamespace(is_main_process=True, device=torch.device("cpu")),
         reporter=SimpleNamespace(progress=progress),
         tokenizer=pico_tokenizer,
     )
@@ -58,6 +59,17 @@ def test_held_out_accuracy_is_looked_at_every_so_often(every: int | None, first:
     assert [", KV " in note for note in seen] == [step >= first for step in range(1, 5)]
     assert all("loss 2.000 answer 1.500" in note and "200 tokens/s" in note for note in seen)
     assert model.training and all(torch.equal(weights[name], t) for name, t in model.state_dict().items())
+
+
+def test_new_heads_in_fp32_in_a_model_in_half_precision() -> None:
+    """As during training, when the weights that train are fp32."""
+    seen: list[str] = []
+    watch, _ = watched(1, seen)
+    watch.model = pico_hybrid([pico_site(0)], vocab_size=len(pico_tokenizer()), layers=1).to(torch.bfloat16)
+    for parameter in spliced_parameters(watch.model):
+        parameter.data = parameter.data.float()
+    watch(1, [LOSSES])
+    assert ", KV " in seen[0]
 
 
 def test_it_is_the_share_of_prompts_that_are_answered_right(monkeypatch: pytest.MonkeyPatch) -> None:

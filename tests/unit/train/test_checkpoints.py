@@ -65,7 +65,7 @@ class Training:
         save_checkpoint(folder, self.model, self.optimizer, step, OF, self.accelerator)
 
     def load(self, folder: Path, of: str = "this") -> dict[str, Any] | None:
-        return load_checkpoint(folder, self.model, self.optimizer, of, self.accelerator)
+        return load_checkpoint(folder, self.model, self.optimizer, (of,), self.accelerator)
 
     def weights(self) -> list[torch.Tensor]:
         return [full(p.detach()).clone() for p in self.model.parameters()]

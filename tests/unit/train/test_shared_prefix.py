@@ -110,3 +110,17 @@ def test_families_whose_blocks_put_out_other_things(name: str) -> None:
         with prefix.skipped():
             assert torch.equal(model(ids, attention_mask=mask, use_cache=False).logits, expected)
     assert not torch.equal(expected, base_logits)
+
+
+def test_a_base_keeps_its_weights_in_a_later_training_without_it() -> None:
+    model, base = pico_hybrid([pico_site(1)], **SHAPE), pico_base(**SHAPE)
+    before = {name: p.detach().clone() for name, p in base.named_parameters()}
+    spliced = family_of(base.config).mixers(base.config)[1]
+    plan = Plan("base", geometry_of(base.config), (Graft(spliced, (2,), "add", "ssm", ("segment_end",)),), 0)
+    for trainable, objective, frozen in (("new_heads", "base_kl", base), ("all", "lm", None)):
+        source = {"task": "sentence", "rows": 1, "weights": {objective: 1.0}}
+        section = Train.model_validate({"steps": 1, "trainable": trainable, "sources": [source]})
+        train_model(model, pico_tokenizer(), section, plan, frozen)
+        assert all(torch.equal(p, before[name]) for name, p in base.named_parameters())
+    name = "backbone.layers.0.mixer.in_proj.weight"
+    assert not torch.equal(model.get_parameter(name), before[name])

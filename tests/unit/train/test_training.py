@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from peft import PeftModel
 from torch import Tensor
 from torch._inductor.exc import InductorError
@@ -26,7 +29,8 @@ from surgery.train.checkpoint_files import fault_of
 from surgery.train.checkpoints import checkpoints
 from surgery.train.optimizer import adamw, base_size, learning_rate_factor, mark_trainable, spliced_parameters
 from surgery.train.plateau import stage_lengths
-from surgery.train.training import train_model
+from surgery.train.resuming import identities_of
+from surgery.train.training import make_accelerator, train_model
 from surgery.types import Graft, Plan
 
 SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}
@@ -169,6 +173,24 @@ class TestStages:
         other = section(stages=[stage("align"), stage("distil", steps=3), stage("last", steps=1)])
         with pytest.raises(RunError, match="It belongs to another training"):
             fit(hybrid(), other, folder=tmp_path)
+
+    def test_another_splice_does_not_continue(self, tmp_path: Path) -> None:
+        """Its weights have the same shapes. Checkpoints of version 0.1 do not name the splice, and are still read."""
+        short = section(steps=3, save_every=1)
+        fit(hybrid(), short, folder=tmp_path)
+        config = pico_base(**SHAPE).config
+        graft = Graft(family_of(config).mixers(config)[1], (3,), "add", "ssm", ("segment_end",))
+        other = Plan("base", geometry_of(config), (graft,), 0)
+        with pytest.raises(RunError, match="It belongs to another training"):
+            train_model(hybrid(), pico_tokenizer(), short, other, folder=tmp_path)
+        newest = checkpoints(tmp_path)[-1]
+        state = json.loads((newest / "state.json").read_text())
+        identities = identities_of(hybrid(), short.at_size(base_size(hybrid())), 0, 0, plan().grafts)
+        assert state["of"] == identities[0] != identities[1]
+        (newest / "state.json").write_text(json.dumps({**state, "of": identities[1]}))
+        seen: list[int] = []
+        fit(hybrid(), short, folder=tmp_path, on_step=lambda step, _: seen.append(step))
+        assert seen == [3]
 
     def test_a_control_leaves_out_what_trains_new_heads(self) -> None:
         base = pico_base(**SHAPE)
@@ -320,6 +342,16 @@ class TestWhatTrains:
         base, heads = rates(size)
         assert {found[p] for p in new} == {heads}
         assert {rate for p, rate in found.items() if p not in new} == {base / 2}
+
+    @pytest.mark.parametrize("name", ["mamba", "falcon_mamba", "mamba2"])
+    def test_the_state_s_own_time_scales_have_no_weight_decay(self, name: str) -> None:
+        """A_log is a matrix in Mamba-1. Decay would pull every time scale to the same value."""
+        model = pico_family(name)
+        groups = adamw(model, list(model.parameters()), Optimizer(lr=1e-3, weight_decay=0.1)).param_groups
+        decays = {id(p): g["weight_decay"] for g in groups for p in g["params"]}
+        found = {n.rpartition(".")[2]: decays[id(p)] for n, p in model.named_parameters()}
+        assert found["A_log"] == found["D"] == 0.0
+        assert {decays[id(p)] for n, p in model.named_parameters() if n.endswith("in_proj.weight")} == {0.1}
 
     def test_rates_of_adapters_are_their_own(self) -> None:
         from surgery.recipe import Lora
@@ -518,3 +550,19 @@ class TestTrouble:
         fit(whole, section(steps=4, save_every=1))
         fit(again, section(steps=4, save_every=1), folder=tmp_path)
         assert moved(weights(whole), again) == set()
+
+
+def test_the_precision_is_the_recipe_s_and_not_the_launcher_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    AcceleratorState._reset_state()
+    try:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+        assert make_accelerator().mixed_precision == "no"
+        AcceleratorState._reset_state()
+        own = Accelerator(cpu=True)
+        assert own.mixed_precision == "bf16"
+        with pytest.raises(RunError, match=r"mixed_precision.*train\.precision"):
+            make_accelerator()
+        with pytest.raises(RunError, match=r"mixed_precision is bf16\. .*train\.precision"):
+            fit(hybrid(), section(steps=1), accelerator=own)
+    finally:
+        AcceleratorState._reset_state()

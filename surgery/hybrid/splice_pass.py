@@ -32,7 +32,8 @@ class SpliceRows:
         rows_BHQK = query_BHTK.gather(
             2, index_BQ[:, None, :, None].expand(-1, query_BHTK.shape[1], -1, query_BHTK.shape[3])
         )
-        scores = rows_BHQK.float() @ key_BHTK.float().transpose(2, 3)
+        with torch.autocast(rows_BHQK.device.type, enabled=False):
+            scores = rows_BHQK.float() @ key_BHTK.float().transpose(2, 3)
         seen_BQT = torch.arange(key_BHTK.shape[2], device=scores.device) <= index_BQ[..., None]
         if padding is not None:
             seen_BQT = seen_BQT & padding[:, None, :].bool()

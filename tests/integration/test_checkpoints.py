@@ -11,6 +11,7 @@ import pytest
 
 import surgery.hybrid
 from surgery.data.encoding import encode
+from surgery.export.verify import verify_folder
 from surgery.interventions.ablation import Ablation
 from surgery.locate.batches import PromptBatches
 from surgery.locate.redundancy import ablate_sets
@@ -91,6 +92,12 @@ def test_the_example_ships_the_librarys_modules() -> None:
     assert {"attention.py", "mixer.py", "modeling_mamba2_hybrid.py"} <= {path.name for path in modules}
     for path in modules:
         assert path.read_bytes() == (library / path.name).read_bytes(), "make demo, and commit it again"
+
+
+def test_the_example_verifies() -> None:
+    """Before it can be published, an export has to: its files are those that export.json lists."""
+    report = verify_folder(EXAMPLE / "export", trust_remote_code=True)
+    assert report["files"] > 20
 
 
 def test_hashes() -> None:

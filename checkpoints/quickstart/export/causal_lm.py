@@ -157,13 +157,17 @@ class MambaHybridCausalLMMixin(HybridInitMixin):
 
         Args:
             cache_params: the cache. Before transformers 5.24, `generate` looks for this name here.
+            position_ids: (B,T) or (1,T), for branches with rotary positions. It has no name in the signature, or
+                `generate` would pass it; counted from the first token that is not padding if None.
             splice_queries: (B,Q) token indices, -1 for none; their attention rows are returned as
                 `splice_attentions`.
             seq_idx: (B,T) index of the document that each token belongs to, as in the model without its head.
         """
+        position_ids = kwargs.pop("position_ids", None)
         output = self.backbone(
             input_ids,
             inputs_embeds=inputs_embeds,
+            position_ids=position_ids,
             cache=take_cache(cache, kwargs, cache_params=cache_params),
             use_cache=use_cache,
             attention_mask=attention_mask,

@@ -130,12 +130,18 @@ class HybridModelMixin(HybridInitMixin):
         """Return a padding mask of width S, one column for each token in the cache and each new one.
 
         A mask of the new tokens only means that no token in the cache is padding. A mask of more columns, as for a
-        cache of fixed size, is cut. Raises ValueError for any other width.
+        cache of fixed size, is cut. Raises ValueError for any other width. Compiled with a cache of fixed size, the
+        width must be S: the number of tokens in the cache is then known on the device only.
         """
         attends = {"hybrid", "full_attention"} & set(self.config.layer_types or ())
-        if not (isinstance(mask, Tensor) and mask.ndim == 2 and attends) or torch.compiler.is_compiling():
+        if not (isinstance(mask, Tensor) and mask.ndim == 2 and attends):
             return mask
-        past = int(cache.get_seq_length()) if cache is not None else 0
+        past = cache.get_seq_length() if cache is not None else 0
+        if isinstance(past, Tensor) and torch.compiler.is_compiling():
+            hint = "attention_mask: it needs one column for each token in the cache and each new one"
+            torch._assert_async(past + length == mask.shape[1], hint)
+            return mask
+        past = int(past)
         if mask.shape[1] == length and past:
             return torch.cat([mask.new_ones(mask.shape[0], past), mask], dim=1)
         if mask.shape[1] < past + length:
@@ -156,7 +162,7 @@ class HybridModelMixin(HybridInitMixin):
         positions = self._positions(embeds, attention_mask, cache, kwargs)
         carrier = SplicePass(padding, causal, rows, positions, kwargs.get("seq_idx"))
         if not self.passes_kwargs:
-            return carrier, kwargs
+            return carrier, {name: value for name, value in kwargs.items() if name != "position_ids"}
         if self.cache_argument == "past_key_values" and kwargs.get("position_ids") is None:
             kwargs = {**kwargs, "position_ids": self._positions(embeds, None, cache, kwargs)}
         family_mask = padding if self.cache_argument == "cache_params" else attention_mask

@@ -283,6 +283,18 @@ def test_rows_close_with_their_pass() -> None:
     assert rows.take() == ()
 
 
+def test_rows_are_those_of_fp32_in_mixed_precision() -> None:
+    """Large scores would be rounded by some percent of a row."""
+    queries, keys = torch.randn(2, 1, 1, 12, 8, generator=torch.Generator().manual_seed(0)) * 4
+    found = []
+    for precision in (torch.float32, torch.bfloat16):
+        rows = SpliceRows(torch.arange(12)[None])
+        with torch.autocast("cpu", precision, enabled=precision != torch.float32):
+            rows.collect(0, queries, keys, None)
+        found.append(rows.take()[0])
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)
+
+
 def test_initial_values() -> None:
     """Silent in `add` mode; the scale is 1 where an SSM head's q and k are copied, and 1/sqrt(width) otherwise."""
     model = pico_hybrid([pico_site(0), random_site(1), pico_site(2, mode="replace")], fresh=True)

@@ -11,7 +11,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    DynamicCache,
+    StaticCache,
+    Trainer,
+    TrainingArguments,
+)
 
 import surgery.hybrid
 from surgery.hybrid.streams import StreamAttention
@@ -178,6 +186,39 @@ class TestMasksOfACache:
                 model(ids[:, 9:], attention_mask=torch.ones(2, width), **given)
         with pytest.raises(ValueError, match=r"^attention_mask: 5 columns\. It needs 12, one for each token"):
             model(ids, attention_mask=torch.ones(2, 5), use_cache=False)
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+def test_masks_of_a_cache_in_a_compiled_model(kind: Any) -> None:
+    """The same mask as without compiling; with a cache of fixed size an error for another width than the text's."""
+    model = trained("mamba2")
+    cache = kind(config=model.config) if kind is DynamicCache else kind(config=model.config, max_cache_len=24)
+    given: dict[str, Any] = {family_of(model.config).cache_argument: cache, "use_cache": True}
+    with torch.no_grad():
+        model(tokens(2, 9), **given)
+
+    def whole_mask(mask: Tensor) -> Tensor:
+        return model.backbone._whole_mask(mask, 3, cache)
+
+    for width in (3, 12, 20):
+        mask = torch.ones(2, width, dtype=torch.long)
+        torch._dynamo.reset()
+        compiled = torch.compile(whole_mask, backend="eager", fullgraph=True)
+        if kind is StaticCache and width != 12:
+            with pytest.raises(RuntimeError, match="attention_mask: it needs one column for each token"):
+                compiled(mask)
+        else:
+            assert torch.equal(compiled(mask), whole_mask(mask)) and whole_mask(mask).shape == (2, 12)
+
+
+@every_spliced
+def test_positions_reach_branches_with_rotary_positions(name: str) -> None:
+    model, ids = trained(name, init="teacher"), tokens(2, 12)
+    counted = torch.arange(12)[None].expand(2, -1)
+    with torch.no_grad():
+        found = [model(ids, position_ids=positions, use_cache=False).logits for positions in (counted, 3 * counted)]
+    torch.testing.assert_close(found[0], logits(model, ids), **CLOSE)
+    assert (found[1] - found[0]).abs().max() > 0.1
 
 
 def shipped_with(folder: Path) -> dict[str, bytes]:

@@ -24,6 +24,7 @@ from surgery.export.gguf_converter import convert, pre_tokenizer_of
 from surgery.models.tensor_files import Stored, inventory, read_tensors, weight_files
 from surgery.recipe import Export
 
+_CONTROL = 3  # type of a special token in a GGUF file
 FILE = "model.gguf"
 _NAMES = {"backbone.embeddings": "token_embd", "backbone.norm_f": "output_norm", "lm_head": "output"}
 _IN_LAYER = {
@@ -197,10 +198,25 @@ def _check_vocabulary(folder: Path, fields: Mapping[str, Any]) -> None:
     if len(tokens) != config["vocab_size"]:
         value = f"it has {len(tokens)} tokens, but the tensors have {config['vocab_size']}"
         raise ModelError(FILE, value, f"llama.cpp does not load it. {AGAIN}")
-    added = {token["id"] for token in tokenizer.get("added_tokens", ())}
-    for token, index in vocabulary.items():
-        if index not in added and tokens[index] != token:
+    added = {token["id"]: token for token in tokenizer.get("added_tokens", ())}
+    special = {token["content"]: index for index, token in added.items() if token["special"]}
+    plain = ((token, index) for token, index in vocabulary.items() if index not in added)
+    for token, index in (*special.items(), *plain):
+        if tokens[index] != token:
             raise ModelError(FILE, f"token {index} is {tokens[index]!r}", f"tokenizer.json has {token!r}. {AGAIN}")
+    types = fields["tokenizer.ggml.token_type"]
+    for token, index in special.items():
+        if types[index] != _CONTROL:
+            raise ModelError(FILE, f"token {index}, {token!r}, has type {types[index]}", f"It is special. {AGAIN}")
+    in_text = read_object(folder, "tokenizer_config.json")
+    for name, key in (("bos", "bos_token"), ("eos", "eos_token"), ("padding", "pad_token")):
+        token, ids = in_text.get(key), config.get(f"{key}_id")
+        content = token["content"] if isinstance(token, dict) else token
+        allowed = {special.get(content), *(ids if isinstance(ids, list) else [ids])} - {None}
+        found = fields.get(f"tokenizer.ggml.{name}_token_id")
+        if allowed and found not in allowed:
+            hint = f"The model's is {' or '.join(map(str, sorted(allowed)))}. {AGAIN}"
+            raise ModelError(FILE, f"tokenizer.ggml.{name}_token_id is {found}", hint)
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in tokenizer["model"]["merges"]]
     if fields["tokenizer.ggml.merges"] != merges:
         raise ModelError(FILE, "its merges differ", f"They differ from those of tokenizer.json. {AGAIN}")

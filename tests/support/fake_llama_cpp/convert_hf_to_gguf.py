@@ -69,6 +69,17 @@ def main():
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(TextModel.get_vocab_base_pre(None, None))
     writer.add_token_list([tokens.get(index, f"[PAD{index}]") for index in range(size)])
+    special = {token["content"]: token["id"] for token in tokenizer["added_tokens"] if token["special"]}
+    types = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
+    writer.add_token_types([types[index in special.values()] for index in range(size)])
+    named = json.loads((options.model / "tokenizer_config.json").read_text(encoding="utf-8"))
+    for name, add in (
+        ("bos_token", writer.add_bos_token_id),
+        ("eos_token", writer.add_eos_token_id),
+        ("pad_token", writer.add_pad_token_id),
+    ):
+        if name in named:
+            add(special[named[name]])
     writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
     architecture = gguf.MODEL_ARCH.NEMOTRON_H_MOE if experts else gguf.MODEL_ARCH.NEMOTRON_H
     names = gguf.get_tensor_name_map(architecture, len(pattern))

@@ -177,6 +177,34 @@ def test_another_vocabulary_is_found(copy: Path) -> None:
         compare_with_files(copy)
 
 
+@pytest.mark.parametrize(("name", "in_gguf"), [("bos", "bos"), ("eos", "eos"), ("pad", "padding")])
+def test_another_special_token_is_found(name: str, in_gguf: str, copy: Path) -> None:
+    """llama.cpp would stop at another token, or begin with one."""
+    edit(copy, "config.json", lambda config: config.update({f"{name}_token_id": 7}))
+    edit(copy, "tokenizer_config.json", lambda config: config.pop(f"{name}_token", None))
+    with pytest.raises(ModelError, match=rf"tokenizer\.ggml\.{in_gguf}_token_id is .*\. The model's is 7\."):
+        compare_with_files(copy)
+
+
+def test_special_tokens_have_their_text_and_their_type(copy: Path) -> None:
+    def renamed(tokenizer: dict[str, Any]) -> None:
+        tokenizer["added_tokens"][1]["content"] = "<|stop|>"
+
+    def more(tokenizer: dict[str, Any]) -> None:
+        (text,) = [token for token, index in tokenizer["model"]["vocab"].items() if index == 20]
+        tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 20, "content": text})
+
+    before = (copy / "tokenizer.json").read_text()
+    for change, says in (
+        (renamed, "token 1 is '<.endoftext.>'. tokenizer.json has '<.stop.>'"),
+        (more, "token 20.*type 1"),
+    ):
+        (copy / "tokenizer.json").write_text(before)
+        edit(copy, "tokenizer.json", change)
+        with pytest.raises(ModelError, match=says):
+            compare_with_files(copy)
+
+
 def test_a_copy_without_it_or_with_a_damaged_one_does_not_verify(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers_folder, "reload", in_this_process)
     data = (copy / FILE).read_bytes()

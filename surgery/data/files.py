@@ -237,9 +237,8 @@ def local_files(data: Data) -> list[Path]:
 
 
 def _is_hidden(file: Path, folder: Path) -> bool:
-    """Whether the name of a file, or of a folder above it, begins with a dot, such as `.ipynb_checkpoints`."""
-    parts = file.relative_to(folder).parts or (file.name,)
-    return any(part.startswith(".") for part in parts)
+    """Whether the name of a file in a folder, or of a folder between, begins with a dot, as `.ipynb_checkpoints`."""
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def _of_split(files: list[Path], root: Path, split: str) -> list[Path]:

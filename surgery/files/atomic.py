@@ -175,12 +175,12 @@ def sweep(folder: Path, name: str | None = None) -> None:
 
 
 def digest(*paths: Path) -> str:
-    """Compute the SHA-256 of the names and bytes of files and folders. Hidden and missing files are ignored."""
+    """Compute the SHA-256 of the names and bytes of files and folders, without hidden files inside and missing ones."""
     total = hashlib.sha256()
     for path in paths:
         files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
         for file in files:
-            if not any(part.startswith(".") for part in file.relative_to(path.parent).parts):
+            if not any(part.startswith(".") for part in file.relative_to(path).parts):
                 total.update(str(file.relative_to(path.parent)).encode() + b"\0")
                 with open(file, "rb") as handle:
                     for block in iter(lambda: handle.read(1 << 20), b""):

@@ -5,6 +5,7 @@ Shipped with every exported checkpoint, so it imports the standard library and t
 Shape legend: B batch, T tokens, H spliced heads of a layer, K query/key width, Q requested rows.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,9 @@ class SpliceRows:
         rows_BHQK = query_BHTK.gather(
             2, index_BQ[:, None, :, None].expand(-1, query_BHTK.shape[1], -1, query_BHTK.shape[3])
         )
-        with torch.autocast(rows_BHQK.device.type, enabled=False):
+        device = rows_BHQK.device.type
+        in_fp32 = torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
+        with in_fp32:
             scores = rows_BHQK.float() @ key_BHTK.float().transpose(2, 3)
         seen_BQT = torch.arange(key_BHTK.shape[2], device=scores.device) <= index_BQ[..., None]
         if padding is not None:

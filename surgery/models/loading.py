@@ -41,6 +41,7 @@ from surgery.registry import load_plugins
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _TOKENIZER = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+_SLOW_TOKENIZER = ("vocab.*", "merges.txt", "*.model", "*.tiktoken")
 _LISTED = 4  # tensors to list in an error message
 
 
@@ -360,10 +361,16 @@ def revision_of(base: Base) -> str:
     """Identify the weights: by the commit of a Hub id, or by a hash of a folder's files."""
     folder = Path(local_path(base.model))
     if folder.is_dir():
-        patterns = ("config.json", *_TOKENIZER, *_WEIGHTS)
+        code = ("*.py",) if base.trust_remote_code else ()
+        patterns = ("config.json", *_tokenizer_files(folder), *_WEIGHTS, *code)
         files = sorted(path for pattern in patterns for path in folder.glob(pattern))
         return _with_tokenizer(base, digest(*files)[:16])
     return _with_tokenizer(base, open_checkpoint(base).revision or "")
+
+
+def _tokenizer_files(folder: Path) -> tuple[str, ...]:
+    """Patterns of the files that a tokenizer is loaded from. Without tokenizer.json it is made from others."""
+    return _TOKENIZER if (folder / "tokenizer.json").is_file() else (*_TOKENIZER, *_SLOW_TOKENIZER)
 
 
 def _with_tokenizer(base: Base, revision: str) -> str:
@@ -371,5 +378,5 @@ def _with_tokenizer(base: Base, revision: str) -> str:
     folder = Path(local_path(base.tokenizer)) if base.tokenizer is not None else None
     if folder is None or not folder.is_dir():
         return revision
-    files = sorted(path for pattern in _TOKENIZER for path in folder.glob(pattern))
+    files = sorted(path for pattern in _tokenizer_files(folder) for path in folder.glob(pattern))
     return f"{revision}+{digest(*files)[:8]}"

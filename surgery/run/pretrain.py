@@ -26,11 +26,12 @@ from transformers import (
 )
 from transformers import __version__ as transformers_version
 
+from surgery.data.files import local_files
 from surgery.data.tokenizer import build_tokenizer
 from surgery.errors import RunError
 from surgery.evaluate.evaluation import evaluate_model, mark_seen
 from surgery.evaluate.prompts import make_prompts
-from surgery.files.atomic import new_folder, read_json, write_json, write_text
+from surgery.files.atomic import digest, fingerprint, new_folder, read_json, read_mapping, write_json, write_text
 from surgery.files.lock import hold
 from surgery.files.ownership import check_replaceable, mark
 from surgery.probes.registry import PROBES
@@ -183,13 +184,20 @@ def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -
     model = build_model(recipe.model, tokenizer, recipe.seed)
     steps = folder.with_name(folder.name + ".steps")
     for entry in steps.glob("*"):
-        if not re.match(r"(broken_)?step_\d|\d+-|scores\.json$|\.", entry.name):
+        if not re.match(r"(broken_)?step_\d|\d+-|(scores|inputs)\.json$|\.", entry.name):
             raise RunError("--to", str(folder), f"{entry} is not a pretraining checkpoint. Set another folder.")
     prompts = make_prompts(recipe.evaluate, recipe.seed, tokenizer=tokenizer)
     marks = {math.ceil(recipe.train.num_all_steps * tenth / 10) for tenth in range(1, 11)}
-    scores_file = steps / "scores.json"
-    if not list(steps.rglob("step_*")):  # those of stages lie in folders of their own
+    scores_file, inputs_file = steps / "scores.json", steps / "inputs.json"
+    inputs = {"model": _revision(recipe, tokenizer), "evaluate": fingerprint(recipe.evaluate.model_dump(mode="json"))}
+    earlier = read_mapping(inputs_file)
+    begun = bool(list(steps.rglob("step_*")))  # those of stages lie in folders of their own
+    if begun and earlier.get("model", inputs["model"]) != inputs["model"]:
+        hint = f"{steps} has checkpoints of another model, tokenizer or data. Delete it, or set another folder."
+        raise RunError("--to", str(folder), hint)
+    if not begun or earlier.get("evaluate", inputs["evaluate"]) != inputs["evaluate"]:
         scores_file.unlink(missing_ok=True)
+    write_json(inputs_file, inputs)
 
     def on_step(step: int, entries: list[dict[str, float]]) -> None:
         if progress is not None:
@@ -216,6 +224,13 @@ def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -
         mark(new, "model")
         write_text(new / "README.md", base_card(recipe, scores, history, model))
     shutil.rmtree(steps, ignore_errors=True)
+
+
+def _revision(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of what the first weights and the documents depend on, besides the section `train`."""
+    data = [file for own in recipe.train.own_data for file in local_files(own)]
+    text = tokenizer.backend_tokenizer.to_str()
+    return fingerprint([recipe.model.model_dump(mode="json"), recipe.seed, text, digest(*data) if data else ""])
 
 
 def base_card(

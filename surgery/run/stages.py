@@ -23,6 +23,7 @@ from surgery.recipe import Recipe, Splice, to_yaml
 from surgery.recipe.methods import METHODS
 from surgery.recipe.public import public_name, public_recipe
 from surgery.recipe.section import keys_of_0_1
+from surgery.registry import plugin_revision
 from surgery.report.figures.curves import training_curve
 from surgery.report.figures.heatmaps import head_maps
 from surgery.report.heads_page import PromptAttention, write_csv, write_page
@@ -97,7 +98,9 @@ class Stage:
             parts["chat template"] = template_revision(settings.export.chat_template)
         if "train" in parts and run.data_revision:
             parts["data revision"] = run.data_revision
-        if "locate" in parts and run.prompts_revision:
+        if settings.plugins:
+            parts["plugins"] = {name: plugin_revision(name) for name in settings.plugins}
+        if {"locate", "locate.pairs"} & parts.keys() and run.prompts_revision:
             parts["prompts revision"] = run.prompts_revision
         if self.name in ("splice", "control") and settings.state_size is not None:
             # The channels to keep follow from these, so the control does not depend on the spliced heads.
@@ -293,14 +296,14 @@ def _export(run: Run, key: str) -> None:
         )
 
 
-_PROMPTS = ("locate.task", "locate.pairs", "locate.filler", "locate.value_digits")  # for the figure of the attention
+_PROMPTS = tuple(f"locate.{key}" for key in ("task", "pairs", "filler", "value_digits", "data", "generated"))
 STAGES: tuple[Stage, ...] = (
     Stage("locate", "measuring every head",
           ("base", "locate", "splice.select", "splice.num_heads", "splice.heads"),
           (), ("heads.json", "heads.csv", "locate.html", "locate.json", "figures/locate"), _locate,
           together=True, version=2),
     Stage("plan", "planning the splice", ("base", "splice"), ("heads.json",), ("plan.json",), _plan),
-    Stage("splice", "splicing", ("base", "splice"), ("plan.json",), ("spliced", "splice.json"), _splice),
+    Stage("splice", "splicing", ("base", "splice", *_PROMPTS), ("plan.json",), ("spliced", "splice.json"), _splice),
     Stage("train", "training the hybrid", ("base", "train"), ("spliced", "plan.json"),
           ("trained", "training.json", "figures/training"), _train, together=True, extras=(ADAPTERS,)),
     Stage("control", "training the control", ("base", "train"), (), (), _control, together=True),

@@ -84,7 +84,8 @@ def train_model(
         on_step: called after each step with its number and the history so far, with the steps before an interruption.
             The last entry is that of the step: losses, tokens, seconds, and `last_step` where a plateau was found.
         control: True for the control, a model without a splice. Stages that train new heads only are skipped.
-        outputs: folder for `adapters/` in PEFT's format, `teacher_logits/` of stages with `distil.cache`, and `logs/`
+        outputs: folder for `adapters/` in PEFT's format (of stages before which the base's weights have not changed),
+            `teacher_logits/` of stages with `distil.cache`, and `logs/`
             of trackers. None writes none of them.
 
     Returns:
@@ -130,7 +131,8 @@ def train_model(
                 result = train_stage(*arguments, history, log_step, layers)
                 history = result.history
                 if result.adapters is not None:
-                    if outputs is not None and accelerator.is_main_process and not control:
+                    # PEFT puts adapters on `spliced/`. They do not fit after a stage that changed its weights.
+                    if outputs is not None and accelerator.is_main_process and not control and not has_changed:
                         adapters = outputs / ADAPTERS / (stage.name if section.stages else "")
                         result.adapters.save(adapters, str(model.name_or_path))
                     result.adapters.merge(unquantized)  # the next stage and the export need a plain model

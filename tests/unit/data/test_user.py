@@ -372,6 +372,13 @@ def test_what_the_tokenizer_lacks_is_said() -> None:
         Reader(Data(path="none"), endless)
 
 
+def test_a_hidden_file_is_read_if_it_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / ".a.jsonl", numbered(3))
+    assert len(texts(opened(path, rows=3), 0)) == 3
+    with pytest.raises(DataError, match="It has no .jsonl"):
+        opened(tmp_path)
+
+
 def test_every_size_of_generated_documents_is_checked_first() -> None:
     """The number of pairs is drawn in every step, so the first step may fit when a later one does not."""
     for context, fits in ((2000, True), (300, False)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn.functional import softplus
 from transformers import LlamaForCausalLM, MambaForCausalLM
 
 from surgery.errors import RecipeError, RunError
+from surgery.files.atomic import read_json
 from surgery.recipe import PretrainRecipe, TinyMamba, TinyTransformer, check_recipe
 from surgery.recipe.inputs import inputs_of
 from surgery.run.pretrain import base_card, build_model, pretrain
@@ -108,6 +110,33 @@ def test_the_text_of_the_tokenizer_is_an_input_that_is_never_removed() -> None:
     given = {"name": "t", "model": SHAPE, "train": {"sources": sources}, "tokenizer_text": "text.txt"}
     inputs = inputs_of(check_recipe(given, PretrainRecipe))
     assert inputs == {"tokenizer_text": "text.txt", "train.sources.0.data.path": "text.jsonl"}
+
+
+def test_what_is_resumed_is_the_same_training(tmp_path: Path) -> None:
+    """Weights begin by the model's section. Scores of other tasks do not get into the card."""
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "head_dim": 16, "state_size": 4, "vocab_size": 1024}
+    train = {"steps": 3, "save_every": 1, "sources": [{"task": "sentence", "rows": 1, "weights": {"lm": 1.0}}]}
+    given: dict[str, Any] = {"name": "tiny", "train": {**train, "control": False}}
+    given["evaluate"] = {"tasks": ["perplexity"], "sentences": 2}
+
+    def recipe(**more: Any) -> PretrainRecipe:
+        return check_recipe({**given, "model": {**shape, **more.pop("model", {})}, **more}, PretrainRecipe)
+
+    def stop(step: int, *_: Any) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pretrain(recipe(), tmp_path / "base", stop)
+    for changed in ({"model": {"decay": [5, 9]}}, {"seed": 1}):
+        with pytest.raises(RunError, match=r"base\.steps has checkpoints of another model, tokenizer or data"):
+            pretrain(recipe(**changed), tmp_path / "base")
+    seen: list[int] = []
+    closed = {"tasks": ["closed_book"], "examples": 2}
+    pretrain(recipe(evaluate=closed), tmp_path / "base", lambda step, *_: seen.append(step))
+    assert seen == [3]
+    assert list(read_json(tmp_path / "base" / "scores.json")) == ["3"]
+    assert not (tmp_path / "base.steps").exists()
 
 
 def test_the_card_of_a_base_with_data_names_the_file() -> None:

@@ -11,6 +11,7 @@ from surgery.errors import RunError
 from surgery.files.atomic import write_json
 from surgery.recipe import Recipe, load_recipe
 from surgery.recipe.section import keys_of_0_1
+from surgery.registry import load_plugins
 from surgery.run import stages
 from surgery.run.context import Run
 from surgery.testing.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
@@ -41,7 +42,25 @@ def test_keys_of_stages_know_the_content_of_own_prompts(tmp_path: Path) -> None:
         {stage.name: stage.key(bare_run(recipe, tmp_path, prompts_revision=hash)) for stage in stages.stages_of(recipe)}
         for hash in ("one", "two")
     )
-    assert {name for name in one if one[name] != other[name]} == {"locate", "export"}
+    assert {name for name in one if one[name] != other[name]} == {"locate", "splice", "evaluate", "export"}
+
+
+def test_keys_of_stages_know_the_code_of_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An objective of a plugin that was edited trains again."""
+    (tmp_path / "own_code").mkdir()
+    file = tmp_path / "own_code" / "edited_plugin.py"
+    file.write_text("SCALE = 1\n")
+    monkeypatch.syspath_prepend(str(file.parent))
+    load_plugins(["edited_plugin"])
+    recipe = load_recipe(RECIPE).model_copy(update={"plugins": ("edited_plugin",)})
+
+    def keys() -> dict[str, str]:
+        return {stage.name: stage.key(bare_run(recipe, tmp_path)) for stage in stages.stages_of(recipe)}
+
+    before = keys()
+    assert before == keys()
+    file.write_text("SCALE = 2\n")
+    assert all(before[name] != key for name, key in keys().items())
 
 
 def test_scores_of_heads_in_the_report_are_those_of_the_last_locate(tmp_path: Path) -> None:
@@ -68,7 +87,7 @@ def test_keys_of_stages_know_the_form_of_located_prompts_only_where_it_is_set(tm
     assert plain == keys(filler=None, value_digits=None)
     for more in ({"filler": (1, 2)}, {"value_digits": (3, 4)}, {"task": "phonebook"}):
         changed = keys(**more)
-        assert {name for name in plain if changed[name] != plain[name]} == {"locate", "evaluate", "export"}
+        assert {name for name in plain if changed[name] != plain[name]} == {"locate", "splice", "evaluate", "export"}
 
 
 def test_keys_of_stages_know_the_state_only_where_it_is_cut(tmp_path: Path) -> None:
@@ -101,7 +120,7 @@ def test_keys_of_stages_know_the_state_only_where_it_is_cut(tmp_path: Path) -> N
 
 def test_the_key_of_the_export_knows_the_text_of_a_chat_template(tmp_path: Path) -> None:
     """A recipe without `export.chat_template` keeps its finished export."""
-    recipe, template = load_recipe(RECIPE), tmp_path / "chat.jinja"
+    recipe, template = load_recipe(RECIPE), tmp_path / ".chat.jinja"
     template.write_text("one")
 
     def keys(name: str | None) -> dict[str, str]:

@@ -307,6 +307,21 @@ class TestWhatTrains:
         with torch.no_grad():
             torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
 
+    @pytest.mark.parametrize("first", ["new_heads", "lora", "all"])
+    def test_adapters_are_those_that_fit_to_the_spliced_model(self, first: str, tmp_path: Path) -> None:
+        """After a stage that changed the base's weights, they would not: PEFT would load another model."""
+        model, fresh = hybrid(), hybrid()
+        lora = {"trainable": "lora", "lora": {"rank": 2}}
+        stages = [stage("first", trainable=first, lora={"rank": 2}), stage("second", **lora)]
+        fit(model, section(stages=stages), outputs=tmp_path)
+        saved = {path.name for path in (tmp_path / "adapters").glob("*")}
+        assert saved == {"new_heads": {"second"}, "lora": {"first"}, "all": set()}[first]
+        if first == "new_heads":
+            ids = torch.arange(2, 14)[None]
+            loaded = PeftModel.from_pretrained(fresh, str(tmp_path / "adapters" / "second"))
+            with torch.no_grad():
+                torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
+
     def test_supervision_reaches_the_head_beside_lora(self) -> None:
         source = {**KV, "weights": {"attention": 1.0}}
         model = hybrid()

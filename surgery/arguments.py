@@ -27,7 +27,7 @@ Last = Annotated[str | None, typer.Option("--to", metavar="STAGE", help="Stop af
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print plan, cost, time and memory without loading weights.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run of another recipe in this folder.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the Python code in the checkpoint.")]
-Runs = Annotated[Path, typer.Option("--runs", help="Directory that holds the run folders.")]
+Runs = Annotated[Path, typer.Option("--runs", file_okay=False, help="Directory that holds the run folders.")]
 Plugins = Annotated[
     list[str] | None,
     typer.Option("--plugin", metavar="MODULE", help="Import a module that registers an export format. Repeatable."),

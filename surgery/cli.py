@@ -79,7 +79,7 @@ class _Commands(TyperGroup):
             option = getattr(error, "option_name", None)
             if option is None or not any(option in parameter.opts for parameter in self.params):
                 raise
-            hint = f"It stands before the command: surgery {option} {ctx.invoked_subcommand} ..."
+            hint = f"Put it before the command: surgery {option} {ctx.invoked_subcommand} ..."
             raise SurgeryError(option, None, hint) from error
 
 
@@ -130,13 +130,14 @@ def _run(
 ) -> None:
     loaded = load_recipe(path, overrides or ())
     folder = runs / loaded.name
+    from surgery.run import pipeline
+
     if dry:
         from surgery.run.dry_run import dry_run
 
+        pipeline.choose_stages(loaded, first, last)
         print_plan(dry_run(loaded, folder, path, overwrite))
         return
-    from surgery.run import pipeline
-
     bars = Bars()
     try:
         done = pipeline.run_pipeline(loaded, folder, first, last, overwrite, bars, path)
@@ -165,7 +166,7 @@ def finetune(
     """Fine-tune a hybrid on your data with the recipe finetune, in RUNS/finetune-DATA."""
     model, path = (json.dumps(word, ensure_ascii=False) for word in (hybrid, data))
     settings = [f"name={finetune_name(data)}", f"base.model={model}", f"train.sources.0.data.path={path}"]
-    with naming("HYBRID", "base.model"):
+    with naming("HYBRID", "base.model"), naming("DATA", "data.path"):
         _run(shipped("finetune"), [*settings, *(overrides or ())], first, last, overwrite, runs, dry_run)
 
 

@@ -24,8 +24,8 @@ def inspect(
     from surgery.models.lookup import family_of, geometry_of
     from surgery.models.sizes import meta_model, sizes_of
 
-    with naming("MODEL", "base.model"):
-        config = load_config(Base(model=model, revision=revision, trust_remote_code=trust_remote_code))
+    base = Base(model=model, revision=revision, trust_remote_code=trust_remote_code)
+    config = load_config(base.named("MODEL"))
     print_model(model, geometry_of(config), config, family_of(config), sizes_of(meta_model(config, trust_remote_code)))
 
 
@@ -39,9 +39,8 @@ def generate(
     """Generate text with a checkpoint."""
     from surgery.models.loading import check_vocabulary, load_model, load_tokenizer
 
-    base = Base(model=checkpoint, dtype="auto", trust_remote_code=trust_remote_code)
-    with naming("CHECKPOINT", "base.model"):
-        model, tokenizer = load_model(base), load_tokenizer(base)
+    base = Base(model=checkpoint, dtype="auto", trust_remote_code=trust_remote_code).named("CHECKPOINT")
+    model, tokenizer = load_model(base), load_tokenizer(base)
     check_vocabulary(tokenizer, model.config)
     inputs = tokenizer(prompt.replace("\\n", "\n"), return_tensors="pt", add_special_tokens=False)
     if inputs["input_ids"].shape[1] == 0:
@@ -63,6 +62,8 @@ def convert(
     with naming("MODEL", "base.model"):
         done = work(Base(model=model), folder, dtype, overwrite)
     out.print(f"wrote {folder}: {done.tensors} tensors in {done.shards} file(s)", highlight=False)
+    if not done.tokenizer:
+        out.print(f"note: {model} has no tokenizer, so none was written. Save one into {folder}.", highlight=False)
 
 
 def compare(

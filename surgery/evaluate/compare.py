@@ -101,7 +101,8 @@ def compare_models(recipe: Comparison, folder: Path, progress: Tick | None = Non
         names = [public_name(model) for model in recipe.models]
         for i, (name, model) in enumerate(zip(names, recipe.models, strict=True)):
             numbered = name if names.count(name) == 1 else f"{name} ({1 + names[:i].count(name)})"
-            bases[numbered] = Base(model=model, dtype=recipe.dtype, trust_remote_code=recipe.trust_remote_code)
+            base = Base(model=model, dtype=recipe.dtype, trust_remote_code=recipe.trust_remote_code)
+            bases[numbered] = base.named("MODEL")
         results, models = _evaluate(recipe, bases, progress)
         with new_folder(folder) as new:
             kv = {name: summary["kv_retrieval"] for name, summary in results["arms"].items()}

@@ -139,7 +139,9 @@ def _check_request(repo_id: str, revision: str | None, pull_request: bool) -> No
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        raise SurgeryError("ORG/NAME", repo_id, str(error).splitlines()[0]) from None
+        reason = str(error).splitlines()[0]
+        hint = "Use OWNER/NAME, for example my-org/my-hybrid." if repo_id.count("/") > 1 else reason
+        raise SurgeryError("ORG/NAME", repo_id, hint) from None
     if "/" not in repo_id:
         raise SurgeryError("ORG/NAME", repo_id, "Use OWNER/NAME, for example my-org/my-hybrid.")
     if pull_request and revision is not None:

@@ -75,7 +75,8 @@ def _naming(export_format: ExportFormat) -> AbstractContextManager[None]:
 def _read_record(folder: Path) -> dict[str, Any]:
     """Read export.json. Raises ModelError if the folder is not an export."""
     if not folder.is_dir():
-        raise ModelError("FOLDER", str(folder), "There is no such folder.")
+        hint = "It is a file. Use its folder." if folder.is_file() else "There is no such folder."
+        raise ModelError("FOLDER", str(folder), hint)
     if (folder / "export" / RECORD).is_file() and not (folder / RECORD).is_file():
         raise ModelError("FOLDER", str(folder), f"It is a run folder. Its export is {folder / 'export'}")
     check_entries(folder)

@@ -15,7 +15,9 @@ from surgery.files.atomic import new_folder, write_json
 from surgery.files.lock import hold
 from surgery.files.ownership import check_replaceable, mark
 from surgery.models import mamba_ssm_format
-from surgery.models.loading import StoredModel, open_checkpoint, refuse_faults
+from surgery.models.loading import StoredModel, open_checkpoint
+from surgery.models.runtime import stays_in_fp32
+from surgery.models.tensor_faults import refuse_faults
 from surgery.models.tensor_files import Stored, write_shards
 from surgery.recipe import Base
 
@@ -38,10 +40,11 @@ _OTHER_FILES = (
 
 @dataclass(frozen=True)
 class Converted:
-    """Number of written tensors, and of files with weights."""
+    """Number of written tensors, and of files with weights; and whether a tokenizer was there to copy."""
 
     tensors: int
     shards: int
+    tokenizer: bool = True
 
 
 def convert(base: Base, folder: Path, dtype: str | None = None, overwrite: bool = False) -> Converted:
@@ -76,7 +79,8 @@ def _convert(source: StoredModel, folder: Path, dtype: str | None) -> Converted:
     def dtype_of(name: str, stored: torch.dtype) -> torch.dtype:
         if dtype is None or not stored.is_floating_point:
             return stored
-        return torch.float32 if name.rsplit(".", 1)[-1] in _IN_FP32 else getattr(torch, dtype)
+        in_fp32 = name.rsplit(".", 1)[-1] in _IN_FP32 or (model is not None and stays_in_fp32(model, name))
+        return torch.float32 if in_fp32 else getattr(torch, dtype)
 
     with new_folder(folder) as new:
         shards = write_shards(new, tensors, dtype_of)
@@ -86,12 +90,14 @@ def _convert(source: StoredModel, folder: Path, dtype: str | None) -> Converted:
             model.config.dtype = dtype_of("", tensors[mamba_ssm_format.TIED[0]].dtype)
             model.config.architectures = [type(model).__name__]
             model.config.save_pretrained(new)  # with the modelling files, if transformers has no such class
+        copied = []
         for name in _OTHER_FILES:
             file = source.find(name)
             if file is not None:
                 shutil.copyfile(file, new / name)
+                copied.append(name)
         mark(new, "model")
-    return Converted(len(tensors), shards)
+    return Converted(len(tensors), shards, bool({*copied} - {"generation_config.json", "chat_template.jinja"}))
 
 
 def _check_tensors(source: StoredModel, tensors: dict[str, Stored]) -> PreTrainedModel | None:

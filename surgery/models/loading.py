@@ -7,10 +7,12 @@ tensors only, and remote code runs only with `base.trust_remote_code`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import wraps
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -27,7 +29,7 @@ from transformers import (
 from transformers.quantizers import AutoHfQuantizer
 
 import surgery.hybrid  # noqa: F401  (registers the hybrid classes)
-from surgery.errors import ModelError, reading
+from surgery.errors import ModelError, SurgeryError, reading
 from surgery.files.atomic import digest
 from surgery.files.shipped import close_models, local_path
 from surgery.models import mamba_ssm_format, tensor_files
@@ -35,14 +37,15 @@ from surgery.models.config_checks import CONFIG_HINT, check_kernels, check_sizes
 from surgery.models.inserted import as_inserted
 from surgery.models.lookup import family_of, has_family, unknown_type
 from surgery.models.runtime import check_release, shorten_chunks
+from surgery.models.tensor_faults import refuse_faults, refuse_not_finite
 from surgery.recipe import Base
 from surgery.recipe.public import is_hub_id, source_of
 from surgery.registry import load_plugins
 
+T = TypeVar("T")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _TOKENIZER = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 _SLOW_TOKENIZER = ("vocab.*", "merges.txt", "*.model", "*.tiktoken")
-_LISTED = 4  # tensors to list in an error message
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,22 @@ class StoredModel:
         return stored
 
 
+def _names_its_field(load: Callable[[Base], T]) -> Callable[[Base], T]:
+    """Decorator of a loader. Errors name `base.field` where the loader says `base.model` or `base.tokenizer`."""
+
+    @wraps(load)
+    def loader(base: Base) -> T:
+        try:
+            return load(base)
+        except SurgeryError as error:
+            if base.field == "base.model" or error.field not in ("base.model", "base.tokenizer"):
+                raise
+            raise type(error)(base.field, error.value, error.hint) from error
+
+    return loader
+
+
+@_names_its_field
 def open_checkpoint(base: Base) -> StoredModel:
     """Load and check the config of a checkpoint, without its weights.
 
@@ -128,7 +147,8 @@ def open_checkpoint(base: Base) -> StoredModel:
     model, revision = source_of(base.model, base.revision)
     if not is_hub_id(model):
         if not Path(model).is_dir():
-            hint = f"There is no such folder.{_meant(model)} Use a checkpoint folder, or a Hub id."
+            there = "It is a file." if Path(model).is_file() else f"There is no such folder.{_meant(model)}"
+            hint = f"{there} Use a checkpoint folder, or a Hub id."
             raise ModelError("base.model", model, hint)
         if not (Path(model) / "config.json").is_file():
             files = sorted(p.name for p in Path(model).iterdir())[:5]
@@ -199,11 +219,13 @@ def _with_channels(config: PreTrainedConfig, base: Base) -> PreTrainedConfig:
     return config
 
 
+@_names_its_field
 def load_config(base: Base) -> PreTrainedConfig:
     """Load the config of a checkpoint. Raises ModelError as `open_checkpoint`."""
     return open_checkpoint(base).config
 
 
+@_names_its_field
 def load_model(base: Base) -> PreTrainedModel:
     """Load a model in eval mode on the CPU, in `base.dtype`.
 
@@ -262,6 +284,7 @@ def _refuse_larger(stored: StoredModel, trust_remote_code: bool) -> None:
         raise ModelError("base.model", value, CONFIG_HINT)
 
 
+@_names_its_field
 def check_finite(base: Base) -> None:
     """Check the weight files of a model, one tensor at a time, before it is loaded.
 
@@ -272,44 +295,13 @@ def check_finite(base: Base) -> None:
     refuse_not_finite(base.model, zip(stored, tensor_files.read_tensors(stored.values(), 2**30), strict=True))
 
 
-def refuse_not_finite(model: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise ModelError for the first tensor with NaN or infinity."""
-    for name, tensor in tensors:
-        if tensor.is_floating_point() and tensor.numel() and not all(x.isfinite() for x in tensor.detach().aminmax()):
-            hint = "Its training diverged, or the file is damaged. Use an earlier checkpoint, or download it again."
-            raise ModelError("base.model", f"{model}: {name} holds NaN or infinity", hint)
+def has_tokenizer(base: Base) -> bool:
+    """Whether the folder of the tokenizer has files of one. True for every id on the Hub."""
+    folder = Path(local_path(base.tokenizer or base.model))
+    return not folder.is_dir() or any(folder.glob("*token*"))
 
 
-def refuse_faults(
-    model: str,
-    expected: Mapping[str, tuple[int, ...]],
-    missing: Iterable[str],
-    unexpected: Iterable[str],
-    misshapen: Mapping[str, tuple[int, ...]],
-) -> None:
-    """Raise ModelError if tensors do not fit the config. The error lists the first names and the expected shapes.
-
-    Args:
-        model: folder or Hub id.
-        expected: shape of every tensor of the model, by name.
-        missing: names of tensors that the files lack.
-        unexpected: names of tensors that the model lacks.
-        misshapen: shape in the files of tensors with a wrong shape, by name.
-    """
-    faults = {
-        "missing": [f"{name} {expected.get(name, '')}".strip() for name in sorted(missing)],
-        "unexpected": sorted(unexpected),
-        "misshapen": [f"{name} {shape}, expected {expected[name]}" for name, shape in sorted(misshapen.items())],
-    }
-    text = []
-    for kind, names in faults.items():
-        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-        text += [f"{kind} {'; '.join(names[:_LISTED])}{more}"] if names else []
-    if text:
-        hint = "Its tensors do not fit its config. Download it again, or correct config.json."
-        raise ModelError("base.model", f"{model}: {'; '.join(text)}", hint)
-
-
+@_names_its_field
 def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
     """Load the tokenizer from `base.tokenizer`, or from the model. Sets a padding token if it has none.
 
@@ -318,14 +310,15 @@ def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
     """
     source = base.tokenizer or base.model
     name, revision = source_of(source, None if base.tokenizer else base.revision)
-    none = ModelError(
-        "base.tokenizer", source, "There is no tokenizer. Set base.tokenizer to the folder or Hub id of one."
-    )
+    hint = "There is no tokenizer. Set base.tokenizer to the folder or Hub id of one."
+    if base.field != "base.model":
+        how = f"AutoTokenizer.from_pretrained(NAME).save_pretrained({source!r})"
+        hint = f"The folder has no tokenizer. Save the one that the model was trained with into it: {how}."
+    none = ModelError("base.tokenizer", source, hint)
     if not is_hub_id(name) and not Path(name).is_dir():
-        raise ModelError(
-            "base.tokenizer" if base.tokenizer else "base.model", source, "There is no such folder. Set another."
-        )
-    if Path(name).is_dir() and not any(Path(name).glob("*token*")):
+        hint = "It is a file. Use its folder." if Path(name).is_file() else "There is no such folder. Set another."
+        raise ModelError("base.tokenizer" if base.tokenizer else "base.model", source, hint)
+    if not has_tokenizer(base):
         raise none
     if (Path(name) / "config.json").is_file():  # which AutoTokenizer reads too
         if base.tokenizer is None:
@@ -357,6 +350,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
         raise ModelError("base.tokenizer", value, hint)
 
 
+@_names_its_field
 def revision_of(base: Base) -> str:
     """Identify the weights: by the commit of a Hub id, or by a hash of a folder's files."""
     folder = Path(local_path(base.model))

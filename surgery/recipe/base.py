@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, PrivateAttr, field_validator
 
 from surgery.recipe.section import Positive, Section
 from surgery.types import HeadId
@@ -33,11 +33,27 @@ class Base(Section):
     channels_per_head: Positive | None = Field(
         None, description="Mamba-1 only, which has channels and no heads: channels per head. By default 64."
     )
+    _field: str = PrivateAttr("base.model")
+
+    @property
+    def field(self) -> str:
+        """What errors of a loader name: the recipe's key of the model, or a command's argument."""
+        return self._field
+
+    def named(self, field: str) -> Base:
+        """Return a copy whose errors name another key or argument, such as `control.model` or `MODEL`."""
+        copy = self.model_copy()
+        copy._field = field
+        return copy
 
 
-def as_base(checkpoint: Checkpoint) -> Base:
-    """Return the checkpoint as a `Base`, the type that the loader accepts."""
-    return Base(model=checkpoint.model, revision=checkpoint.revision, dtype=checkpoint.dtype)
+def as_base(checkpoint: Checkpoint, field: str) -> Base:
+    """Return the checkpoint as a `Base`, the type that the loader accepts.
+
+    Args:
+        field: the recipe's key of the model, for errors.
+    """
+    return Base(model=checkpoint.model, revision=checkpoint.revision, dtype=checkpoint.dtype).named(field)
 
 
 class Teacher(Checkpoint):

@@ -11,6 +11,7 @@ from surgery.registry import NameOf, Registry
 
 # Export formats by name. `surgery.export.formats` defines their base class and registers ours; it imports no torch.
 EXPORT_FORMATS: Registry[Any] = Registry("export format", ("surgery.export.formats",))
+SHARD_SIZE = r"^[1-9][0-9]{0,5}(KB|MB|GB|TB)$"
 LAYER_FORMATS = ("nemotron_h", "gguf")  # of hybrids with inserted layers, and of no others
 
 
@@ -29,7 +30,7 @@ class Export(Section):
     )
     max_shard_size: str = Field(
         "50GB",
-        pattern=r"^[1-9][0-9]{0,5}(KB|MB|GB|TB)$",
+        pattern=SHARD_SIZE,
         description="Larger weights are split into files of this size.",
     )
     chat_template: str | None = Field(

@@ -15,6 +15,7 @@ from surgery.errors import RecipeError
 from surgery.files.secret_scan import refuse_tokens
 from surgery.files.shipped import close_names, shipped_recipe
 from surgery.recipe.analysis import AnalysisRecipe
+from surgery.recipe.export import SHARD_SIZE
 from surgery.recipe.hints import example_at, meant
 from surgery.recipe.pretrain import PretrainRecipe
 from surgery.recipe.run import RECIPE_NAME, Recipe
@@ -78,6 +79,8 @@ def find_recipe(recipe: str | Path) -> Path:
     path = Path(recipe)
     if path.is_file():
         return path
+    if path.is_dir():
+        raise RecipeError("recipe", str(recipe), "It is a folder. Name the recipe's file.")
     found = shipped_recipe(str(path))
     if found is None:
         raise no_recipe(str(recipe))
@@ -99,6 +102,7 @@ _MOST = 120  # characters of a value in an error
 _ALLOWED = {
     RECIPE_NAME: "Use letters, digits, dots, hyphens and underscores, and begin with a letter or a digit",
     STAGE_NAME: "Use lower-case letters, digits, hyphens and underscores",
+    SHARD_SIZE: "Use a number and a unit without a space, such as 5GB",
 }
 # Patterns in pydantic's messages, and the words of a recipe for them.
 _WORDINGS = {

@@ -100,7 +100,7 @@ def _checked_changes(
     """Check every change against the configs. Return the configs, the changes of the sweeps, and the other changes."""
     config = load_config(recipe.base)
     check_vocabulary(load_tokenizer(recipe.base), config)
-    teacher_config = load_config(as_base(recipe.teacher)) if recipe.teacher else None
+    teacher_config = load_config(as_base(recipe.teacher, "teacher.model")) if recipe.teacher else None
     sweeps, single = expand(recipe, config)
     for change in (*single, *(c for changes in sweeps.values() for c in changes)):
         check_change(change, config, recipe.teacher, teacher_config)
@@ -165,7 +165,7 @@ class _Table:
     def __init__(self, recipe: AnalysisRecipe, folder: Path) -> None:
         self.recipe, self.folder = recipe, folder / "arms"
         self.revision = revision_of(recipe.base)
-        self.teacher_revision = revision_of(as_base(recipe.teacher)) if recipe.teacher else ""
+        self.teacher_revision = revision_of(as_base(recipe.teacher, "teacher.model")) if recipe.teacher else ""
         self.prompts = make_prompts(recipe.evaluate, recipe.seed)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -180,7 +180,7 @@ class _Table:
     @cached_property
     def teacher(self) -> PreTrainedModel:
         assert self.recipe.teacher is not None
-        return load_model(as_base(self.recipe.teacher)).to(self.device)  # type: ignore[arg-type]
+        return load_model(as_base(self.recipe.teacher, "teacher.model")).to(self.device)  # type: ignore[arg-type]
 
     def arm(self, change: Change | None, tick: Callable[[int, int], None]) -> Arm:
         """Evaluate an arm, or read its file from an interrupted analysis."""

@@ -95,13 +95,14 @@ class Run:
     @cached_property
     def revision(self) -> str:
         """Hash or commit that identifies the base, its tokenizer and the teachers."""
-        teachers = [teacher for teacher in (self.recipe.teacher, self.recipe.train.teacher) if teacher is not None]
-        return "+".join([revision_of(self.recipe.base), *(revision_of(as_base(teacher)) for teacher in teachers)])
+        teachers = {"splice.teacher.model": self.recipe.teacher, "train.teacher.model": self.recipe.train.teacher}
+        named = [as_base(teacher, field) for field, teacher in teachers.items() if teacher is not None]
+        return "+".join(map(revision_of, [self.recipe.base, *named]))
 
     @cached_property
     def control_revision(self) -> str:
         """Hash or commit that identifies the model of `control`. Empty if there is none."""
-        return revision_of(as_base(self.recipe.control)) if self.recipe.control is not None else ""
+        return revision_of(as_base(self.recipe.control, "control.model")) if self.recipe.control is not None else ""
 
     @cached_property
     def data_revision(self) -> str:
@@ -146,12 +147,12 @@ class Run:
     def teacher(self) -> PreTrainedModel | None:
         """The teacher whose attention is transplanted, or None."""
         teacher = self.recipe.teacher
-        return load_model(as_base(teacher)).to(self.accelerator.device) if teacher else None
+        return load_model(as_base(teacher, "splice.teacher.model")).to(self.accelerator.device) if teacher else None
 
     def teacher_config(self) -> PreTrainedConfig | None:
         """The config of `teacher`, or None."""
         teacher = self.recipe.teacher
-        return load_config(as_base(teacher)) if teacher else None
+        return load_config(as_base(teacher, "splice.teacher.model")) if teacher else None
 
     def untrained(self) -> PreTrainedModel:
         """Load the hybrid that will be trained, into main memory.
@@ -163,7 +164,8 @@ class Run:
 
     def untrained_control(self) -> PreTrainedModel:
         """Load the model to train as the control. With `splice.state_size` its state is cut as the hybrid's is."""
-        model = load_model(as_base(self.recipe.control) if self.recipe.control is not None else self.recipe.base)
+        control = self.recipe.control
+        model = load_model(as_base(control, "control.model") if control is not None else self.recipe.base)
         cut = self.state_cut()
         return model if cut is None else cut_model(model, cut)
 

@@ -127,7 +127,11 @@ def _planned(
         plan = plan_of_hybrid(config, recipe.base.model)  # refuses a model without a splice
         return plan, inserted_entries(config) or config.splice, "in the hybrid"
     heads = _located(recipe, folder)
-    teacher = load_config(at_hand(as_base(recipe.splice.teacher), path)[0]) if recipe.splice.teacher else None
+    teacher = (
+        load_config(at_hand(as_base(recipe.splice.teacher, "splice.teacher.model"), path)[0])
+        if recipe.splice.teacher
+        else None
+    )
     plan = make_plan(heads or _stand_in(recipe, recipe.splice, config), config, recipe.splice, recipe.seed, teacher)
     origin = "located" if heads else "listed" if recipe.splice.heads else "stand-in"
     if recipe.splice.form != "head":
@@ -145,7 +149,7 @@ def _teacher(
 ) -> Teacher:
     """Build the teacher of training on the meta device."""
     assert recipe.train.teacher is not None
-    base = as_base(recipe.train.teacher)
+    base = as_base(recipe.train.teacher, "train.teacher.model")
     model = _as_loaded(meta_model(load_config(at_hand(base, path)[0])), base)
     return Teacher(model, tokenizer, student, plan.grafts, stage.align, stage.needs)
 

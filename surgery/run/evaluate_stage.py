@@ -86,10 +86,12 @@ def _teacher_arm(run: Run) -> tuple[dict[str, Callable[[], PreTrainedModel]], di
     teacher = run.recipe.train.teacher or run.recipe.teacher
     if teacher is None:
         return {}, {}
-    vocabularies = [tokenizer.get_vocab() for tokenizer in (load_tokenizer(as_base(teacher)), run.tokenizer())]
+    of = "splice" if run.recipe.train.teacher is None else "train"
+    base = as_base(teacher, f"{of}.teacher.model")
+    vocabularies = [tokenizer.get_vocab() for tokenizer in (load_tokenizer(base), run.tokenizer())]
     if vocabularies[0] != vocabularies[1]:
         return {}, {"teacher": "its tokenizer differs from the base's, so the prompts would be different tokens"}
-    return {"teacher": lambda: load_model(as_base(teacher)).to(run.accelerator.device)}, {}
+    return {"teacher": lambda: load_model(base).to(run.accelerator.device)}, {}
 
 
 def _write_results(

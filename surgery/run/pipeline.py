@@ -26,7 +26,7 @@ from surgery.files.lock import hold
 from surgery.models.config_checks import check_unquantized
 from surgery.models.donors import donor_mixers
 from surgery.models.inserted import has_inserted
-from surgery.models.loading import check_finite, check_vocabulary, load_config, load_tokenizer
+from surgery.models.loading import check_finite, check_vocabulary, has_tokenizer, load_config, load_tokenizer
 from surgery.models.lookup import family_of
 from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Recipe, Splice, as_base, to_yaml
@@ -77,18 +77,9 @@ def run_pipeline(
         SurgeryError: a model, the data or a stage fails.
     """
     stages = stages_of(recipe)
-    known = [stage.name for stage in stages]
-    for option, name in (("--from", first), ("--to", last)):
-        if name is not None and name not in known:
-            tuned = " With splice: null the base is a hybrid already." if recipe.splice is None else ""
-            raise RunError(option, name, f"Use one of the stages {', '.join(known)}.{tuned}")
-    begin = known.index(first) if first else 0
-    end = known.index(last) if last else len(stages) - 1
-    if begin > end:
-        raise RunError("--to", last, f"This stage comes before {first}. Set --to to {first} or a later stage.")
+    chosen = choose_stages(recipe, first, last)
     accelerator = make_accelerator()
     is_main = accelerator.is_main_process
-    chosen = stages[begin : end + 1]
     names = tuple(stage.name for stage in chosen)
     run = Run(
         recipe, folder, accelerator, reporter if reporter is not None and is_main else Silent(), names, tuple(siblings)
@@ -99,7 +90,7 @@ def run_pipeline(
             is_replaced = run.rundir.check(*claim)
         check_inputs(run)
         if is_main:
-            _check_earlier_stages(run, stages[:begin])
+            _check_earlier_stages(run, stages[: stages.index(chosen[0])])
             changes = [] if is_replaced else run.rundir.changes(recipe)
             run.rundir.claim(*claim)
             if changes:
@@ -109,6 +100,21 @@ def run_pipeline(
             for stage in chosen:
                 _run_stage(run, stage, forced=stage.name == first)
     return run
+
+
+def choose_stages(recipe: Recipe, first: str | None, last: str | None) -> tuple[Stage, ...]:
+    """Return the stages from `first` to `last`, or to the ends. Raises RunError for a name that is not a stage."""
+    stages = stages_of(recipe)
+    known = [stage.name for stage in stages]
+    for option, name in (("--from", first), ("--to", last)):
+        if name is not None and name not in known:
+            tuned = " With splice: null the base is a hybrid already." if recipe.splice is None else ""
+            raise RunError(option, name, f"Use one of the stages {', '.join(known)}.{tuned}")
+    begin = known.index(first) if first else 0
+    end = known.index(last) if last else len(stages) - 1
+    if begin > end:
+        raise RunError("--to", last, f"This stage comes before {first}. Set --to to {first} or a later stage.")
+    return stages[begin : end + 1]
 
 
 def changes_text(changes: Sequence[str], most: int = 3) -> str:
@@ -176,12 +182,15 @@ def _check_hybrid(run: Run) -> None:
         raise RecipeError("export.format", recipe.export.format, hint)
     if recipe.control is None:
         return
+    control = as_base(recipe.control, "control.model")
     try:
-        check_not_spliced(load_config(as_base(recipe.control)))
+        check_not_spliced(load_config(control))
     except PlanError:
         hint = "The control must be a model without a splice, and this is a hybrid. Name the hybrid's own base."
         raise PlanError("control.model", recipe.control.model, hint) from None
-    vocabularies = [load_tokenizer(base).get_vocab() for base in (recipe.base, as_base(recipe.control))]
+    if not has_tokenizer(control):  # a checkpoint of mamba_ssm: it is trained with the hybrid's
+        return
+    vocabularies = [load_tokenizer(base).get_vocab() for base in (recipe.base, control)]
     if vocabularies[0] != vocabularies[1]:
         hint = "Its tokenizer differs from the hybrid's. Use a control with the same tokenizer."
         raise RecipeError("control.model", recipe.control.model, hint)
@@ -190,12 +199,16 @@ def _check_hybrid(run: Run) -> None:
 def _check_other_models(run: Run) -> None:
     """Check the models that later stages load."""
     recipe = run.recipe
-    needed = {"control": recipe.control, "train": recipe.train.teacher, "splice": recipe.teacher}
-    for stage, model in needed.items():
+    needed = {
+        "control": (recipe.control, "control.model"),
+        "train": (recipe.train.teacher, "train.teacher.model"),
+        "splice": (recipe.teacher, "splice.teacher.model"),
+    }
+    for stage, (model, field) in needed.items():
         if model is not None and stage in run.stages:
-            check_finite(as_base(model))
+            check_finite(as_base(model, field))
             if stage == "control":
-                check_vocabulary(run.tokenizer(), load_config(as_base(model)), model.model)
+                check_vocabulary(run.tokenizer(), load_config(as_base(model, field)), model.model)
 
 
 def _check_data(run: Run, config: PreTrainedConfig) -> None:
@@ -231,7 +244,7 @@ def _check_base(run: Run, splice: Splice) -> None:
     if teacher is not None:
         donor_mixers(teacher)
     for head in map(HeadId.parse, splice.heads):
-        check_in_range(head, config)
+        check_in_range(head, config, "splice.heads")
     heads = sum(spec.num_heads for spec in family_of(config).sites(config))
     if splice.num_heads > heads:
         raise PlanError(
@@ -265,7 +278,8 @@ def _run_stage(run: Run, stage: Stage, forced: bool) -> None:
         run.reporter.skip(stage.name, reason)
         return
     began = time.perf_counter()
-    run.reporter.start(stage.name, stage.what)
+    is_empty = stage.name == "control" and not run.recipe.has_control
+    run.reporter.start(stage.name, "the recipe has no control" if is_empty else stage.what)
     if run.accelerator.is_main_process:
         run.rundir.forget(stage.name)
     if stage.together or run.accelerator.is_main_process:

@@ -91,16 +91,17 @@ def _with_models_at_hand(recipe: Recipe, base: Base, file: Path | None) -> tuple
     def local(field: str, model: M | None) -> M | None:
         if model is None:
             return None
-        found, shapes_from = _found(as_base(model), file)
+        found, shapes_from = _found(as_base(model, field), file)
         if found is None or (shapes_from and field == "control.model"):  # its tokenizer is compared
             skipped.append(_unavailable(field, model.model, "control" if field == "control.model" else "teacher"))
             return None
+        load_config(found.named(field))
         return model.model_copy(update={"model": found.model})
 
     splice, train = recipe.splice, recipe.train
     if splice is not None:
-        splice = splice.model_copy(update={"teacher": local("splice.teacher", splice.teacher)})
-    train = train.model_copy(update={"teacher": local("train.teacher", train.teacher)})
+        splice = splice.model_copy(update={"teacher": local("splice.teacher.model", splice.teacher)})
+    train = train.model_copy(update={"teacher": local("train.teacher.model", train.teacher)})
     control = local("control.model", recipe.control)
     update = {"base": base, "splice": splice, "train": train, "control": control}
     return recipe.model_copy(update=update), skipped

@@ -166,18 +166,18 @@ def state_size_of(config: PreTrainedConfig) -> int:
     return next(spec.state_size for spec in family_of(config).mixers(config) if spec.is_ssm)
 
 
-def check_in_range(head: HeadId, config: PreTrainedConfig) -> None:
-    """Raise PlanError if the model has no such head, or nothing can be spliced there."""
+def check_in_range(head: HeadId, config: PreTrainedConfig, field: str = "head") -> None:
+    """Raise PlanError if the model has no such head, or nothing can be spliced there. The error names the field."""
     family = family_of(config)
     mixers = {spec.name: spec for spec in family.mixers(config)}
     spec = mixers.get(head.mixer)
     if spec is None or head.head >= spec.num_heads:
         names = [str(h) for s in mixers.values() for h in s.heads]
-        raise PlanError("head", str(head), f"The model has heads {names[0]} to {names[-1]}. Use one of them.")
+        raise PlanError(field, str(head), f"The model has heads {names[0]} to {names[-1]}. Use one of them.")
     if spec not in family.sites(config):
         layers = sorted({s.layer for s in family.sites(config)})
         hint = f"This layer has attention already. Layers that can be spliced: {layers}."
-        raise PlanError("head", str(head), hint)
+        raise PlanError(field, str(head), hint)
 
 
 def check_sites(plan: Plan, config: PreTrainedConfig) -> None:

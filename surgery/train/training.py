@@ -173,7 +173,7 @@ def load_teacher(
         RecipeError: its tokenizer differs, or it lacks tokens, heads, layers or the width that the stage compares.
     """
     assert section.teacher is not None
-    teacher = as_base(section.teacher)
+    teacher = as_base(section.teacher, "train.teacher.model")
     check_tokenizers(tokenizer, load_tokenizer(teacher))
     needs = needs_of(name for name in stage.objectives if grafts or not OBJECTIVES[name].needs_splice)
     return Teacher(load_model(teacher), tokenizer, model.config, grafts, stage.align, needs)
@@ -203,7 +203,7 @@ def open_cache(
     if section.teacher is None or outputs is None or not (stage.distil.cache and "teacher.logits" in stage.needs):
         return None
     identity = {
-        "teacher": revision_of(as_base(section.teacher)),
+        "teacher": revision_of(as_base(section.teacher, "train.teacher.model")),
         "tokenizer": fingerprint(sorted(tokenizer.get_vocab().items())),
         "top_k": stage.distil.top_k,
     }

@@ -48,7 +48,7 @@ def test_quiet_and_verbose(finished: Path, tmp_path: Path) -> None:
     assert_refused(surgery("-q", "-v", *command, cwd=tmp_path), "--quiet", "--verbose")
     for option in ("-q", "--verbose", "--debug"):
         done = surgery(*command, option, cwd=tmp_path)
-        assert_refused(done, f"{option}: It stands before the command: surgery {option} {command[0]}")
+        assert_refused(done, f"{option}: Put it before the command: surgery {option} {command[0]}")
 
 
 def test_help_names_every_stage(tmp_path: Path) -> None:

@@ -375,7 +375,7 @@ def test_what_the_tokenizer_lacks_is_said() -> None:
 def test_a_hidden_file_is_read_if_it_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / ".a.jsonl", numbered(3))
     assert len(texts(opened(path, rows=3), 0)) == 3
-    with pytest.raises(DataError, match="It has no .jsonl"):
+    with pytest.raises(DataError, match=r"It has no \.jsonl"):
         opened(tmp_path)
 
 

@@ -17,7 +17,7 @@ from surgery.files.ownership import MARK
 from surgery.models.convert import convert
 from surgery.models.loading import load_model
 from surgery.recipe import Base
-from surgery.testing.pico import pico_hybrid, pico_site
+from surgery.testing.pico import pico_family, pico_hybrid, pico_site, pico_tokenizer
 from tests.support.mamba2attn import attn_model
 from tests.support.mamba_ssm_files import KINDS, PADDED, Kind, assert_same_logits, state_of, tiny, write
 
@@ -67,6 +67,25 @@ def test_the_dtype_is_cast_but_for_what_needs_fp32(tmp_path: Path) -> None:
     assert wide == {"A_log", "dt_bias", "D"}
     assert json.loads((tmp_path / "new" / "config.json").read_text())["dtype"] == "bfloat16"
     assert load_model(Base(model=str(tmp_path / "new"), dtype="auto")).dtype == torch.bfloat16
+
+
+def test_what_a_class_keeps_in_fp32_stays(tmp_path: Path) -> None:
+    """The router of a mixture of experts, which the names of an SSM do not include."""
+    base = pico_family("nemotron_h").float()
+    base.save_pretrained(tmp_path / "own")
+    convert(base_of(tmp_path / "own"), tmp_path / "new", dtype="bfloat16")
+    tensors = load_file(tmp_path / "new" / "model.safetensors")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "own", dtype=torch.bfloat16)
+    wide = {name for name, tensor in loaded.named_parameters() if tensor.dtype == torch.float32}
+    assert any(name.endswith("gate.weight") for name in wide)
+    assert {name for name, tensor in tensors.items() if tensor.dtype == torch.bfloat16}.isdisjoint(wide)
+
+
+def test_whether_there_was_a_tokenizer(tmp_path: Path) -> None:
+    own = write(tmp_path / "own", tiny("Mamba2"))
+    assert not convert(base_of(own), tmp_path / "new").tokenizer
+    pico_tokenizer().save_pretrained(own)
+    assert convert(base_of(own), tmp_path / "other").tokenizer
 
 
 def assert_refused(error: type[Exception], *words: str, **arguments: Any) -> None:

@@ -19,6 +19,7 @@ from surgery.models import config_checks
 from surgery.models.loading import (
     check_finite,
     check_vocabulary,
+    has_tokenizer,
     load_config,
     load_model,
     load_tokenizer,
@@ -511,3 +512,23 @@ def test_a_folder_of_a_similar_name_is_proposed(name: str, tmp_path: Path, monke
     with pytest.raises(ModelError) as caught:
         load_config(Base(model="./nothing-like-it"))
     assert "Did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("load", [load_config, load_model, load_tokenizer, revision_of, check_finite])
+@pytest.mark.parametrize("field", ["control.model", "CHECKPOINT"])
+def test_errors_name_the_key_or_the_argument_of_the_model(load: Any, field: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such folder") as error:
+        load(Base(model=str(tmp_path / "nothing")).named(field))
+    assert error.value.field == field
+    with pytest.raises(ModelError) as error:
+        load(Base(model=str(tmp_path / "nothing")))
+    assert error.value.field == "base.model"
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for base, says in ((Base(model=str(tmp_path)), "Set base.tokenizer"),
+                       (Base(model=str(tmp_path)).named("MODEL"), "AutoTokenizer")):  # fmt: skip
+        assert not has_tokenizer(base)
+        with pytest.raises(ModelError, match=says):
+            load_tokenizer(base)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from surgery.errors import RecipeError
-from surgery.recipe import check_recipe
-from surgery.run.without_weights import check_installed
+from surgery.errors import ModelError, RecipeError, RunError
+from surgery.recipe import Recipe, check_recipe
+from surgery.run.pipeline import choose_stages
+from surgery.run.without_weights import check_installed, check_without_weights
+from surgery.testing.pico import pico_base, pico_tokenizer
 
 
 def test_a_missing_bitsandbytes_is_refused_as_by_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,3 +23,33 @@ def test_a_missing_bitsandbytes_is_refused_as_by_a_run(monkeypatch: pytest.Monke
     train = {"trainable": "lora", "lora": {"quantization": "nf4"}}
     with pytest.raises(RecipeError, match=r"train\.lora\.quantization: nf4.*pip install bitsandbytes"):
         check_installed(check_recipe({"name": "x", "base": {"model": "owner/name"}, "train": train}))
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"train": {"teacher": {"model": "./nothing"}, "sources": [{"task": "records", "weights": {"distil": 1.0}}]}},
+         "train.teacher.model"),
+        ({"splice": {"init": "teacher", "teacher": {"model": "./nothing"}}}, "splice.teacher.model"),
+    ],
+)  # fmt: skip
+def test_a_missing_teacher_is_named_by_its_key(given: dict[str, Any], field: str, tmp_path: Path) -> None:
+    pico_base(vocab_size=len(pico_tokenizer())).save_pretrained(tmp_path / "base")
+    pico_tokenizer().save_pretrained(tmp_path / "base")
+    recipe = check_recipe({"name": "x", "base": {"model": str(tmp_path / "base")}, **given}, Recipe)
+    with pytest.raises(ModelError, match="There is no such folder") as error:
+        check_without_weights(recipe)
+    assert error.value.field == field
+
+
+def test_stages_are_named_in_order() -> None:
+    recipe = check_recipe({"name": "x", "base": {"model": "owner/name"}}, Recipe)
+    assert [stage.name for stage in choose_stages(recipe, "plan", "train")] == ["plan", "splice", "train"]
+    assert len(choose_stages(recipe, None, None)) == 7
+    for first, last, says in (
+        ("trian", None, "--from: trian"),
+        (None, "no", "--to: no"),
+        ("train", "plan", "before train"),
+    ):
+        with pytest.raises(RunError, match=says):
+            choose_stages(recipe, first, last)

@@ -102,7 +102,7 @@ def _head(found: Findings) -> list[str]:
     shares, pairs = found.screening.shares, found.screening.pairs
     if found.share is not None:
         tried = "; ".join(f"{form} {two_digits(share.accuracy)}" for form, share in shares.items())
-        lines += [f"Formats tried with {pairs} pairs: {tried}."]
+        lines += [f"Accuracy by format, with {pairs} pairs: {tried}."]
     else:
         lines += [
             "",
@@ -115,7 +115,7 @@ def _head(found: Findings) -> list[str]:
     lines += [f"- {form}: not possible. {reason}" for form, reason in found.screening.unusable.items()]
     if found.share is None:
         lines += [
-            "Ways on: train the base longer, or use a larger one. Pass your data with --data. Locate on prompts of "
+            "What to try: train the base longer, or use a larger one. Pass your data with --data. Locate on prompts of "
             "your own that the base can answer (locate.data). List heads that you know (splice.select: list).",
         ]
     if found.perplexity >= found.config.vocab_size:
@@ -205,7 +205,7 @@ def _train(draft: _Draft, found: Findings) -> None:
         why = "as on CPUs, where steps are slow"
     elif found.is_small:
         why = "that the shipped bases needed"
-    draft.set("train.steps", steps, f"Steps {why}: more help while `answer` in training.json still falls.")
+    draft.set("train.steps", steps, f"Steps {why}. Train longer if `answer` in training.json still falls at the end.")
     if only_heads:
         draft.set(
             "train.trainable", "new_heads", f"{found.parameters / 1e9:.1f} billion weights: the base stays frozen."
@@ -217,9 +217,7 @@ def _train(draft: _Draft, found: Findings) -> None:
     for number, reason in enumerate(reasons):
         draft.explain(("train", "sources", number), reason)
     base_rate, heads_rate = rates(found.parameters)
-    ends = " to ".join(
-        f"{a:g} / {b:g} at {float(f'{size / 1e6:.2g}'):,g} million" for size, a, b in (RATES[0], RATES[-1])
-    )
+    ends = ", ".join(f"{a:g} / {b:g} at {float(f'{size / 1e6:.2g}'):,g} million" for size, a, b in RATES)
     why = f"Rates by size, between those of the recipes: {ends} weights."
     draft.set("train.optimizer", {"lr": base_rate, "new_heads_lr": heads_rate, "warmup": 20}, why)
 

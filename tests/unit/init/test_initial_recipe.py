@@ -85,7 +85,7 @@ def test_training_covers_half_to_twice_the_pairs_and_supervises_attention() -> N
 def test_a_base_at_chance_gets_a_recipe_that_says_so() -> None:
     recipe, text = written(findings(share=None, known={}, screening=Screening({ADJACENT: Share(8, 64, 1 / 8)}, 8, {})))
     assert recipe.splice is not None and recipe.splice.select == "random"
-    assert "AT CHANCE" in text and "Ways on" in text and "kv_retrieval, 8 pairs: .12 of 64 prompts" in text
+    assert "AT CHANCE" in text and "What to try" in text and "kv_retrieval, 8 pairs: .12 of 64 prompts" in text
     assert {entry.task for entry in recipe.evaluate.tasks} == {"kv_retrieval", "perplexity"}
     assert [source.name for source in recipe.train.sources if source.weights.uses("base_kl")] == ["sentence"]
 

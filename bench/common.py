@@ -26,6 +26,8 @@ CHECKPOINTS = ROOT / "checkpoints"
 SHIPPED = CHECKPOINTS / "pico-mamba2"
 FAR = CHECKPOINTS / "pico-far"
 TRANSFORMER = CHECKPOINTS / "pico-transformer"
+ENGLISH = CHECKPOINTS / "pico-english"
+FAR_AGAIN = CHECKPOINTS / "pico-far-again"
 RUNS = ROOT / "runs"
 
 

@@ -17,14 +17,12 @@ from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import EntryPoints, entry_points
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import PydanticCustomError, core_schema
 
 from surgery.errors import RecipeError, SurgeryError, is_out_of_memory, summary
-from surgery.files.atomic import digest
 
 T = TypeVar("T")
 GROUP = "surgery.plugins"
@@ -149,20 +147,6 @@ class NameOf:
 
     def __get_pydantic_json_schema__(self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler) -> Any:
         return {"type": "string", "enum": list(self.names())}
-
-
-def plugin_revision(module: str) -> str:
-    """Hash of a plugin's code: its file, or the Python files of its package. Empty if it has none.
-
-    Args:
-        module: its name, as in `plugins` of a recipe. It is imported already.
-    """
-    file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None:
-        return ""
-    path = Path(file)
-    files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
-    return digest(*files)
 
 
 def load_plugins(modules: Sequence[str] = ()) -> None:

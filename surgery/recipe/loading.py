@@ -79,8 +79,6 @@ def find_recipe(recipe: str | Path) -> Path:
     path = Path(recipe)
     if path.is_file():
         return path
-    if path.is_dir():
-        raise RecipeError("recipe", str(recipe), "It is a folder. Name the recipe's file.")
     found = shipped_recipe(str(path))
     if found is None:
         raise no_recipe(str(recipe))
@@ -91,7 +89,8 @@ def no_recipe(name: str) -> RecipeError:
     """Return the error for a name that is neither a file nor a shipped recipe."""
     close = close_names(name)
     meant = f" Did you mean {' or '.join(close)}?" if close else ""
-    hint = f"The file does not exist, and no shipped recipe has this name.{meant} `surgery recipes` lists them."
+    there = "It is a folder" if name and Path(name).is_dir() else "The file does not exist"
+    hint = f"{there}, and no shipped recipe has this name.{meant} `surgery recipes` lists them."
     return RecipeError("recipe", name, hint)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,6 @@ from surgery.recipe import Recipe, Splice, to_yaml
 from surgery.recipe.methods import METHODS
 from surgery.recipe.public import public_name, public_recipe
 from surgery.recipe.section import keys_of_0_1
-from surgery.registry import plugin_revision
 from surgery.report.figures.curves import training_curve
 from surgery.report.figures.heatmaps import head_maps
 from surgery.report.heads_page import PromptAttention, write_csv, write_page
@@ -99,7 +99,7 @@ class Stage:
         if "train" in parts and run.data_revision:
             parts["data revision"] = run.data_revision
         if settings.plugins:
-            parts["plugins"] = {name: plugin_revision(name) for name in settings.plugins}
+            parts["plugins"] = {name: _plugin_revision(name) for name in settings.plugins}
         if {"locate", "locate.pairs"} & parts.keys() and run.prompts_revision:
             parts["prompts revision"] = run.prompts_revision
         if self.name in ("splice", "control") and settings.state_size is not None:
@@ -133,6 +133,20 @@ class Stage:
 _BRANCH = ("mode", "init", "random_width", "min_width", "unit", "with_block", "teacher")  # keys of `splice`
 _MEASURED = ("examples", "pairs", "filler", "value_digits")  # keys of `locate` for the prompts
 _CONTROL = ("no_splice", "no_splice_training.json", "figures/no_splice_training")
+
+
+def _plugin_revision(module: str) -> str:
+    """Hash of a plugin's code: its file, or the Python files of its package. Empty if it has none.
+
+    Args:
+        module: its name, as in `plugins` of a recipe. It is imported already.
+    """
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:
+        return ""
+    path = Path(file)
+    files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
+    return digest(*files)
 
 
 def _locate(run: Run, key: str) -> None:

@@ -250,7 +250,7 @@ def test_it_is_run_of_the_shipped_recipe(place: Path, finished: Path) -> None:
     [
         (("./base", "rows.jsonl"), ("HYBRID", "Nothing is spliced", "splice it first")),
         (("./nowhere", "rows.jsonl"), ("HYBRID", "no such folder")),
-        (("./hybrid", "missing.jsonl"), ("data.path", "missing.jsonl", "No such file")),
+        (("./hybrid", "missing.jsonl"), ("DATA", "missing.jsonl", "No such file")),
         (("./hybrid", "bad.jsonl"), ("bad.jsonl:3", "answer")),
         (("./hybrid", "unmarked.jsonl", f"{COLUMNS}.answer_span=answer_span"), ("unmarked.jsonl:1", "span")),
         (("./hybrid", "rows.jsonl", f"{COLUMNS}.answer_span=null"), ("answer_span", "`auto`")),

@@ -17,9 +17,9 @@ LINE = {"prompt": "fox:12\nowl:34\nWhere is the owl?\n", "answer": "34"}
 
 
 def test_a_good_recipe_is_printed_and_nothing_else(tmp_path: Path) -> None:
-    done = surgery("validate", str(RECIPE), "train.steps=17", cwd=tmp_path)
+    done = surgery("validate", str(RECIPE), "train.steps=37", cwd=tmp_path)
     assert done.returncode == 0 and done.stderr == ""
-    assert yaml.safe_load(done.stdout)["train"]["steps"] == 17
+    assert yaml.safe_load(done.stdout)["train"]["steps"] == 37
     assert list(tmp_path.iterdir()) == []
 
 

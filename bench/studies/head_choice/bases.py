@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.common import FAR, ROOT, RUNS, SHIPPED
+from bench.common import ENGLISH, FAR, ROOT, RUNS, SHIPPED
 from bench.studies.head_choice import mamba1
 from surgery.recipe import PretrainRecipe, load_recipe
 from surgery.run.pretrain import pretrain
@@ -55,8 +55,6 @@ BASES: Mapping[str, StudyBase] = {
         by_recipe(ROOT / "recipes" / "pretrain-pico-far.yaml", "seed=1"),
         options=DISTANT,
     ),
-    "english": StudyBase(
-        "English text", FOLDERS / "english", by_recipe(RECIPES / "english.yaml"), options={"locate_pairs": 8}
-    ),
+    "english": StudyBase("English text", ENGLISH, by_recipe(RECIPES / "english.yaml"), options={"locate_pairs": 8}),
     "mamba1": StudyBase("a Mamba-1 with distant keys and values", FOLDERS / "mamba1", mamba1.make, options=DISTANT),
 }

@@ -28,6 +28,7 @@ from surgery.models.donors import donor_mixers
 from surgery.models.inserted import has_inserted
 from surgery.models.loading import check_finite, check_vocabulary, has_tokenizer, load_config, load_tokenizer
 from surgery.models.lookup import family_of
+from surgery.models.sizes import meta_model
 from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Recipe, Splice, as_base, to_yaml
 from surgery.recipe.export import EXPORT_FORMATS, LAYER_FORMATS
@@ -41,6 +42,7 @@ from surgery.run.stages import Stage, stages_of
 from surgery.splice.inserted import check_inserts
 from surgery.splice.plan import check_in_range, check_not_spliced, check_splices, check_state_size
 from surgery.train.compiling import check_compiler
+from surgery.train.lora import adapter_targets
 from surgery.train.quantization import quantization_of
 from surgery.train.training import make_accelerator
 from surgery.types import HeadId
@@ -162,11 +164,15 @@ def check_documents(run: Run, config: PreTrainedConfig) -> None:
 
 
 def check_configs(run: Run) -> None:
-    """Check that the base can be spliced, or that it is a hybrid. Loads no weights."""
-    if run.recipe.splice is None:
+    """Check that the base can be spliced, or that it is a hybrid, and where LoRA goes. Loads no weights."""
+    recipe = run.recipe
+    if recipe.splice is None:
         _check_hybrid(run)
     else:
-        _check_base(run, run.recipe.splice)
+        _check_base(run, recipe.splice)
+    for stage in recipe.train.sequence if "train" in run.stages else ():
+        if stage.trainable == "lora":
+            adapter_targets(meta_model(load_config(recipe.base), recipe.base.trust_remote_code), stage.lora)
 
 
 def _check_hybrid(run: Run) -> None:

@@ -115,8 +115,16 @@ class Adapters:
             silence(mixer_of(self.model, graft.site).out_proj, graft)
 
 
-def _peft_config(model: PreTrainedModel, section: Lora) -> LoraConfig:
-    """Make a configuration that lists every target by its full name, so that none is inside a spliced head."""
+def adapter_targets(model: PreTrainedModel, section: Lora) -> list[str]:
+    """Return the full names of the layers that get an adapter, none of them inside a spliced head.
+
+    Args:
+        model: a hybrid or its base, which may be on the meta device.
+        section: the recipe's section `lora`.
+
+    Raises:
+        RecipeError: a target matches no linear layer, or its weight is that of the input embeddings.
+    """
     new = tuple(f"{name}." for name in new_modules(model))
     linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and not name.startswith(new)]
     matches = {target: [n for n in linear if n.rsplit(".", 1)[-1] == target] for target in section.targets}
@@ -128,11 +136,15 @@ def _peft_config(model: PreTrainedModel, section: Lora) -> LoraConfig:
         if any(model.get_submodule(name).weight is embeddings for name in names):
             hint = "It shares its weight with the input embeddings, and merging would change both. Remove this target."
             raise RecipeError("train.lora.targets", target, hint)
+    return [name for names in matches.values() for name in names]
+
+
+def _peft_config(model: PreTrainedModel, section: Lora) -> LoraConfig:
     return LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,
         lora_dropout=section.dropout,
-        target_modules=[name for names in matches.values() for name in names],
+        target_modules=adapter_targets(model, section),
     )
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.common import (
+    FAR_AGAIN,
     ROOT,
     RUNS,
     accuracy_cell,
@@ -35,7 +36,7 @@ from bench.common import (
 from bench.studies.experiment import in_short_chunks
 from bench.studies.head_choice import bases as of_head_choice
 from bench.studies.head_choice.arms import Budget
-from bench.studies.head_choice.bases import StudyBase
+from bench.studies.head_choice.bases import DISTANT, StudyBase
 from bench.studies.inserted import nemotron_h
 from bench.studies.site_selection.tables import fill
 from surgery.evaluate.evaluation import evaluate_model
@@ -75,12 +76,14 @@ class Place:
 
 BASES: Mapping[str, StudyBase] = {
     **of_head_choice.BASES,
+    "far-again": StudyBase("the recipe of `pico-far` with seed 1", FAR_AGAIN, options=DISTANT),
     "nemotron_h": StudyBase("a Nemotron-H with MLPs, adjacent pairs", nemotron_h.FOLDER, nemotron_h.make),
 }
 PLACES: Mapping[str, Place] = {
     "shipped": Place("L0H1", 0),
-    "english": Place("L0H1", 0),
+    "english": Place("L0H0", 0),
     "far": Place("L3H2", 3, 2e-3),
+    "far-again": Place("L3H0", 3, 2e-3),
     "nemotron_h": Place("L1H1", 1),
 }
 
@@ -113,7 +116,7 @@ DESIGNS: Mapping[str, Design] = {
     "pair-facts": Design({"form": "pair"}, facts=2.0, bases=("nemotron_h",)),
     "pair-copies": Design({"form": "pair", "init": "ssm"}),
     "pair-copies-long": Design({"form": "pair", "init": "ssm"}, steps=500, bases=("far",)),
-    "pair-copies-longer": Design({"form": "pair", "init": "ssm"}, steps=750, facts=2.0, bases=("far",)),
+    "pair-copies-longer": Design({"form": "pair", "init": "ssm"}, steps=750, facts=2.0, bases=("far", "far-again")),
     "pair-long": Design({"form": "pair"}, steps=500, bases=("far",)),
     "pair-twice-long": Design({"form": "pair"}, steps=500, more_heads=("L2H1",), bases=("far",)),
     "head-long": Design({"form": "head"}, steps=500, bases=("far",)),

@@ -60,7 +60,5 @@ def test_targets_of_lora_are_checked_before_anything_is_measured(tmp_path: Path)
     pico_tokenizer().save_pretrained(tmp_path / "base")
     train = {"trainable": "lora", "lora": {"targets": ["in_porj"]}}
     recipe = check_recipe({"name": "x", "base": {"model": str(tmp_path / "base")}, "train": train}, Recipe)
-    with pytest.raises(
-        RecipeError, match=r"train\.lora\.targets: in_porj\. No linear layer has .* Use one of in_proj"
-    ):
+    with pytest.raises(RecipeError, match=r"train\.lora\.targets: in_porj\. No linear layer has .* Use one of in_proj"):
         check_without_weights(recipe)

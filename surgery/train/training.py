@@ -76,17 +76,15 @@ def train_model(
         section: the recipe's section `train`.
         plan: the spliced heads. Without it, objectives on the attention of new heads are skipped.
         base: the frozen model for the objective `base_kl`. Frozen weights that are equal in both models share their
-            memory from then on. Another `train_model` separates them first. Before you change weights in place
-            yourself, copy the base.
+            memory until another `train_model`. Copy the base before you change weights in place yourself.
         seed: of documents, adapters and dropout.
         folder: for the checkpoints to resume from. Training resumes from the newest one. None saves no checkpoints.
         accelerator: of this process; created by default.
         on_step: called after each step with its number and the history so far, with the steps before an interruption.
             The last entry is that of the step: losses, tokens, seconds, and `last_step` where a plateau was found.
         control: True for the control, a model without a splice. Stages that train new heads only are skipped.
-        outputs: folder for `adapters/` in PEFT's format (of stages before which the base's weights have not changed),
-            `teacher_logits/` of stages with `distil.cache`, and `logs/`
-            of trackers. None writes none of them.
+        outputs: folder for `adapters/` in PEFT's format (none of a stage after another one that changed the base's
+            weights), `teacher_logits/` of stages with `distil.cache`, and `logs/` of trackers. None writes none of them.
 
     Returns:
         The entries of all steps.
@@ -124,14 +122,13 @@ def train_model(
             targets = Targets(grafts=grafts, base=base, teacher=teacher, cache=cache)
             arguments = (model, tokenizer, section, seed, accelerator, targets, number, folders[number])
             settings, frozen = quantization_of(section, stage), () if base is None else (base,)
-            has_changed = any(section.sequence[n].trainable != "new_heads" for n in numbers if n < number)
+            has_changed = any(section.sequence[n].trainable != "new_heads" for n in numbers if n < number)  # `spliced/`
             if settings is not None and has_changed and (own_folder := folders[number]) is not None:
                 resume_unquantized(model, own_folder, accelerator)
             with quantized((model, *frozen), settings, accelerator.device) as unquantized:
                 result = train_stage(*arguments, history, log_step, layers)
                 history = result.history
                 if result.adapters is not None:
-                    # PEFT puts adapters on `spliced/`. They do not fit after a stage that changed its weights.
                     if outputs is not None and accelerator.is_main_process and not control and not has_changed:
                         adapters = outputs / ADAPTERS / (stage.name if section.stages else "")
                         result.adapters.save(adapters, str(model.name_or_path))

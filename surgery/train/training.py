@@ -84,7 +84,7 @@ def train_model(
             The last entry is that of the step: losses, tokens, seconds, and `last_step` where a plateau was found.
         control: True for the control, a model without a splice. Stages that train new heads only are skipped.
         outputs: folder for `adapters/` in PEFT's format (none of a stage after another one that changed the base's
-            weights), `teacher_logits/` of stages with `distil.cache`, and `logs/` of trackers. None writes none of them.
+            weights), `teacher_logits/` of stages with `distil.cache`, and `logs/` of trackers. None writes none.
 
     Returns:
         The entries of all steps.
@@ -96,12 +96,10 @@ def train_model(
         ModelError: the tokenizer is another model's.
     """
     check_vocabulary(tokenizer, model.config)
-    if accelerator is not None and accelerator.mixed_precision != "no":
-        raise RunError("accelerator", f"mixed_precision is {accelerator.mixed_precision}", _PRECISION)
+    accelerator = _without_mixed_precision(accelerator or make_accelerator())
     section = section.at_size(base_size(model))
     grafts = plan.grafts if plan and not control else ()
     layers = tuple(sorted({graft.site.layer for graft in plan.grafts})) if plan else ()
-    accelerator = accelerator or make_accelerator()
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
     numbers = [n for n, stage in enumerate(section.sequence) if stage.trains_control or not control]
     folders = {n: _stage_folder(folder, section, n) for n in numbers}
@@ -136,6 +134,13 @@ def train_model(
             for name, parameter in model.named_parameters():
                 parameter.data = parameter.data.to(dtypes[name])
     return history
+
+
+def _without_mixed_precision(accelerator: Accelerator) -> Accelerator:
+    """Return the accelerator. Raises RunError if it has a precision of its own."""
+    if accelerator.mixed_precision != "no":
+        raise RunError("accelerator", f"mixed_precision is {accelerator.mixed_precision}", _PRECISION)
+    return accelerator
 
 
 def _stages_left(folders: Mapping[int, Path | None], accelerator: Accelerator) -> list[int]:

@@ -159,7 +159,6 @@ class ClosedBook(Probe):
     options = ("half",)
     lm_eval_group: str | None = "knowledge"
     held_out_from: tuple[str, ...] = _ABOUT_FACTS
-    evaluated: Half | None = 1
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
         """Generate a question about a fact of the half."""

@@ -19,8 +19,8 @@ from surgery.recipe.train import Train, TrainStage
 
 RECIPE_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"
 _LAYER_FORMS = ("block", "pair")  # values of `splice.form` that insert layers
+_ALIGNED = frozenset({"teacher.attention", "teacher.full_attention", "teacher.hidden_states"})  # by `align`
 # Outputs that are compared head by head or layer by layer, which inserted layers would shift.
-_ALIGNED = frozenset({"teacher.attention", "teacher.full_attention", "teacher.hidden_states"})
 _LAYER_BY_LAYER = frozenset({"model.full_attention", "model.hidden_states", "teacher.attention"})
 
 

@@ -191,7 +191,7 @@ def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -
     scores_file, inputs_file = steps / "scores.json", steps / "inputs.json"
     inputs = {"model": _revision(recipe, tokenizer), "evaluate": fingerprint(recipe.evaluate.model_dump(mode="json"))}
     earlier = read_mapping(inputs_file)
-    begun = bool(list(steps.rglob("step_*")))  # those of stages lie in folders of their own
+    begun = any(steps.rglob("step_*"))  # those of stages lie in folders of their own
     if begun and earlier.get("model", inputs["model"]) != inputs["model"]:
         hint = f"{steps} has checkpoints of another model, tokenizer or data. Delete it, or set another folder."
         raise RunError("--to", str(folder), hint)

@@ -95,7 +95,7 @@ def _with_models_at_hand(recipe: Recipe, base: Base, file: Path | None) -> tuple
         if found is None or (shapes_from and field == "control.model"):  # its tokenizer is compared
             skipped.append(_unavailable(field, model.model, "control" if field == "control.model" else "teacher"))
             return None
-        load_config(found.named(field))
+        load_config(found)
         return model.model_copy(update={"model": found.model})
 
     splice, train = recipe.splice, recipe.train

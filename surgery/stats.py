@@ -7,6 +7,7 @@ for margins, and Holm's correction (Holm, 1979) for several tests. Shape legend:
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,13 @@ def wilson(successes: int, n: int) -> Interval:
     return Interval(successes / n, float(limits.low), float(limits.high), n)
 
 
+@lru_cache(maxsize=1)
+def _resampled_counts(prompts: int, seed: int, resamples: int) -> NDArray[np.int64]:
+    """(R,N) how often each resample draws each prompt. Drawing takes most of the time of an interval."""
+    rng = np.random.default_rng(seed)
+    return rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=resamples)
+
+
 def bootstrap_mean(values_CN: NDArray[np.float64], seed: int, resamples: int = 2000) -> list[Interval]:
     """95% percentile bootstrap intervals of the mean of each column. All columns share the resampled prompts.
 
@@ -30,9 +38,7 @@ def bootstrap_mean(values_CN: NDArray[np.float64], seed: int, resamples: int = 2
         values_CN: one row for each column, such as differences of margins.
     """
     C, N = values_CN.shape
-    rng = np.random.default_rng(seed)
-    counts_RN = rng.multinomial(N, np.full(N, 1 / N), size=resamples)
-    means_CR = values_CN @ counts_RN.T / N
+    means_CR = values_CN @ _resampled_counts(N, seed, resamples).T / N
     low, high = np.percentile(means_CR, [2.5, 97.5], axis=1)
     mean = values_CN.mean(1)
     return [Interval(float(mean[c]), float(low[c]), float(high[c]), N) for c in range(C)]

@@ -100,15 +100,14 @@ def _with_indices(key: str, above: Sequence[str]) -> str:
     return ".".join(parts)
 
 
-def example_at(kind: type[Section], place: Place, value: Any) -> str:
+def example_at(root: Mapping[str, Any], place: Place, value: Any) -> str:
     """Return an example as `, such as [4, 8]`, or nothing if the schema has none.
 
     Args:
-        kind: class of the recipe.
+        root: JSON schema of the recipe.
         place: of a key, or an entry of a list, that requires a list or a section.
         value: its present value. A section that requires one key gets it as the value of that key.
     """
-    root: Mapping[str, Any] = kind.model_json_schema()
     nodes = [root]
     for part in place:  # a part that no node has is the tag of a union
         inner = [node for node in (_inside(node, part) for node in nodes) if node is not None]

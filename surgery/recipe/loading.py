@@ -170,7 +170,7 @@ def check_recipe(data: dict[str, Any], kind: type[R] = Recipe) -> R:  # type: ig
         if "extra" in first["type"]:
             hint = f"Unknown key.{meant(kind, first['loc'])} `surgery schema` lists all keys."
         if first["type"] in _TAKES_EXAMPLE:
-            hint += example_at(kind, first["loc"], wrong)
+            hint += example_at(kind.model_json_schema(), first["loc"], wrong)
         more = f" ({len(faults) - 1} more: {', '.join('.'.join(map(str, f['loc'])) for f in faults[1:6])})"
         raise RecipeError(where, value, hint + (more if len(faults) > 1 else "")) from None
 

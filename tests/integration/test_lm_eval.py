@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ from surgery.recipe import Base, LmEval
 from surgery.scoring.generation import answer_batches, generate_answers
 from tests.support.processes import stock
 
-pytest.importorskip("lm_eval")
+harness_tasks = pytest.importorskip("lm_eval.tasks")
 EXPORT = Path(__file__).parents[2] / "checkpoints" / "quickstart" / "export"
 LIMIT = 16
 NAME = "kv_retrieval_64"
@@ -125,6 +126,10 @@ def test_lengths_of_prompts_reach_the_tasks(tmp_path: Path, monkeypatch: pytest.
         (tmp_path / f"{name}.yaml").write_text(LENGTHS_TASK.format(name=name))
     (tmp_path / "lengths.py").write_text(LENGTHS_CODE)
     monkeypatch.setattr(harness, "FOLDER", tmp_path)
+    # Without lm-eval's own tasks, whose 14,000 files take ten seconds to read for each length.
+    monkeypatch.setattr(
+        harness_tasks, "TaskManager", functools.partial(harness_tasks.TaskManager, include_defaults=False)
+    )
     base = Base(model=str(EXPORT))
     model, tokenizer = load_model(base).eval(), load_tokenizer(base)
 

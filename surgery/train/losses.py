@@ -24,6 +24,9 @@ from surgery.recipe import Distil
 from surgery.train.divergence import TopK, divergence, grouped
 from surgery.types import Reads
 
+# Attention below this counts as this, without a gradient. Down to here the logarithm's gradient is finite in fp32.
+LEAST_ATTENTION = 1e-30
+
 
 def answer_tokens(batch: EncodedBatch) -> Tensor:
     """(B,T-1) bool: the next token belongs to an answer."""
@@ -106,7 +109,7 @@ def attention_loss(
             gold_BR = batch.read_segment_end if read == "segment_end" else batch.read_answer_token
             row_BRT = rows_BHRT[:, head].float()
             mass = row_BRT.gather(-1, gold_BR.clamp(min=0)[..., None])[..., 0]
-            losses.append(-torch.log(mass[included_BR].clamp(min=1e-9)).sum())
+            losses.append(-torch.log(mass[included_BR].clamp(min=LEAST_ATTENTION)).sum())
     return torch.stack(losses).mean() / (int(included_BR.sum()) if count is None else count)
 
 
@@ -125,7 +128,7 @@ def attention_kl_loss(
     included_BR = batch.read_query >= 0
     losses = []
     for rows_BHRT, teacher_BHRT in zip(rows, teacher_rows, strict=True):
-        a, target = (x.float().clamp(min=1e-9) for x in (rows_BHRT, teacher_BHRT.detach()))
+        a, target = (x.float().clamp(min=LEAST_ATTENTION) for x in (rows_BHRT, teacher_BHRT.detach()))
         kl_BHR = (target * (target.log() - a.log())).sum(-1)
         losses.append(kl_BHR.masked_fill(~included_BR[:, None], 0.0).sum((0, 2)))
     return torch.cat(losses).mean() / (int(included_BR.sum()) if count is None else count)

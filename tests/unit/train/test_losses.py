@@ -208,7 +208,7 @@ def first_token_loss(rows_BHQT: Tensor, read: Reads, batch: EncodedBatch) -> Ten
     included_BQ = (batch.segment_end >= 0) & (batch.answer_token >= 0)
     gold_BQ = batch.segment_end if read == "segment_end" else batch.answer_token
     mass = rows_BHQT[:, 0].float().gather(-1, gold_BQ.clamp(min=0)[..., None])[..., 0]
-    return -torch.log(mass[included_BQ].clamp(min=1e-9)).sum() / int(included_BQ.sum())
+    return -torch.log(mass[included_BQ]).sum() / int(included_BQ.sum())
 
 
 @pytest.mark.parametrize("read", ["segment_end", "answer_token"])
@@ -221,6 +221,24 @@ def test_answers_of_one_token_have_the_loss_of_their_first_token_bit_for_bit(rea
     assert attention_loss([rows], [(read,)], one) == first_token_loss(rows, read, one)
     assert counts(one, ["attention"])["attention"] == int((one.query >= 0).sum())
     assert counts(several, ["attention"])["attention"] > int((several.query >= 0).sum())
+
+
+@pytest.mark.parametrize("gap", [30.0, 60.0])
+@pytest.mark.parametrize("objective", ["attention", "attention_kl"])
+def test_attention_far_from_gold_has_the_gradient_of_the_logarithm(objective: str, gap: float) -> None:
+    """By the scores it is a - gold. A head copied from an SSM head can begin with scores this far apart."""
+    batch = batch_of(plain=False)
+    gold = rows_on(batch, [batch.read_answer_token])
+    scores = (torch.randn(gold.shape, generator=torch.Generator().manual_seed(0)) - gap * gold).requires_grad_()
+    rows = scores.softmax(-1)
+    if objective == "attention":
+        loss = attention_loss([rows], [("answer_token",)], batch)
+    else:
+        loss = attention_kl_loss([rows], [gold], batch)
+    included = (batch.read_query >= 0)[:, None, :, None]
+    assert float((rows * gold).detach().sum(-1).max()) < 1e-9
+    gradient = torch.autograd.grad(loss, scores)[0]
+    torch.testing.assert_close(gradient, (rows.detach() - gold) * included / included.sum(), atol=1e-7, rtol=1e-4)
 
 
 def test_attention_loss_stays_finite_without_any_mass_on_gold() -> None:

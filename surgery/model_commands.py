@@ -41,7 +41,8 @@ def generate(
 
     base = Base(model=checkpoint, dtype="auto", trust_remote_code=trust_remote_code).named("CHECKPOINT")
     model, tokenizer = load_model(base), load_tokenizer(base)
-    check_vocabulary(tokenizer, model.config)
+    with naming("CHECKPOINT", "base.tokenizer"):
+        check_vocabulary(tokenizer, model.config)
     inputs = tokenizer(prompt.replace("\\n", "\n"), return_tensors="pt", add_special_tokens=False)
     if inputs["input_ids"].shape[1] == 0:
         raise SurgeryError("PROMPT", repr(prompt), "The prompt has no tokens. Pass some text.")

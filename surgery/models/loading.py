@@ -345,7 +345,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
     """Raise ModelError if the tokenizer has tokens without an embedding in the model."""
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= config.vocab_size:
-        hint = "Set base.tokenizer to the tokenizer that the model was trained with."
+        hint = "Use the tokenizer that the model was trained with (base.tokenizer in a recipe)."
         value = f"its largest token id is {largest}, but {model} has {config.vocab_size} embeddings"
         raise ModelError("base.tokenizer", value, hint)
 

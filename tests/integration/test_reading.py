@@ -129,6 +129,16 @@ def test_convert_refuses_in_one_line(
     assert not (tmp_path / "other").exists()
 
 
+def test_generate_refuses_the_tokenizer_of_another_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny("Mamba2").save_pretrained(tmp_path)
+    for file in BASE.glob("tokenizer*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    monkeypatch.setattr(sys, "argv", ["surgery", "generate", str(tmp_path), "a"])
+    assert_refused_here(capsys, "CHECKPOINT: its largest token id is 972", "Use the tokenizer that the model was")
+
+
 def cache(folder: Path, name: str, commits: dict[str, Path]) -> None:
     """A cache of the Hub's client: `commits` are revisions and the folders whose files they hold."""
     repository = folder / f"models--{name.replace('/', '--')}"

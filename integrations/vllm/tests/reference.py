@@ -3,8 +3,8 @@
     python integrations/vllm/tests/reference.py .serve/cases [--only NAME ...] [--keep]
 
 Every case is a folder with a checkpoint and `answers.json`: prompts as token ids, and for each the greedy tokens of
-transformers in fp32 with their log-probabilities and the margins to the second choice. The set `lengths` also has those
-of transformers in bf16.
+transformers in fp32 with their log-probabilities and the margins to the second choice. The set `lengths` also has the
+log-probabilities of all tokens of prompt and answer, in fp32 and in bf16.
 """
 
 from __future__ import annotations
@@ -202,6 +202,13 @@ def answer(model: Any, prompt: list[int], new_tokens: int) -> dict[str, Any]:
     return {"prompt": prompt, "tokens": tokens, "logprobs": logprobs, "margins": margins}
 
 
+@torch.no_grad()
+def logprobs(model: Any, ids: list[int]) -> list[float]:
+    """Return the log-probability of every token but the first."""
+    logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1].double()
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+
+
 def write_case(name: str, folder: Path) -> None:
     """Write the checkpoint and `answers.json` of a case."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -213,7 +220,8 @@ def write_case(name: str, folder: Path) -> None:
     if not name.startswith("130m"):
         rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
         for row in sets["lengths"]:
-            row["bf16"] = answer(rounded, row["prompt"], NEW_TOKENS)
+            ids = row["prompt"] + row["tokens"]
+            row["text"] = {dtype: logprobs(m, ids) for dtype, m in (("fp32", model), ("bf16", rounded))}
     if name != "130m-base":
         lengths = GROWING_130M if name == "130m" else GROWING
         sets["growing"] = [answer(model, p, NEW_TOKENS) for p in random_prompts(lengths, vocab, 1)]

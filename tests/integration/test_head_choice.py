@@ -18,6 +18,8 @@ from bench.studies.head_choice import choosers as choosers_module
 from bench.studies.head_choice import mamba1, study
 from bench.studies.head_choice.arms import (
     COLUMNS,
+    DEFAULT_BRANCH,
+    DEFAULT_BRANCH_4,
     DEFAULT_CHOOSER,
     DESIGN,
     DESIGNS,
@@ -30,6 +32,7 @@ from bench.studies.head_choice.arms import (
     arm_of,
     arms_of,
     design_of,
+    heads_chosen,
 )
 from bench.studies.head_choice.bases import BASES, StudyBase
 from bench.studies.head_choice.choosers import CHOOSERS, Chooser
@@ -121,6 +124,13 @@ class TestArms:
         assert len({arm.file for arm in arms}) == len({arm.identity(TOY, "r") for arm in arms}) == len(DESIGNS)
         assert design_of(next(arms_of(choices, "shipped", 0, "1"))) is None
 
+    def test_four_heads_are_also_trained_with_the_default_branch(self) -> None:
+        choices = made_up_choices({DEFAULT_CHOOSER: ("L0H5", "L0H1", "L1H2", "L0H0")})
+        plain, wide = (list(arms_of(choices, "shipped", 0, column)) for column in ("4", DEFAULT_BRANCH_4))
+        assert [arm.heads for arm in wide] == [arm.heads for arm in plain] and len(wide) > 1
+        assert {design_of(arm) for arm in wide} == {DEFAULT_BRANCH} and {arm.width for arm in wide} == {64}
+        assert len({arm.file for arm in (*plain, *wide)}) == 2 * len(plain)
+
 
 class TestRegret:
     def results(self, answers: Mapping[int, Mapping[tuple[str, ...], Any]]) -> Results:
@@ -193,10 +203,22 @@ class TestRegret:
 
     def test_a_design_is_shown_beside_the_plain_branch_and_is_no_set_of_a_chooser(self) -> None:
         results = self.results({0: self.sets(90, 80, 30)})
-        with_design = replace(results, designs={("shipped", 0): {"replace": right(95)}})
+        with_design = replace(results, designs={("shipped", 0): {"replace": {("L0H2",): right(95)}}})
         assert regrets(with_design, "shipped", "1") == regrets(results, "shipped", "1")
         (row,) = cells(tables(with_design, {"shipped": "the shipped base"}, {})["designs"]).values()
         assert [cell.split(" ")[0] for cell in row] == ["L0H2", "missing", "0.800", "0.950", *["missing"] * 3]
+
+    def test_the_default_branch_has_a_regret_of_its_own(self) -> None:
+        """Heads that lose with copies alone may lose nothing with the default branch."""
+        rankings = {"oracle": ("L0H1", "L0H2", "L0H3", "L0H4")}
+        choices = {("shipped", 0): made_up_choices(rankings, ("L1H1", "L1H2", "L1H3", "L1H4"))}
+        sets = [heads_chosen(choices["shipped", 0], chooser, "4") for chooser in CHOOSERS]
+        copies = {heads: right(90 if heads == rankings["oracle"] else 80) for heads in sets}
+        results = Results(choices, {("shipped", 0): copies})
+        assert cells(tables(results, {"shipped": "x"}, {})["default_branch"])["oracle read (`sharpen`)"] == []
+        wide = {DEFAULT_BRANCH: {heads: right(98) for heads in sets}}
+        rows = cells(tables(replace(results, designs={("shipped", 0): wide}), {"shipped": "x"}, {})["default_branch"])
+        assert [cell.split(" ")[0] for cell in rows["aggregate"]] == ["0.800", "10.0", "0.980", "0.0"]
 
 
 def cells(table: str) -> dict[str, list[str]]:
@@ -288,7 +310,7 @@ class TestRun:
         page, folder = tmp_path / "HEAD_CHOICE.md", tmp_path / "evidence"
         study.report(experiment, page, folder)
         written = tables_on(page)
-        assert written.keys() == {"settings", "worst", "designs", "bases"}
+        assert written.keys() == {"settings", "worst", "designs", "default_branch", "bases"}
         done = sorted((experiment.folder / "arms").glob("*.json"))
         assert f"| finished arms | {len(done)} |" in written["settings"]
         control = read_json(experiment.folder / "arms" / f"shipped-{NO_SPLICE}_seed0.json")

@@ -17,7 +17,8 @@ from surgery.types import HeadId, Reads, better_read
 LAYER = "layer"
 COLUMNS = ("1", "2", "4", LAYER, "8")  # numbers of heads, and one whole layer
 DESIGN = "design"  # other branches at the head of the default chooser
-ORDER = ("1", DESIGN, "4", LAYER, "2", "8")  # in which arms run: the most informative first
+DEFAULT_BRANCH_4 = "4, default branch"  # four heads with the branch that `splice` has by default
+ORDER = ("1", DESIGN, "4", DEFAULT_BRANCH_4, LAYER, "2", "8")  # in which arms run: the most informative first
 DESIGNS: Mapping[str, Mapping[str, Any]] = {  # fields of an arm by name; see `splice` in recipes
     "add": {},
     "replace": {"mode": "replace"},
@@ -26,6 +27,7 @@ DESIGNS: Mapping[str, Mapping[str, Any]] = {  # fields of an arm by name; see `s
     "add, random": {"init": "random"},
 }
 PLAIN = "add"  # the design of all other arms
+DEFAULT_BRANCH = "add, min_width 64"
 DEFAULT_CHOOSER = "aggregate"
 NO_SPLICE = "no-splice"
 
@@ -142,14 +144,23 @@ def design_arms(choices: Choices, base: str, seed: int) -> Iterator[Arm]:
     """One arm a design, at the head that the default chooser takes first. The plain one is the arm of that chooser."""
     head = choices["choosers"][DEFAULT_CHOOSER]["heads"]["1"][0]
     for name, fields in DESIGNS.items():
-        label = head if not fields else f"{head}-{name.replace(', ', '-').replace(' ', '-')}"
-        yield arm_at(choices, base, seed, label, [head], **fields)
+        yield arm_at(choices, base, seed, head + suffix_of(name), [head], **fields)
+
+
+def suffix_of(design: str) -> str:
+    """What a design adds to the name of an arm."""
+    return "" if design == PLAIN else f"-{design.replace(', ', '-').replace(' ', '-')}"
 
 
 def arms_of(choices: Choices, base: str, seed: int, column: str) -> Iterator[Arm]:
     """The arms of all choosers in one column, each set once. The first column begins with the control."""
     if column == DESIGN:
         yield from design_arms(choices, base, seed)
+        return
+    if column == DEFAULT_BRANCH_4:
+        for arm in arms_of(choices, base, seed, "4"):
+            name = arm.name + suffix_of(DEFAULT_BRANCH)
+            yield arm_at(choices, base, seed, name, arm.heads, **DESIGNS[DEFAULT_BRANCH])
         return
     if column == COLUMNS[0]:
         yield Arm(base, NO_SPLICE, seed)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.common import ENGLISH, FAR, ROOT, RUNS, SHIPPED
+from bench.common import ENGLISH, FAR, FAR_AGAIN, ROOT, RUNS, SHIPPED
 from bench.studies.head_choice import mamba1
 from surgery.recipe import PretrainRecipe, load_recipe
 from surgery.run.pretrain import pretrain
@@ -51,7 +51,7 @@ BASES: Mapping[str, StudyBase] = {
     "far": StudyBase("the base with distant keys and values", FAR, options=DISTANT),
     "again": StudyBase(
         "the base with distant keys and values, pretrained with seed 1",
-        FOLDERS / "again",
+        FAR_AGAIN,
         by_recipe(ROOT / "recipes" / "pretrain-pico-far.yaml", "seed=1"),
         options=DISTANT,
     ),

@@ -27,12 +27,16 @@ class Results:
     Attributes:
         choices: (base, seed) -> content of the file; see `choosers.measure`.
         answers: (base, seed) -> heads -> answers. No heads: trained without a splice.
-        designs: (base, seed) -> name in `DESIGNS` -> answers, at the head of the default chooser.
+        designs: (base, seed) -> name in `DESIGNS` -> heads -> answers.
     """
 
     choices: Mapping[tuple[str, int], Choices]
     answers: Mapping[tuple[str, int], Mapping[Heads, Answers]]
-    designs: Mapping[tuple[str, int], Mapping[str, Answers]] = field(default_factory=dict)
+    designs: Mapping[tuple[str, int], Mapping[str, Mapping[Heads, Answers]]] = field(default_factory=dict)
+
+    def of_design(self, name: str) -> Results:
+        """The same choices with the arms of another branch."""
+        return Results(self.choices, {place: designs.get(name, {}) for place, designs in self.designs.items()})
 
     def seeds(self, base: str) -> list[int]:
         """Seeds for which heads were chosen."""

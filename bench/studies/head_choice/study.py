@@ -151,7 +151,7 @@ def collected(experiment: Experiment) -> tuple[Results, dict[str, list[Path]]]:
     """
     choices: dict[tuple[str, int], Choices] = {}
     answers: dict[tuple[str, int], dict[tuple[str, ...], Any]] = {}
-    designs: dict[tuple[str, int], dict[str, Any]] = {}
+    designs: dict[tuple[str, int], dict[str, dict[tuple[str, ...], Any]]] = {}
     files: dict[str, list[Path]] = {"arms": [], "choices": []}
     for path in experiment.files("choices"):
         content = read_json(path)
@@ -167,9 +167,10 @@ def collected(experiment: Experiment) -> tuple[Results, dict[str, list[Path]]]:
         content = read_json(path)
         arm = Arm(**{k: tuple(v) if isinstance(v, list) else v for k, v in content["arm"].items()})
         place, design = (arm.base, arm.seed), design_of(arm)
-        by_heads, by_design = answers.setdefault(place, {}), designs.setdefault(place, {})
-        known = design in by_design if design not in (None, PLAIN) else arm.heads in by_heads
-        if arm.base not in experiment.bases or known:
+        by_heads = answers.setdefault(place, {})
+        if design not in (None, PLAIN):
+            by_heads = designs.setdefault(place, {}).setdefault(design, {})
+        if arm.base not in experiment.bases or arm.heads in by_heads:
             continue
         if arm.heads and (place not in choices or arm.reads != reads_of(choices[place], arm.heads)):
             continue
@@ -179,11 +180,7 @@ def collected(experiment: Experiment) -> tuple[Results, dict[str, list[Path]]]:
             continue
         if content["budget"] != json.loads(json.dumps(asdict(budget))):
             continue
-        right = np.array([float(x) for x in content["correct"][budget.answers]])
-        if design in (None, PLAIN):
-            by_heads[arm.heads] = right
-        else:
-            by_design[design] = right
+        by_heads[arm.heads] = np.array([float(x) for x in content["correct"][budget.answers]])
         files["arms"].append(path)
     return Results(choices, answers, designs), files
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from bench.common import markdown_table
-from bench.studies.head_choice.arms import COLUMNS, DEFAULT_CHOOSER, DESIGNS, LAYER, PLAIN
+from bench.studies.head_choice.arms import COLUMNS, DEFAULT_BRANCH, DEFAULT_CHOOSER, DESIGNS, LAYER, PLAIN
 from bench.studies.head_choice.choosers import CHOOSERS
 from bench.studies.head_choice.regret import (
     Results,
@@ -38,6 +38,7 @@ def tables(results: Results, labels: Mapping[str, str], settings: Mapping[str, s
         "settings": markdown_table(["setting", "value"], list(settings.items())) + "\n",
         "worst": _worst(results, list(labels)) + "\n",
         "designs": _designs(results, labels) + "\n",
+        "default_branch": _default_branch(results, labels) + "\n",
         "bases": "\n".join(sections),
     }
 
@@ -48,15 +49,31 @@ def _designs(results: Results, labels: Mapping[str, str]) -> str:
     for base in (base for base in labels if results.seeds(base)):
         seeds, trained = results.seeds(base), [results.answers.get((base, seed), {}) for seed in results.seeds(base)]
         heads = [results.chosen(base, seed, "1")[DEFAULT_CHOOSER] for seed in seeds]
-        by_design = [results.designs.get((base, seed), {}) for seed in seeds]
         cells = [[arms.get(()) for arms in trained]]
         for name in DESIGNS:
-            plain = [arms.get(head) if head else None for arms, head in zip(trained, heads, strict=True)]
-            cells.append(plain if name == PLAIN else [arms.get(name) for arms in by_design])
+            of_design = results if name == PLAIN else results.of_design(name)
+            arms_by_seed = [of_design.answers.get((base, seed), {}) for seed in seeds]
+            cells.append([arms.get(head) if head else None for arms, head in zip(arms_by_seed, heads, strict=True)])
         found = [mean_over_seeds([x for x in cell if x is not None]) for cell in cells]
         where = " / ".join("-".join(head or ()) for head in heads)
         rows.append([labels[base], where, *map(_accuracy_cell, found)])
     return markdown_table(["base", "head", "no splice", *(f"`{name}`" for name in DESIGNS)], rows)
+
+
+def _default_branch(results: Results, labels: Mapping[str, str]) -> str:
+    """Accuracy and regret of every chooser with four heads, with copies alone and with the default branch."""
+    wide = results.of_design(DEFAULT_BRANCH)
+    bases = [base for base in labels if results.seeds(base) and wide.complete_seeds(base, "4")]
+    rows = []
+    for name, chooser in CHOOSERS.items():
+        cells = []
+        for base in bases:
+            for of_design in (results, wide):
+                regret = regrets(of_design, base, "4").get(name)
+                cells += [_accuracy_cell(accuracy(of_design, base, name, "4")), _regret_cell(regret)]
+        rows.append([chooser.label, *cells])
+    parts = [f"{base}, {branch}" for base in bases for branch in ("copies alone", "default branch")]
+    return markdown_table(["chooser", *(title for part in parts for title in (part, "regret"))], rows)
 
 
 def _of_base(results: Results, base: str) -> str:

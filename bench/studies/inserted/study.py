@@ -2,6 +2,7 @@
 
     python -m bench.studies.inserted                   train the arms that have no result, then write the report
     python -m bench.studies.inserted --only shipped    train the arms of one base; processes may share a folder
+    python -m bench.studies.inserted --designs pair    train the arms of one design, or of several
     python -m bench.studies.inserted --report          write the tables of the finished arms
 
 Each arm is one training and one file, `FOLDER/BASE-DESIGN_seedN.json`, written when it is finished. A file holds a hash
@@ -117,6 +118,7 @@ DESIGNS: Mapping[str, Design] = {
     "pair-copies": Design({"form": "pair", "init": "ssm"}),
     "pair-copies-long": Design({"form": "pair", "init": "ssm"}, steps=500, bases=("far",)),
     "pair-copies-longer": Design({"form": "pair", "init": "ssm"}, steps=750, facts=2.0, bases=("far", "far-again")),
+    "pair-copies-facts": Design({"form": "pair", "init": "ssm"}, steps=750, facts=4.0, bases=("far-again",)),
     "pair-long": Design({"form": "pair"}, steps=500, bases=("far",)),
     "pair-twice-long": Design({"form": "pair"}, steps=500, more_heads=("L2H1",), bases=("far",)),
     "head-long": Design({"form": "head"}, steps=500, bases=("far",)),
@@ -129,6 +131,7 @@ ORDER = (
     *(("pair", 0), ("control", 0), ("pair-copies", 0), ("pair-shared", 0), ("block", 0), ("pair-alone", 0)),
     *((design, seed) for seed in (0, 1, 2) for design in ("pair-copies-long", "head-long")),
     *(("pair-copies-longer", seed) for seed in (1, 2, 0)),
+    *(("pair-copies-facts", seed) for seed in (1, 2, 0)),
     *(("pair-long", 0), ("pair-twice-long", 0)),
     *(("pair-facts", seed) for seed in (0, 1, 2)),
     *((design, seed) for seed in (1, 2) for design in ("pair", "pair-copies", "pair-alone")),
@@ -195,9 +198,11 @@ class Arm:
         )
 
 
-def arms(only: str | None = None) -> Iterator[Arm]:
-    """All arms, or those of one base, the most informative first. Bases without a folder have none."""
+def arms(only: str | None = None, designs: Sequence[str] = tuple(DESIGNS)) -> Iterator[Arm]:
+    """All arms, or those of one base and some designs, the most informative first. Bases without a folder have none."""
     for design, seed in ORDER:
+        if design not in designs:
+            continue
         bases = [base for base in DESIGNS[design].bases or PLACES if only in (None, base)]
         yield from (Arm(base, design, seed) for base in bases if BASES[base].folder.is_dir())
 
@@ -237,9 +242,9 @@ def result_of(arm: Arm, folder: Path) -> dict[str, Any] | None:
     return next((result for result in results if result is not None), None)
 
 
-def run(folder: Path, only: str | None = None) -> None:
+def run(folder: Path, only: str | None = None, designs: Sequence[str] = tuple(DESIGNS)) -> None:
     """Train the arms that have no result."""
-    for arm in arms(only):
+    for arm in arms(only, designs):
         if result_of(arm, folder) is not None:
             continue
         base, tokenizer = load(BASES[arm.base].folder)
@@ -271,10 +276,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--folder", type=Path, default=RUNS / "inserted")
     options.add_argument("--report", action="store_true", help="write the tables of the finished arms only")
     options.add_argument("--only", choices=tuple(PLACES), metavar="BASE", help=f"one of {', '.join(PLACES)}")
+    options.add_argument("--designs", nargs="+", choices=tuple(DESIGNS), default=tuple(DESIGNS), metavar="DESIGN")
     args = options.parse_args(arguments)
     quiet_on_one_thread()
     if not args.report:
-        run(args.folder, args.only)
+        run(args.folder, args.only, args.designs)
     for arm in arms():
         if finished(args.folder / arm.file, arm.key) is not None:
             PUBLISHED.mkdir(parents=True, exist_ok=True)

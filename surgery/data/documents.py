@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.data.answer_spans import find_answer
 from surgery.data.files import Row, names_of_columns, rows_in_order
+from surgery.data.offsets import tokenized
 from surgery.data.pieces import Piece, cut, part
 from surgery.errors import DataError, short_repr
 from surgery.probes.documents import Document, Question, Span
@@ -116,7 +117,10 @@ class Reader:
             value = _value(row, span, request, prompt, answer)
         if value is not None:
             line_end = prompt.find("\n", value[1] - 1)
-            segment = prompt.rfind("\n", 0, value[0]) + 1, line_end + 1 if line_end >= 0 else len(prompt)
+            end = line_end + 1 if line_end >= 0 else len(prompt)
+            if not prompt[end:].strip():  # the line goes on to the query, which cannot read itself
+                end = value[1]
+            segment = prompt.rfind("\n", 0, value[0]) + 1, end
         question = Question((len(prompt), len(text)), (), -1, segment, value)
         return Document(self.task, text, (question,)), origin, prompt if content is None else content
 
@@ -139,8 +143,8 @@ class Reader:
                     documents.append((number, row, document, origin))
             if not documents:
                 continue
-            encoded = self._tokens([document.text for _, _, document, _ in documents])
-            for (number, row, document, origin), ids, offsets in zip(documents, *encoded, strict=True):
+            rows_of_tokens = tokenized(self.tokenizer, [document.text for _, _, document, _ in documents])
+            for (number, row, document, origin), (ids, offsets) in zip(documents, rows_of_tokens, strict=True):
                 try:
                     pieces = self._fit(row, document, ids, offsets)
                 except DataError as error:
@@ -204,10 +208,6 @@ class Reader:
             hint = "Use the roles, and their order, that the template expects."
             raise DataError(row.where, f"the chat template refuses it: {error}", hint) from None
 
-    def _tokens(self, texts: list[str]) -> tuple[list[list[int]], list[list[Span]]]:
-        encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
-        return encoded["input_ids"], encoded["offset_mapping"]
-
     def _fit(self, row: Row, document: Document, ids: list[int], offsets: Sequence[Span]) -> list[tuple[Span, int]]:
         """Return characters and tokens of each piece. Only a long plain text has more than one."""
         _check_tokens(row.where, document, ids, offsets, self.vocab_size)
@@ -217,7 +217,7 @@ class Reader:
         if document.questions:
             reason = "The model takes at most" if limit == self.context else "`max_tokens` is"
             raise DataError(row.where, f"{len(ids)} tokens", f"{reason} {limit}. Shorten the row, or remove it.")
-        return cut(document.text, ids, offsets, limit, lambda text: self._tokens([text])[0][0])
+        return cut(document.text, ids, offsets, limit, lambda text: tokenized(self.tokenizer, [text])[0][0])
 
 
 def is_held_out(prompt: str, share: float) -> bool:
@@ -236,8 +236,8 @@ def check_documents(
     context: int | None = None,
 ) -> None:
     """Raise DataError for the first document that does not fit the model's vocabulary or context."""
-    encoded = tokenizer([d.text for d in documents], add_special_tokens=False, return_offsets_mapping=True)
-    for document, ids, offsets in zip(documents, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+    rows = tokenized(tokenizer, [document.text for document in documents])
+    for document, (ids, offsets) in zip(documents, rows, strict=True):
         where = f"{document.task}, {short_repr(document.text)}"
         _check_tokens(where, document, ids, offsets, vocab_size)
         if context is not None and len(ids) > context:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from surgery.data.offsets import tokenized
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document, Question, Span
 
@@ -199,10 +200,10 @@ def encode(
         ProbeError: `until_answer` is set and a document has no question, two choices have the same tokens, or a token
             spans the end of the prompt and the start of the answer.
     """
-    rows = tokenizer([d.text for d in documents], add_special_tokens=False, return_offsets_mapping=True)
+    rows = tokenized(tokenizer, [document.text for document in documents])
     lengths, parsed = [], []
     tokens = cache(lambda text: tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
-    for document, ids, offsets in zip(documents, rows["input_ids"], rows["offset_mapping"], strict=True):
+    for document, (ids, offsets) in zip(documents, rows, strict=True):
         questions = [_positions(q, document, ids, offsets, tokens, tokenizer.eos_token_id) for q in document.questions]
         if until_answer and not questions:
             raise ProbeError(
@@ -226,7 +227,7 @@ def encode(
     for name in _READS:
         fields[name] = torch.full((B, R), -1)
     choices = torch.full((B, Q, K, C), -1)
-    for b, (ids, questions, length) in enumerate(zip(rows["input_ids"], parsed, lengths, strict=True)):
+    for b, ((ids, _), questions, length) in enumerate(zip(rows, parsed, lengths, strict=True)):
         shift = T - length if padding_side == "left" else 0
         input_ids[b, shift : shift + length] = torch.tensor(ids[:length])
         mask[b, shift : shift + length] = 1

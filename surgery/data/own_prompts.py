@@ -10,9 +10,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from surgery.data.encoding import EncodedBatch, encode
+from surgery.data.offsets import tokenized
 from surgery.data.user import read_documents
 from surgery.errors import DataError
-from surgery.probes.documents import Document
+from surgery.probes.documents import Document, Question
 from surgery.recipe import Data
 
 _LOG = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ def own_prompts(
         DataError: as `read_documents`, or no row has a place.
     """
     documents, _ = read_documents(data, tokenizer, None, count if data.streaming else None, context, vocab_size)
-    placed = [document for document in documents if document.questions[-1].value is not None]
+    placed = [document for document in documents if _is_before_the_query(document.questions[-1])]
     if not placed:
         hint = "Mark the place of each answer (`answer_span`), or use answers that occur once in their prompts."
         raise DataError(f"locate.data {data.path}", "no row has the place of its answer", hint)
@@ -46,13 +47,19 @@ def own_prompts(
     return [placed[i * len(placed) // taken] for i in range(taken)]
 
 
+def _is_before_the_query(question: Question) -> bool:
+    """Whether the answer has a place, and the prompt goes on behind it."""
+    return question.value is not None and question.value[1] < question.answer[0]
+
+
 def own_batches(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, size: int
 ) -> list[tuple[list[Document], EncodedBatch]]:
     """Encode prompts up to the query. The choices of each are tokens.
 
     The first token of the answer competes with all other tokens of its prompt, and with the first tokens of the other
-    answers. So an answer of several tokens is scored by its first one.
+    answers. So an answer of several tokens is scored by its first one. Spaces before it that are tokens of their own
+    belong to the prompt.
 
     Args:
         documents: from `own_prompts`.
@@ -61,10 +68,25 @@ def own_batches(
     Returns:
         The documents of each batch, and the batch: left-padded, on the CPU, choices of shape (B,1,K,1).
     """
-    chunks = [list(documents[i : i + size]) for i in range(0, len(documents), size)]
+    documents = [_from_first_word(document, tokenizer) for document in documents]
+    chunks = [documents[i : i + size] for i in range(0, len(documents), size)]
     batches = [encode(chunk, tokenizer, padding_side="left", until_answer=True) for chunk in chunks]
     answers = torch.cat([batch.target[:, 0] for batch in batches])
     return [(chunk, _with_choices(batch, answers)) for chunk, batch in zip(chunks, batches, strict=True)]
+
+
+def _from_first_word(document: Document, tokenizer: PreTrainedTokenizerBase) -> Document:
+    """Move the start of the answer behind its first spaces, if a token starts there."""
+    *before, question = document.questions
+    start, end = question.answer
+    answer = document.text[start:end]
+    word = start + len(answer) - len(answer.lstrip())
+    if word == start:
+        return document
+    ((_, offsets),) = tokenized(tokenizer, [document.text])
+    if word not in {first for first, _ in offsets}:
+        return document
+    return replace(document, questions=(*before, replace(question, answer=(word, end))))
 
 
 def _with_choices(batch: EncodedBatch, answers: torch.Tensor) -> EncodedBatch:

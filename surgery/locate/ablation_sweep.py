@@ -141,7 +141,19 @@ def ablate(
 def _ablated_above(
     run: CleanRun, spec: MixerSpec, sets: Sequence[Sequence[HeadId]], ablation: Ablation, part: CleanPass
 ) -> Iterator[None]:
-    """Start a pass after `spec`, the lowest mixer of these sets, without its heads. Ablate higher heads as they run."""
+    """Start a pass after `spec`, the lowest mixer of these sets, without its heads. Ablate higher heads as they run.
+
+    If another mixer of the same block has heads in a set, the pass starts before the block: in Zamba2 the block's
+    attention runs before its SSM, and acts through the input of the SSM alone.
+    """
+    if any(head.layer == spec.layer and head.mixer != spec.name for heads in sets for head in heads):
+        residual = part.residual(spec.layer, len(sets))
+        with (
+            from_block(run.model, spec, part.activations, residual),
+            ablated_while_running(run, part, sets, ablation),
+        ):
+            yield
+        return
     tokens = ablated_tokens(run, part, ablation)[..., None]
     output = part.activations.output[spec.name]
     changed = []

@@ -212,7 +212,7 @@ def most_read(
 def contribution_sizes(model: PreTrainedModel, spec: MixerSpec, projected_1TC: Tensor, queries_R: Tensor) -> Tensor:
     """(H,R,T) squared magnitude of what an SSM head mixes in from each token: `(a[t,s] x_s)^2` summed over channels."""
     mixer, structure = mixer_of(model, spec), structure_of(spec)
-    streams = structure.streams(mixer, spec, projected_1TC)
+    streams = structure.streams(mixer, spec, projected_1TC).in_fp32()
     a_CRT = structure.hidden_attention(mixer, spec, streams)[0, :, queries_R]  # C: heads, or all their channels
     a_HPRT = a_CRT.unflatten(0, (spec.num_heads, -1)).float()
     x_HPT = streams.x[0].permute(1, 2, 0).float()

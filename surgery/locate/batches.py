@@ -21,7 +21,7 @@ from surgery.locate.ablation_sweep import Variant, change_at_query
 from surgery.locate.clean_run import CleanRun, run_clean
 from surgery.locate.scores import Record, plain
 from surgery.models.loading import check_vocabulary
-from surgery.probes.documents import Document
+from surgery.probes.documents import Document, rng_of
 from surgery.probes.registry import prompts_of
 from surgery.recipe import Locate
 from surgery.recipe.methods import METHODS
@@ -165,14 +165,21 @@ class PromptBatches:
 def _encoded(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: Locate, seed: int
 ) -> list[tuple[list[Document], EncodedBatch]]:
-    """Make the prompts of a recipe: its own data first, then generated ones. Returns each batch with its documents."""
+    """Make the prompts of a recipe: its own data first, then generated ones. Returns each batch with its documents.
+
+    A search drops heads by the first prompts, so it gets own data in random order, mixed with generated prompts.
+    """
     size, count, batches = section.batch_size, section.examples, []
     if section.data is not None:
         context = getattr(model.config, "max_position_embeddings", None)
         own = own_prompts(section.data, tokenizer, section.examples, context, model.config.vocab_size)
+        if section.search is not None:
+            rng_of("rows", "locate", seed).shuffle(own)
         batches, count = own_batches(own, tokenizer, size), section.generated
     documents = prompts_of(section.probe, "locate", seed, count, section.options(tokenizer=tokenizer))
     for start in range(0, count, size):
         chunk = documents[start : start + size]
         batches.append((chunk, encode(chunk, tokenizer, padding_side="left", until_answer=True)))
+    if section.data is not None and section.search is not None:  # early rounds of a search see the first batches only
+        rng_of("batches", "locate", seed).shuffle(batches)
     return batches

@@ -30,6 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from surgery.data.encoding import EncodedBatch, encode
+from surgery.data.offsets import tokenized
 from surgery.errors import ModelError, PlanError, ProbeError
 from surgery.hybrid.sites import is_whole, splice_sites
 from surgery.interventions.hooks import ActivationCache, record
@@ -128,10 +129,7 @@ class _Patterns:
     def _contributions(self, spec: MixerSpec, heads: Sequence[int], constant: bool) -> Tensor:
         """(B,H,T,T) magnitude of what token s adds at token t."""
         structure, mixer = structure_of(spec), mixer_of(self.model, spec)
-        streams = structure.streams(mixer, spec, self.activations.projected[spec.name])
-        # At least fp32, since sums of these values are exponentiated.
-        wide = torch.promote_types(streams.x.dtype, torch.float32)
-        streams = replace(streams, **{name: getattr(streams, name).to(wide) for name in ("x", "key", "query", "step")})
+        streams = structure.streams(mixer, spec, self.activations.projected[spec.name]).in_fp32()
         if constant:  # C.B becomes 1, with equal weight on all channels of the state
             key, query = torch.full_like(streams.key, 1 / spec.state_size), torch.ones_like(streams.query)
             streams = replace(streams, key=key, query=query)
@@ -270,7 +268,7 @@ def segment_spans(document: Document, tokenizer: PreTrainedTokenizerBase) -> tup
         start += len(line) + 1
     if not document.text.startswith(HEADER) or question is None or question.segment not in spans:
         raise ProbeError("documents", document.task, "Structural scores need documents of kv_retrieval.")
-    offsets = tokenizer(document.text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    ((_, offsets),) = tokenized(tokenizer, [document.text])
     first, last = np.asarray(offsets).T
     # Tokens that overlap the line. As in `encode`, several tokens may share one character.
     touches = [np.flatnonzero((first < stop) & (last > start)) for start, stop in spans]

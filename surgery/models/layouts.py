@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -55,6 +56,11 @@ class Streams:
     query: Tensor
     step: Tensor
     gate: Tensor | None = None
+
+    def in_fp32(self) -> Streams:
+        """Return the inputs in fp32 at least, since sums of steps over tokens are exponentiated."""
+        wide = torch.promote_types(self.x.dtype, torch.float32)
+        return replace(self, **{name: getattr(self, name).to(wide) for name in ("x", "key", "query", "step")})
 
 
 class Structure(Protocol):

@@ -151,9 +151,9 @@ def is_match(text: str, answers: Sequence[str], bounded: bool) -> bool:
 
 
 def max_answer_tokens(document: Document) -> int:
-    """Upper bound on the tokens of the answer, plus one: a token has at least one character."""
+    """Upper bound on the tokens of the answer, plus one: a token has at least one byte."""
     questions = answer_list(document)
-    return questions[-1].answer[1] - questions[0].answer[0] + 1
+    return len(document.text[questions[0].answer[0] : questions[-1].answer[1]].encode()) + 1
 
 
 def exact_matches(

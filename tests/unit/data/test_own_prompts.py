@@ -67,3 +67,31 @@ def test_an_answer_competes_with_its_prompt_and_the_other_answers(tmp_path: Path
             logits = model(torch.tensor([ids])).logits[0, -1]
         others = sorted(({*ids} | answers) - {gold})
         torch.testing.assert_close(margin, logits[gold] - logits[others].max(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\n\n"])
+def test_in_prompts_of_one_line_both_gold_positions_are_before_the_query(tmp_path: Path, end: str) -> None:
+    rows = [{"prompt": f"a is {n}; b is {n + 1}; b is:{end}", "answer": str(n + 1)} for n in range(20, 40)]
+    tokenizer = pico_tokenizer()
+    ((_, batch),) = own_batches(own_prompts(write(tmp_path, rows), tokenizer, 20), tokenizer, 20)
+    assert bool((batch.answer_token >= 0).all()) and bool((batch.answer_token <= batch.segment_end).all())
+    assert bool((batch.segment_end < batch.query).all())
+
+
+def test_a_row_whose_prompt_ends_with_the_answer_is_left_out(tmp_path: Path) -> None:
+    data = write(tmp_path, [*ROWS, {"prompt": "The value of b is 77", "answer": "77"}])
+    assert len(own_prompts(data, pico_tokenizer(), 500)) == len(ROWS)
+
+
+def test_a_space_before_the_answer_is_not_what_the_base_is_asked_for(tmp_path: Path) -> None:
+    """The same batch, whether the space ends the prompt or begins the answer."""
+    tokenizer = pico_tokenizer()
+    assert len(tokenizer(" 42")["input_ids"]) == 2, "the space is a token of its own"
+    rows = [{**row, "answer": f" {row['answer']}"} for row in ROWS]
+    moved = [{"prompt": f"{row['prompt']} ", "answer": row["answer"]} for row in ROWS]
+    batches = [
+        own_batches(own_prompts(write(tmp_path, found), tokenizer, 500), tokenizer, 32)[0][1] for found in (rows, moved)
+    ]
+    for name in ("input_ids", "query", "target", "answer_token", "segment_end", "choice_ids"):
+        assert torch.equal(getattr(batches[0], name), getattr(batches[1], name)), name
+    assert [tokenizer.decode(target) for target in batches[0].target[:3, 0]] == ["21", "23", "25"]

@@ -109,10 +109,12 @@ def test_spans_stand_on_their_tokens(tmp_path: Path) -> None:
         ("a:1\nb:2\nis", [6, 7], "b:2\n"),
         ("a:1\nb:2\nis", [2, 7], "a:1\nb:2\n"),
         ("a:1\nb:2\nis", [2, 4], "a:1\n"),
-        ("only 7 here", [5, 6], "only 7 here"),
+        ("a:1\nb is 2. b is:", [9, 10], "b is 2"),
+        ("only 7 here", [5, 6], "only 7"),
+        ("only 7 here\n \n", [5, 6], "only 7"),
     ],
 )
-def test_a_segment_is_the_line_of_the_span(prompt: str, span: list[int], line: str) -> None:
+def test_a_segment_is_the_line_of_the_span_and_ends_before_the_query(prompt: str, span: list[int], line: str) -> None:
     data = Data.model_validate({"path": "none", "columns": {"answer_span": "at"}})
     row = Row("here", {"prompt": prompt, "answer": f" {prompt[slice(*span)]}", "at": span})
     question = Reader(data, TOKENIZER).document(row).questions[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from surgery.locate.ablation_sweep import (
 from surgery.locate.batches import PromptBatches
 from surgery.locate.clean_run import CleanRun, run_clean
 from surgery.models.lookup import family_of, mixer_of, structure_of
+from surgery.models.torch_scans import torch_scans
 from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Locate
@@ -37,6 +39,7 @@ from surgery.testing.pico import (
     HEAD_DIM,
     HEADS,
     pico_base,
+    pico_family,
     pico_hybrid,
     pico_site,
     pico_tokenizer,
@@ -148,6 +151,19 @@ def test_sets_of_heads_equal_naive(where: Any, fill: Any, make: Any) -> None:
     fast = ablate(run, SETS, ablation)
     assert_same(fast, naive_ablate(run, SETS, ablation))
     assert max(moved(run, fast)) > 1e-3
+
+
+@pytest.mark.parametrize("where", ["everywhere", "context"])
+@pytest.mark.parametrize("name", ["zamba2", "falcon_h1"])
+def test_heads_of_both_mixers_of_a_block_are_ablated_together(name: str, where: Any) -> None:
+    """In Zamba2 the attention runs before the SSM of its block, and acts through the SSM's input alone."""
+    with torch_scans(model := pico_family(name)):
+        run = run_clean(model, prompts())
+        shared = [(a, b) for a, b in itertools.combinations(run.specs, 2) if a.layer == b.layer]
+        sets = [[a.heads[1], b.heads[1]] for a, b in shared] + [[a.heads[0], b.heads[2]] for a, b in shared]
+        assert len(sets) > 2
+        fast = ablate(run, [*sets, *each(run.specs[0])], Ablation(where))
+        assert_same(fast, naive_ablate(run, [*sets, *each(run.specs[0])], Ablation(where)))
 
 
 @every_model

@@ -278,6 +278,21 @@ def test_what_an_ssm_head_reads_most_is_what_it_mixes_in_most_of(name: str) -> N
                 torch.testing.assert_close(sizes[head, r, s], expected)
 
 
+def test_in_half_precision_what_is_mixed_in_is_summed_in_fp32() -> None:
+    """The largest weights over 400 tokens are those of the same streams in double precision."""
+    model, ids, queries = pico_family("mamba").bfloat16(), tokens(1, 400), torch.arange(300, 400)
+    spec = family_of(model.config).mixers(model.config)[1]
+    mixer, structure = mixer_of(model, spec), structure_of(spec)
+    with torch.no_grad(), record(model, [spec]) as trace:
+        model(ids, use_cache=False)
+        found = baselines.contribution_sizes(model, spec, trace.projected[spec.name], queries)
+        streams = structure.streams(mixer, spec, trace.projected[spec.name])
+        double = {key: getattr(streams, key).double() for key in ("x", "key", "query", "step")}
+        weights_CRT = structure.hidden_attention(mixer.double(), spec, replace(streams, **double))[0][:, queries]
+    sizes = weights_CRT.unflatten(0, (spec.num_heads, -1)).pow(2) * double["x"][0].permute(1, 2, 0)[:, :, None].pow(2)
+    assert float((found.argmax(-1) != sizes.sum(1).argmax(-1)).double().mean()) < 0.005
+
+
 def copying_document(decoy: bool = False, first: bool = False) -> Document:
     """`q:17;b:42;` and so on, then the answer 42; a decoy is a 42 before the segment, or after a `first` one."""
     writer = Writer()

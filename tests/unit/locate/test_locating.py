@@ -270,6 +270,20 @@ class TestLocate:
         found = locate_heads(self._model(), pico_tokenizer(), section, Splice(select="random"))
         assert {"query", "segment_end"} <= found.heads[0].scores.keys() and found.clean["accuracy"].n == 2
 
+    def test_a_search_with_own_data_begins_with_prompts_of_both_kinds(self, tmp_path: Path) -> None:
+        rows = [{"prompt": f"a:{n}\nb:{n + 1}\nb is", "answer": str(n + 1)} for n in range(20, 84)]
+        (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        options = {"data": str(tmp_path / "own.jsonl"), "examples": 64, "generated": 64, "batch_size": 8, "pairs": 2}
+        shuffled = Locate(**options, search={"first": 32})
+        model, tokenizer = pico_base(vocab_size=len(pico_tokenizer())), pico_tokenizer()
+        found = locating.PromptBatches(model, tokenizer, shuffled, 0)
+        first = [document.text for index in range(4) for document in found.documents(index) or ()]
+        own = [text for text in first if "\nb is" in text]
+        assert 0 < len(own) < len(first) and own != sorted(own)
+        plain = locating.PromptBatches(model, tokenizer, Locate(**options), 0)
+        texts = [[d.text for i in range(16) for d in batches.documents(i) or ()] for batches in (found, plain)]
+        assert texts[0] != texts[1] and sorted(texts[0]) == sorted(texts[1])
+
     def test_a_base_at_ceiling_is_refused(self) -> None:
         class Table:
             def clean_correct(self) -> Any:

@@ -106,6 +106,12 @@ def test_a_list_begins_at_its_first_answer() -> None:
     assert max_answer_tokens(several) == len(several.text[slice(*several.questions[-1].answer)]) + 1
 
 
+def test_an_answer_may_have_a_token_for_every_byte() -> None:
+    document = Document("x", "a:\u5317\u4eac", (Question((2, 4), ()),))
+    count = len(pico_tokenizer()("\u5317\u4eac")["input_ids"])
+    assert 2 < count < max_answer_tokens(document)
+
+
 @pytest.mark.parametrize(
     ("text", "answers", "bounded", "said"),
     [

@@ -18,7 +18,7 @@ RecipePath = Annotated[Path, _recipe("A recipe file, or a shipped recipe's name,
 PretrainPath = Annotated[Path, _recipe("A pretraining recipe: a file or a name, such as pretrain-pico.")]
 AnalysisPath = Annotated[Path, _recipe("An analysis recipe: a file or a name, such as pico-reproduce.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Recipe values to set, such as train.steps=100.")
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Recipe values to set, such as seed=1.")
 ]
 First = Annotated[
     str | None, typer.Option("--from", metavar="STAGE", help="Start at this stage, even if it is finished.")

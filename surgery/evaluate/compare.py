@@ -55,6 +55,8 @@ class Comparison(Section):
     def _models_differ(self) -> Comparison:
         if len(set(self.models)) < len(self.models):
             raise ValueError("the same model is listed twice. List each once.")
+        if self.evaluate.read_twice:
+            raise ValueError("`evaluate.read_twice` adds arms to runs of `surgery run` only. Remove it.")
         return self
 
 
@@ -126,22 +128,23 @@ def _evaluate(
         check_finite(base)
     first = next(iter(bases))
     vocabulary = tokenizers[first].get_vocab()
-    shared_prompts = make_prompts(recipe.evaluate, recipe.seed, tokenizer=tokenizers[first])
+    prompts = {first: make_prompts(recipe.evaluate, recipe.seed, tokenizer=tokenizers[first])}
+    for name, tokenizer in tokenizers.items():
+        shared = tokenizer.get_vocab() == vocabulary
+        prompts[name] = prompts[first] if shared else make_prompts(recipe.evaluate, recipe.seed, tokenizer=tokenizer)
     arms: dict[str, Arm] = {}
     models: dict[str, PreTrainedModel] = {}
     skipped = {}
     for index, (name, base) in enumerate(bases.items()):
-        prompts = shared_prompts
-        if tokenizers[name].get_vocab() != vocabulary:
+        if prompts[name] is not prompts[first]:
             skipped[name] = f"not tested against {first}: it has another tokenizer"
-            prompts = make_prompts(recipe.evaluate, recipe.seed, tokenizer=tokenizers[name])
 
         def tick(done: int, total: int, name: str = name, index: int = index) -> None:
             if progress is not None:
                 progress(index * total + done, len(bases) * total, name)
 
         model = load_model(base)
-        arms[name] = evaluate_model(model, tokenizers[name], recipe.evaluate, recipe.seed, prompts, tick)
+        arms[name] = evaluate_model(model, tokenizers[name], recipe.evaluate, recipe.seed, prompts[name], tick)
         if recipe.evaluate.efficiency is not None:
             models[name] = model
         del model  # before the next one is loaded

@@ -62,7 +62,7 @@ def recipe_of_base(
     """Write the recipe of a base to RUNS/NAME.yaml, or find the one that an earlier call wrote there.
 
     Raises:
-        SurgeryError: as `recipe_text`, or the recipe that is there has another base or other data.
+        SurgeryError: as `recipe_text`, or the recipe that is there has another base, tokenizer or data.
     """
     from surgery.init.initial_recipe import recipe_name
 
@@ -70,8 +70,9 @@ def recipe_of_base(
     if path.exists() and not overwrite:
         stored = load_recipe(path)
         own = [entry.path for entry in stored.train.own_data]
-        if stored.base.model != model or own != ([] if data is None else [data]):
-            hint = "It is the recipe of another base or of other data. Pass --overwrite, or another --runs folder."
+        base = (stored.base.model, stored.base.tokenizer, stored.base.trust_remote_code)
+        if base != (model, tokenizer, trust_remote_code) or own != ([] if data is None else [data]):
+            hint = "It is the recipe of another base, tokenizer or data. Pass --overwrite, or another --runs folder."
             raise SurgeryError("--base", str(path), hint)
         _say(f"using {path}, written before. Pass --overwrite to measure again.")
         return path

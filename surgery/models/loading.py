@@ -325,7 +325,10 @@ def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
             open_checkpoint(base)
         with reading("base.tokenizer", f"{source}, config.json", CONFIG_HINT):
             check_sizes(PreTrainedConfig.get_config_dict(name)[0])
-    with reading("base.tokenizer", source, "Its tokenizer files are damaged. Download them again."):
+    hint = "Its tokenizer files are damaged. Download them again."
+    if is_hub_id(name):
+        hint = "There is no such folder, and no such tokenizer on the Hub, or the Hub cannot be reached."
+    with reading("base.tokenizer", source, hint):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=base.trust_remote_code)
         is_empty = not tokenizer("a 7", add_special_tokens=False)["input_ids"]
     if is_empty:

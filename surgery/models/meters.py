@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
+_LARGEST_SHADOW = 1 << 24  # elements: larger tensors are masks and scores, whose values decide nothing
 _GROUPED = getattr(aten, "_grouped_mm", None)  # for mixtures of experts; missing in older torch
 
 
@@ -266,7 +267,7 @@ class Shadows:
         if not changes and all(self._value(t) is not None for t in made):
             return  # views
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if any(self._value(t) is None for t in inputs):
+        if any(self._value(t) is None for t in inputs) or any(t.numel() > _LARGEST_SHADOW for t in made):
             if changes:
                 self._shadows.pop(made[0].untyped_storage()._cdata, None)
             return

@@ -33,8 +33,8 @@ def entries(tree: Mapping[str, Any], path: Place = ()) -> Iterator[tuple[Place, 
     """
     for key, value in sorted(tree.items(), key=lambda item: bool(path) or item[0] != "held_out"):
         if isinstance(value, Mapping):
-            if value.keys() & {"accuracy", "perplexity", "nats"}:
-                yield (*path, key), value
+            if any(not isinstance(value.get(unit, {}), Mapping) for unit in ("accuracy", "perplexity", "nats")):
+                yield (*path, key), value  # a data set may have such a name: then the value is an entry of its own
             yield from entries(value, (*path, key))
         elif not path and key.startswith("perplexity"):
             yield (key,), {"perplexity": value}

@@ -10,7 +10,7 @@ from surgery.data.own_prompts import own_prompts
 from surgery.files.shipped import local_path
 from surgery.models.loading import check_vocabulary, load_config, open_checkpoint
 from surgery.recipe import Base, Checkpoint, Recipe, Teacher, as_base
-from surgery.recipe.public import is_hub_id
+from surgery.recipe.public import is_hub_id, source_of
 from surgery.run.at_hand import at_hand, cached_folder
 from surgery.run.context import Run
 from surgery.run.pipeline import check_configs, check_documents
@@ -59,7 +59,7 @@ def check_without_weights(recipe: Recipe, file: Path | None = None) -> list[str]
     skipped += others
     if not shapes_from and not is_folder:
         skipped.append(f"weight files of {name}, which is on the Hub")
-    lacks_tokenizer = base.tokenizer is not None and not Path(base.tokenizer).exists()
+    lacks_tokenizer = base.tokenizer is not None and is_hub_id(source_of(base.tokenizer, None)[0])
     if lacks_tokenizer or (shapes_from and base.tokenizer is None):
         return [*skipped, _unavailable("tokenizer", base.tokenizer or name, "tokens of data and prompts")]
     config = load_config(base)

@@ -87,14 +87,15 @@ def test_a_base_in_the_format_of_mamba_ssm_is_located_and_trained(tmp_path: Path
 def test_run_with_a_base_writes_its_recipe_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = str(family_folder("mamba2", tmp_path / "mine"))
 
-    def path_of(data: str | None = None) -> Path:
-        return recipe_of_base(base, data, None, False, tmp_path / "runs", overwrite=False)
+    def path_of(data: str | None = None, tokenizer: str | None = None, trust: bool = False) -> Path:
+        return recipe_of_base(base, data, tokenizer, trust, tmp_path / "runs", overwrite=False)
 
     assert path_of() == tmp_path / "runs" / "mine.yaml" and load_recipe(path_of()).base.model == base
     captured = capsys.readouterr()
     assert "written before" in captured.err and captured.out == ""
-    with pytest.raises(SurgeryError, match="of other data"):
-        path_of("mine.jsonl")
+    for other in ({"data": "mine.jsonl"}, {"tokenizer": base}, {"trust": True}):
+        with pytest.raises(SurgeryError, match="of another base, tokenizer or data"):
+            path_of(**other)  # type: ignore[arg-type]
 
 
 def test_a_base_without_a_tokenizer_is_refused_with_the_option(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def test_a_change_leaves_the_other_defaults() -> None:
         (["a"], ("models=[b]",), "Give the models as arguments"),
         (["a"], ("evaluate.pears=[2]",), "evaluate.pears"),
         (["a"], ("plugins=[no_such_module]",), "plugins: no_such_module"),
+        (["a"], ("evaluate.read_twice=true",), "read_twice"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(models: list[str], change: tuple[str, ...], field: str) -> None:

@@ -85,6 +85,13 @@ def test_masks_keep_their_values_on_meta() -> None:
     assert found == masked(mask, torch.empty(2, 4, 3))
 
 
+def test_values_of_large_masks_are_not_kept() -> None:
+    """A mask of 20,000 x 20,000 tokens would take 400 MB."""
+    with Meter(), pytest.raises(NotImplementedError, match="values"):
+        seen = torch.ones(20_000, dtype=torch.bool, device="meta")
+        bool((seen[:, None] & seen[None]).all())
+
+
 def test_a_mask_changed_in_place_is_followed() -> None:
     with Meter():
         mask = torch.zeros(6, dtype=torch.bool, device="meta")

@@ -42,6 +42,16 @@ def test_a_missing_teacher_is_named_by_its_key(given: dict[str, Any], field: str
     assert error.value.field == field
 
 
+def test_a_tokenizer_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    pico_base(vocab_size=len(pico_tokenizer())).save_pretrained(tmp_path / "base")
+    pico_tokenizer().save_pretrained(tmp_path / "base")
+    base = {"model": str(tmp_path / "base"), "tokenizer": str(tmp_path / "nothing")}
+    with pytest.raises(ModelError, match=r"base\.tokenizer: .*nothing.* There is no such folder"):
+        check_without_weights(check_recipe({"name": "x", "base": base}, Recipe))
+    hub = check_recipe({"name": "x", "base": {**base, "tokenizer": "owner/none"}}, Recipe)
+    assert any("owner/none" in line for line in check_without_weights(hub))
+
+
 def test_stages_are_named_in_order() -> None:
     recipe = check_recipe({"name": "x", "base": {"model": "owner/name"}}, Recipe)
     assert [stage.name for stage in choose_stages(recipe, "plan", "train")] == ["plan", "splice", "train"]

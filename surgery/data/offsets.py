@@ -13,11 +13,15 @@ def tokenized(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[
     """Tokenize texts without special tokens: ids and offsets of each text.
 
     A tokenizer whose post-processor trims offsets (`trim_offsets` of byte-level BPE) leaves the space before a word out
-    of its token. Such spaces are given back to the token.
+    of its token. Such spaces are given back to the token. A tokenizer that drops spaces has no token for them.
     """
     encoded = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True)
-    rows = zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True)
-    return [(ids, _with_spaces(text, offsets)) for text, ids, offsets in rows]
+    whole = [_with_spaces(text, offsets) for text, offsets in zip(texts, encoded["offset_mapping"], strict=True)]
+    if whole != encoded["offset_mapping"]:
+        alone, spaced = tokenizer(["b", " b"], add_special_tokens=False)["input_ids"]
+        if alone == spaced:
+            whole = encoded["offset_mapping"]
+    return list(zip(encoded["input_ids"], whole, strict=True))
 
 
 def _with_spaces(text: str, offsets: Sequence[Span]) -> list[Span]:

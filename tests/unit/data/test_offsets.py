@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from surgery.data.encoding import encode
@@ -38,3 +38,9 @@ def test_every_position_is_that_of_the_tokenizer_without_trimming(task: str) -> 
     one, other = (encode(documents, tokenizer) for tokenizer in (trimming(), pico_tokenizer()))
     for name in ("input_ids", "query", "target", "answer_token", "segment_start", "segment_end", "read_answer_token"):
         assert getattr(one, name).equal(getattr(other, name)), name
+
+
+def test_a_tokenizer_that_drops_spaces_has_no_token_for_them() -> None:
+    backend = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    assert tokenized(PreTrainedTokenizerFast(tokenizer_object=backend), ["a  b"]) == [([0, 1], [(0, 1), (3, 4)])]

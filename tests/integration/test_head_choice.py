@@ -15,7 +15,7 @@ from transformers import Mamba2ForCausalLM
 
 from bench.common import load
 from bench.studies.head_choice import choosers as choosers_module
-from bench.studies.head_choice import mamba1, study
+from bench.studies.head_choice import mamba1, study, swap
 from bench.studies.head_choice.arms import (
     COLUMNS,
     DEFAULT_BRANCH,
@@ -43,6 +43,7 @@ from bench.studies.site_selection.tables import tables_on
 from surgery.errors import RunError
 from surgery.files.atomic import read_json, write_json
 from surgery.models.lookup import family_of
+from surgery.probes.kv_retrieval import kv_prompts
 from tests.integration.conftest import PICO_MAMBA2 as BASE
 
 TOY = Budget(
@@ -358,3 +359,21 @@ def test_the_constant_in_place_of_the_norm_has_its_scale() -> None:
     for block in model.backbone.layers:
         block.mixer.norm.register_forward_pre_hook(lambda _, inputs: (4 * inputs[0], inputs[1]))
     torch.testing.assert_close([4 * scale for scale in mamba1.norm_scales(model, tokenizer)], scales, atol=0, rtol=1e-3)
+
+
+def test_a_twin_has_the_same_question_and_another_answer() -> None:
+    document = next(iter(kv_prompts("twin", 0, 1, 6, filler=(0, 3))))
+    twin, question = swap.twin_of(document), document.questions[-1]
+    assert question.value is not None and twin.questions == document.questions
+    start, end = question.value
+    assert twin.text[start:end] != document.text[start:end] and sorted(twin.text) == sorted(document.text)
+    assert twin.text[:start].count("\n") == document.text[:start].count("\n")
+    asked = document.text.rindex("\n")
+    assert twin.text[asked:] == document.text[asked:]
+
+
+def test_the_head_that_carries_the_value_is_found() -> None:
+    model, tokenizer = load(BASE)
+    found = swap.scores(model, tokenizer, list(kv_prompts("twin", 0, 16, 12)))
+    assert len(found) == 32 and max(found, key=lambda head: found[head]["swap"]) == "L0H1"
+    assert all(abs(lost["swap"]) < 0.1 for head, lost in found.items() if head[:2] == "L3")

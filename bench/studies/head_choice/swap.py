@@ -22,17 +22,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bench.common import ENGLISH, FAR, FAR_AGAIN, ROOT, SHIPPED, load, parser, quiet_on_one_thread, save
+from bench.common import ROOT, load, parser, quiet_on_one_thread, save
 from bench.studies.experiment import in_short_chunks
 from bench.studies.head_choice.bases import BASES
-from surgery.data.encoding import EncodedBatch, encode
+from surgery.data.encoding import encode
+from surgery.interventions.hooks import record
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import Document
 from surgery.probes.kv_retrieval import kv_prompts
+from surgery.scoring.ranking import ranked
 from surgery.types import MixerSpec
 
 RESULTS = ROOT / "docs" / "evidence" / "head_choice" / "swap.json"
-FOLDERS = {"shipped": SHIPPED, "far": FAR, "again": FAR_AGAIN, "english": ENGLISH}
+KEPT = ("shipped", "far", "again", "english")  # bases whose checkpoints are in the repository
 PROMPTS = 48
 
 
@@ -49,15 +51,6 @@ def twin_of(document: Document) -> Document:
     exchanged = list(text)
     exchanged[start:end], exchanged[first:last] = text[first:last], text[start:end]
     return replace(document, text="".join(exchanged))
-
-
-def margins(model: PreTrainedModel, batch: EncodedBatch, ids_NT: Tensor) -> Tensor:
-    """(N,) logit of the gold value of `batch` minus that of the best other value, after the tokens `ids_NT`."""
-    with torch.no_grad():
-        output = model(ids_NT, attention_mask=batch.attention_mask, use_cache=False, logits_to_keep=1)
-    choices, gold = batch.choice_ids[:, -1], batch.gold[:, -1:]
-    logits = output.logits[:, -1].gather(1, choices.clamp(min=0)).masked_fill(choices < 0, -torch.inf)
-    return logits.gather(1, gold)[:, 0] - logits.scatter(1, gold, -torch.inf).max(1).values
 
 
 @contextmanager
@@ -85,25 +78,17 @@ def scores(
     )
     assert torch.equal(batch.attention_mask, twins.attention_mask), "a value has another number of tokens"
     specs = family_of(model.config).mixers(model.config)
-    outputs: dict[str, Tensor] = {}
-    handles = [
-        structure_of(spec)
-        .out_proj(mixer_of(model, spec))
-        .register_forward_pre_hook(lambda _, given, name=spec.name: outputs.update({name: given[0][:, -1].clone()}))
-        for spec in specs
-    ]
-    margins(model, batch, twins.input_ids)
-    for handle in handles:
-        handle.remove()
-    clean, found = margins(model, batch, batch.input_ids), {}
+    with record(model, specs) as activations:
+        ranked(model, [twins])
+    clean, found = ranked(model, [batch]).margin, {}
     for spec in specs:
         for head in spec.heads:
             columns = structure_of(spec).weight_slices(spec, head.head).out
-            swap = outputs[spec.name][:, columns]
+            swap = activations.heads[spec.name][:, -1, columns]
             lost = {}
             for name, values in (("swap", swap), ("zero", torch.zeros_like(swap))):
                 with patched(model, spec, columns, values):
-                    lost[name] = round(float((clean - margins(model, batch, batch.input_ids)).mean()), 3)
+                    lost[name] = round(float((clean - ranked(model, [batch]).margin).mean()), 3)
             found[str(head)] = lost
     return found
 
@@ -113,10 +98,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser(__doc__).parse_args(arguments)
     quiet_on_one_thread()
     results: dict[str, Any] = {"prompts": PROMPTS, "bases": {}}
-    for name, folder in FOLDERS.items():
+    for name in KEPT:
         options = BASES[name].options
         documents = list(kv_prompts("swap", 0, PROMPTS, options["locate_pairs"], filler=options.get("filler")))
-        model, tokenizer = load(folder)
+        model, tokenizer = load(BASES[name].folder)
         results["bases"][name] = scores(in_short_chunks(model), tokenizer, documents)
         for column in ("swap", "zero"):
             best = sorted(results["bases"][name].items(), key=lambda item: -item[1][column])[:4]

@@ -28,6 +28,7 @@ FAR = CHECKPOINTS / "pico-far"
 TRANSFORMER = CHECKPOINTS / "pico-transformer"
 ENGLISH = CHECKPOINTS / "pico-english"
 FAR_AGAIN = CHECKPOINTS / "pico-far-again"
+MAMBA1 = CHECKPOINTS / "pico-mamba1"
 RUNS = ROOT / "runs"
 
 

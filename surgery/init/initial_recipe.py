@@ -21,6 +21,7 @@ from surgery.recipe.public import public_name
 from surgery.run.dry_run import dry_run
 from surgery.run.machine import GIB
 
+_AT_QUERY = ["query", "patching", "sharpen"]  # one decode step per head and column
 _ARMS = 4  # of an evaluation: base, control, hybrid without its new heads, hybrid
 _MINUTES = {"locate": 5, "evaluate": 10}  # aimed at
 _STEP = 1.2  # cost of a token in a decode step, compared with one in a full pass (docs/LOG.md, 2026-11-23)
@@ -170,11 +171,11 @@ def _prompts_to_locate(found: Findings) -> tuple[int, list[str], str]:
     second = found.tokens / found.tokens_per_second  # of a pass
     full, steps = found.heads / 2, found.heads / 2 * _STEP / found.tokens  # passes of one column, half of the layers
     budget = _MINUTES["locate"] * 60 / second
-    for methods, passes in (([], 3 + 2 * full + 3 * steps), (["query", "sharpen"], 2 + 3 * steps)):
+    for methods, passes in (([], 4 + 2 * full + 4 * steps), (_AT_QUERY, 3 + 4 * steps)):
         for examples in (128, 64, 32):
             if examples * passes <= budget:
                 return examples, methods, f"About {_minutes(examples * passes * second)} at the measured speed."
-    return 16, ["query", "sharpen"], f"Few: about {_minutes(16 * passes * second)} at the measured speed."
+    return 16, _AT_QUERY, f"Few: about {_minutes(16 * passes * second)} at the measured speed."
 
 
 def _minutes(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Change the contribution of heads at the query: ablate it, or replace it by an oracle read.
+"""Change the contribution of heads at the query: ablate it, patch it, or replace it by an oracle read.
 
 In an oracle read a head attends to exactly one token.
 """
@@ -40,6 +40,7 @@ def intervene(
     ablate: Mapping[str, Tensor],
     reads: Mapping[str, OracleRead],
     conv_states: Mapping[str, Tensor] | None = None,
+    fills: Mapping[str, Tensor] | None = None,
 ) -> Iterator[None]:
     """Change heads at the last token of the forward pass inside the context, variants folded into the batch.
 
@@ -48,6 +49,7 @@ def intervene(
         reads: by `MixerSpec.name`, oracle reads. The skip stays.
         conv_states: by `MixerSpec.name`, (W*B,channels,kernel) state of the convolution before this token, or the
             (B,channels,kernel) that all variants share. Required when decoding.
+        fills: by `MixerSpec.name`, (B,I) values that replace the outputs of ablated heads. By default zeros.
 
     Raises:
         ModelError: a hook never fired.
@@ -65,16 +67,18 @@ def intervene(
                 hooks.before(layer, f"{name} scan", structure.scan_reader(mixer), change)
             if name in ablate:
                 out_proj = structure.out_proj(mixer)
-                hooks.before(layer, f"{name} out_proj", out_proj, partial(_ablate_last, ablate[name]))
+                change = partial(_replace_last, ablate[name], (fills or {}).get(name))
+                hooks.before(layer, f"{name} out_proj", out_proj, change)
         yield
 
 
-def _ablate_last(mask_WH: Tensor, args: tuple) -> tuple:
-    """Zero heads at the last token of (W*B,T,I)."""
+def _replace_last(mask_WH: Tensor, fill_BI: Tensor | None, args: tuple) -> tuple:
+    """Replace heads at the last token of (W*B,T,I), by zeros without a fill."""
     W, H = mask_WH.shape
     u = args[0].clone()
-    last = u[:, -1].view(W, -1, H, u.shape[-1] // H)
-    last *= (~mask_WH)[:, None, :, None]
+    last_WBHP = u[:, -1].view(W, -1, H, u.shape[-1] // H)
+    fill = 0 if fill_BI is None else fill_BI.to(u.dtype).unflatten(-1, (H, -1))
+    last_WBHP.copy_(torch.where(mask_WH[:, None, :, None], fill, last_WBHP))
     return (u, *args[1:])
 
 

@@ -13,9 +13,9 @@ Shape legend: B prompts, T tokens, W variants, L layers, H heads, P head width, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from surgery.interventions.ablation import Ablation, ablated, fill_values, token_mask
-from surgery.interventions.hooks import from_block, from_mixer
+from surgery.interventions.hooks import from_block, from_mixer, hooked
 from surgery.interventions.oracle_read import OracleRead, intervene, mixed_at_query, values_at
 from surgery.interventions.shared_states import from_shared_states, reading
 from surgery.locate.clean_run import CleanPass, CleanRun, run_pass, scores_by_variant
@@ -44,7 +44,7 @@ class Variant:
     """A model changed at the query.
 
     Attributes:
-        ablate: heads that are ablated.
+        ablate: heads that are ablated: their outputs are replaced by zeros, or by the fills of `change_at_query`.
         oracle: heads with an oracle read, and the position that each one reads.
     """
 
@@ -210,7 +210,12 @@ def ablated_while_running(
 
 
 @torch.no_grad()
-def change_at_query(run: CleanRun, variants: Sequence[Variant], memory: int | None = None) -> list[ChoiceScores]:
+def change_at_query(
+    run: CleanRun,
+    variants: Sequence[Variant],
+    memory: int | None = None,
+    fills: Mapping[str, Tensor] | None = None,
+) -> list[ChoiceScores]:
     """Score models changed at the query token alone, by one decode step from the cached states.
 
     Variants are folded into the batch and run from the lowest changed block up. If no token follows the query, all
@@ -220,6 +225,7 @@ def change_at_query(run: CleanRun, variants: Sequence[Variant], memory: int | No
         run: the clean model on the prompts.
         variants: changes to score.
         memory: bytes that the tensors of one step may take.
+        fills: by `MixerSpec.name`, (B,I) values that replace the outputs of ablated heads. By default zeros.
 
     Returns:
         Scores for each variant.
@@ -235,7 +241,7 @@ def change_at_query(run: CleanRun, variants: Sequence[Variant], memory: int | No
     for index, spec in enumerate(run.specs):
         from_here = [i for i, low in enumerate(lowest) if low == index]
         for chunk in _chunks(from_here, row, memory or _memory(run.model)):
-            change, cache = _change_from(run, spec, [variants[i] for i in chunk], reads, values)
+            change, cache = _change_from(run, spec, [variants[i] for i in chunk], reads, values, fills)
             changed = run_changed(run, run.query, len(chunk), change, cache, spec.layer)
             scores |= dict(zip(chunk, changed, strict=True))
     return [scores[i] for i in range(len(variants))]
@@ -247,6 +253,7 @@ def _change_from(
     group: Sequence[Variant],
     reads: Sequence[MixerSpec],
     values: dict[tuple[str, Reads], Tensor],
+    fills: Mapping[str, Tensor] | None,
 ) -> tuple[Callable[[CleanPass], AbstractContextManager[None]], Cache]:
     """Prepare variants from the block of their lowest mixer up: the change of a pass, and the states before it.
 
@@ -266,7 +273,7 @@ def _change_from(
     activations, unchanged = run.query.activations, lowest if is_alone else None
     changes = (
         partial(from_shared_states, run.model, reads, cache, activations, unchanged),
-        partial(intervene, run.model, run.specs, *changes_by_mixer(run, group, values), conv_states),
+        partial(intervene, run.model, run.specs, *changes_by_mixer(run, group, values), conv_states, fills),
     )
     return partial(_from_block_changed, run, lowest, W, changes), cache
 
@@ -314,6 +321,31 @@ def changes_by_mixer(
             reads[head.mixer].heads[w, head.head] = True
             reads[head.mixer].value[w, :, head.head] = values[key][:, head.head]
     return masks, reads
+
+
+@torch.no_grad()
+def outputs_at_query(run: CleanRun, input_ids: Tensor) -> dict[str, Tensor]:
+    """Run other prompts of the same lengths, and record the output of every head at the query.
+
+    Args:
+        input_ids: (B,T), padded as the prompts of `run`.
+
+    Returns:
+        By `MixerSpec.name`, (B,I) input of `out_proj`.
+    """
+    outputs: dict[str, Tensor] = {}
+    prompt = replace(run.prompt, batch=replace(run.batch, input_ids=input_ids))
+
+    def store_last(name: str, args: tuple) -> None:
+        outputs[name] = args[0][:, -1].clone()
+
+    with hooked(run.model, run.specs) as hooks:
+        for spec in run.specs:
+            out_proj = structure_of(spec).out_proj(mixer_of(run.model, spec))
+            hooks.before(spec.layer, f"{spec.name} out_proj", out_proj, partial(store_last, spec.name))
+        run_pass(run.model, prompt, 1, None, None if run.narrowed is None else run.narrowed[0], use_cache=False)
+    run.passes += len(run.batch)
+    return outputs
 
 
 @torch.no_grad()

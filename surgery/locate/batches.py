@@ -2,6 +2,8 @@
 
 The processes take batches in turn. Results are gathered in the order of the batches, so every process has all of them,
 and the numbers do not depend on the number of processes.
+
+Shape legend: B prompts of a batch, N prompts of all batches, T tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.encoding import EncodedBatch, encode
@@ -32,10 +34,7 @@ ROUNDING = 1e-3  # logits: largest difference by rounding between two computatio
 
 def is_stepwise(section: Locate) -> bool:
     """Whether all methods change heads at the query alone, so that the clean query can be a decode step."""
-    methods = section.per_batch
-    if section.backups or not all(METHODS[method].decode_step for method in methods):
-        return False
-    return section.fill == "zero" or set(methods) == {"sharpen"}  # with a fill, `query` takes full passes
+    return not section.backups and all(METHODS[method].decode_step for method in section.per_batch)
 
 
 class PromptBatches:
@@ -66,6 +65,7 @@ class PromptBatches:
             pairs = _encoded(model, tokenizer, section, seed)
             self._documents, batches = [documents for documents, _ in pairs], [batch for _, batch in pairs]
         self.batches = list(batches)
+        self._counterfactuals = counterfactuals(self.batches)
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -79,6 +79,10 @@ class PromptBatches:
     def documents(self, index: int) -> list[Document] | None:
         """Text of a batch; None if encoded batches were passed."""
         return self._documents[index] if self._documents is not None else None
+
+    def counterfactual(self, index: int) -> Tensor | None:
+        """(B,T) tokens of a batch with other answers in the context; None without (`counterfactuals`)."""
+        return None if self._counterfactuals is None else self._counterfactuals[index].to(self.model.device)
 
     def clean(self) -> list[Record]:
         """Score the clean model on every prompt, in one plain pass."""
@@ -160,6 +164,33 @@ class PromptBatches:
             )
             hint += " Remove the methods query and sharpen."
             raise ModelError("locate", f"{apart:.3g} logits apart", hint)
+
+
+def counterfactuals(batches: Sequence[EncodedBatch]) -> list[Tensor] | None:
+    """Copy prompts with the answer of another prompt in the place of their own. Questions and lengths stay.
+
+    The first token of the value in the context is replaced by that of the next prompt with another one: the query
+    predicts the first token of the answer.
+
+    Returns:
+        For each batch, (B,T) tokens. None if a prompt has no place of its answer, or all prompts have the same first
+        token.
+    """
+    rows = [torch.arange(len(batch)) for batch in batches]
+    places = [batch.of_last_question(batch.answer_token).cpu() for batch in batches]
+    if any(bool((place_B < 0).any()) for place_B in places):
+        return None
+    copies = [batch.input_ids.cpu().clone() for batch in batches]
+    token_N = torch.cat([copy[row, at] for copy, row, at in zip(copies, rows, places, strict=True)])
+    if len(token_N.unique()) == 1:
+        return None
+    other_N, N = token_N.clone(), len(token_N)
+    for i in reversed(range(2 * N)):  # backwards; twice, since the last prompts take theirs from the first ones
+        here, after = i % N, (i + 1) % N
+        other_N[here] = token_N[after] if token_N[after] != token_N[here] else other_N[after]
+    for copy, row, at, other_B in zip(copies, rows, places, other_N.split([len(row) for row in rows]), strict=True):
+        copy[row, at] = other_B
+    return copies
 
 
 def _encoded(

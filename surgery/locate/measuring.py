@@ -63,7 +63,8 @@ def measure_heads(
         with prompts.gathered() as measured:
             for index, run in prompts.clean_runs(range(begin, end)):
                 documents = prompts.documents(index)
-                batch = LocateBatch(run, [items[i] for i in alive], section, prompts.tokenizer, documents)
+                other = prompts.counterfactual(index)
+                batch = LocateBatch(run, [items[i] for i in alive], section, prompts.tokenizer, documents, other)
                 measured[index] = measure_batch(batch, index, alive, len(items), tick)
                 del run, batch  # frees the activations before the next batch runs
         records += measured.values()

@@ -41,6 +41,8 @@ class LocateBatch:
         section: the recipe's section `locate`.
         tokenizer: the model's.
         documents: text of the prompts; None if encoded batches were passed to `locate_heads`.
+        counterfactual: (B,T) tokens of the prompts with the answer of another prompt in the place of their own; None
+            if a prompt has no place of its answer, or all prompts have the same answer.
     """
 
     run: CleanRun
@@ -48,6 +50,7 @@ class LocateBatch:
     section: Locate
     tokenizer: PreTrainedTokenizerBase
     documents: Sequence[Document] | None
+    counterfactual: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -109,12 +112,39 @@ def ablation(batch: LocateBatch) -> Scores:
 )
 def query(batch: LocateBatch) -> Scores:
     """Ablate each head at the query, where Aggregate heads act."""
-    from surgery.interventions.ablation import Ablation
-    from surgery.locate.ablation_sweep import Variant, ablate, change_at_query
+    from surgery.interventions.ablation import fill_values
+    from surgery.locate.ablation_sweep import Variant, change_at_query
 
-    if batch.section.fill != "zero":
-        return {"query": ablate(batch.run, batch.items, Ablation("query", batch.section.fill))}
-    return {"query": change_at_query(batch.run, [Variant(ablate=tuple(item)) for item in batch.items])}
+    run, fills = batch.run, {}
+    for name, u_BTI in run.query.activations.heads.items():
+        values = fill_values(u_BTI[:, -1:], run.query.batch, batch.section.fill)
+        if values is not None:
+            fills[name] = values[:, 0]
+    variants = [Variant(ablate=tuple(item)) for item in batch.items]
+    return {"query": change_at_query(run, variants, fills=fills)}
+
+
+@register_method(
+    "patching",
+    [Column("patching", "replaced at the query by its output for another answer", effect="loss")],
+    ranks=True,
+    decode_step=True,
+    gloss="activation patching",
+)
+def patching(batch: LocateBatch) -> Scores:
+    """Activation patching: give each head, at the query, its output on the prompt with another answer in it.
+
+    A head that carries the answer to the query then carries the other one. A head that only needs the question has the
+    same output in both prompts, and loses nothing.
+    """
+    from surgery.locate.ablation_sweep import Variant, change_at_query, outputs_at_query
+
+    if batch.counterfactual is None:
+        hint = "It needs prompts with different answers, each with its place in the prompt. Remove the method."
+        raise ProbeError("locate.methods", "patching", hint)
+    fills = outputs_at_query(batch.run, batch.counterfactual)
+    variants = [Variant(ablate=tuple(item)) for item in batch.items]
+    return {"patching": change_at_query(batch.run, variants, fills=fills)}
 
 
 @register_method("context", [Column("context", "removed at every token but the query", effect="loss")], ranks="gather")

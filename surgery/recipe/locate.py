@@ -51,7 +51,7 @@ class Training(Section):
     rows: Positive = Field(16, description="Training documents per step, each with up to 4 questions.")
     candidates_by: UntrainedRanking = Field(
         "sharpen",
-        description="Value of `splice.select` whose best heads are the candidates. `aggregate` suits bases on which "
+        description="Value of `splice.select` whose best heads are the candidates. `patching` suits bases on which "
         "the oracle read misleads.",
     )
     new_keys: ClassVar[dict[str, Any]] = {"candidates_by": "sharpen"}
@@ -127,12 +127,12 @@ class Locate(Section):
     """Measure every head: exact ablation, roles by position, oracle reads (`sharpen`), and baselines."""
 
     methods: OneOrMore[Method] = Field(
-        ("ablation", "query", "context", "sharpen"),
+        ("ablation", "query", "patching", "context", "sharpen"),
         min_length=1,
-        description="Measurements of every head (docs/LOCATE.md). `query` ranks heads for the default `splice.select`. "
-        "`sharpen`, the oracle read, finds the position that training supervises. [query, sharpen] needs one decode "
-        "step per head and column, which suits large models on small machines. `gates` and `trial` train candidates, "
-        "and add `sharpen`.",
+        description="Measurements of every head (docs/LOCATE.md). `patching` ranks heads for the default "
+        "`splice.select`. `sharpen`, the oracle read, finds the position that training supervises. [query, patching, "
+        "sharpen] needs one decode step per head and column, which suits large models on small machines. `gates` and "
+        "`trial` train candidates, and add `sharpen`.",
     )
     task: LocatedTask = Field(
         "kv_retrieval",

@@ -39,10 +39,10 @@ class Splice(Section):
     """Heads to splice, and the attention that they get."""
 
     select: Select = Field(
-        "aggregate",
+        "patching",
         description="How to choose heads: a ranking of a locating method, `list` (the heads in `heads`), or a control: "
-        "`random`, `uniform` (evenly spaced). `aggregate` ranks by the margin lost when the head is ablated at the "
-        "query, and needs `query` in `locate.methods`.",
+        "`random`, `uniform` (evenly spaced). `patching` ranks by the margin lost when the head's output at the query "
+        "is that for another answer, and needs `patching` in `locate.methods`.",
     )
     num_heads: Positive = Field(1, description="Number of heads to splice.")
     heads: OneOrMore[str] = Field(

@@ -14,12 +14,14 @@ from surgery.data.encoding import encode
 from surgery.export.verify import verify_folder
 from surgery.interventions.ablation import Ablation
 from surgery.locate.batches import PromptBatches
+from surgery.locate.locating import locate_heads
 from surgery.locate.redundancy import ablate_sets
+from surgery.locate.selection import rank
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.probes.documents import Document, rng_of
 from surgery.probes.knowledge import fact_question, facts
 from surgery.probes.kv_retrieval import kv_document
-from surgery.recipe import Base, Locate
+from surgery.recipe import Base, Locate, Splice
 from surgery.scoring.ranking import answer_choices
 from surgery.types import HeadId
 from tests.integration.conftest import PICO_MAMBA2 as BASE
@@ -81,6 +83,16 @@ def test_the_far_base_needs_its_gather_and_aggregate_heads() -> None:
     accuracy = clean[1].mean()
     assert min(len(heads) for heads in sets) >= 1 and accuracy >= 0.75
     assert all(scores[1].mean() <= 0.7 * accuracy for scores in changed)
+
+
+def test_patching_finds_the_head_that_reads_where_ablation_takes_one_that_does_not() -> None:
+    """L0H0 of `pico-far-again` loses most at the query and reads nothing of the answer (docs/HEAD_CHOICE.md)."""
+    base = Base(model=str(ROOT / "checkpoints" / "pico-far-again"))
+    section = Locate(methods=("query", "patching"), pairs=8, filler=(0, 20), examples=24, batch_size=24)
+    heads = locate_heads(load_model(base), load_tokenizer(base), section, Splice(), seed=5, any_accuracy=True)
+    by_query = rank(heads.heads, "aggregate")[0]
+    assert str(heads.chosen[0].head) == "L3H0" and heads.chosen[0].scores["patching"].low > 1
+    assert str(by_query.head) == "L0H0" and abs(by_query.scores["patching"].value) < 0.2
 
 
 def test_the_example_retrieves_from_many() -> None:

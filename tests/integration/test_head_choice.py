@@ -15,11 +15,10 @@ from transformers import Mamba2ForCausalLM
 
 from bench.common import load
 from bench.studies.head_choice import choosers as choosers_module
-from bench.studies.head_choice import mamba1, study, swap
+from bench.studies.head_choice import mamba1, study
 from bench.studies.head_choice.arms import (
     COLUMNS,
     DEFAULT_BRANCH,
-    DEFAULT_BRANCH_4,
     DEFAULT_CHOOSER,
     DESIGN,
     DESIGNS,
@@ -27,6 +26,7 @@ from bench.studies.head_choice.arms import (
     NO_SPLICE,
     PLAIN,
     SHORT,
+    WIDE,
     Budget,
     Choices,
     arm_of,
@@ -43,7 +43,6 @@ from bench.studies.site_selection.tables import tables_on
 from surgery.errors import RunError
 from surgery.files.atomic import read_json, write_json
 from surgery.models.lookup import family_of
-from surgery.probes.kv_retrieval import kv_prompts
 from tests.integration.conftest import PICO_MAMBA2 as BASE
 
 TOY = Budget(
@@ -125,9 +124,11 @@ class TestArms:
         assert len({arm.file for arm in arms}) == len({arm.identity(TOY, "r") for arm in arms}) == len(DESIGNS)
         assert design_of(next(arms_of(choices, "shipped", 0, "1"))) is None
 
-    def test_four_heads_are_also_trained_with_the_default_branch(self) -> None:
+    @pytest.mark.parametrize(("column", "plain_column"), WIDE.items())
+    def test_the_same_sets_are_trained_with_the_default_branch(self, column: str, plain_column: str) -> None:
         choices = made_up_choices({DEFAULT_CHOOSER: ("L0H5", "L0H1", "L1H2", "L0H0")})
-        plain, wide = (list(arms_of(choices, "shipped", 0, column)) for column in ("4", DEFAULT_BRANCH_4))
+        plain, wide = (list(arms_of(choices, "shipped", 0, name)) for name in (plain_column, column))
+        plain = [arm for arm in plain if arm.heads]
         assert [arm.heads for arm in wide] == [arm.heads for arm in plain] and len(wide) > 1
         assert {design_of(arm) for arm in wide} == {DEFAULT_BRANCH} and {arm.width for arm in wide} == {64}
         assert len({arm.file for arm in (*plain, *wide)}) == 2 * len(plain)
@@ -196,7 +197,7 @@ class TestRegret:
         assert rows["bases with a regret"] == ["1 of 2", *["0 of 2"] * 4, "1 of 10 cases", ""]
         assert found["bases"].startswith("### The shipped base\n") and "another" not in found["bases"]
         assert "| no splice | missing |" in found["bases"]
-        assert "| seed 0 | no seed; 0 of 10 of seed 0 |" in found["bases"]
+        assert f"| seed 0 | no seed; 0 of {len(CHOOSERS)} of seed 0 |" in found["bases"]
         paths = regret_by_chooser({("shipped", "1"): regrets(results, "shipped", "1")}, {"shipped": "x"}, tmp_path)
         assert [path.name for path in paths] == ["regret.png", "regret.svg", "regret.csv"]
         assert (tmp_path / "regret.csv").read_text().count("\n") == 1 + len(CHOOSERS)
@@ -359,21 +360,3 @@ def test_the_constant_in_place_of_the_norm_has_its_scale() -> None:
     for block in model.backbone.layers:
         block.mixer.norm.register_forward_pre_hook(lambda _, inputs: (4 * inputs[0], inputs[1]))
     torch.testing.assert_close([4 * scale for scale in mamba1.norm_scales(model, tokenizer)], scales, atol=0, rtol=1e-3)
-
-
-def test_a_twin_has_the_same_question_and_another_answer() -> None:
-    document = next(iter(kv_prompts("twin", 0, 1, 6, filler=(0, 3))))
-    twin, question = swap.twin_of(document), document.questions[-1]
-    assert question.value is not None and twin.questions == document.questions
-    start, end = question.value
-    assert twin.text[start:end] != document.text[start:end] and sorted(twin.text) == sorted(document.text)
-    assert twin.text[:start].count("\n") == document.text[:start].count("\n")
-    asked = document.text.rindex("\n")
-    assert twin.text[asked:] == document.text[asked:]
-
-
-def test_the_head_that_carries_the_value_is_found() -> None:
-    model, tokenizer = load(BASE)
-    found = swap.scores(model, tokenizer, list(kv_prompts("twin", 0, 16, 12)))
-    assert len(found) == 32 and max(found, key=lambda head: found[head]["swap"]) == "L0H1"
-    assert all(abs(lost["swap"]) < 0.1 for head, lost in found.items() if head[:2] == "L3")

@@ -78,7 +78,7 @@ def test_a_base_in_the_format_of_mamba_ssm_is_located_and_trained(tmp_path: Path
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(PICO_MAMBA2 / file, folder)
     recipe = recipe_for(folder)
-    assert recipe.splice is not None and recipe.splice.select == "aggregate"
+    assert recipe.splice is not None and recipe.splice.select == "patching"
     assert recipe.train.sources[0].weights.uses("attention")
     run_pipeline(shortened(recipe), tmp_path / "run", last="train")
     assert (tmp_path / "run" / "trained" / "config.json").is_file()

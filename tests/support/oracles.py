@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -84,14 +84,17 @@ def naive_ablate(
 
 
 @torch.no_grad()
-def naive_change_at_query(run: CleanRun, variants: Sequence[Variant]) -> list[ChoiceScores]:
+def naive_change_at_query(
+    run: CleanRun, variants: Sequence[Variant], fills: Mapping[str, Tensor] | None = None
+) -> list[ChoiceScores]:
     """Run the whole prompt through all blocks, changed at its end, for each variant; logits of all tokens."""
     whole, scores = replace(run, narrowed=None), []
     for variant in variants:
         changes = changes_by_mixer(whole, [variant])
 
         def change(part: CleanPass, changes: tuple = changes) -> AbstractContextManager[None]:
-            return intervene(run.model, run.specs, *changes) if part is run.prompt else nullcontext()
+            is_prompt = part is run.prompt
+            return intervene(run.model, run.specs, *changes, fills=fills) if is_prompt else nullcontext()
 
         scores += run_changed(whole, run.prompt, 1, change)
     return scores

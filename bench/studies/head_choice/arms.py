@@ -17,8 +17,8 @@ from surgery.types import HeadId, Reads, better_read
 LAYER = "layer"
 COLUMNS = ("1", "2", "4", LAYER, "8")  # numbers of heads, and one whole layer
 DESIGN = "design"  # other branches at the head of the default chooser
-DEFAULT_BRANCH_4 = "4, default branch"  # four heads with the branch that `splice` has by default
-ORDER = ("1", DESIGN, "4", DEFAULT_BRANCH_4, LAYER, "2", "8")  # in which arms run: the most informative first
+WIDE = {f"{column}, default branch": column for column in ("1", "2", "4")}  # with the default branch of `splice`
+ORDER = ("1", DESIGN, "4", LAYER, "2", "8", *WIDE)  # in which arms run: the most informative first
 DESIGNS: Mapping[str, Mapping[str, Any]] = {  # fields of an arm by name; see `splice` in recipes
     "add": {},
     "replace": {"mode": "replace"},
@@ -28,7 +28,7 @@ DESIGNS: Mapping[str, Mapping[str, Any]] = {  # fields of an arm by name; see `s
 }
 PLAIN = "add"  # the design of all other arms
 DEFAULT_BRANCH = "add, min_width 64"
-DEFAULT_CHOOSER = "aggregate"
+DEFAULT_CHOOSER = "patching"
 NO_SPLICE = "no-splice"
 
 
@@ -157,8 +157,8 @@ def arms_of(choices: Choices, base: str, seed: int, column: str) -> Iterator[Arm
     if column == DESIGN:
         yield from design_arms(choices, base, seed)
         return
-    if column == DEFAULT_BRANCH_4:
-        for arm in arms_of(choices, base, seed, "4"):
+    if column in WIDE:
+        for arm in (arm for arm in arms_of(choices, base, seed, WIDE[column]) if arm.heads):
             name = arm.name + suffix_of(DEFAULT_BRANCH)
             yield arm_at(choices, base, seed, name, arm.heads, **DESIGNS[DEFAULT_BRANCH])
         return

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.common import ENGLISH, FAR, FAR_AGAIN, ROOT, RUNS, SHIPPED
+from bench.common import ENGLISH, FAR, FAR_AGAIN, MAMBA1, ROOT, SHIPPED
 from bench.studies.head_choice import mamba1
 from surgery.recipe import PretrainRecipe, load_recipe
 from surgery.run.pretrain import pretrain
 
 RECIPES = Path(__file__).parent / "recipes"
-FOLDERS = RUNS / "head_choice" / "bases"
 DISTANT: Mapping[str, Any] = {"filler": (0, 20), "locate_pairs": 12, "rows": 8, "examples": 400}
 
 
@@ -56,5 +55,5 @@ BASES: Mapping[str, StudyBase] = {
         options=DISTANT,
     ),
     "english": StudyBase("English text", ENGLISH, by_recipe(RECIPES / "english.yaml"), options={"locate_pairs": 8}),
-    "mamba1": StudyBase("a Mamba-1 with distant keys and values", FOLDERS / "mamba1", mamba1.make, options=DISTANT),
+    "mamba1": StudyBase("a Mamba-1 with distant keys and values", MAMBA1, mamba1.make, options=DISTANT),
 }

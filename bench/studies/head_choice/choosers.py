@@ -46,6 +46,7 @@ CHOOSERS: Mapping[str, Chooser] = {
     "greedy": Chooser("oracle read, greedy", "sharpen", greedy=True),
     "ablation": Chooser("ablation", "ablation"),
     "aggregate": Chooser("aggregate", "aggregate"),
+    "patching": Chooser("patching", "patching"),
     "attribution": Chooser("attribution", "attribution"),
     "divergence": Chooser("KL-guided layer", "layer_divergence"),
     "random": Chooser("random", "random"),

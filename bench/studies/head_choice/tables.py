@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from bench.common import markdown_table
-from bench.studies.head_choice.arms import COLUMNS, DEFAULT_BRANCH, DEFAULT_CHOOSER, DESIGNS, LAYER, PLAIN
+from bench.studies.head_choice.arms import COLUMNS, DEFAULT_BRANCH, DEFAULT_CHOOSER, DESIGNS, LAYER, PLAIN, WIDE
 from bench.studies.head_choice.choosers import CHOOSERS
 from bench.studies.head_choice.regret import (
     Results,
@@ -61,18 +61,19 @@ def _designs(results: Results, labels: Mapping[str, str]) -> str:
 
 
 def _default_branch(results: Results, labels: Mapping[str, str]) -> str:
-    """Accuracy and regret of every chooser with four heads, with copies alone and with the default branch."""
-    wide = results.of_design(DEFAULT_BRANCH)
-    bases = [base for base in labels if results.seeds(base) and wide.complete_seeds(base, "4")]
+    """Accuracy and regret of every chooser with copies alone and with the default branch, where both are finished."""
+    wide, columns = results.of_design(DEFAULT_BRANCH), WIDE.values()
+    places = [(base, c) for base in labels for c in columns if results.seeds(base) and wide.complete_seeds(base, c)]
     rows = []
     for name, chooser in CHOOSERS.items():
         cells = []
-        for base in bases:
+        for base, column in places:
             for of_design in (results, wide):
-                regret = regrets(of_design, base, "4").get(name)
-                cells += [_accuracy_cell(accuracy(of_design, base, name, "4")), _regret_cell(regret)]
+                regret = regrets(of_design, base, column).get(name)
+                cells += [_accuracy_cell(accuracy(of_design, base, name, column)), _regret_cell(regret)]
         rows.append([chooser.label, *cells])
-    parts = [f"{base}, {branch}" for base in bases for branch in ("copies alone", "default branch")]
+    branches = ("copies alone", "default branch")
+    parts = [f"{base}, {TITLES[column]}, {branch}" for base, column in places for branch in branches]
     return markdown_table(["chooser", *(title for part in parts for title in (part, "regret"))], rows)
 
 

@@ -56,7 +56,7 @@ def comment_above(text: str, line: str) -> str:
 def test_what_was_measured_is_in_the_recipe_and_its_comments() -> None:
     recipe, text = written(findings())
     assert (recipe.locate.pairs, recipe.locate.filler, recipe.evaluate.batch_size) == (12, (0, 20), 8)
-    assert recipe.splice is not None and recipe.splice.select == "aggregate"
+    assert recipe.splice is not None and recipe.splice.select == "patching"
     assert "the base answers .81 of 48 prompts (.95 of 8, .50 of 24)" in " ".join(text.replace("#", "").split())
     assert comment_above(text, "batch_size") == "# Prompts a second by batch size: 4: 50, 8: 80."
     assert "too few words" in text
@@ -108,15 +108,15 @@ def test_a_slow_base_is_measured_on_fewer_prompts() -> None:
 
 
 def test_the_time_of_locating_with_decode_steps() -> None:
-    """As measured for bases of 10 million weights: 3 columns of 1.2 tokens for each head, over half of the layers."""
+    """As measured for bases of 10 million weights: 4 columns of 1.2 tokens for each head, over half of the layers."""
     config = pico_config(vocab_size=1024)
     heads = config.num_hidden_layers * config.num_heads
     tokens, speed = heads // 2, 0.1  # prompts a second
     recipe, text = written(findings(tokens=tokens, sizes=(12,), batch_size=8, speeds={8: speed}))
-    assert recipe.locate.methods == ("query", "sharpen") and recipe.locate.examples == 16
+    assert recipe.locate.methods == ("query", "patching", "sharpen") and recipe.locate.examples == 16
     assert (
         comment_above(text, "examples: 16")
-        == f"# Few: about {round(16 * (2 + 3 * 1.2) / speed / 60)} minutes at the measured speed."
+        == f"# Few: about {round(16 * (3 + 4 * 1.2) / speed / 60)} minutes at the measured speed."
     )
 
 

@@ -26,8 +26,9 @@ from surgery.locate.ablation_sweep import (
     oracle_values,
     run_changed,
 )
-from surgery.locate.batches import PromptBatches
+from surgery.locate.batches import PromptBatches, counterfactuals
 from surgery.locate.clean_run import CleanRun, run_clean
+from surgery.locate.methods import METHODS, LocateBatch
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.models.torch_scans import torch_scans
 from surgery.probes.documents import rng_of
@@ -174,6 +175,55 @@ def test_a_set_at_the_query_is_the_decode_step(make: Any) -> None:
 
 
 @every_model
+@pytest.mark.parametrize("fill", ["mean", "resample"])
+def test_fills_at_the_query_are_those_of_whole_passes(fill: Any, make: Any) -> None:
+    run = run_of(make)
+    for clean in (run, run_clean(run.model, run.batch, stepwise=True)):
+        batch = LocateBatch(clean, SETS, Locate(fill=fill), pico_tokenizer(), None)
+        assert_same(METHODS["query"].measure(batch)["query"], ablate(run, SETS, Ablation("query", fill)))
+
+
+@every_model
+@every_batch
+def test_patching_is_the_output_on_other_prompts(lengths: tuple[int, ...], make: Any) -> None:
+    """Against whole passes, of the prompts and of the counterfactual ones, with hooks of this test's own."""
+    run = run_of(make, lengths)
+    (other,) = counterfactuals([run.batch]) or ()
+    for clean in (run, run_clean(run.model, run.batch, stepwise=True)):
+        batch = LocateBatch(clean, SETS, Locate(), pico_tokenizer(), None, other)
+        fast = METHODS["patching"].measure(batch)["patching"]
+        for heads, scores in zip(SETS, fast, strict=True):
+            assert_same([scores], [choice_scores(_patched(run, other, heads), run.batch)])
+        assert all(distance > 1e-4 for distance in moved(run, fast))
+
+
+def _patched(run: CleanRun, other: Tensor, heads: Any) -> Tensor:
+    """(B,V) logits at the query, with the outputs of heads there that they have on other prompts."""
+    out_proj = {h.layer: run.model.backbone.layers[h.layer].mixer.out_proj for h in heads}
+    outputs: dict[int, Tensor] = {}
+
+    def store(layer: int) -> Any:
+        return lambda _, args: outputs.update({layer: args[0][:, -1]})
+
+    def put(layer: int) -> Any:
+        def hook(_: Any, args: tuple) -> tuple:
+            u = args[0].clone()
+            for columns in (slice(h.head * HEAD_DIM, (h.head + 1) * HEAD_DIM) for h in heads if h.layer == layer):
+                u[:, -1, columns] = outputs[layer][:, columns]
+            return (u,)
+
+        return hook
+
+    for hook, ids in ((store, other), (put, run.batch.input_ids)):
+        handles = [module.register_forward_pre_hook(hook(layer)) for layer, module in out_proj.items()]
+        with torch.no_grad():
+            logits: Tensor = run.model(ids, attention_mask=run.prompt.mask, use_cache=False).logits[:, -1]
+        for handle in handles:
+            handle.remove()
+    return logits
+
+
+@every_model
 @every_batch
 def test_one_pass_and_a_step_equal_two_passes(lengths: tuple[int, ...], make: Any) -> None:
     """The clean query as a decode step; the recorded streams are those of the whole pass."""
@@ -244,6 +294,10 @@ def test_at_query_equals_naive(lengths: tuple[int, ...], make: Any) -> None:
     run = run_of(make, lengths)
     fast = change_at_query(run, SINGLE + COMBINED)
     assert_same(fast, naive_change_at_query(run, SINGLE + COMBINED))
+    fills = {spec.name: torch.randn(len(lengths), spec.num_heads * spec.head_dim) for spec in run.specs[1:]}
+    filled = change_at_query(run, SINGLE + COMBINED, fills=fills)
+    assert_same(filled, naive_change_at_query(run, SINGLE + COMBINED, fills))
+    assert not torch.equal(filled[HEADS].margin, fast[HEADS].margin), "the first head of the second mixer"
     assert moved(run, fast)[len(SINGLE)] < 1e-4, "no change at all"
     assert sum(distance > 1e-3 for distance in moved(run, fast)) >= len(SINGLE + COMBINED) - 4
 

@@ -351,15 +351,15 @@ class TestLocate:
         assert set(found.clean) == {"accuracy", "margin"} and found.clean["accuracy"].n == 6
         assert head_set_from_json(to_json(found)) == found
 
-    def test_the_default_chooses_by_ablation_at_the_query(self, any_accuracy: None) -> None:
+    def test_the_default_chooses_by_activation_patching(self, any_accuracy: None) -> None:
         """Further heads are the next of the ranking, with no further pass. Training still gets the position to read."""
         model, steps = self._model(), []
         one, two = (
             locate_heads(model, pico_tokenizer(), PROMPTS, splice, seed=3, progress=lambda *at: steps.append(at))
             for splice in (None, Splice(num_heads=2))
         )
-        assert one.method == two.method == "aggregate" and one.heads == two.heads
-        lost = [s.scores["query"].value for s in two.heads]
+        assert one.method == two.method == "patching" and one.heads == two.heads
+        lost = [s.scores["patching"].value for s in two.heads]
         assert lost == sorted(lost, reverse=True) and lost[0] > lost[-1]
         assert one.chosen == two.heads[:1] and two.chosen == two.heads[:2]
         assert all(s.reads in ("segment_end", "answer_token") and s.given == () for s in two.chosen)
@@ -373,7 +373,7 @@ class TestLocate:
             assert names(found.heads) == names(rank(found.heads, by[methods]))
             return tuple(s.head for s in found.heads)
 
-        by = {("sharpen", "query"): "aggregate", ("sharpen", "ablation"): "sharpen"}
+        by = {("sharpen", "patching"): "patching", ("sharpen", "ablation"): "sharpen"}
         assert len({order(*methods) for methods in by}) == 2
 
     def test_signs(self, any_accuracy: None) -> None:
@@ -396,10 +396,10 @@ class TestLocate:
         """Fewer columns, the same numbers; nothing is said of the context, so no head gathers."""
         model, steps = self._model(), []
         whole = {s.head: s for s in locate_heads(model, pico_tokenizer(), PROMPTS).heads}
-        section = PROMPTS.model_copy(update={"methods": ("query", "sharpen")})
+        section = PROMPTS.model_copy(update={"methods": ("query", "patching", "sharpen")})
         part = locate_heads(model, pico_tokenizer(), section, progress=lambda *at: steps.append(at))
-        assert steps == [(i + 1, 2 * 3) for i in range(2 * 3)], "two batches, ablation and both perfect reads"
-        columns = ("query", "segment_end", "answer_token")
+        assert steps == [(i + 1, 2 * 4) for i in range(2 * 4)], "two batches: ablation, patching and both oracle reads"
+        columns = ("query", "patching", "segment_end", "answer_token")
         for head in part.heads:
             assert set(head.scores) == {*columns, *(f"{c}_accuracy" for c in columns)}
             for c in columns:
@@ -408,7 +408,7 @@ class TestLocate:
             assert head.role in ("aggregate", "neither")
         assert names(part.chosen) == names(part.heads)[:1] and len(part.heads) == 8
 
-    @pytest.mark.parametrize("select", ["aggregate", "sharpen"])
+    @pytest.mark.parametrize("select", ["aggregate", "patching", "sharpen"])
     @pytest.mark.parametrize("family", ["bamba", "zamba2", "falcon_h1", "llama"])
     def test_attention_heads_are_measured_and_never_chosen(self, family: str, select: str, any_accuracy: None) -> None:
         model = pico_family(family, vocab_size=1024)
@@ -433,7 +433,7 @@ class TestLocate:
         assert names(whole.heads) == names(parts.heads)
         for a, b in zip(whole.heads, parts.heads, strict=True):
             # The usual size of a perfect read is that over a batch: the sharpen columns may differ a little.
-            for column in ("ablation", "query", "context"):
+            for column in ("ablation", "query", "patching", "context"):
                 assert a.scores[column].value == pytest.approx(b.scores[column].value, abs=1e-4)
 
     @pytest.mark.parametrize("select", ["random", "ablation", "list"])
@@ -464,7 +464,7 @@ def test_own_prompts_are_measured_with_generated_ones(tmp_path: Path) -> None:
     file = tmp_path / "own.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"path": str(file), "columns": {"answer_span": "auto"}}
-    section = Locate(methods=("query", "sharpen"), pairs=4, batch_size=4, data=data, generated=3)
+    section = Locate(methods=("query", "patching", "sharpen"), pairs=4, batch_size=4, data=data, generated=3)
     heads = locate_heads(pico_base(vocab_size=len(pico_tokenizer())), pico_tokenizer(), section, any_accuracy=True)
     assert {scored.scores["query"].n for scored in heads.heads} == {len(rows) + 3}
     with pytest.raises(ProbeError, match=r"locate.data: .*own.jsonl \(clean accuracy 0\.\d\d\)"):

@@ -17,7 +17,7 @@ from surgery.models.sizes import meta_model
 from surgery.recipe import Locate
 from surgery.testing.pico import FAMILY_NAMES, pico_base, pico_family, pico_tokenizer, prompts
 
-STEP = Locate(methods=("query", "sharpen"))
+STEP = Locate(methods=("query", "patching", "sharpen"))
 WHOLE = Locate(methods=("ablation", "query"))
 
 
@@ -51,7 +51,7 @@ def test_the_text_names_every_part() -> None:
     assert text.startswith("1.00 GiB held on a device (weights 1.00 GiB, activations 3.00 MiB, states 5.00 KiB)")
 
 
-@pytest.mark.parametrize("methods", [("query", "sharpen"), ("ablation", "query", "context")])
+@pytest.mark.parametrize("methods", [("patching", "sharpen"), ("ablation", "patching", "context")])
 def test_one_batch_is_held_at_a_time(methods: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[weakref.ref[CleanRun]] = []
 

@@ -152,6 +152,7 @@ def test_selections_need_their_methods() -> None:
     assert {select: method.name for select, method in RANKINGS.items()} == {
         "ablation": "ablation",
         "aggregate": "query",
+        "patching": "patching",
         "gather": "context",
         "sharpen": "sharpen",
         "attribution": "attribution",

@@ -26,7 +26,9 @@ def test_columns_at_the_query_are_the_same(name: str) -> None:
     model, tokenizer = pico_family(name, vocab_size=976), pico_tokenizer()
     section, splice = Locate(pairs=4, examples=4, batch_size=4), Splice(select="random")
     whole = locate_heads(model, tokenizer, section, splice)
-    query = locate_heads(model, tokenizer, section.model_copy(update={"methods": ("query", "sharpen")}), splice)
+    query = locate_heads(
+        model, tokenizer, section.model_copy(update={"methods": ("query", "patching", "sharpen")}), splice
+    )
     for full, part in zip(whole.heads, query.heads, strict=True):
         assert full.head == part.head
         assert {c for c in full.scores if c in EFFECTS} - {c for c in part.scores if c in EFFECTS} == CONTEXT

@@ -65,7 +65,7 @@ def test_a_minimal_recipe_gets_the_defaults_of_the_schema(write: Write) -> None:
     assert recipe.name == "tiny"
     assert recipe.seed == 0
     assert (recipe.splice.select, recipe.splice.mode, recipe.splice.init, recipe.splice.num_heads) == (
-        "aggregate",
+        "patching",
         "add",
         "ssm",
         1,
@@ -389,16 +389,17 @@ def test_what_is_not_measured_cannot_choose(select: str, needed: str, write: Wri
 
 
 def test_a_recipe_that_does_not_measure_the_default_choice_is_refused(write: Write) -> None:
-    """Until 0.1 the default was sharpen, so recipes that measured it alone did not have to set `select`."""
+    """The default was sharpen, then aggregate: recipes that measured one of them did not have to set `select`."""
     text = MINIMAL + "locate: {methods: [%s]}\n"
-    says = "splice.select: aggregate needs query in locate.methods. Add it"
-    for measured, others in (("sharpen", ", or set splice.select to sharpen"), ("retrieval_score", "$")):
+    says = "splice.select: patching needs patching in locate.methods. Add it"
+    cases = (("sharpen", ", or set splice.select to sharpen"), ("query", ", or .* aggregate"), ("retrieval_score", "$"))
+    for measured, others in cases:
         with pytest.raises(RecipeError, match=says + others):
             load_recipe(write(text % measured))
     error = assert_refused(write(text % "sharpen"))
     assert str(error) == f"recipe: 'tiny'. {says}, or set splice.select to sharpen"
     assert load_recipe(write(text % "sharpen"), ["splice.select=sharpen"]).splice.select == "sharpen"
-    assert load_recipe(write(text % "sharpen, query")).splice.select == "aggregate"
+    assert load_recipe(write(text % "sharpen, patching")).splice.select == "patching"
 
 
 @pytest.mark.parametrize(
@@ -449,7 +450,7 @@ def test_a_splice_without_the_new_keys_has_the_same_hash() -> None:
     assert "state_size" not in keys_of_0_1(Splice, Splice().model_dump(mode="json"))
     assert keys_of_0_1(Splice, Splice(state_size=4).model_dump(mode="json"))["state_size"] == 4
     assert keys_of_0_1(Splice, Splice(min_width=None).model_dump(mode="json")) == {
-        "select": "aggregate",
+        "select": "patching",
         "num_heads": 1,
         "heads": [],
         "mode": "add",

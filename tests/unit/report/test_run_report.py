@@ -47,7 +47,7 @@ def test_it_says_what_was_done_and_what_came_of_it(page: str) -> None:
     story = re.sub(r"<[^>]+>", "", page.split("</header>")[0].split("<header>")[1])
     for words in (
         "1 softmax-attention head was added to owner/base beside L1H2",
-        "Selection: aggregate (ablation at the query) on 128 prompts of 24 pairs.",
+        "Selection: patching (activation patching) on 128 prompts of 24 pairs.",
         "7 steps, all weights (5 min)",
         "The control went through the same training",
         "KV-retrieval, 8 pairs",

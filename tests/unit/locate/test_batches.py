@@ -1,0 +1,70 @@
+"""Counterfactual prompts: another prompt's answer in the place of the own one, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from surgery.data.encoding import EncodedBatch, encode
+from surgery.errors import ProbeError
+from surgery.locate.batches import counterfactuals
+from surgery.locate.locating import locate_heads
+from surgery.probes.registry import prompts_of
+from surgery.recipe import Locate, Splice
+from surgery.testing.pico import pico_base, pico_tokenizer, prompts
+
+
+def with_answers(*tokens: int) -> EncodedBatch:
+    """Prompts whose values in the context begin with these tokens."""
+    batch = prompts([9 + i for i in range(len(tokens))])
+    batch.input_ids[torch.arange(len(tokens)), batch.answer_token[:, 0]] = torch.tensor(tokens)
+    return batch
+
+
+def at_answers(batch: EncodedBatch, ids: Tensor) -> list[int]:
+    return ids[torch.arange(len(batch)), batch.of_last_question(batch.answer_token)].tolist()
+
+
+@pytest.mark.parametrize(
+    ("own", "others"),
+    [([5, 6, 7], [6, 7, 5]), ([5, 5, 7], [7, 7, 5]), ([5, 7, 7], [7, 5, 5]), ([5, 6, 5, 5], [6, 5, 6, 6])],
+)
+def test_the_next_prompt_with_another_answer_gives_its_token(own: list[int], others: list[int]) -> None:
+    batch = with_answers(*own)
+    before = batch.input_ids.clone()
+    (ids,) = counterfactuals([batch]) or ()
+    assert at_answers(batch, ids) == others
+    assert (ids != batch.input_ids).sum(1).eq(1).all() and torch.equal(batch.input_ids, before)
+
+
+def test_batches_are_no_limit() -> None:
+    """With one prompt a batch, too: the others are in other batches."""
+    batch = with_answers(5, 5, 7, 6)
+    (whole,) = counterfactuals([batch]) or ()
+    parts = counterfactuals([batch[i : i + 1] for i in range(4)]) or ()
+    assert torch.equal(torch.cat(list(parts)), whole)
+
+
+def test_there_are_none_without_other_answers_or_places() -> None:
+    assert counterfactuals([with_answers(5, 5)]) is None and counterfactuals([with_answers(5)]) is None
+    batch = with_answers(5, 6)
+    batch.answer_token[1] = -1
+    assert counterfactuals([batch]) is None
+    section, same = Locate(methods=("patching", "sharpen")), with_answers(5, 5)
+    with pytest.raises(ProbeError, match=r"locate.methods: patching. It needs prompts with different answers"):
+        locate_heads(pico_base(), pico_tokenizer(), section, Splice(select="random"), batches=[same])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"value_digits": (3, 5)}, {"task": "records"}, {"task": "json_kv"}, {"task": "phonebook"}]
+)
+def test_the_prompts_of_probes_differ_at_the_value(options: Any) -> None:
+    section, tokenizer = Locate(pairs=4, **options), pico_tokenizer()
+    documents = prompts_of(section.probe, "locate", 0, 8, section.options(tokenizer=tokenizer))
+    batch = encode(documents, tokenizer, padding_side="left", until_answer=True)
+    (ids,) = counterfactuals([batch]) or ()
+    for b, (own, other) in enumerate(zip(batch.input_ids, ids, strict=True)):
+        assert (own != other).nonzero()[:, 0].tolist() == batch.answer_token[b, -1:].tolist()

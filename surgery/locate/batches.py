@@ -170,11 +170,11 @@ def counterfactuals(batches: Sequence[EncodedBatch]) -> list[Tensor] | None:
     """Copy prompts with the answer of another prompt in the place of their own. Questions and lengths stay.
 
     The first token of the value in the context is replaced by that of the next prompt with another one: the query
-    predicts the first token of the answer.
+    predicts the first token of the answer. If all prompts have the same, as a single prompt has, it is replaced by the
+    first token of another choice.
 
     Returns:
-        For each batch, (B,T) tokens. None if a prompt has no place of its answer, or all prompts have the same first
-        token.
+        For each batch, (B,T) tokens. None if a prompt has no place of its answer, or no other token was found.
     """
     rows = [torch.arange(len(batch)) for batch in batches]
     places = [batch.of_last_question(batch.answer_token).cpu() for batch in batches]
@@ -182,12 +182,16 @@ def counterfactuals(batches: Sequence[EncodedBatch]) -> list[Tensor] | None:
         return None
     copies = [batch.input_ids.cpu().clone() for batch in batches]
     token_N = torch.cat([copy[row, at] for copy, row, at in zip(copies, rows, places, strict=True)])
-    if len(token_N.unique()) == 1:
-        return None
     other_N, N = token_N.clone(), len(token_N)
     for i in reversed(range(2 * N)):  # backwards; twice, since the last prompts take theirs from the first ones
         here, after = i % N, (i + 1) % N
         other_N[here] = token_N[after] if token_N[after] != token_N[here] else other_N[after]
+    if len(token_N.unique()) == 1:
+        choices = [row for batch in batches for row in batch.last_question()[0][..., 0].cpu()]
+        others = [row[(row >= 0) & (row != token_N[0])] for row in choices]
+        if not all(map(len, others)):
+            return None
+        other_N = torch.stack([row[0] for row in others])
     for copy, row, at, other_B in zip(copies, rows, places, other_N.split([len(row) for row in rows]), strict=True):
         copy[row, at] = other_B
     return copies

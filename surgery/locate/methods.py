@@ -41,8 +41,8 @@ class LocateBatch:
         section: the recipe's section `locate`.
         tokenizer: the model's.
         documents: text of the prompts; None if encoded batches were passed to `locate_heads`.
-        counterfactual: (B,T) tokens of the prompts with the answer of another prompt in the place of their own; None
-            if a prompt has no place of its answer, or all prompts have the same answer.
+        counterfactual: (B,T) tokens of the prompts with another answer in the place of their own; None if a prompt has
+            no place of its answer, or no other answer was found (`surgery.locate.batches.counterfactuals`).
     """
 
     run: CleanRun

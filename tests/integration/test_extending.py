@@ -74,7 +74,7 @@ def test_a_probe_from_outside(tmp_path: Path) -> None:
     recipe = {
         "name": "outside",
         "base": {"model": str(BASE)},
-        "locate": {"pairs": 16, "examples": 16, "methods": ["query", "sharpen"]},
+        "locate": {"pairs": 16, "examples": 16, "methods": ["patching", "sharpen"]},
         **yaml.safe_load(block("A probe", "yaml")),
     }
     recipe["train"] |= {"steps": 2, "control": False}
@@ -118,7 +118,7 @@ def test_an_objective_from_outside(tmp_path: Path) -> None:
     recipe = {
         "name": "outside",
         "base": {"model": str(BASE)},
-        "locate": {"pairs": 16, "examples": 16, "methods": ["query", "sharpen"]},
+        "locate": {"pairs": 16, "examples": 16, "methods": ["patching", "sharpen"]},
         **yaml.safe_load(block("An objective", "yaml")),
     }
     recipe["train"] |= {"steps": 3, "micro_batch": 2}

@@ -50,7 +50,7 @@ def family_folder(name: str, folder: Path) -> Path:
 def shortened(recipe: Recipe) -> Recipe:
     """The recipe with little of everything, to run in seconds."""
     data = recipe.model_dump(mode="json")
-    data["locate"] |= {"examples": 8, "methods": ["query", "sharpen"]}
+    data["locate"] |= {"examples": 8, "methods": ["patching", "sharpen"]}
     data["train"] |= {"steps": 2}
     data["evaluate"] |= {"examples": 8, "sentences": 8}
     for source in data["train"]["sources"]:

@@ -22,7 +22,7 @@ from tests.integration.conftest import BASE, RECIPE, ROOT, SMALL, run_small, sur
 from tests.support.errors import assert_refused
 
 PAIR = "splice={select: list, heads: [L3H2, L3H0], form: pair, before: 0, head_dim: 16}"
-QUICK = ("locate.examples=4", "locate.methods=[query, sharpen]", "train.steps=2", "evaluate.examples=4")
+QUICK = ("locate.examples=4", "locate.methods=[patching, sharpen]", "train.steps=2", "evaluate.examples=4")
 # The quickstart's recipe says how heads are ranked, which the list does not need.
 LIGHT = (*QUICK, "evaluate.sentences=4", "evaluate.pairs=[4]", "evaluate.tasks=[kv_retrieval, perplexity]")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.integration.conftest import run_small
 
 ENDS = (
-    "locate.methods=[query, sharpen]",
+    "locate.methods=[patching, sharpen]",
     "train.steps=30",
     "train.plateau={window: 1, patience: 1, threshold: 0.0, min_steps: 4}",
     "train.optimizer={schedule: wsd, decay: 0.3, warmup: 1}",

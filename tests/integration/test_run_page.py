@@ -51,4 +51,4 @@ def test_the_page_of_the_heads_has_three_prompts_and_the_matrices_of_one(finishe
     assert len(others) == 2 and len({tuple(prompt["tokens"]) for prompt in data["prompts"]}) == 3
     assert first["matrices"] and not any(prompt["matrices"] for prompt in others)
     assert all(len(prompt["rows"]) == len(data["heads"]) for prompt in data["prompts"])
-    assert data["columns"][data["first"]]["key"] == "query", "the recipe selects by aggregate"
+    assert data["columns"][data["first"]]["key"] == "patching", "the recipe selects by it"

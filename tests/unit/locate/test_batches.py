@@ -48,12 +48,22 @@ def test_batches_are_no_limit() -> None:
     assert torch.equal(torch.cat(list(parts)), whole)
 
 
+@pytest.mark.parametrize("own", [[5], [5, 5]])
+def test_prompts_with_one_answer_take_that_of_another_choice(own: list[int]) -> None:
+    batch = with_answers(*own)
+    batch.choice_ids[:, 0, :2] = torch.tensor([5, 9])
+    (ids,) = counterfactuals([batch]) or ()
+    assert at_answers(batch, ids) == [9] * len(own)
+
+
 def test_there_are_none_without_other_answers_or_places() -> None:
-    assert counterfactuals([with_answers(5, 5)]) is None and counterfactuals([with_answers(5)]) is None
     batch = with_answers(5, 6)
     batch.answer_token[1] = -1
     assert counterfactuals([batch]) is None
-    section, same = Locate(methods=("patching", "sharpen")), with_answers(5, 5)
+    same = with_answers(5, 5)
+    same.choice_ids[:] = 5
+    assert counterfactuals([same]) is None
+    section = Locate(methods=("patching", "sharpen"))
     with pytest.raises(ProbeError, match=r"locate.methods: patching. It needs prompts with different answers"):
         locate_heads(pico_base(), pico_tokenizer(), section, Splice(select="random"), batches=[same])
 

@@ -161,7 +161,7 @@ def test_keys_of_stages_know_the_width_of_copies_and_locate_only_if_it_trains_th
         return {name for name in plain if plain[name] != other[name]}
 
     assert changed("splice.min_width=32") == changed("splice.min_width=64") == {"plan", "splice", "export"}
-    for methods in ("[query,sharpen,trial]", "[query,gates]"):
+    for methods in ("[patching,sharpen,trial]", "[patching,gates]"):
         assert changed("splice.min_width=64", methods=methods) == {"locate", "plan", "splice", "export"}
         assert changed("splice.min_width=null", "splice.state_size=4", methods=methods) == {
             "plan",

@@ -81,6 +81,7 @@ def locate_heads(
         ModelError: an unknown model type, quantized weights, a tokenizer of another model, logits that are NaN, or a
             hook that never fired.
         RunError: out of memory.
+        RecipeError: a method of the section does not fit the other settings, such as `gates` with `splice.form: block`.
         PlanError: the heads to choose cannot be spliced.
     """
     section, splice = section or Locate(), splice or Splice()
@@ -132,6 +133,9 @@ def _check_request(section: Locate, splice: Splice, prompts: PromptBatches) -> N
     for method in section.trained:
         if splice.teacher is not None:
             raise RecipeError("locate.methods", method, "It cannot train copies of a teacher. Choose another method.")
+        if splice.form != "head":
+            hint = f"It does not train splice.form: {splice.form}. Remove it, or set splice.form: head."
+            raise RecipeError("locate.methods", method, hint)
         for ranking in ("sharpen", section.candidates_by(method)):
             if RANKINGS[ranking].name not in section.methods:
                 raise RecipeError("locate.methods", method, f"It needs {RANKINGS[ranking].name}. Add it.")

@@ -29,7 +29,7 @@ from surgery.trials import gates as gates_module
 from surgery.trials.gates import HardConcrete
 from surgery.trials.halving import Trained, Trials
 from surgery.trials.training import TrialPrompts, splice_candidates, trial_loss
-from surgery.types import HeadId, HeadSet, Interval, ScoredHead, head_set_from_json, to_json
+from surgery.types import Form, HeadId, HeadSet, Interval, ScoredHead, head_set_from_json, to_json
 
 SECTION = Locate(
     methods=("gates", "trial"),
@@ -417,6 +417,18 @@ class TestRecipe:
         with pytest.raises(RecipeError, match=r"locate.methods: trial. It cannot train copies of a teacher"):
             section = SECTION.model_copy(update={"methods": ("trial", "sharpen")})
             locate_heads(model(), pico_tokenizer(), section, Splice.model_validate(splice))
+
+    @pytest.mark.parametrize("method", ["gates", "trial"])
+    @pytest.mark.parametrize("form", ["block", "pair"])
+    def test_inserted_layers_cannot_be_tried(self, form: Form, method: str) -> None:
+        """The Python API refuses what a recipe refuses."""
+        section = SECTION.model_copy(update={"methods": (method, "sharpen")})
+        splice = {"select": "sharpen", "form": form}
+        with pytest.raises(RecipeError, match=rf"locate.methods: {method}. .*splice.form: {form}. Remove it, or set"):
+            locate_heads(model(), pico_tokenizer(), section, Splice.model_validate(splice), any_accuracy=True)
+        with pytest.raises(ValueError, match=rf"locate.methods: {method} trains spliced heads. Remove it"):
+            whole = {"name": "x", "base": {"model": "base"}, "splice": splice, "locate": {"methods": [method]}}
+            Recipe.model_validate(whole)
 
 
 def test_the_scores_have_a_unit_on_the_page(tmp_path: Path) -> None:

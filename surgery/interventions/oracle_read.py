@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from surgery.errors import ModelError
 from surgery.interventions.hooks import ActivationCache, hooked, store_output
 from surgery.models.lookup import mixer_of, structure_of
 from surgery.types import MixerSpec
@@ -127,6 +128,9 @@ def values_at(
 ) -> Tensor:
     """Look up the value of every head at one token of each prompt.
 
+    A head of attention with a sliding window may read a token before its window, as an SSM head may read one that its
+    state has forgotten. The oracle read is what the head would mix in if it could attend there.
+
     Args:
         activations: activations of the recorded prompts.
         cache: cache of the recorded prompts, which has the values of attention.
@@ -134,9 +138,19 @@ def values_at(
 
     Returns:
         (B,H,P)
+
+    Raises:
+        ModelError: the cache has dropped one of the tokens. See `models.cache.cache_of_all_tokens`.
     """
     mixer, structure, rows = mixer_of(model, spec), structure_of(spec), torch.arange(len(places), device=places.device)
     if structure.in_proj(mixer) is not None:
         return structure.streams(mixer, spec, activations.projected[spec.name]).x[rows, places]
-    values_BGP = cache.layers[spec.layer].values[rows, :, places]
+    layer = cache.layers[spec.layer]
+    dropped = layer.get_seq_length() - layer.values.shape[-2]  # tokens before a sliding window
+    if int(places.min()) < dropped:
+        hint = (
+            f"Its cache has dropped the first {dropped} tokens, and an oracle read is among them. Set shorter prompts."
+        )
+        raise ModelError("layer", spec.name, hint)
+    values_BGP = layer.values[rows, :, places - dropped]
     return values_BGP.repeat_interleave(spec.num_heads // spec.num_groups, dim=1)

@@ -9,11 +9,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from surgery.models.lookup import family_of
 from surgery.models.meters import FusedAttention, Meter
+
+
+def cache_of_all_tokens(config: PreTrainedConfig) -> Cache | None:
+    """Create an empty cache that keeps the keys and values of all tokens in layers with a sliding window.
+
+    The cache that such a model makes by itself drops what its next token cannot attend to. The outputs with both are
+    equal, since the attention mask has the window too.
+
+    Returns:
+        The cache, to pass to the model's forward. None if no layer has a sliding window.
+    """
+    if getattr(config, "sliding_window", None) is None:
+        return None
+    cache = DynamicCache(config=config)
+    cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
+    return cache
 
 
 def expand_cache(cache: Cache, variants: int, first: int = 0, shared: Collection[int] = ()) -> Cache:

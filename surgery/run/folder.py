@@ -123,7 +123,7 @@ class RunDir:
             stage: name of the stage.
             key: its key.
             outputs: its files and folders.
-            seconds: time that it took.
+            seconds: time that it took. See `pipeline` for a training in several sessions.
             origin: for a stage that was taken from another run, what was taken from which run.
         """
         data = {"key": key, "outputs": digest(*outputs), "seconds": round(seconds, 2)}

@@ -273,6 +273,13 @@ def _check_earlier_stages(run: Run, stages: tuple[Stage, ...]) -> None:
 
 
 def _run_stage(run: Run, stage: Stage, forced: bool) -> None:
+    """Run a stage, unless it is finished or can be taken from a sibling.
+
+    The `seconds` of its manifest are those of this session. If it resumed a training, they include the steps that
+    earlier sessions trained and the checkpoint has kept. So every step counts once: steps after the checkpoint were
+    lost, and are trained again. What every session repeats, such as loading the models, counts for this session alone,
+    and `train.check_every` of earlier sessions does not count. The reporter gets the seconds of this session.
+    """
     decided: list[Any] = [None, ""]
     if run.accelerator.is_main_process:
         key = stage.key(run)
@@ -288,12 +295,13 @@ def _run_stage(run: Run, stage: Stage, forced: bool) -> None:
     run.reporter.start(stage.name, "the recipe has no control" if is_empty else stage.what)
     if run.accelerator.is_main_process:
         run.rundir.forget(stage.name)
+    earlier = None
     if stage.together or run.accelerator.is_main_process:
-        stage.work(run, key)
+        earlier = stage.work(run, key)
     run.accelerator.wait_for_everyone()
     seconds = time.perf_counter() - began
     if run.accelerator.is_main_process:
-        run.rundir.finish(stage.name, key, stage.outputs(run), seconds)
+        run.rundir.finish(stage.name, key, stage.outputs(run), seconds + (earlier or 0.0))
     run.reporter.finish(stage.name, seconds)
 
 

@@ -51,7 +51,8 @@ class Stage:
         sections: sections of the recipe, or their fields, that the result depends on.
         reads: files and folders of the run folder that it reads.
         writes: files and folders of the run folder that it writes.
-        work: runs the stage. Takes the run and the stage's key.
+        work: runs the stage. Takes the run and the stage's key. Returns the seconds of what it resumed from, the work
+            of earlier sessions; None if the stage never resumes.
         together: True if every process takes part, False for rank 0 only.
         version: increased when the result changes for the same inputs.
         extras: files and folders that it writes for some recipes, and that no later stage reads.
@@ -62,7 +63,7 @@ class Stage:
     sections: tuple[str, ...]
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    work: Callable[[Run, str], None]
+    work: Callable[[Run, str], float | None]
     together: bool = False
     version: int = 1
     extras: tuple[str, ...] = ()
@@ -217,28 +218,32 @@ def _choose_state(run: Run) -> StateCut | None:
     return cut
 
 
-def _train(run: Run, key: str) -> None:
-    _train_arm(run, key, run.untrained(), run.base, "trained", "training")
+def _train(run: Run, key: str) -> float:
+    return _train_arm(run, key, run.untrained(), run.base, "trained", "training")
 
 
-def _control(run: Run, key: str) -> None:
+def _control(run: Run, key: str) -> float:
     if run.recipe.has_control:
         # The reference of `base_kl` is the untrained control.
         reference = run.base if run.recipe.splice is not None else run.untrained_control
-        _train_arm(run, key, run.untrained_control(), reference, "no_splice", "no_splice_training")
-    elif run.accelerator.is_main_process:
+        return _train_arm(run, key, run.untrained_control(), reference, "no_splice", "no_splice_training")
+    if run.accelerator.is_main_process:
         for name in _CONTROL:
             path = run.folder / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    return 0.0
 
 
 def _train_arm(
     run: Run, key: str, model: PreTrainedModel, reference: Callable[[], PreTrainedModel], name: str, curve: str
-) -> None:
+) -> float:
     """Train one arm, resuming from its newest checkpoint with this key. Writes the model and its losses.
 
     Args:
         reference: loads the frozen model for the objective `base_kl`.
+
+    Returns:
+        Seconds of the steps that earlier sessions trained and the checkpoint has kept. 0 if there was none.
     """
     is_control, steps = name == "no_splice", run.folder / "steps"
     section = run.as_trained() if is_control else run.recipe.train  # both train the same number of steps
@@ -255,6 +260,7 @@ def _train_arm(
                 shutil.rmtree(other)
         if not is_control and not checkpoints.is_dir():
             shutil.rmtree(run.folder / ADAPTERS, ignore_errors=True)  # of an earlier training
+    watch = Watch(run, model, name, section)
     history = train_model(
         model,
         run.tokenizer(),
@@ -264,7 +270,7 @@ def _train_arm(
         run.recipe.seed,
         checkpoints,
         run.accelerator,
-        Watch(run, model, name, section),
+        watch,
         control=is_control,
         outputs=run.folder,
     )
@@ -278,6 +284,7 @@ def _train_arm(
         with new_folder(run.folder / "figures" / curve) as figures:
             training_curve(history, figures, curve)
         shutil.rmtree(steps, ignore_errors=True)
+    return sum(entry["seconds"] for entry in history[: len(history) - watch.num_steps])
 
 
 def _evaluate(run: Run, key: str) -> None:

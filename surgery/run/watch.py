@@ -26,16 +26,20 @@ class Watch:
         model: the model that is trained.
         name: of its arm.
         section: the section `train` that it is trained with.
+
+    Attributes:
+        num_steps: number of steps that this session has trained.
     """
 
     def __init__(self, run: Run, model: PreTrainedModel, name: str, section: Train) -> None:
         self.run, self.model, self.name, self.section = run, model, name, section
-        self.accuracy = ""
+        self.accuracy, self.num_steps = "", 0
         self.prompts = located_prompts(run, "watch", _WATCHED, run.recipe.locate.pairs)
         self._recent: list[tuple[float, float]] = []
 
     def __call__(self, step: int, history: list[dict[str, float]]) -> None:
         section, recipe, losses = self.section, self.run.recipe, history[-1]
+        self.num_steps += 1
         if section.check_every and step % section.check_every == 0 and self.run.accelerator.is_main_process:
             self.model.eval()
             with autocast(precision_of(section, self.model), self.run.accelerator):  # as in training

@@ -1,0 +1,117 @@
+"""The time of a stage that was interrupted and resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surgery.models.lookup import family_of, geometry_of
+from surgery.recipe import Recipe, check_recipe
+from surgery.run import pipeline, stages
+from surgery.run.context import Run, Silent
+from surgery.testing.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
+from surgery.train import trainer
+from surgery.train.training import make_accelerator
+from surgery.types import Graft, Plan
+
+SOURCE = {"task": "kv_retrieval", "pairs": 2, "questions": 1, "rows": 1, "weights": {"answer": 1.0}}
+LOAD, STEP = 100.0, 10.0  # seconds on the clock of the tests
+SHAPE: dict[str, Any] = {"vocab_size": len(pico_tokenizer()), "layers": 1}
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A clock that only loading a model and a step of training move."""
+    clock, accumulate = Clock(), trainer.accumulate_gradients
+    config = pico_base(**SHAPE).config
+    graft = Graft(family_of(config).mixers(config)[0], (2,), "add", "ssm", ("segment_end",))
+
+    def step(*given: Any) -> Any:
+        clock.now += STEP
+        return accumulate(*given)
+
+    def loading(make: Callable[[], Any]) -> Callable[[Run], Any]:
+        def load(_: Run) -> Any:
+            clock.now += LOAD
+            return make()
+
+        return load
+
+    monkeypatch.setattr("time.perf_counter", clock)
+    monkeypatch.setattr(trainer, "accumulate_gradients", step)
+    monkeypatch.setattr(Run, "untrained", loading(lambda: pico_hybrid([pico_site(0)], **SHAPE)))
+    monkeypatch.setattr(Run, "untrained_control", loading(lambda: pico_base(**SHAPE)))
+    monkeypatch.setattr(Run, "plan", lambda _: Plan("base", geometry_of(config), (graft,), 0))
+    monkeypatch.setattr(Run, "save", lambda *_: None)
+    monkeypatch.setattr(stages, "training_curve", lambda *_: None)
+    return clock
+
+
+class StopsAfter(Silent):
+    """Interrupts the training after a step, as Ctrl-C does."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+        self.seconds = 0.0
+
+    def progress(self, done: int, total: int, note: str = "") -> None:
+        if done == self.step:
+            raise KeyboardInterrupt
+
+    def finish(self, stage: str, seconds: float) -> None:
+        self.seconds = seconds
+
+
+def session(folder: Path, name: str, after: int | None = None, **train: Any) -> tuple[float, float]:
+    """Run a stage in a session of its own, interrupted after a step.
+
+    Returns:
+        The seconds in the manifest, and those of the session for the reporter; 0 if it was interrupted.
+    """
+    section = train or {"steps": 4, "sources": [SOURCE]}
+    data = {"name": "t", "base": {"model": "m"}, "locate": {"pairs": 2}, "train": {"save_every": 1, **section}}
+    run = Run(check_recipe(data, Recipe), folder, make_accelerator(), StopsAfter(after))
+    run.__dict__.update(revision="r", base_size=1000, _tokenizer=pico_tokenizer())
+    (stage,) = (stage for stage in stages.STAGES if stage.name == name)
+    with pytest.raises(KeyboardInterrupt) if after is not None else nullcontext():
+        pipeline._run_stage(run, replace(stage, reads=()), forced=False)
+    manifest = run.rundir.manifest(name) or {"seconds": 0.0}
+    return manifest["seconds"], run.reporter.seconds  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["train", "control"])
+def test_a_resumed_training_took_as_long_as_one_in_one_go(tmp_path: Path, clock: Clock, name: str) -> None:
+    """Step 3 was finished, but no checkpoint has it: it is trained again, and counts once."""
+    assert session(tmp_path / "whole", name) == (LOAD + 4 * STEP, LOAD + 4 * STEP)
+    assert session(tmp_path / "parts", name, after=3) == (0, 0)
+    assert session(tmp_path / "parts", name) == (LOAD + 4 * STEP, LOAD + 2 * STEP)
+
+
+def test_every_session_counts(tmp_path: Path, clock: Clock) -> None:
+    assert session(tmp_path, "train", after=2) == (0, 0)
+    assert session(tmp_path, "train", after=3) == (0, 0)
+    assert session(tmp_path, "train") == (LOAD + 4 * STEP, LOAD + 2 * STEP)
+
+
+def test_a_session_that_left_no_checkpoint_does_not_count(tmp_path: Path, clock: Clock) -> None:
+    assert session(tmp_path, "train", after=1) == (0, 0)
+    assert session(tmp_path, "train") == (LOAD + 4 * STEP, LOAD + 4 * STEP)
+
+
+def test_earlier_parts_of_a_training_in_parts_count(tmp_path: Path, clock: Clock) -> None:
+    """Interrupted in the second entry of `train.stages`."""
+    parts = [{"name": name, "steps": 2, "sources": [SOURCE]} for name in ("first", "second")]
+    assert session(tmp_path, "train", after=3, stages=parts) == (0, 0)
+    assert session(tmp_path, "train", stages=parts) == (LOAD + 4 * STEP, LOAD + 2 * STEP)

@@ -14,7 +14,10 @@ from surgery.errors import RunError, reading
 from surgery.files.atomic import read_json
 from surgery.files.ownership import kind_of
 from surgery.files.shipped import close_models, local_path, shipped_root
-from surgery.recipe import load_recipe
+from surgery.recipe import Recipe, check_recipe, load_recipe
+from surgery.recipe.loading import plugin_modules
+from surgery.recipe.section import current_keys
+from surgery.registry import load_plugins
 
 _FILES = {"sweep": "sweep.json", "analysis": "analysis.json"}  # by kind of folder; others have results.json
 _RESULTS = ("results.json", *_FILES.values(), "heads.json")  # a folder with one of these can be shown
@@ -46,10 +49,24 @@ def show(
         elif kind == "analysis":
             print_analysis(read_json(file), folder)
         elif file.is_file():
-            own = folder / "recipe.yaml"  # the shipped example has one in its export alone
-            print_results(folder, load_recipe(own if own.is_file() else folder / "export" / own.name))
+            print_results(folder, _recipe_of(folder))
         else:
             print_heads(folder)
+
+
+def _recipe_of(folder: Path) -> Recipe:
+    """Read the recipe that the results were made with.
+
+    `results.json` of a run has it, since `recipe.yaml` may be newer: a later run may have ended before its evaluation.
+    Exports and results of earlier versions have it in `recipe.yaml` alone.
+    """
+    stored = read_json(folder / "results.json").get("recipe")
+    if stored is None:
+        own = folder / "recipe.yaml"  # the shipped example has one in its export alone
+        return load_recipe(own if own.is_file() else folder / "export" / own.name)
+    data = current_keys(Recipe, stored)
+    load_plugins(plugin_modules(data))
+    return check_recipe(data)
 
 
 def _folder(run: str, runs: Path) -> Path:

@@ -131,6 +131,7 @@ def _write_results(
         "sizes": sizes,
         "seconds": {**seconds, "evaluate": round(time.perf_counter() - began, 2)},
         "seed": recipe.seed,
+        "recipe": recipe.model_dump(mode="json"),  # that of the folder may change before the next evaluation
         "versions": versions(),
         **({"efficiency": costs} if costs else {}),
     }

@@ -299,6 +299,7 @@ def _export(run: Run, key: str) -> None:
         with reading(str(path), None, "Delete the file and run the stage evaluate.", RunError):
             card = model_card(run.recipe, heads, plan, results, base_card)
             results.pop("held_out_examples", None)  # an export can be published, so it holds no rows of the data
+            results.pop("recipe", None)  # nor local paths; recipe.yaml has none
             files = ("README.md", *(("heads.json",) if heads else ()), "plan.json", "results.json", "recipe.yaml")
             inputs = ReportInputs(run.recipe, plan, heads, results, run.folder / "figures", files)
             page = write_report(inputs, Path(folder) / "report.html")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from surgery.recipe import check_recipe, load_recipe
 from surgery.types import head_set_from_json, plan_from_json
 from tests.integration.conftest import RECIPE, SMALL, run_small, surgery
 from tests.support.processes import library
@@ -42,6 +43,8 @@ def test_results_have_the_documented_form(finished: Path) -> None:
     assert row["low"] <= row["difference"] <= row["high"] and 0 <= row["p_two_sided"] <= 1
     assert set(results["seconds"]) == {"locate", "plan", "splice", "train", "control", "evaluate"}
     assert results["versions"]["torch"] == torch.__version__
+    assert check_recipe(results["recipe"]) == load_recipe(finished / "recipe.yaml")
+    assert "recipe" not in json.loads((finished / "export" / "results.json").read_text()), "it has local paths"
 
 
 def test_heads_plan_config_results_and_card_agree(finished: Path) -> None:
@@ -83,6 +86,17 @@ def test_a_changed_section_reruns_its_stage_and_those_below(finished: Path, tmp_
     assert list(results["arms"]) == ["base", "no_splice", *twice, "hybrid_heads_off", "hybrid"]
     assert "no_splice_read_twice" in results["comparisons"]["hybrid"]
     assert "control, prompt read twice" in (run / "report.html").read_text()
+
+
+def test_results_are_shown_as_they_were_after_a_partial_run(finished: Path, tmp_path: Path) -> None:
+    """With more pairs in training, the verdict of the new recipe would be on 8 pairs."""
+    shutil.copytree(finished.parent, tmp_path / "runs")
+    before = surgery("show", "quickstart", cwd=tmp_path)
+    again = run_small(tmp_path, "train.sources.0.pairs=[4, 8]", options=("--to", "plan"))
+    assert before.returncode == again.returncode == 0, again.stderr
+    assert "[4, 8]" in again.stdout, "the recipe of the folder has changed"
+    assert "KV-retrieval, 4 pairs" in before.stdout
+    assert surgery("show", "quickstart", cwd=tmp_path).stdout == before.stdout
 
 
 def test_a_stage_runs_alone(finished: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from surgery.errors import RunError
-from surgery.recipe import to_yaml
+from surgery.recipe import Recipe, to_yaml
 from surgery.show_command import show
 from tests.support.reports import spliced
 
@@ -48,6 +48,30 @@ def test_the_recipe_of_the_export_is_enough(runs: Path, capsys: pytest.CaptureFi
     assert "KV-retrieval, 8 pairs" in " ".join(capsys.readouterr().out.split())
 
 
+def trained_with(pairs: int) -> Recipe:
+    source = {"task": "kv_retrieval", "rows": 2, "pairs": pairs, "weights": {"answer": 1}}
+    return spliced("m", {"sources": [source]})
+
+
+def test_results_are_judged_with_the_recipe_that_they_were_made_with(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A later run with more pairs ended before its evaluation. The largest trained number of pairs is judged."""
+    run = runs / "first"
+    results = json.loads((run / "results.json").read_text())
+    for arm in results["arms"].values():
+        arm["kv_retrieval"]["64"] = {**SHARE, "accuracy": 0.1, "low": 0.05, "high": 0.2}
+    sentences = []
+    for of_results, of_folder in ((8, 8), (8, 64), (None, 64)):  # None: results of an earlier version
+        recipe = {} if of_results is None else {"recipe": trained_with(of_results).model_dump(mode="json")}
+        (run / "results.json").write_text(json.dumps({**results, **recipe}))
+        (run / "recipe.yaml").write_text(to_yaml(trained_with(of_folder)))
+        show("first", runs)
+        sentences.append(" ".join(capsys.readouterr().out.split()).partition("The hybrid is ")[2])
+    assert "than the base: KV-retrieval, 8 pairs, 50.0%" in sentences[0] == sentences[1]
+    assert "than the base: KV-retrieval, 64 pairs, 10.0%" in sentences[2]
+
+
 def test_a_comparison_is_shown_as_one(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show("compare", runs)
     assert "exact McNemar test" in capsys.readouterr().out
@@ -61,7 +85,7 @@ def test_what_cannot_be_shown_is_refused(run: str, words: str, runs: Path) -> No
         show(run, runs)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"arms": 3}', '{"heads": [], "arms": {"hybrid": 1}}'])
+@pytest.mark.parametrize("text", ["{", "[]", '{"arms": 3}', '{"recipe": 3}', '{"heads": [], "arms": {"hybrid": 1}}'])
 def test_damaged_results_are_named(text: str, runs: Path) -> None:
     (runs / "first" / "results.json").write_text(text)
     with pytest.raises(RunError, match=r"results\.json"):

@@ -124,6 +124,15 @@ def query(batch: LocateBatch) -> Scores:
     return {"query": change_at_query(run, variants, fills=fills)}
 
 
+@register_method("context", [Column("context", "removed at every token but the query", effect="loss")], ranks="gather")
+def context(batch: LocateBatch) -> Scores:
+    """Ablate each head before the query, where Gather heads act."""
+    from surgery.interventions.ablation import Ablation
+    from surgery.locate.ablation_sweep import ablate
+
+    return {"context": ablate(batch.run, batch.items, Ablation("context", batch.section.fill))}
+
+
 @register_method(
     "patching",
     [Column("patching", "replaced at the query by its output for another answer", effect="loss")],
@@ -145,15 +154,6 @@ def patching(batch: LocateBatch) -> Scores:
     fills = outputs_at_query(batch.run, batch.counterfactual)
     variants = [Variant(ablate=tuple(item)) for item in batch.items]
     return {"patching": change_at_query(batch.run, variants, fills=fills)}
-
-
-@register_method("context", [Column("context", "removed at every token but the query", effect="loss")], ranks="gather")
-def context(batch: LocateBatch) -> Scores:
-    """Ablate each head before the query, where Gather heads act."""
-    from surgery.interventions.ablation import Ablation
-    from surgery.locate.ablation_sweep import ablate
-
-    return {"context": ablate(batch.run, batch.items, Ablation("context", batch.section.fill))}
 
 
 @register_method(

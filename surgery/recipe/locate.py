@@ -127,7 +127,7 @@ class Locate(Section):
     """Measure every head: exact ablation, roles by position, oracle reads (`sharpen`), and baselines."""
 
     methods: OneOrMore[Method] = Field(
-        ("ablation", "query", "patching", "context", "sharpen"),
+        ("ablation", "query", "context", "patching", "sharpen"),
         min_length=1,
         description="Measurements of every head (docs/LOCATE.md). `patching` ranks heads for the default "
         "`splice.select`. `sharpen`, the oracle read, finds the position that training supervises. [query, patching, "

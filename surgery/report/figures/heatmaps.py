@@ -142,7 +142,7 @@ def _groups(heads: _Map, columns: Sequence[Column]) -> list[_Group]:
     """Columns with an effect, on one scale; then the others by unit."""
     effects = [column for column in columns if column.effect]
     limit = heads.limit(effects)
-    headings = {"loss": "Margin lost when the head is removed", "gain": "Margin gained with an oracle read"}
+    headings = {"loss": "Margin lost when the head is removed or patched", "gain": "Margin gained with an oracle read"}
     groups = []
     for effect, heading in headings.items():
         of_kind = tuple(column for column in effects if column.effect == effect)
@@ -345,7 +345,7 @@ def _legend(figure: Figure, image: Any, head_set: HeadSet, left: float, top: flo
         f", {name} {head_set.clean[name].value:.2f}" for name in ("accuracy", "margin") if name in head_set.clean
     )
     entries = (
-        ("", "blue: lost without the head, gained by its oracle read"),
+        ("", "blue: margin lost by the change, or gained by the oracle read"),
         ("", "red: the opposite"),
         ("□", "chosen for splicing"),
         ("G", "Gather head: needed before the query"),

@@ -152,8 +152,8 @@ def test_selections_need_their_methods() -> None:
     assert {select: method.name for select, method in RANKINGS.items()} == {
         "ablation": "ablation",
         "aggregate": "query",
-        "patching": "patching",
         "gather": "context",
+        "patching": "patching",
         "sharpen": "sharpen",
         "attribution": "attribution",
         "integrated_gradients": "integrated_gradients",

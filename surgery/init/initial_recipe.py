@@ -167,7 +167,7 @@ def _why_pairs(found: Findings) -> str:
 def _prompts_to_locate(found: Findings) -> tuple[int, list[str], str]:
     """Choose the number of prompts and the methods by the time that they take: the number, the methods, the reason."""
     if found.share is None:
-        return 16, ["query", "sharpen"], "Few: the scores choose no head here."
+        return 16, _AT_QUERY, "Few: the scores choose no head here."
     second = found.tokens / found.tokens_per_second  # of a pass
     full, steps = found.heads / 2, found.heads / 2 * _STEP / found.tokens  # passes of one column, half of the layers
     budget = _MINUTES["locate"] * 60 / second

@@ -162,38 +162,36 @@ class PromptBatches:
             hint = (
                 "The model's cached decode step differs from its forward pass, for example by a finite time_step_limit."
             )
-            hint += " Remove the methods query and sharpen."
+            hint += " Remove the methods query, patching and sharpen."
             raise ModelError("locate", f"{apart:.3g} logits apart", hint)
 
 
 def counterfactuals(batches: Sequence[EncodedBatch]) -> list[Tensor] | None:
-    """Copy prompts with the answer of another prompt in the place of their own. Questions and lengths stay.
+    """Copy prompts with another answer in the place of their own. Questions and lengths stay.
 
-    The first token of the value in the context is replaced by that of the next prompt with another one: the query
-    predicts the first token of the answer. If all prompts have the same, as a single prompt has, it is replaced by the
-    first token of another choice.
+    The first token of the value in the context is replaced by that of the next prompt with another answer: the query
+    predicts the first token of the answer. If there is no such prompt, it is replaced by the first token of another
+    choice.
 
     Returns:
-        For each batch, (B,T) tokens. None if a prompt has no place of its answer, or no other token was found.
+        For each batch, (B,T) tokens. None if a prompt has no place of its answer, or no other answer was found.
     """
-    rows = [torch.arange(len(batch)) for batch in batches]
-    places = [batch.of_last_question(batch.answer_token).cpu() for batch in batches]
-    if any(bool((place_B < 0).any()) for place_B in places):
-        return None
     copies = [batch.input_ids.cpu().clone() for batch in batches]
-    token_N = torch.cat([copy[row, at] for copy, row, at in zip(copies, rows, places, strict=True)])
-    other_N, N = token_N.clone(), len(token_N)
-    for i in reversed(range(2 * N)):  # backwards; twice, since the last prompts take theirs from the first ones
-        here, after = i % N, (i + 1) % N
-        other_N[here] = token_N[after] if token_N[after] != token_N[here] else other_N[after]
-    if len(token_N.unique()) == 1:
-        choices = [row for batch in batches for row in batch.last_question()[0][..., 0].cpu()]
-        others = [row[(row >= 0) & (row != token_N[0])] for row in choices]
-        if not all(map(len, others)):
-            return None
-        other_N = torch.stack([row[0] for row in others])
-    for copy, row, at, other_B in zip(copies, rows, places, other_N.split([len(row) for row in rows]), strict=True):
-        copy[row, at] = other_B
+    places = [batch.of_last_question(batch.answer_token).cpu() for batch in batches]
+    values = [copy.gather(1, place[:, None].clamp(min=0))[:, 0] for copy, place in zip(copies, places, strict=True)]
+    targets = [batch.of_last_question(batch.target).cpu() for batch in batches]
+    answers = list(zip(torch.cat(values).tolist(), torch.cat(targets).tolist(), strict=True)) if batches else []
+    choices = (row for batch in batches for row in batch.last_question()[0][..., 0].tolist())
+    others = []
+    for i, (own, row) in enumerate(zip(answers, choices, strict=True)):
+        following = (value for value, target in answers[i + 1 :] + answers[:i] if value != own[0] and target != own[1])
+        # The choices of own data are tokens of the prompt in the order of their ids. The last one is no punctuation.
+        others.append(next(following, next((token for token in reversed(row) if token >= 0 and token not in own), -1)))
+    if not others or min(*others, *torch.cat(places).tolist()) < 0:
+        return None
+    sizes = [len(batch) for batch in batches]
+    for copy, place_B, other_B in zip(copies, places, torch.tensor(others).split(sizes), strict=True):
+        copy.scatter_(1, place_B[:, None], other_B[:, None])
     return copies
 
 

@@ -99,7 +99,7 @@ def locate_heads(
             if splice.select in RANKINGS and not any_accuracy:
                 check_clean(Table(prompts.clean()), section, prompts.chance)
             table, alive = measure_heads(prompts, specs, sites, splice, tick)
-            check_moved(table)
+            check_moved(table, splice.select)
             heads, groups = _scored(table, alive, specs, section.layers, seed)
             trained, trained_cost = train_candidates(prompts, heads, sites, splice, seed, tick)
             heads = _with_trained_scores(heads, trained, seed)
@@ -143,6 +143,9 @@ def _check_request(section: Locate, splice: Splice, prompts: PromptBatches) -> N
         hint = "A batch has a single prompt, so there is no other prompt to take values from. "
         hint += "Change locate.batch_size or locate.examples."
         raise ProbeError("locate.fill", section.fill, hint)
+    if "patching" in section.methods and prompts.counterfactual(0) is None:
+        hint = "It needs prompts with different answers, each with its place in the prompt. Remove the method."
+        raise ProbeError("locate.methods", "patching", hint)
     for method in section.methods:
         if METHODS[method].needs_text and prompts.documents(0) is None:
             hint = "It reads the text of the prompts, which encoded batches lack. Remove it, or do not pass `batches`."
@@ -272,12 +275,17 @@ def check_clean(table: Table, section: Locate, chance: float) -> None:
         raise ProbeError(field, value, f"The base is at ceiling, so all heads look alike. {harder}")
 
 
-def check_moved(table: Table) -> None:
-    """Raise ModelError if ablating heads changed no margin."""
-    measured = [column for column in ("query", "ablation", "context") if column in table.columns]
-    if not measured:
-        return
-    moved = np.nanmax(np.abs(table.margin(measured[0]) - table.clean_margin()))
-    if float(moved) < ROUNDING:
-        hint = "Ablating heads changes no logit: their outputs are all zero, or a kernel bypasses the hooks."
-        raise ModelError("locate", f"ablation at {measured[0]}", hint)
+def check_moved(table: Table, select: str) -> None:
+    """Raise ModelError if ablating heads changed no margin, or patching if it is to choose heads."""
+    ablated = [column for column in ("query", "ablation", "context") if column in table.columns]
+    checks = [
+        (ablated[:1], "Ablating heads changes no logit: their outputs are all zero, or a kernel bypasses the hooks."),
+        (
+            ["patching"] if select == "patching" else [],
+            "No head's output at the query depends on the answer in the prompt. Set splice.select: random.",
+        ),
+    ]
+    for columns, hint in checks:
+        for column in columns:
+            if float(np.nanmax(np.abs(table.margin(column) - table.clean_margin()))) < ROUNDING:
+                raise ModelError("locate", f"the column {column}", hint)

@@ -148,9 +148,7 @@ def patching(batch: LocateBatch) -> Scores:
     """
     from surgery.locate.ablation_sweep import Variant, change_at_query, outputs_at_query
 
-    if batch.counterfactual is None:
-        hint = "It needs prompts with different answers, each with its place in the prompt. Remove the method."
-        raise ProbeError("locate.methods", "patching", hint)
+    assert batch.counterfactual is not None, "locate_heads refuses such prompts"
     fills = outputs_at_query(batch.run, batch.counterfactual)
     variants = [Variant(ablate=tuple(item)) for item in batch.items]
     return {"patching": change_at_query(batch.run, variants, fills=fills)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,10 +18,11 @@ from surgery.recipe import Locate, Splice
 from surgery.testing.pico import pico_base, pico_tokenizer, prompts
 
 
-def with_answers(*tokens: int) -> EncodedBatch:
-    """Prompts whose values in the context begin with these tokens."""
+def with_answers(*tokens: int, targets: Sequence[int] = ()) -> EncodedBatch:
+    """Prompts whose values in the context begin with these tokens, and whose answers begin with the same or others."""
     batch = prompts([9 + i for i in range(len(tokens))])
     batch.input_ids[torch.arange(len(tokens)), batch.answer_token[:, 0]] = torch.tensor(tokens)
+    batch.target[:, 0] = torch.tensor(targets or tokens)
     return batch
 
 
@@ -48,22 +50,28 @@ def test_batches_are_no_limit() -> None:
     assert torch.equal(torch.cat(list(parts)), whole)
 
 
+def test_the_other_answer_is_another_text_too() -> None:
+    """`red` and ` red` are other tokens and the same answer."""
+    (ids,) = counterfactuals([with_answers(5, 6, 7, targets=[6, 6, 7])]) or ()
+    assert at_answers(with_answers(5, 6, 7), ids) == [7, 7, 5]
+
+
 @pytest.mark.parametrize("own", [[5], [5, 5]])
 def test_prompts_with_one_answer_take_that_of_another_choice(own: list[int]) -> None:
-    batch = with_answers(*own)
-    batch.choice_ids[:, 0, :2] = torch.tensor([5, 9])
+    batch = with_answers(*own, targets=[9] * len(own))
+    batch.choice_ids[:, 0] = torch.tensor([5, 7, 8, 9, -1])
     (ids,) = counterfactuals([batch]) or ()
-    assert at_answers(batch, ids) == [9] * len(own)
+    assert at_answers(batch, ids) == [8] * len(own)
 
 
 def test_there_are_none_without_other_answers_or_places() -> None:
     batch = with_answers(5, 6)
     batch.answer_token[1] = -1
-    assert counterfactuals([batch]) is None
+    assert counterfactuals([batch]) is None and counterfactuals([]) is None
     same = with_answers(5, 5)
     same.choice_ids[:] = 5
     assert counterfactuals([same]) is None
-    section = Locate(methods=("patching", "sharpen"))
+    section = Locate(methods=("ablation", "patching", "sharpen"))
     with pytest.raises(ProbeError, match=r"locate.methods: patching. It needs prompts with different answers"):
         locate_heads(pico_base(), pico_tokenizer(), section, Splice(select="random"), batches=[same])
 

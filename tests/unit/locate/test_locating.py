@@ -317,8 +317,9 @@ class TestLocate:
         model = self._model()
         for block in model.backbone.layers:
             block.mixer.out_proj.weight.data.zero_()
-        with pytest.raises(ModelError, match="no logit"):
-            locate_heads(model, pico_tokenizer(), PROMPTS)
+        for methods, says in ((PROMPTS.methods, "no logit"), (("patching", "sharpen"), "depends on the answer")):
+            with pytest.raises(ModelError, match=says):
+                locate_heads(model, pico_tokenizer(), PROMPTS.model_copy(update={"methods": methods}))
 
     def test_measures_every_head(self, any_accuracy: None) -> None:
         model, steps = self._model(), []

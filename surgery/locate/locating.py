@@ -277,15 +277,10 @@ def check_clean(table: Table, section: Locate, chance: float) -> None:
 
 def check_moved(table: Table, select: str) -> None:
     """Raise ModelError if ablating heads changed no margin, or patching if it is to choose heads."""
-    ablated = [column for column in ("query", "ablation", "context") if column in table.columns]
-    checks = [
-        (ablated[:1], "Ablating heads changes no logit: their outputs are all zero, or a kernel bypasses the hooks."),
-        (
-            ["patching"] if select == "patching" else [],
-            "No head's output at the query depends on the answer in the prompt. Set splice.select: random.",
-        ),
-    ]
-    for columns, hint in checks:
-        for column in columns:
-            if float(np.nanmax(np.abs(table.margin(column) - table.clean_margin()))) < ROUNDING:
-                raise ModelError("locate", f"the column {column}", hint)
+    columns = [name for name in table.columns if name in ("query", "ablation", "context")][:1]
+    for column in [*columns, "patching"] if select == "patching" else columns:
+        if float(np.nanmax(np.abs(table.margin(column) - table.clean_margin()))) < ROUNDING:
+            hint = "Ablating heads changes no logit: their outputs are all zero, or a kernel bypasses the hooks."
+            if column == "patching":
+                hint = "No head's output at the query depends on the answer in the prompt. Set splice.select: random."
+            raise ModelError("locate", f"the column {column}", hint)

@@ -3,7 +3,7 @@
 The processes take batches in turn. Results are gathered in the order of the batches, so every process has all of them,
 and the numbers do not depend on the number of processes.
 
-Shape legend: B prompts of a batch, N prompts of all batches, T tokens.
+Shape legend: B prompts of a batch, T tokens.
 """
 
 from __future__ import annotations

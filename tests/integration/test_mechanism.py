@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench.studies.mechanism.study import head_sets, removals, tables
 from surgery.locate.batches import PromptBatches
 from surgery.locate.locating import locate_heads
-from surgery.recipe import Locate
+from surgery.recipe import Locate, Splice
 from surgery.testing.planted import plant, planted_prompts, planted_tokenizer
 
 SECTION = Locate.model_validate({"methods": ["query", "context"]})
@@ -13,7 +13,8 @@ SECTION = Locate.model_validate({"methods": ["query", "context"]})
 
 def test_removals_of_planted_heads() -> None:
     planted, tokenizer = plant(0), planted_tokenizer()
-    found = locate_heads(planted.model, tokenizer, SECTION, batches=[planted_prompts(0, 24, 5)])
+    splice = Splice(select="aggregate")
+    found = locate_heads(planted.model, tokenizer, SECTION, splice, batches=[planted_prompts(0, 24, 5)])
     sets = head_sets(found)
     assert sets[f"{planted.gather} (Gather) removed"] == [planted.gather]
     assert sets["all Aggregate heads removed"] == [planted.aggregate]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from surgery.report.figures.heatmaps import panel_columns
 from surgery.report.heads_page import PromptAttention, write_page
 from surgery.types import HeadSet, ScoredGroup
 from tests.support.reports import HOSTILE, head_set, prompt
@@ -109,7 +110,7 @@ def test_opens_a_head(page: Any, where: str) -> None:
     page.locator(where).click()
     assert page.locator("#head-title").inner_text() == "L0H0" and page.url.endswith("#L0H0")
     assert page.locator("#table tr.open").get_attribute("data-head") == "L0H0"
-    assert page.locator("#head-scores .dot").count() == 5, "one for each score"
+    assert page.locator("#head-scores .dot").count() == len(panel_columns(heads())), "one for each score"
     said = page.locator("#head-scores").inner_text()
     score = heads().heads[0].scores["query"]
     assert f"{score.value:.2f} [{score.low:.2f}, {score.high:.2f}]" in said.replace("−", "-").replace("\n", " ")

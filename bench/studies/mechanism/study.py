@@ -30,7 +30,7 @@ from surgery.locate.batches import PromptBatches
 from surgery.locate.locating import locate_heads
 from surgery.locate.redundancy import ablate_sets
 from surgery.models.lookup import family_of
-from surgery.recipe import Evaluate, Locate
+from surgery.recipe import Evaluate, Locate, Splice
 from surgery.types import HeadId, HeadSet
 
 FAR = [1, 20]  # words between a key and its value
@@ -139,7 +139,7 @@ def main() -> int:
     model, tokenizer = load(options.base)
     prompts = {"pairs": 8, "filler": FAR, "methods": ["query", "context"]}
     section = Locate.model_validate(prompts | {"examples": options.located})
-    found = locate_heads(model, tokenizer, section, seed=options.seed)
+    found = locate_heads(model, tokenizer, section, Splice(select="aggregate"), options.seed)
     section = Locate.model_validate(prompts | {"examples": options.examples})
     others = PromptBatches(model, tokenizer, section, options.seed + 1)
     results = {

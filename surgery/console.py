@@ -188,6 +188,8 @@ def _time_text(estimate: dict[str, Any]) -> str:
     how = "from hardware.tflops"
     if found["measured_on"]:
         how = f"measured on this machine ({found['measured_on']}) with random weights"
+    if found["load"] > 0.5:
+        how += "; other programs are running, so this estimate is too high: repeat on an idle machine"
     most = "at most " if estimate["until_plateau"] else ""
     return f"{most}{duration_text(found['seconds'])} of training{arms}; {found['step']:.2g} s per step, {how}"
 

@@ -143,7 +143,7 @@ def context(batch: LocateBatch) -> Scores:
 def patching(batch: LocateBatch) -> Scores:
     """Activation patching: give each head, at the query, its output on the prompt with another answer in it.
 
-    A head that carries the answer to the query then carries the other one. A head that only needs the question has the
+    A head that writes the answer at the query then writes the other one. A head that only needs the question has the
     same output in both prompts, and loses nothing.
     """
     from surgery.locate.ablation_sweep import Variant, change_at_query, outputs_at_query

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,18 +45,20 @@ def estimate_time(
         accelerator: device to run on.
 
     Returns:
-        `seconds` of the training, `step`: seconds of the longest step, and `measured_on`: the device, or "" with
-        `hardware.tflops`. None if the steps are too large to run here, or cannot run.
+        `seconds` of the training, `step`: seconds of the longest step, `measured_on`: the device, or "" with
+        `hardware.tflops`, and `load`: the number of waiting or running processes per CPU before the measurement, 0 if
+        it is not known. None if the steps are too large to run here, or cannot run.
     """
     if recipe.hardware.tflops is not None:
         by_stage = [cost.flops / (recipe.hardware.tflops * 1e12) for _, cost in costs]
-        measured_on = ""
+        measured_on, load = "", 0.0
     else:
         device = accelerator.device.type
         fits = all(cost.memory.total <= _MOST_BYTES and cost.flops <= _MOST_FLOPS.get(device, 0.0) for _, cost in costs)
         # Compiling takes longer than the steps, and a teacher would need its weights.
         if not fits or recipe.train.compile or recipe.train.needs_teacher or recipe.hardware.count > 1:
             return None
+        load = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
         try:
             by_stage = _timed(recipe, tokenizer, plan, hybrid, base, accelerator)
         except SurgeryError:  # the run would report it, with its own weights
@@ -63,7 +66,7 @@ def estimate_time(
         measured_on = device
     steps = [stage.num_steps * recipe.arms_of(stage) for stage, _ in costs]
     seconds = sum(step * n for step, n in zip(by_stage, steps, strict=True))
-    return {"seconds": seconds, "step": max(by_stage), "measured_on": measured_on}
+    return {"seconds": seconds, "step": max(by_stage), "measured_on": measured_on, "load": load}
 
 
 def _timed(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from surgery import console
 from surgery.recipe import Recipe, check_recipe
 from surgery.run import time_estimate
 from surgery.run.dry_run import dry_run
@@ -43,6 +45,15 @@ def test_small_steps_are_timed(base: str, tmp_path: Path) -> None:
         assert time["measured_on"] == "cpu" and 0 < time["step"] < 30
         assert time["step"] * 30 * 2 <= time["seconds"] <= time["step"] * steps * 2 + 1e-9
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("load", "busy"), [(0.0, False), (64.0, True)])
+def test_the_output_warns_if_other_programs_run(
+    load: float, busy: bool, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(time_estimate.os, "getloadavg", lambda: (load * (os.cpu_count() or 1), 0.0, 0.0))
+    console.print_plan(dry_run(recipe(base), tmp_path / "r"))
+    assert ("other programs are running" in " ".join(capsys.readouterr().out.split())) == busy
 
 
 def test_large_steps_and_other_machines_are_not_timed(

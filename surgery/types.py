@@ -278,13 +278,19 @@ class Graft:
 
 @dataclass(frozen=True)
 class Plan:
-    """Every input of a splice except the weights. Made from a config without loading the model."""
+    """Every input of a splice except the weights. Made from a config without loading the model.
+
+    Attributes:
+        section: the recipe's section `splice` that `make_plan` had, with the widths of the branches. It is not part of
+            the JSON form: None for a plan that was read from a file.
+    """
 
     base: str
     geometry: str
     grafts: tuple[Graft, ...]
     seed: int
     teacher: str = ""
+    section: Any = field(default=None, compare=False, repr=False)
 
     @property
     def heads(self) -> tuple[HeadId, ...]:
@@ -310,8 +316,9 @@ def to_json(value: HeadSet | Plan) -> dict[str, Any]:
 
 
 def _omitted(value: Any) -> tuple[str, ...]:
-    """Fields that the JSON form omits: the cost, and those of inserted layers where there are none."""
-    return ("cost", "form", "before") if isinstance(value, Graft) and value.form == "head" else ("cost",)
+    """Fields that the JSON form omits: cost and section, and those of inserted layers where there are none."""
+    always = ("cost", "section")
+    return (*always, "form", "before") if isinstance(value, Graft) and value.form == "head" else always
 
 
 def _intervals(data: Mapping[str, Any]) -> dict[str, Interval]:
@@ -378,6 +385,8 @@ def _check_types(value: Any, kind: Any, name: str = "") -> None:
         fits = isinstance(value, kind)
         for field_name, hint in _hints(kind).items() if fits else ():
             _check_types(getattr(value, field_name), hint, field_name)
+    elif kind is Any:
+        fits = True
     elif origin is tuple:
         fits = isinstance(value, tuple)
         for entry in value if fits else ():

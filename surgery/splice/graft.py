@@ -40,8 +40,9 @@ def splice_model(
     Args:
         model: the base that the plan was made for, or a model of the same geometry.
         plan: heads and branches, from `make_plan`.
-        section: the recipe's section `splice`. It sets the width of random heads, and whether a teacher's norms and MLP
-            are copied.
+        section: the recipe's section `splice`; None for the one that `make_plan` had. A plan that was read from a file
+            has none, and gets the defaults. The section sets the widths of the branches, and whether a teacher's norms
+            and MLP are copied.
         teacher: with `init: teacher`, the Transformer whose attention is transplanted.
         cut: with `splice.state_size`, the channels of the state to keep, from `choose_channels`. Branches are copies of
             the base's heads with all channels.
@@ -54,6 +55,7 @@ def splice_model(
         PlanError: the plan was made for another geometry, the cut is not the section's, or `splice_field` or the
             branch's `fill` fails.
     """
+    section = section or plan.section
     if any(graft.form != "head" for graft in plan.grafts):
         return insert_layers(model, plan, section)
     family = family_of(model.config)

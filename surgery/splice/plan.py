@@ -79,7 +79,8 @@ def make_plan(
     if teacher is not None and teacher.hidden_size != config.hidden_size:
         value = f"hidden size {teacher.hidden_size}, but the base's is {config.hidden_size}"
         raise PlanError("splice.teacher.model", value, "Use a teacher of the same hidden size.")
-    return Plan(head_set.model, geometry, grafts, seed, splice.teacher.model if splice.teacher else "")
+    name = splice.teacher.model if splice.teacher else ""
+    return Plan(head_set.model, geometry, grafts, seed, name, splice)
 
 
 def _graft(site: MixerSpec, heads: list[ScoredHead], splice: Splice, teacher: PreTrainedConfig | None) -> Graft:
@@ -240,13 +241,14 @@ def splice_field(
     Args:
         plan: the plan.
         config: config of the base. A branch copies fields such as biases from it.
-        splice: the recipe's section `splice`.
+        splice: the recipe's section `splice`; None for that of the plan, or the defaults if it has none.
         teacher: with `init: teacher`, config of the teacher.
 
     Raises:
         PlanError: as `check_sites`.
     """
     check_sites(plan, config)
+    splice = splice or plan.section or Splice()
     family = family_of(config)
     assert family.hybrid is not None
     variants = family.hybrid[0].branch_variants
@@ -260,9 +262,7 @@ def splice_field(
             "unit": graft.unit,
             "reads": list(graft.reads),
             **family.branch_fields(config),
-            **variants.get(graft.init, BRANCHES[graft.init]).plan_fields(
-                PlanSource(graft, config, splice or Splice(), teacher)
-            ),
+            **variants.get(graft.init, BRANCHES[graft.init]).plan_fields(PlanSource(graft, config, splice, teacher)),
         }
         for graft in plan.grafts
     ]

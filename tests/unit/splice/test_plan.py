@@ -25,7 +25,7 @@ from surgery.testing.pico import (
     pico_hybrid,
     pico_site,
 )
-from surgery.types import Graft, HeadId, HeadSet, MixerSpec, Plan, ScoredHead
+from surgery.types import Graft, HeadId, HeadSet, MixerSpec, Plan, ScoredHead, plan_from_json, to_json
 from tests.support.battery import plan_of, spliced
 
 
@@ -46,6 +46,17 @@ class TestMakePlan:
         assert [(g.site.layer, g.heads) for g in plan.grafts] == [(0, (3,)), (2, (1, 0))]
         assert plan.heads == tuple(HeadId.parse(n) for n in ("L0H3", "L2H1", "L2H0"))
         assert (plan.base, plan.geometry, plan.seed) == ("m", geometry_of(pico_config()), 7)
+
+    def test_a_plan_brings_the_section_it_was_made_with(self) -> None:
+        """So `splice_model(base, plan)` builds the recipe's hybrid. A plan from a file has no section."""
+        section, model = Splice(init="random", random_width=6), pico_base()
+        plan = make_plan(chosen("L1H2"), model.config, section)
+        wanted = splice_field(plan, model.config, section)
+        assert splice_model(model, plan).config.splice == splice_field(plan, model.config) == wanted
+        from_file = plan_from_json(to_json(plan))
+        assert from_file == plan
+        assert splice_model(model, from_file, section).config.splice == wanted
+        assert splice_model(model, from_file).config.splice != wanted
 
     def test_sites_are_the_models_own(self) -> None:
         config = pico_family_config("zamba2")

@@ -99,6 +99,7 @@ class Reader:
         else:
             request = prompt = _string(row, fields, columns.prompt)
             answer = _string(row, fields, columns.answer)
+        answer = answer.removesuffix(str(self.tokenizer.eos_token or "")) if self.data.end else answer
         if not answer.strip():
             raise DataError(row.where, "the answer is empty", "Add one, or remove the row.")
         if not prompt:
@@ -174,14 +175,14 @@ class Reader:
         self.skipped += 1
 
     def _whole(self, row: Row, text: str) -> str:
-        """Append the end token to a text. Raise DataError if the text is empty or cannot be encoded."""
+        """End a text with the end token. Raise DataError if the text is empty or cannot be encoded."""
         if not text.strip():
             raise DataError(row.where, "the text is empty", "Remove the row.")
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise DataError(row.where, f"not Unicode text: {error.reason}", "Remove the lone surrogate.") from None
-        return text + self.end
+        return text.removesuffix(self.end) + self.end
 
     def _messages(self, row: Row, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Read a chat: two messages or more, the last one of the assistant."""

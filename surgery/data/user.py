@@ -66,7 +66,8 @@ def read_documents(
     """Read documents in the order of the files.
 
     Args:
-        limit: maximum number of documents; all if None.
+        limit: maximum number of documents; all if None. Of held-out rows, which a file may list by kind, documents at
+            equal distances are taken, and of streamed data the first ones.
         held_out: read the rows that `data.holdout` keeps from training, instead of the others.
 
     Returns:
@@ -76,9 +77,12 @@ def read_documents(
         DataError: as `open_source`.
     """
     reader = Reader(data, tokenizer, max_tokens, context, vocab_size, held_out)
-    documents = [piece.document for piece in islice(reader.read(rows_in_order(data)), limit)]
+    spread = held_out and not data.streaming
+    documents = [piece.document for piece in islice(reader.read(rows_in_order(data)), None if spread else limit)]
     if not documents:
         raise reader.empty_error()
+    if limit is not None and len(documents) > limit:
+        documents = [documents[i * len(documents) // limit] for i in range(limit)]
     return documents, reader.skipped
 
 

@@ -23,6 +23,7 @@ from surgery.files.secret_scan import refuse_tokens
 from surgery.models.loading import (
     check_finite,
     check_vocabulary,
+    encode_alike,
     load_config,
     load_model,
     load_tokenizer,
@@ -127,10 +128,9 @@ def _evaluate(
         check_vocabulary(tokenizers[name], load_config(base), base.model)
         check_finite(base)
     first = next(iter(bases))
-    vocabulary = tokenizers[first].get_vocab()
     prompts = {first: make_prompts(recipe.evaluate, recipe.seed, tokenizer=tokenizers[first])}
     for name, tokenizer in tokenizers.items():
-        shared = tokenizer.get_vocab() == vocabulary
+        shared = encode_alike(tokenizer, tokenizers[first])
         prompts[name] = prompts[first] if shared else make_prompts(recipe.evaluate, recipe.seed, tokenizer=tokenizer)
     arms: dict[str, Arm] = {}
     models: dict[str, PreTrainedModel] = {}

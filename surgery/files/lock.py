@@ -13,6 +13,8 @@ from pathlib import Path
 from surgery.errors import RunError
 from surgery.files.atomic import is_full, read_mapping, sweep
 
+_ATTEMPTS = 1000  # to lock a file that other processes remove
+
 
 @contextmanager
 def hold(folder: Path, field: str = "folder") -> Iterator[None]:
@@ -28,7 +30,8 @@ def hold(folder: Path, field: str = "folder") -> Iterator[None]:
         field: recipe field or argument that names the folder, for errors.
 
     Raises:
-        RunError: another process holds the lock, possibly on another machine; or the disk is full.
+        RunError: another process holds the lock, possibly on another machine; the folder cannot be created; or the disk
+            is full.
     """
     real = Path(os.path.realpath(folder))
     writable = os.access(next(p for p in (*real.parents, real) if p.exists()), os.W_OK)
@@ -56,7 +59,7 @@ def hold(folder: Path, field: str = "folder") -> Iterator[None]:
 
 def _locked(path: Path, folder: Path, field: str) -> int:
     """Open and lock the lock file, and return its descriptor."""
-    while True:
+    for _ in range(_ATTEMPTS):
         with suppress(FileNotFoundError):  # another process has just removed it, or its folder
             _make(path.parent)
             lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -66,6 +69,7 @@ def _locked(path: Path, folder: Path, field: str) -> int:
                     return os.dup(lock)  # the copy keeps the lock
             finally:
                 os.close(lock)
+    raise RunError(field, str(folder), f"{path.parent} cannot be created. Choose another folder.")
 
 
 def _make(folder: Path) -> None:

@@ -168,6 +168,10 @@ class Splice(Section):
             raise ValueError(
                 "`heads` needs `select: list`" if self.heads else "`select: list` needs `heads`: list some"
             )
+        if self.heads and self.num_heads not in (type(self).model_fields["num_heads"].default, len(self.heads)):
+            raise ValueError(
+                f"`heads` lists {len(self.heads)}, but `num_heads` is {self.num_heads}: remove `num_heads`"
+            )
         if _BRANCHES.needs_teacher(self.init) != (self.teacher is not None):
             raise ValueError(
                 f"`init: {self.init}` needs `teacher`: set it"

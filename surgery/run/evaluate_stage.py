@@ -24,7 +24,7 @@ from surgery.evaluate.prompts import make_prompts
 from surgery.evaluate.read_twice import READ_TWICE, prompts_twice
 from surgery.files.atomic import new_folder, read_json, write_json
 from surgery.interventions.heads_off import HEADS_OFF, heads_off
-from surgery.models.loading import load_model, load_tokenizer
+from surgery.models.loading import encode_alike, load_model, load_tokenizer
 from surgery.models.sizes import sizes_of
 from surgery.recipe import as_base
 from surgery.report.figures.attention import attention_map
@@ -88,8 +88,7 @@ def _teacher_arm(run: Run) -> tuple[dict[str, Callable[[], PreTrainedModel]], di
         return {}, {}
     of = "splice" if run.recipe.train.teacher is None else "train"
     base = as_base(teacher, f"{of}.teacher.model")
-    vocabularies = [tokenizer.get_vocab() for tokenizer in (load_tokenizer(base), run.tokenizer())]
-    if vocabularies[0] != vocabularies[1]:
+    if not encode_alike(load_tokenizer(base), run.tokenizer()):
         return {}, {"teacher": "its tokenizer differs from the base's, so the prompts would be different tokens"}
     return {"teacher": lambda: load_model(base).to(run.accelerator.device)}, {}
 

@@ -26,7 +26,14 @@ from surgery.files.lock import hold
 from surgery.models.config_checks import check_unquantized
 from surgery.models.donors import donor_mixers
 from surgery.models.inserted import has_inserted
-from surgery.models.loading import check_finite, check_vocabulary, has_tokenizer, load_config, load_tokenizer
+from surgery.models.loading import (
+    check_finite,
+    check_vocabulary,
+    encode_alike,
+    has_tokenizer,
+    load_config,
+    load_tokenizer,
+)
 from surgery.models.lookup import family_of
 from surgery.models.sizes import meta_model
 from surgery.models.spliced import plan_of_hybrid
@@ -196,8 +203,7 @@ def _check_hybrid(run: Run) -> None:
         raise PlanError("control.model", recipe.control.model, hint) from None
     if not has_tokenizer(control):  # a checkpoint of mamba_ssm: it is trained with the hybrid's
         return
-    vocabularies = [load_tokenizer(base).get_vocab() for base in (recipe.base, control)]
-    if vocabularies[0] != vocabularies[1]:
+    if not encode_alike(load_tokenizer(recipe.base), load_tokenizer(control)):
         hint = "Its tokenizer differs from the hybrid's. Use a control with the same tokenizer."
         raise RecipeError("control.model", recipe.control.model, hint)
 

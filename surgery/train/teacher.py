@@ -19,6 +19,7 @@ from surgery.data.encoding import EncodedBatch
 from surgery.errors import PlanError, RecipeError
 from surgery.hybrid.packing import positions_of
 from surgery.models.donors import donor_mixers
+from surgery.models.loading import SAMPLE_TEXT
 from surgery.models.lookup import family_of
 from surgery.recipe import Align
 from surgery.train.losses import rows_at_queries
@@ -28,9 +29,6 @@ from surgery.types import Graft, HeadId, MixerSpec
 
 _FIELD = "train.teacher.model"
 _ATTENTION = frozenset({"teacher.attention", "teacher.full_attention"})
-_SAMPLE = (
-    "The value of 'key12' is 3.5%.\n\n\tNaïve: {'a': [1, 20, 300]}"  # both tokenizers must split it in the same way
-)
 # Models of these families return the output of every block as hidden states. All others put the embeddings first.
 _WITHOUT_EMBEDDINGS = ("mamba2", "mamba2attn", "mamba", "falcon_mamba")
 
@@ -52,9 +50,11 @@ def check_tokenizers(student: PreTrainedTokenizerBase, teacher: PreTrainedTokeni
     if special[0] != special[1]:
         odd = student.convert_ids_to_tokens(min(special[0] ^ special[1]))
         raise _different_tokenizer(f"{odd!r} is a special token in one of them only")
-    ids = [x(_SAMPLE, add_special_tokens=False)["input_ids"] for x in (student, teacher)]
+    ids = [x(SAMPLE_TEXT, add_special_tokens=False)["input_ids"] for x in (student, teacher)]
     if ids[0] != ids[1]:
-        raise _different_tokenizer(f"{_SAMPLE!r} is {len(ids[0])} tokens in the base's, {len(ids[1])} in the teacher's")
+        raise _different_tokenizer(
+            f"{SAMPLE_TEXT!r} is {len(ids[0])} tokens in the base's, {len(ids[1])} in the teacher's"
+        )
 
 
 def _different_tokenizer(difference: str) -> RecipeError:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from surgery.data.documents import Reader
 from surgery.data.files import local_files, open_rows, rows_in_order
-from surgery.data.user import named_data
+from surgery.data.user import named_data, read_documents
 from surgery.recipe import Data, Recipe, Train
 from surgery.testing.pico import pico_tokenizer
 
@@ -38,6 +38,16 @@ def test_the_text_of_a_chat_template_does_not(tmp_path: Path) -> None:
         reader = Reader(data, tokenizer, held_out=True)
         sides.append([piece.row for piece in reader.read(rows_in_order(data))])
     assert sides[0] == sides[1] == sides[2] and 5 < len(sides[0]) < 30
+
+
+def test_a_limit_takes_held_out_rows_from_all_of_the_file(tmp_path: Path) -> None:
+    """A file may list its rows by kind."""
+    rows = [{"prompt": f"{kind} {n}?\n", "answer": str(n)} for kind in ("first", "second") for n in range(100)]
+    data = Data(path=str(write(tmp_path / "qa.jsonl", rows)), holdout=0.3)
+    everything, _ = read_documents(data, pico_tokenizer(), held_out=True)
+    some, _ = read_documents(data, pico_tokenizer(), limit=10, held_out=True)
+    assert len(some) == 10 and 3 <= sum(document.text.startswith("second") for document in some) <= 7
+    assert set(some) < set(everything)
 
 
 def test_every_spelling_of_a_path_is_one_file(tmp_path: Path) -> None:

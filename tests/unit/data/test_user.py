@@ -129,6 +129,16 @@ def test_without_an_end_the_text_stops_at_the_answer() -> None:
     assert document.questions[0].answer == (20, 21)
 
 
+def test_an_end_token_that_the_answer_has_is_not_doubled() -> None:
+    """So `answer_span: auto` finds the answer, and its exact match can be right."""
+    data = Data.model_validate({"path": "none", "columns": {"answer_span": "auto"}})
+    plain, ended = (
+        Reader(data, TOKENIZER).document(Row("here", {"prompt": "a 42 b\n", "answer": answer}))
+        for answer in ("42", f"42{END}")
+    )
+    assert plain == ended and plain.text.count(END) == 1 and ended.questions[0].value == (2, 4)
+
+
 def test_plain_text_has_no_question() -> None:
     data = Data.model_validate({"path": "none", "columns": {"text": "prompt"}})
     assert Reader(data, TOKENIZER).document(Row("here", GOOD)) == Document("none", f"{GOOD['prompt']}{END}")

@@ -168,6 +168,20 @@ def test_a_parent_that_goes_while_it_is_made_is_made_again(tmp_path: Path, monke
         pass
 
 
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems, such as /proc, say that a folder to create does not exist."""
+
+    def mkdir(path: Path, *_: object, **__: object) -> None:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with (
+        pytest.raises(RunError, match=r"runs cannot be created\. Choose another folder"),
+        hold(tmp_path / "runs" / "a"),
+    ):
+        pass
+
+
 def test_a_full_disk_is_one_line_and_other_errors_stay_what_they_are(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"run folder: .*a\. The disk is full"), hold(tmp_path / "a", "run folder"):
         raise OSError(errno.ENOSPC, "No space left on device")

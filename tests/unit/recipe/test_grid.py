@@ -92,6 +92,7 @@ def test_no_heads_are_the_base_if_only_new_heads_train(path: Path) -> None:
         (["splice.num_heads=1,many"], r"splice\.num_heads: 'many'\."),
         (["splice.num_headz=1,2"], r"splice\.num_headz: 1\. Unknown key"),
         (["splice.select=sharpen,list"], r"splice\.select=list: .*`select: list` needs `heads`"),
+        (["splice.num_heads=1,2", "splice={select: list, heads: [L0H0, L0H1]}"], r"splice\.num_heads: 1\. .*lists 2"),
         (["splice.num_heads=1,[2"], r"splice\.num_heads: '\[2' .*not valid YAML"),
         (
             ["train.steps=400,50", "train.plateau={}", "train.optimizer.schedule=wsd"],

@@ -339,6 +339,7 @@ def test_listed_heads_go_with_select_list() -> None:
     [
         {"select": "list"},
         {"select": "list", "heads": []},
+        {"select": "list", "heads": ["L1H2", "L0H3"], "num_heads": 3},
         {"select": "sharpen", "heads": ["L1H2"]},
         {"heads": ["L1H2"]},
         {"select": "list", "heads": ["L1H2", "L1H2"]},

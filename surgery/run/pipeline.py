@@ -16,7 +16,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedConfig
 
-from surgery.data.user import open_source
+from surgery.data.user import IndexedDocuments, named_data, open_source
 from surgery.errors import PlanError, RecipeError, RunError
 from surgery.evaluate.evaluation import held_out_documents
 from surgery.evaluate.prompts import make_prompts
@@ -224,11 +224,20 @@ def _check_other_models(run: Run) -> None:
 
 
 def _check_data(run: Run, config: PreTrainedConfig) -> None:
-    """Check the generated documents, every row of the user's data (not of streams), and the held-out rows."""
+    """Check the generated documents, every row of the user's data (not of streams), and the held-out rows.
+
+    Reports the number of rows that `on_bad_row: skip` leaves out, if the data is not a stream.
+    """
     train = run.recipe.train
     context, vocab_size = getattr(config, "max_position_embeddings", None), config.vocab_size
+    names = {id(source): name for source, name in named_data(train)}
     for source in [source for stage in train.sequence for source in stage.sources]:
-        open_source(source, run.tokenizer(), run.recipe.seed, 0, context, vocab_size)
+        documents = open_source(source, run.tokenizer(), run.recipe.seed, 0, context, vocab_size)
+        if isinstance(documents, IndexedDocuments) and documents.skipped and id(source) in names:
+            text = (
+                f"{documents.skipped:,} rows cannot be used and are skipped. The first: {documents.reader.first_error}"
+            )
+            run.reporter.note("data", f"{names[id(source)]}: {text}")
     held_out_documents(train, run.tokenizer(), run.recipe.evaluate.examples, context, vocab_size)
 
 

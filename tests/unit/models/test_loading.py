@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import time
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import pre_tokenizers
 from torch import Tensor
 
 from surgery.errors import ModelError
@@ -19,6 +21,7 @@ from surgery.models import config_checks
 from surgery.models.loading import (
     check_finite,
     check_vocabulary,
+    encode_alike,
     has_tokenizer,
     load_config,
     load_model,
@@ -29,7 +32,7 @@ from surgery.models.lookup import family_of
 from surgery.models.sizes import meta_model
 from surgery.recipe import Base
 from surgery.recipe.public import source_of
-from surgery.testing.pico import FAMILY_NAMES, pico_family, pico_family_config
+from surgery.testing.pico import FAMILY_NAMES, pico_family, pico_family_config, pico_tokenizer
 from tests.integration.conftest import BASE
 from tests.support.mamba2attn import CASES, attn_model
 from tests.support.mamba_ssm_files import (
@@ -532,3 +535,12 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
         assert not has_tokenizer(base)
         with pytest.raises(ModelError, match=says):
             load_tokenizer(base)
+
+
+def test_tokenizers_with_equal_tokens_that_split_differently_do_not_encode_alike() -> None:
+    one, other = pico_tokenizer(), copy.deepcopy(pico_tokenizer())
+    assert encode_alike(one, other)
+    other.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    assert one.get_vocab() == other.get_vocab() and not encode_alike(one, other)

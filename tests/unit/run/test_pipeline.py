@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,7 +15,7 @@ from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Recipe, check_recipe
 from surgery.run import pipeline, stages
 from surgery.run.context import Run, Silent
-from surgery.testing.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
+from surgery.testing.pico import pico_base, pico_config, pico_hybrid, pico_site, pico_tokenizer
 from surgery.train import trainer
 from surgery.train.training import make_accelerator
 from surgery.types import Graft, Plan
@@ -115,3 +116,22 @@ def test_earlier_parts_of_a_training_in_parts_count(tmp_path: Path, clock: Clock
     parts = [{"name": name, "steps": 2, "sources": [SOURCE]} for name in ("first", "second")]
     assert session(tmp_path, "train", after=3, stages=parts) == (0, 0)
     assert session(tmp_path, "train", stages=parts) == (LOAD + 4 * STEP, LOAD + 2 * STEP)
+
+
+def test_skipped_rows_are_reported(tmp_path: Path) -> None:
+    rows = [{"prompt": "a 42 b\n", "answer": "42"}, {"prompt": "", "answer": "7"}, {"prompt": "c 7 d\n", "answer": ""}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    source = {"data": {"path": str(path), "on_bad_row": "skip", "holdout": 0}, "rows": 1, "weights": {"answer": 1.0}}
+    notes = []
+
+    class Notes(Silent):
+        def note(self, topic: str, text: str) -> None:
+            notes.append(f"{topic} {text}")
+
+    data = {"name": "t", "base": {"model": "m"}, "train": {"steps": 1, "sources": [source, source]}}
+    run = Run(check_recipe(data, Recipe), tmp_path / "run", make_accelerator(), Notes())
+    run.__dict__["_tokenizer"] = pico_tokenizer()
+    pipeline._check_data(run, pico_config(vocab_size=len(pico_tokenizer())))
+    (note,) = notes
+    assert note.startswith("data rows.jsonl: 2 rows cannot be used and are skipped. The first: ") and ":2: " in note

@@ -99,7 +99,7 @@ class Reader:
         else:
             request = prompt = _string(row, fields, columns.prompt)
             answer = _string(row, fields, columns.answer)
-        answer = answer.removesuffix(str(self.tokenizer.eos_token or "")) if self.data.end else answer
+        answer = answer.removesuffix(self.end)
         if not answer.strip():
             raise DataError(row.where, "the answer is empty", "Add one, or remove the row.")
         if not prompt:

@@ -106,15 +106,16 @@ def load_grid(path: str | Path, words: Sequence[str]) -> Grid:
     for places in combinations:
         if not _is_control(axes, places):
             chosen = [f"{axis.key}={axis.texts[i]}" for axis, i in zip(axes, places, strict=True)]
-            with naming(_values(axes, places)):
+            values = _values(axes, places)
+            with naming(values):
                 recipe = load_recipe(path, [*fixed, *chosen])
             heads = recipe.splice.heads if recipe.splice is not None else ()
-            number = _values(axes, places).get(NUM_HEADS, len(heads))
+            number = values.get(NUM_HEADS, len(heads))
             if heads and number != len(heads):
                 hint = f"splice.heads lists {len(heads)}. Sweep another key, or splice.select without a list."
                 raise RecipeError(NUM_HEADS, number, hint)
             name = recipe.name
-            recipes[places] = recipe.model_copy(update={"name": _name(name, _values(axes, places))})
+            recipes[places] = recipe.model_copy(update={"name": _name(name, values)})
     points = [
         GridPoint(_values(axes, places), recipes[places])
         if places in recipes

@@ -4,7 +4,7 @@ The files of such a model need no code of this library. In memory its class is `
 the attention rows that training supervises.
 
 The residual stream may have side channels: the last `side_channels` ones, which the base lacks. Its weights for them
-are 0 at first. The Gather layer of a pair writes to them alone.
+are 0 at first. The Gather layer of a pair writes to those of its pair alone.
 
 Shape legend: B batch, T tokens, H attention heads of a block, P their width, Q requested rows.
 """
@@ -30,6 +30,7 @@ from surgery.types import Graft, MixerSpec
 
 FIELD = "inserted"  # field of the config: one entry for each graft, from below
 SIDE = "side_channels"  # field of the config: channels of the residual stream that the base lacks
+CHANNELS = "channels"  # field of an entry of `inserted`
 BASE_TYPE = "inserted_into"  # field of the config: model_type of the base. Mamba-2 if it is missing
 
 
@@ -43,7 +44,8 @@ def inserted_entries(config: PreTrainedConfig) -> list[dict[str, Any]]:
 
     An entry has `form`, `init` (`random` in older exports, which lack it), `layers` (indices of the new layers in the
     hybrid, the attention block last), `before` (layer of the base that follows them), `site` (layer of the located
-    heads), `heads`, and `reads`.
+    heads), `heads`, and `reads`. That of a pair with side channels has `channels`: its first one, and the first one
+    behind them (older exports lack it; their pairs share all side channels).
 
     Raises:
         ModelError: an entry is malformed, or does not fit the layers of the config.
@@ -57,7 +59,8 @@ def inserted_entries(config: PreTrainedConfig) -> list[dict[str, Any]]:
     for entry in entries:
         value = str(entry)[:120]
         keys = {"form", "init", "layers", "before", "site", "heads", "reads"}
-        if not isinstance(entry, dict) or set(entry) | {"init"} != keys or not isinstance(entry["form"], str):
+        fits = isinstance(entry, dict) and (set(entry) | {"init"}) - {CHANNELS} == keys
+        if not fits or not isinstance(entry["form"], str):
             raise ModelError(f"config.json {FIELD}", value, hint)
         layers, numbers = entry["layers"], (entry["before"], entry["site"])
         expected = {"block": ["full_attention"], "pair": ["linear_attention", "full_attention"]}.get(entry["form"])
@@ -73,7 +76,24 @@ def inserted_entries(config: PreTrainedConfig) -> list[dict[str, Any]]:
         if entry["before"] != layers[0] - removed:
             raise ModelError(f"config.json {FIELD}", value, hint)
         last, removed = layers[-1], removed + len(layers)
+    ranges = [entry[CHANNELS] for entry in entries if CHANNELS in entry]
+    of_pairs = all((CHANNELS in entry) == (entry["form"] == "pair") for entry in entries)
+    if ranges and not (of_pairs and _are_side_channels(ranges, config)):
+        raise ModelError(f"config.json {FIELD} {CHANNELS}", str(ranges)[:120], hint)
     return entries
+
+
+def _are_side_channels(ranges: list[Any], config: PreTrainedConfig) -> bool:
+    """Return whether these fields `channels` divide the side channels among the pairs, in order."""
+    end = config.hidden_size - side_channels(config)
+    for channels in ranges:
+        if not isinstance(channels, list) or [type(n) for n in channels] != [int, int]:
+            return False
+        first, last = channels
+        if first != end or last <= first:
+            return False
+        end = last
+    return end == config.hidden_size
 
 
 def new_layers(config: PreTrainedConfig) -> tuple[int, ...]:
@@ -97,6 +117,19 @@ def side_channels(config: PreTrainedConfig) -> int:
         hint = f"It must be a whole number below hidden_size ({config.hidden_size}). Export the model again."
         raise ModelError(f"config.json {SIDE}", str(number)[:80], hint)
     return number
+
+
+def own_channels(entry: Mapping[str, Any], config: PreTrainedConfig) -> slice | None:
+    """Return the side channels of a pair; None if it has none.
+
+    Args:
+        entry: from `inserted_entries`.
+        config: config of the hybrid.
+    """
+    side = side_channels(config)
+    if entry["form"] != "pair" or not side:
+        return None
+    return slice(*entry.get(CHANNELS, (config.hidden_size - side, config.hidden_size)))
 
 
 def base_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -260,10 +293,11 @@ def as_inserted(model: PreTrainedModel) -> PreTrainedModel:
             slots = head_slots(len(entry["heads"]), mixer)
             mixer.o_proj.register_forward_hook(partial(_train_own_heads_only, slots, mixer.head_dim))
     if side:
-        gathers = {entry["layers"][0] for entry in entries if entry["form"] == "pair"}
-        for layer in gathers:
+        of_pairs = ((entry["layers"][0], own_channels(entry, model.config)) for entry in entries)
+        gathers = {layer: own for layer, own in of_pairs if own is not None}
+        for layer, own in gathers.items():
             # Not a hook of `out_proj`: fused kernels do not call it.
-            model.model.layers[layer].mixer.register_forward_hook(partial(_train_side_channels_only, side))
+            model.model.layers[layer].mixer.register_forward_hook(partial(_train_own_channels_only, own))
         if any(entry.get("init") == "ssm" for entry in entries):
             model.model.embeddings.register_forward_hook(partial(_train_base_channels_only, side))
             for number, block in enumerate(model.model.layers):
@@ -288,9 +322,9 @@ def _train_own_heads_only(
     return F.linear(inputs[0], weight, o_proj.bias)
 
 
-def _train_side_channels_only(side: int, _: nn.Module, __: Any, output: Tensor) -> Tensor:
-    """Stop the gradient of what a Gather layer writes to the base's channels, so its weights there stay 0."""
-    return torch.cat([output[..., :-side].detach(), output[..., -side:]], -1)
+def _train_own_channels_only(own: slice, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+    """Stop the gradient of what a Gather layer writes to channels of others, so its weights there stay 0."""
+    return torch.cat([output[..., : own.start].detach(), output[..., own], output[..., own.stop :].detach()], -1)
 
 
 def _train_base_channels_only(side: int, _: nn.Module, __: Any, output: Any) -> Any:

@@ -108,9 +108,9 @@ class Splice(Section):
         ge=0,
         le=10**6,
         strict=True,
-        description="With `form: pair`: channels added to the residual stream, by default 64, or 128 with `init: ssm`. "
-        "The new Mamba-2 layer writes to them alone and the base does not read them, so the base works as before. "
-        "With 0 it writes to the base's own channels.",
+        description="With `form: pair`: channels added to the residual stream for each pair, by default 64, or 128 "
+        "with `init: ssm`. The new Mamba-2 layer writes to them alone and the base does not read them, so the base "
+        "works as before. With 0 it writes to the base's own channels.",
     )
     new_keys: ClassVar[dict[str, Any]] = {
         "min_width": None,

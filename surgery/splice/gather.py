@@ -28,7 +28,13 @@ _RANDOM_SHARE = 0.5  # size of the other channels of query and key beside the co
 
 
 def fill_gather(
-    mixer: nn.Module, block: nn.Module, graft: Graft, model: PreTrainedModel, layer: int, draw: Draw
+    mixer: nn.Module,
+    block: nn.Module,
+    graft: Graft,
+    model: PreTrainedModel,
+    layer: int,
+    side: slice | None,
+    draw: Draw,
 ) -> None:
     """Fill the Gather layer of a pair, and what the block above it reads.
 
@@ -41,6 +47,7 @@ def fill_gather(
         graft: the pair. The block has one attention head for each of its SSM heads.
         model: the base, a Mamba-2 or a Nemotron-H.
         layer: of the base, before which the pair is inserted.
+        side: the side channels of this pair; None if it has none.
         draw: the random numbers.
     """
     stream = _stream(model, layer, draw)
@@ -48,20 +55,28 @@ def fill_gather(
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + model.config.layer_norm_epsilon)
     _fill_delay_line(mixer, draw, _constant_direction(normed.flatten(0, 1)).to(stream.dtype))
     base = stream.shape[-1]
-    if block.norm.weight.shape[0] == base:
+    others = torch.ones(len(block.norm.weight), dtype=torch.bool, device=draw.device)
+    others[:base] = False
+    if side is not None:
+        others[side] = False
+    # With a weight of 0 in the norm and behind it, side channels of other pairs stay unread in training too.
+    block.norm.weight[others] = 0
+    for projection in (block.mixer.q_proj, block.mixer.k_proj, block.mixer.v_proj):
+        projection.weight[:, others] = 0
+    if side is None:
         return
     size = float(stream.square().mean().sqrt())
     if graft.init == "random":
-        block.norm.weight[base:] = size / _RANDOM_RMS
+        block.norm.weight[side] = size / _RANDOM_RMS
         return
     # The base's norms, which average over side channels too, change by rounding only.
     mixer.norm.weight.fill_(size / _GAIN)
-    block.norm.weight[base:] = _GAIN
+    block.norm.weight[side] = _GAIN
     per_group = mixer.num_heads // mixer.n_groups
     room = mixer.intermediate_size // (4 * mixer.ssm_state_size)  # one half stays a delay line
     groups = sorted({head // per_group for head in graft.heads})[:room]
     _copy_keys_and_queries(mixer, model.base_model.layers[layer], groups)
-    kept = _write_side_channels(mixer, normed.to(stream.dtype), len(groups), block.mixer.head_dim, draw)
+    kept = _write_side_channels(mixer, normed.to(stream.dtype), len(groups), block.mixer.head_dim, side, draw)
     identity = torch.eye(kept, device=draw.device)
     attention = block.mixer
 
@@ -75,7 +90,7 @@ def fill_gather(
         key_slot = slot // attention.num_key_value_groups
         new, group = key_slot not in of_keys, of_keys.setdefault(key_slot, head // per_group)
         if group in groups:
-            first = base + 2 * kept * groups.index(group)
+            first = side.start + 2 * kept * groups.index(group)
             copy_rows(attention.q_proj, slot, first + kept)
             if new:
                 copy_rows(attention.k_proj, key_slot, first)
@@ -187,7 +202,7 @@ def _copy_keys_and_queries(mixer: nn.Module, followed: nn.Module, groups: Sequen
         mixer.conv1d.bias[ours] = source.conv1d.bias[theirs]
 
 
-def _write_side_channels(mixer: nn.Module, normed: Tensor, groups: int, width: int, draw: Draw) -> int:
+def _write_side_channels(mixer: nn.Module, normed: Tensor, groups: int, width: int, side: slice, draw: Draw) -> int:
     """Write keys and queries to at most one half of the side channels, and a mixture of the delay lines to the others.
 
     States larger than their room are projected at random to fewer channels, keys and queries alike.
@@ -197,6 +212,7 @@ def _write_side_channels(mixer: nn.Module, normed: Tensor, groups: int, width: i
         normed: (B,T,D) normed input of the layer.
         groups: number of copied groups, whose channels come first.
         width: of the attention heads.
+        side: the side channels of the pair.
         draw: the random numbers.
 
     Returns:
@@ -204,8 +220,8 @@ def _write_side_channels(mixer: nn.Module, normed: Tensor, groups: int, width: i
     """
     I, N = mixer.intermediate_size, mixer.ssm_state_size  # noqa: E741
     T, base = normed.shape[1:]
-    rows = mixer.out_proj.weight[base:]
-    xBC = mixer.in_proj(F.pad(normed, (0, len(rows))))[..., I : I + mixer.conv_dim]
+    rows = mixer.out_proj.weight[side]
+    xBC = mixer.in_proj(F.pad(normed, (0, mixer.in_proj.in_features - base)))[..., I : I + mixer.conv_dim]
     power = F.silu(mixer.conv1d(xBC.mT)[:, :I, :T]).square().mean((0, 2))
     size = (power / power.mean()).sqrt()  # of a channel after the gated norm, about
     kept = min(N, width, len(rows) // (4 * groups)) if groups else 0

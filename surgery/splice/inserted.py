@@ -4,7 +4,7 @@ A block is `h + attention(norm(h))` with plain softmax attention and no position
 followed by a block. The block's output projection starts at 0, so the hybrid's logits equal the base's.
 
 The Mamba-2 layer of a pair passes earlier tokens to the block. In channels of the base this disturbs all layers above,
-which costs a small base its knowledge. So the residual stream gets side channels: of the new layers only that one
+which costs a small base its knowledge. So the residual stream gets side channels for each pair: only its Mamba-2 layer
 writes to them, and the base's weights for them are 0. The base's norms average over them too. So all that the base
 writes to the stream is multiplied by the square root of (new width / old width), and the norms' weights are divided by
 it: the hybrid's logits then differ from the base's by rounding only. The block's own norm multiplies the side channels,
@@ -28,7 +28,16 @@ from torch import Tensor, nn
 from transformers import NemotronHConfig, NemotronHForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import PlanError
-from surgery.models.inserted import BASE_TYPE, FIELD, SIDE, as_inserted, head_slots, side_channels
+from surgery.models.inserted import (
+    BASE_TYPE,
+    CHANNELS,
+    FIELD,
+    SIDE,
+    as_inserted,
+    head_slots,
+    own_channels,
+    side_channels,
+)
 from surgery.models.lookup import family_of, geometry_of, mixer_of
 from surgery.recipe import Splice
 from surgery.recipe.splice import INSERTED_INITS, SIDE_CHANNELS
@@ -155,10 +164,15 @@ def inserted_config(plan: Plan, config: PreTrainedConfig, splice: Splice | None 
     if _ATTENTION not in hybrid.layers_block_type:
         hybrid.num_attention_heads = hybrid.num_key_value_heads = max(len(graft.heads) for graft in plan.grafts)
         hybrid.head_dim = (splice.head_dim if splice is not None else None) or HEAD_DIM
-    inits = [graft.init for graft in plan.grafts if graft.form == "pair"]
-    side = max((SIDE_CHANNELS[init] for init in inits), default=0)
-    if inits and splice is not None:
-        side = splice.side_channels or 0
+    side = 0
+    for graft, entry in zip(plan.grafts, entries, strict=True):
+        if graft.form != "pair":
+            continue
+        own = SIDE_CHANNELS[graft.init] if splice is None else splice.side_channels or 0
+        if own:
+            first = hybrid.hidden_size + side
+            entry[CHANNELS] = [first, first + own]
+            side += own
     hybrid.layers_block_type = kinds
     hybrid.hidden_size += side
     setattr(hybrid, FIELD, entries)
@@ -258,7 +272,7 @@ def insert_layers(model: PreTrainedModel, plan: Plan, splice: Splice | None = No
         _fill_attention(blocks[-1].mixer, graft, draw)
         if graft.form == "pair":
             gather, block = blocks
-            fill_gather(gather.mixer, block, graft, model, entry["before"], draw)
+            fill_gather(gather.mixer, block, graft, model, entry["before"], own_channels(entry, config), draw)
             gather.norm.weight.div_(_scale(config))
     published = mixer_of(model, family_of(model.config).sites(model.config)[0]).chunk_size
     for spec in family_of(config).mixers(config):

@@ -180,7 +180,7 @@ class TestDelayLine:
 class TestSideChannels:
     def test_the_base_neither_reads_nor_writes_them(self) -> None:
         hybrid, plain = inserted("side", use_bias=True), base(use_bias=True).config.hidden_size
-        assert hybrid.config.hidden_size == plain + SIDE and hybrid.config.side_channels == SIDE
+        assert hybrid.config.hidden_size == plain + 2 * SIDE and hybrid.config.side_channels == 2 * SIDE
         new = {id(block) for block in new_modules(hybrid).values()}
         for block in (block for block in hybrid.model.layers if id(block) not in new):
             assert not block.mixer.in_proj.weight[:, plain:].any()
@@ -258,8 +258,12 @@ class TestSideChannels:
         for number, (old, block) in enumerate(zip(before.model.layers, model.model.layers, strict=True)):
             rows = (getattr(block.mixer, "out_proj", None) or block.mixer.o_proj).weight
             if number in (1, 4):
-                assert not rows[:-side].any() and rows[-side:].any()
-                assert not torch.equal(rows[-side:], old.mixer.out_proj.weight[-side:])
+                # There are two pairs: the lower half belongs to the first one.
+                own = slice(-side, -side // 2) if number == 1 else slice(-side // 2, None)
+                assert rows[own].any() and not torch.equal(rows[own], old.mixer.out_proj.weight[own])
+                rows = rows.clone()
+                rows[own] = 0
+                assert not rows.any()
             elif form == "copies":
                 assert not rows[-side:].any(), "their noise would be read 2048 times as large"
             if form == "copies" and number in (1, 4):
@@ -271,11 +275,52 @@ class TestSideChannels:
         assert torch.allclose(logits(stock, ids), logits(model, ids), atol=1e-6)
         assert not torch.allclose(logits(stock, ids), logits(base(**shape), ids), atol=1e-3)
 
+    @torch.no_grad()
+    @pytest.mark.parametrize("form", ["side", "copies"])
+    def test_a_pair_does_not_read_what_another_one_writes(self, form: str) -> None:
+        hybrid, queries = copy.deepcopy(inserted(form)), torch.tensor([[29], [20]])
+
+        def attention_of_the_upper_block() -> Tensor:
+            return hybrid(tokens(2, 30), splice_queries=queries).splice_attentions[1]
+
+        lower, upper = (entry["channels"] for entry in hybrid.config.inserted)
+        assert lower[1] == upper[0] and upper[1] == hybrid.config.hidden_size
+        written = hybrid.model.layers[1].mixer.out_proj.weight
+        if form == "side":  # a Gather layer of random weights writes nothing at first
+            written[slice(*lower)] = 1e-3
+        with_it = attention_of_the_upper_block()
+        written.zero_()
+        # The norms average over all channels.
+        assert torch.allclose(attention_of_the_upper_block(), with_it, atol=1e-3)
+        hybrid.model.layers[4].mixer.out_proj.weight.add_(1e-3)
+        assert not torch.allclose(attention_of_the_upper_block(), with_it, atol=1e-3)
+
+    @torch.no_grad()
+    def test_pairs_of_older_exports_share_all_side_channels(self) -> None:
+        config = copy.deepcopy(inserted("side").config)
+        for entry in config.inserted:
+            entry.pop("channels")
+        older = as_inserted(NemotronHForCausalLM(config))
+        with torch.enable_grad():
+            older(tokens(1, 9)).logits.sum().backward()
+        for layer in (1, 4):
+            gradient = older.model.layers[layer].mixer.out_proj.weight.grad
+            assert gradient[-2 * SIDE :].any(1).all() and not gradient[: -2 * SIDE].any()
+
+    @pytest.mark.parametrize(
+        "value", [[31, 40], [32, 48], [32, 32], [32, 41], [32], [32, "40"], [True, 40], "32-40", None]
+    )
+    def test_wrong_channels_of_a_pair_are_refused(self, value: Any) -> None:
+        config = copy.deepcopy(inserted("side").config)
+        config.inserted[0]["channels"] = value
+        with pytest.raises(ModelError, match="inserted"):
+            plan_of_hybrid(config, "x")
+
     @pytest.mark.parametrize("value", [-1, 40, 1000, "8", True, None])
     def test_a_wrong_number_in_a_config_is_refused(self, value: Any) -> None:
         config = copy.deepcopy(inserted("side").config)
         config.side_channels = value
-        with pytest.raises(ModelError, match="side_channels"):
+        with pytest.raises(ModelError, match="channels"):
             plan_of_hybrid(config, "x")
 
 

@@ -24,9 +24,8 @@ def donor_mixers(config: PreTrainedConfig) -> tuple[MixerSpec, ...]:
         if config.model_type in family.model_types:
             return family.mixers(config)
     known = ", ".join(model_type for family in donors for model_type in family.model_types)
-    raise PlanError(
-        "splice.teacher.model", config.model_type, f"Attention of this model type cannot be transplanted. Use {known}."
-    )
+    hint = f"Only attention of these model types can be copied or compared: {known}. Use a model of one of them."
+    raise PlanError("splice.teacher.model", config.model_type, hint)
 
 
 def donor_fields(config: PreTrainedConfig, spec: MixerSpec, heads: Sequence[int] | None) -> dict[str, Any]:

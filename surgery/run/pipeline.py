@@ -51,6 +51,7 @@ from surgery.splice.plan import check_in_range, check_not_spliced, check_splices
 from surgery.train.compiling import check_compiler
 from surgery.train.lora import adapter_targets
 from surgery.train.quantization import quantization_of
+from surgery.train.teacher import check_teacher, check_tokenizers
 from surgery.train.training import make_accelerator
 from surgery.types import HeadId
 
@@ -138,6 +139,7 @@ def check_inputs(run: Run) -> None:
     for stage in run.recipe.train.sequence if "train" in run.stages else ():
         quantization_of(run.recipe.train, stage)
     check_vocabulary(run.tokenizer(), run.base().config)
+    check_training_teacher(run)
     _check_other_models(run)
     check_documents(run, run.base().config)
     if "train" in run.stages:
@@ -180,6 +182,18 @@ def check_configs(run: Run) -> None:
     for stage in recipe.train.sequence if "train" in run.stages else ():
         if stage.trainable == "lora":
             adapter_targets(meta_model(load_config(recipe.base), recipe.base.trust_remote_code), stage.lora)
+
+
+def check_training_teacher(run: Run) -> None:
+    """Check that the teacher of the training has the base's tokenizer, and what the objectives compare."""
+    train = run.recipe.train
+    if "train" not in run.stages or train.teacher is None:
+        return
+    teacher = as_base(train.teacher, "train.teacher.model")
+    if has_tokenizer(teacher):  # `configs/` holds shapes alone
+        check_tokenizers(run.tokenizer(), load_tokenizer(teacher))
+    for stage in train.sequence:
+        check_teacher(load_config(teacher), run.tokenizer(), load_config(run.recipe.base), stage.align, stage.needs)
 
 
 def _check_hybrid(run: Run) -> None:

@@ -13,7 +13,7 @@ from surgery.recipe import Base, Checkpoint, Recipe, Teacher, as_base
 from surgery.recipe.public import is_hub_id, source_of
 from surgery.run.at_hand import at_hand, cached_folder
 from surgery.run.context import Run
-from surgery.run.pipeline import check_configs, check_documents
+from surgery.run.pipeline import check_configs, check_documents, check_training_teacher
 from surgery.run.stages import stages_of
 from surgery.train.quantization import quantization_of
 from surgery.train.training import make_accelerator
@@ -64,6 +64,7 @@ def check_without_weights(recipe: Recipe, file: Path | None = None) -> list[str]
         return [*skipped, _unavailable("tokenizer", base.tokenizer or name, "tokens of data and prompts")]
     config = load_config(base)
     check_vocabulary(run.tokenizer(), config)
+    check_training_teacher(run)
     if on_the_hub:
         return [*skipped, "tokens of data and prompts, since some data is not local"]
     check_documents(run, config)

@@ -196,7 +196,7 @@ class AttentionKL(Objective):
     description = (
         "KL divergence of the new heads' attention from that of the teacher's heads, before every answer token."
     )
-    needs = ("model.attention", "teacher.attention")
+    needs = ("answers", "model.attention", "teacher.attention")
 
     def count(self, batch: EncodedBatch) -> int:
         return int((batch.read_query >= 0).sum())

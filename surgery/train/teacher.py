@@ -57,6 +57,35 @@ def check_tokenizers(student: PreTrainedTokenizerBase, teacher: PreTrainedTokeni
         )
 
 
+def check_teacher(
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    student: PreTrainedConfig,
+    align: Align,
+    needs: Collection[str],
+) -> None:
+    """Check what objectives need of a teacher, except single heads.
+
+    Args:
+        config: of the teacher.
+        tokenizer: the student's.
+        student: the student's config, or that of its base: both have the same layers and width.
+        align: the recipe's section `align`.
+        needs: of the objectives, such as `teacher.logits`.
+
+    Raises:
+        RecipeError: the teacher lacks tokens or layers, has another width, or its attention is unknown.
+    """
+    used = max(tokenizer.get_vocab().values()) + 1
+    if used > min(config.vocab_size, student.vocab_size):
+        sizes = f"{config.vocab_size} tokens; the base has {student.vocab_size}, the tokenizer {used}"
+        raise RecipeError(_FIELD, sizes, "Both models must have an embedding for every token of the tokenizer.")
+    if _ATTENTION & set(needs):
+        _attention_of(config)
+    if "teacher.hidden_states" in needs:
+        _aligned_layers(config, student, align)
+
+
 def _different_tokenizer(difference: str) -> RecipeError:
     value = f"its tokenizer differs from the base's: {difference}"
     return RecipeError(_FIELD, value, "Set a teacher with the base's tokenizer.")
@@ -111,10 +140,7 @@ class Teacher:
     ) -> None:
         self.model, self.student = model.eval().requires_grad_(False), student
         align = align or Align()
-        used = max(tokenizer.get_vocab().values()) + 1
-        if used > min(model.config.vocab_size, student.vocab_size):
-            sizes = f"{model.config.vocab_size} tokens; the base has {student.vocab_size}, the tokenizer {used}"
-            raise RecipeError(_FIELD, sizes, "Both models must have an embedding for every token of the tokenizer.")
+        check_teacher(model.config, tokenizer, student, align, needs)
         self.heads: tuple[tuple[HeadId, ...], ...] = ()
         self.layers: dict[int, int] = {}
         if _ATTENTION & set(needs):
@@ -214,6 +240,14 @@ def _resized(logits_BTV: Tensor, width: int) -> Tensor:
     return torch.cat([logits_BTV, least], dim=-1)
 
 
+def _attention_of(teacher: PreTrainedConfig) -> dict[int, MixerSpec]:
+    """Attention of the teacher by layer. Raises RecipeError if it is unknown."""
+    try:
+        return {spec.layer: spec for spec in donor_mixers(teacher)}
+    except PlanError as error:
+        raise RecipeError(_FIELD, error.value, error.hint) from None
+
+
 def _aligned_heads(
     teacher: PreTrainedConfig, grafts: Sequence[Graft], align: Align
 ) -> tuple[dict[int, MixerSpec], tuple[tuple[HeadId, ...], ...]]:
@@ -221,10 +255,7 @@ def _aligned_heads(
 
     That is the head that `align` names, otherwise the donor of the splice, otherwise the head of the same name.
     """
-    try:
-        mixers = {spec.layer: spec for spec in donor_mixers(teacher)}
-    except PlanError as error:
-        raise RecipeError(_FIELD, error.value, error.hint) from None
+    mixers = _attention_of(teacher)
     known = {head for spec in mixers.values() for head in spec.heads}
     heads_by_graft: list[tuple[HeadId, ...]] = []
     named = dict(align.heads)

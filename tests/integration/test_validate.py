@@ -55,6 +55,24 @@ def test_faults_of_the_data(rows: list[dict] | None, words: tuple[str, ...], tmp
     assert_refused(surgery("validate", "finetune", *given, cwd=tmp_path), *words)
 
 
+@pytest.mark.parametrize(
+    ("teacher", "objective", "words"),
+    [
+        ("pico-english", "distil", ("its tokenizer differs", "Set a teacher with the base's tokenizer")),
+        ("pico-mamba2", "attention_kl", ("mamba2", "attention")),
+    ],
+)
+def test_teachers_of_no_use(teacher: str, objective: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    """They are refused before anything is located, by the run as by `validate`."""
+    given = (f"train.teacher.model={ROOT / 'checkpoints' / teacher}", f"train.sources.0.weights.{objective}=1.0")
+    for command in ("validate", "run"):
+        done = surgery(command, str(RECIPE), *given, cwd=tmp_path)
+        assert_refused(done, "train.teacher.model", *words)
+        assert list(tmp_path.iterdir()) == []
+    transformer = f"train.teacher.model={ROOT / 'checkpoints' / 'pico-transformer'}"
+    assert surgery("validate", str(RECIPE), transformer, given[1], cwd=tmp_path).returncode == 0
+
+
 def test_what_is_on_the_hub_is_not_checked_and_not_requested(tmp_path: Path) -> None:
     done = surgery("validate", "mamba2-130m", cwd=tmp_path)
     assert done.returncode == 0 and done.stderr.startswith("not checked: tokens of data and prompts (tokenizer ")

@@ -69,6 +69,7 @@ def test_a_control_is_trained_where_more_than_new_heads_trains(trainable: list[s
         ({"data": {"path": "x", "columns": {"text": "t"}}}, "plain text has no answers"),
         ({"weights": {"attention": 1.0}}, "answer_span` to a column or to `auto`, or `weights.attention` to 0"),
         ({"task": "sentence", "data": None}, "no answers"),
+        ({"task": "sentence", "data": None, "weights": {"attention_kl": 1.0}}, "`weights.attention_kl` to 0"),
         ({"data": {"path": "x", "columns": {"text": "a", "messages": "b"}}}, "not both"),
         ({"weights": {"answer": 0.0}}, "every weight is 0"),
         ({"rows": 3}, "either `rows` or `tokens`"),

@@ -59,7 +59,10 @@ def examples(
     for source in sources:
         if (folder / source.name).exists():
             raise SurgeryError("FOLDER", str(folder / source.name), "The file exists. Set another folder.")
-    folder.mkdir(parents=True, exist_ok=True)
-    for source in sources:
-        shutil.copyfile(source, folder / source.name)
-        print(f"wrote {folder / source.name}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for source in sources:
+            shutil.copyfile(source, folder / source.name)
+            print(f"wrote {folder / source.name}")
+    except OSError as error:
+        raise SurgeryError("FOLDER", str(folder), f"{error.strerror}. Set another folder.") from error

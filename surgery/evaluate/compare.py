@@ -114,8 +114,8 @@ def compare_models(recipe: Comparison, folder: Path, progress: Tick | None = Non
             if recipe.evaluate.efficiency is not None:
                 results["efficiency"] = efficiency(models, recipe.evaluate.efficiency)
                 costs_by_length(results["efficiency"]["arms"], new / "figures", results["efficiency"]["where"])
-            mark(new, "comparison")
             write_json(new / "results.json", {**results, "seconds": round(time.perf_counter() - began, 2)})
+            mark(new, "comparison")
         return results
 
 

@@ -16,11 +16,16 @@ Kind = Literal["run", "analysis", "comparison", "model", "export", "sweep"]
 
 
 MARK = ".surgery.json"
+_REPLACED_AS_A_WHOLE: frozenset[Kind] = frozenset({"model", "comparison", "export"})
 
 
 def mark(folder: Path, kind: Kind) -> None:
-    """Mark `folder` as written by this toolkit, so that it can be replaced later."""
-    write_json(folder / MARK, {"kind": kind, "version": __version__})
+    """Mark `folder` as written by this toolkit, so that it can be replaced later.
+
+    Mark a model or a comparison after its last file: the mark lists the entries that may be removed.
+    """
+    entries = {"entries": sorted(os.listdir(folder))} if kind in _REPLACED_AS_A_WHOLE else {}
+    write_json(folder / MARK, {"kind": kind, "version": __version__, **entries})
 
 
 _LABELS: Mapping[Kind, str] = {
@@ -95,8 +100,11 @@ def check_replaceable(
         True if there is something to replace.
 
     Raises:
-        RunError: `folder` is a file, or holds something else, one of `inputs` or the current directory.
+        RunError: `folder` is a file or a link to itself, or holds something else, one of `inputs` or the current
+            directory. A model, a comparison or an export holds further entries, which would be lost.
     """
+    if os.path.islink(os.path.realpath(folder)):
+        raise RunError(field, str(folder), f"It is a symbolic link that leads to itself. {instead}")
     if folder.exists() and not folder.is_dir():
         raise RunError(field, str(folder), f"It is a file. {instead}")
     check_apart(field, [folder], inputs, instead)
@@ -104,7 +112,26 @@ def check_replaceable(
         return False
     if kind_of(folder) != kind:
         raise RunError(field, str(folder), f"The folder is not empty, and is not {_LABELS[kind]}. {instead}")
+    if kind in _REPLACED_AS_A_WHOLE and (lost := _foreign_entry(folder, kind)) is not None:
+        hint = f"It would be deleted with the folder, and this toolkit did not write it. Move it away. {instead}"
+        raise RunError(field, str(folder / lost), hint)
     return True
+
+
+def _foreign_entry(folder: Path, kind: Kind) -> str | None:
+    """The first entry of a folder that is not listed as written by this toolkit; None if there is none or no list.
+
+    Hidden entries are ignored: file managers and editors write them.
+    """
+    if kind == "export":
+        listed = read_mapping(folder / "export.json").get("files")
+        own = [*listed, "export.json"] if isinstance(listed, dict) else None
+    else:
+        own = read_mapping(folder / MARK).get("entries")
+    if not isinstance(own, list):
+        return None
+    names = {Path(str(name)).parts[0] for name in own}
+    return next((name for name in sorted(os.listdir(folder)) if name not in names and name[0] != "."), None)
 
 
 def remove(folder: Path, names: Sequence[str]) -> None:

@@ -112,6 +112,7 @@ _WORDINGS = {
     "a valid (tuple|list)": "a list",
     "a valid dictionary": "a section with keys",
     " after validation": "",
+    r"Input tag .* does not match any of the expected tags: (.*)": r"The key `kind` must be one of \1",
 }
 _TAKES_EXAMPLE = ("tuple_type", "list_type", "dict_type", "model_type", "model_attributes_type")
 _COMMANDS = {Recipe: "run", PretrainRecipe: "pretrain", AnalysisRecipe: "analyse"}

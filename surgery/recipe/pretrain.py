@@ -135,6 +135,24 @@ class PretrainRecipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _only_what_pretraining_does(self) -> PretrainRecipe:
+        for stage in self.train.sequence:
+            if stage.trainable != "all":
+                raise ValueError(f"Pretraining trains all weights. Remove `trainable: {stage.trainable}`")
+            if stage.distil.cache:
+                raise ValueError("Pretraining does not store the teacher's logits. Remove `distil.cache`")
+        train, evaluate = self.train, self.evaluate
+        unused = {
+            "train.trackers": train.trackers,
+            "train.check_every": train.check_every,
+            "evaluate.efficiency": evaluate.efficiency,
+            "evaluate.read_twice": evaluate.read_twice,
+        }
+        if names := [name for name, value in unused.items() if value]:
+            raise ValueError(f"Pretraining does not use {', '.join(f'`{name}`' for name in names)}. Remove it")
+        return self
+
+    @model_validator(mode="after")
     def _a_fixed_number_of_steps(self) -> PretrainRecipe:
         if self.train.has_plateau:
             raise ValueError("Pretraining evaluates at each tenth of its steps. Set `train.plateau` to null")

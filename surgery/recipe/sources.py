@@ -8,7 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, GetJsonSchemaHandler, TypeAdapter, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    TypeAdapter,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import CoreSchema
 
 from surgery.probes.registry import PROBES, Probe
@@ -28,7 +37,18 @@ from surgery.recipe.section import (
 from surgery.registry import NameOf
 
 Weight = Annotated[float, Field(ge=0)]
-Scheduled = Weight | tuple[Weight, Weight]  # constant, or [first, last] with a linear change over the stage
+
+
+def _one_message(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """Check a weight. Pydantic has an error for each kind of value, under names that no recipe has."""
+    try:
+        return check(value)
+    except ValidationError:
+        raise ValueError("It must be a number of 0 or more, or a list [first, last] of two such numbers") from None
+
+
+# Constant, or [first, last] with a linear change over the stage.
+Scheduled = Annotated[Weight | tuple[Weight, Weight], WrapValidator(_one_message)]
 Task = Annotated[str, NameOf(PROBES, keep=lambda probe: probe.trains)]
 AUTO, _SPANS = "auto", "answer_span"  # value of `answer_span`, and the column that it reads where there is one
 DEFAULT_ROWS = 8

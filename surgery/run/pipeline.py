@@ -52,6 +52,7 @@ from surgery.train.compiling import check_compiler
 from surgery.train.lora import adapter_targets
 from surgery.train.quantization import quantization_of
 from surgery.train.teacher import check_teacher, check_tokenizers
+from surgery.train.tracking import check_trackers
 from surgery.train.training import make_accelerator
 from surgery.types import HeadId
 
@@ -130,14 +131,16 @@ def choose_stages(recipe: Recipe, first: str | None, last: str | None) -> tuple[
 def changes_text(changes: Sequence[str], most: int = 3) -> str:
     """Describe changes of a run's recipe in one line. See `RunDir.changes`."""
     listed = [*changes[:most], *([f"{len(changes) - most} more"] if len(changes) > most else [])]
-    return f"changed since the last run here: {'; '.join(listed)}. The stages that depend on it run again"
+    return f"changed since the last run here: {'; '.join(listed)}. Stages that depend on it run again, others do not"
 
 
 def check_inputs(run: Run) -> None:
     """Check models, heads and data before anything is written or measured."""
     check_configs(run)
-    for stage in run.recipe.train.sequence if "train" in run.stages else ():
-        quantization_of(run.recipe.train, stage)
+    if "train" in run.stages:
+        check_trackers(run.recipe.train.trackers)
+        for stage in run.recipe.train.sequence:
+            quantization_of(run.recipe.train, stage)
     check_vocabulary(run.tokenizer(), run.base().config)
     check_training_teacher(run)
     _check_other_models(run)

@@ -28,7 +28,7 @@ from transformers import __version__ as transformers_version
 
 from surgery.data.files import local_files
 from surgery.data.tokenizer import build_tokenizer
-from surgery.errors import RunError
+from surgery.errors import RunError, SurgeryError
 from surgery.evaluate.evaluation import evaluate_model, mark_seen
 from surgery.evaluate.prompts import make_prompts
 from surgery.files.atomic import digest, fingerprint, new_folder, read_json, read_mapping, write_json, write_text
@@ -209,9 +209,14 @@ def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -
             scores[str(step)] = summary
             write_json(scores_file, scores)
 
-    history = train_model(
-        model, tokenizer, recipe.train, seed=recipe.seed, folder=steps, accelerator=accelerator, on_step=on_step
-    )
+    try:
+        history = train_model(
+            model, tokenizer, recipe.train, seed=recipe.seed, folder=steps, accelerator=accelerator, on_step=on_step
+        )
+    except SurgeryError:
+        if not any(steps.rglob("step_*")):
+            shutil.rmtree(steps)
+        raise
     scores = read_json(scores_file)
     with new_folder(folder) as new:
         model.save_pretrained(new)
@@ -221,8 +226,8 @@ def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -
         for extra in ("training.svg", "training.csv"):
             (new / extra).unlink()
         write_json(new / "scores.json", scores)
-        mark(new, "model")
         write_text(new / "README.md", base_card(recipe, scores, history, model))
+        mark(new, "model")
     shutil.rmtree(steps, ignore_errors=True)
 
 

@@ -16,6 +16,7 @@ from surgery.run.context import Run
 from surgery.run.pipeline import check_configs, check_documents, check_training_teacher
 from surgery.run.stages import stages_of
 from surgery.train.quantization import quantization_of
+from surgery.train.tracking import check_trackers
 from surgery.train.training import make_accelerator
 
 M = TypeVar("M", Checkpoint, Teacher)
@@ -25,8 +26,9 @@ def check_installed(recipe: Recipe) -> None:
     """Check that this machine has the packages of a run. A dry run does not: it may be for another machine.
 
     Raises:
-        RecipeError: a stage quantizes, and bitsandbytes is missing.
+        RecipeError: a stage quantizes, and bitsandbytes is missing; or a tracker is.
     """
+    check_trackers(recipe.train.trackers)
     for stage in recipe.train.sequence:
         quantization_of(recipe.train, stage)
 

@@ -18,6 +18,17 @@ from accelerate.utils import LoggerType
 from surgery.errors import RecipeError
 
 
+def check_trackers(names: Sequence[str]) -> None:
+    """Check that the packages of trackers are installed.
+
+    Raises:
+        RecipeError: one is not.
+    """
+    for name in names:
+        if find_spec(name) is None:
+            raise RecipeError("train.trackers", name, f"It is not installed. Run pip install {name}.")
+
+
 @contextmanager
 def tracked(
     accelerator: Accelerator, names: Sequence[str], folder: Path, config: Mapping[str, Any]
@@ -31,11 +42,9 @@ def tracked(
         config: settings to log; values must be plain.
 
     Raises:
-        RecipeError: a tracker's package is not installed.
+        RecipeError: as `check_trackers`.
     """
-    for name in names:
-        if find_spec(name) is None:
-            raise RecipeError("train.trackers", name, f"It is not installed. Run pip install {name}.")
+    check_trackers(names)
     if names:
         folder.mkdir(parents=True, exist_ok=True)
         accelerator.project_configuration.set_directories(str(folder))

@@ -112,6 +112,22 @@ def test_a_model_that_was_converted_is_replaced_with_overwrite_alone(tmp_path: P
     assert json.loads((tmp_path / "new" / "config.json").read_text())["dtype"] == "float32"
 
 
+def test_files_beside_a_converted_model_are_not_deleted_with_it(tmp_path: Path) -> None:
+    base = base_of(write(tmp_path / "own", tiny("Mamba2")))
+    convert(base, tmp_path / "new")
+    (tmp_path / "new" / ".DS_Store").write_text("")
+    convert(base, tmp_path / "new", overwrite=True)
+    (tmp_path / "new" / "notes.txt").write_text("mine")
+    assert_refused(RunError, "new/notes.txt", "Move it", base=base, folder=tmp_path / "new", overwrite=True)
+    assert (tmp_path / "new" / "notes.txt").read_text() == "mine"
+
+
+def test_a_link_that_leads_to_itself_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    base = base_of(write(tmp_path / "own", tiny("Mamba2")))
+    assert_refused(RunError, "loop", "leads to itself", base=base, folder=tmp_path / "loop")
+
+
 def test_the_source_is_never_replaced(tmp_path: Path) -> None:
     base = base_of(write(tmp_path / "outer" / "own", tiny("Mamba2")))
     for folder in (tmp_path / "outer" / "own", tmp_path / "outer"):

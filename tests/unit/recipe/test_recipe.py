@@ -112,6 +112,13 @@ def test_a_bad_value_is_refused_by_field_and_value(write: Write, override: str, 
     assert value in str(error)
 
 
+@pytest.mark.parametrize("value", ["-1", "[1.0]", "[1, -1]", ".inf", ".nan", "much"])
+def test_a_bad_weight_has_one_message(write: Write, value: str) -> None:
+    error = assert_refused(write(MINIMAL), f"train.sources.0.weights.answer={value}")
+    assert error.field == "train.sources.0.weights.answer"
+    assert "a number of 0 or more, or a list [first, last]" in str(error) and "more:" not in str(error)
+
+
 def test_an_unknown_key_is_called_so(write: Write) -> None:
     error = assert_refused(write(MINIMAL + "epochs: 3\n"))
     assert error.field == "epochs"

@@ -50,6 +50,44 @@ def test_a_plateau_is_refused() -> None:
         check_recipe({"name": "t", "model": SHAPE, "train": {**train, "plateau": {}}}, PretrainRecipe)
 
 
+@pytest.mark.parametrize(
+    ("section", "given", "words"),
+    [
+        ("train", {"trainable": "lora"}, "Pretraining trains all weights"),
+        ("train", {"trainable": "new_heads"}, "Pretraining trains all weights"),
+        ("train", {"trackers": ["wandb"]}, "`train.trackers`"),
+        ("train", {"check_every": 2}, "`train.check_every`"),
+        ("evaluate", {"efficiency": {}}, "`evaluate.efficiency`"),
+        ("evaluate", {"read_twice": True}, "`evaluate.read_twice`"),
+    ],
+)
+def test_what_pretraining_would_ignore_is_refused(section: str, given: dict[str, Any], words: str) -> None:
+    train = {"sources": [{"task": "sentence", "rows": 1, "weights": {"lm": 1.0}}]}
+    data: dict[str, Any] = {"name": "t", "model": SHAPE, "train": train, "evaluate": {}}
+    data[section] = {**data[section], **given}
+    with pytest.raises(RecipeError, match=words):
+        check_recipe(data, PretrainRecipe)
+
+
+def test_an_unknown_kind_of_model_is_refused() -> None:
+    train = {"sources": [{"task": "sentence", "rows": 1, "weights": {"lm": 1.0}}]}
+    with pytest.raises(RecipeError, match=r"`kind` must be one of 'mamba2', 'mamba', 'llama'$"):
+        check_recipe({"name": "t", "model": {"kind": "rwkv"}, "train": train}, PretrainRecipe)
+
+
+def test_a_refused_training_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RecipeError("train.teacher.model", "x", "Its tokenizer differs.")
+
+    monkeypatch.setattr("surgery.run.pretrain.train_model", refuse)
+    shape = {"hidden_size": 32, "head_dim": 16, "num_hidden_layers": 1, "vocab_size": 300}
+    train = {"sources": [{"task": "sentence", "rows": 1, "weights": {"lm": 1.0}}]}
+    recipe = check_recipe({"name": "t", "model": shape, "train": train}, PretrainRecipe)
+    with pytest.raises(RecipeError, match="tokenizer differs"):
+        pretrain(recipe, tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_more_numbers_than_heads_are_refused() -> None:
     train = {"sources": [{"task": "copying", "rows": 1, "weights": {"answer": 1.0}}]}
     with pytest.raises(RecipeError, match="looks_back"):

@@ -10,9 +10,11 @@ import pytest
 
 from surgery.errors import ModelError, RecipeError, RunError
 from surgery.recipe import Recipe, check_recipe
-from surgery.run.pipeline import choose_stages
+from surgery.run.context import Run
+from surgery.run.pipeline import check_inputs, choose_stages
 from surgery.run.without_weights import check_installed, check_without_weights
 from surgery.testing.pico import pico_base, pico_tokenizer
+from surgery.train.training import make_accelerator
 
 
 def test_a_missing_bitsandbytes_is_refused_as_by_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,6 +25,17 @@ def test_a_missing_bitsandbytes_is_refused_as_by_a_run(monkeypatch: pytest.Monke
     train = {"trainable": "lora", "lora": {"quantization": "nf4"}}
     with pytest.raises(RecipeError, match=r"train\.lora\.quantization: nf4.*pip install bitsandbytes"):
         check_installed(check_recipe({"name": "x", "base": {"model": "owner/name"}, "train": train}))
+
+
+def test_a_missing_tracker_is_refused_as_by_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("surgery.train.tracking.find_spec", lambda name: None)
+    recipe = check_recipe({"name": "x", "base": {"model": "owner/name"}, "train": {"trackers": ["wandb"]}})
+    with pytest.raises(RecipeError, match=r"train\.trackers: wandb.*pip install wandb"):
+        check_installed(recipe)
+    run = Run(recipe, Path("x"), make_accelerator(), stages=("train",))
+    monkeypatch.setattr("surgery.run.pipeline.check_configs", lambda run: None)
+    with pytest.raises(RecipeError, match=r"train\.trackers"):
+        check_inputs(run)
 
 
 @pytest.mark.parametrize(

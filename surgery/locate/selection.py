@@ -85,7 +85,10 @@ def still_candidates(
     splice: Splice,
     rounds: int,
 ) -> list[int]:
-    """Drop heads that cannot be among the best by the columns that rank them. Layers stay.
+    """Drop heads that cannot be among the best by any ranking that the result depends on. Layers stay.
+
+    These are the ranking that selects heads, those that choose candidates to train, and with `backups` those of the
+    heads to ablate together. They share the level `risk`.
 
     Args:
         alive: items that were measured so far.
@@ -98,16 +101,23 @@ def still_candidates(
     """
     assert section.search is not None
     select = ranking_of(splice, section)
-    measured = section.candidates_by(RANKINGS[select].name) if RANKINGS[select].trains else select
-    arms = [table.effect(column.name)[: len(heads)] for column in RANKINGS[measured].columns]
+    used = {section.candidates_by(method) for method in section.trained}
+    if not RANKINGS[select].trains:
+        used.add(select)
+    if section.backups:
+        used |= {
+            name for name in RANKINGS if RANKINGS[name].name in {"ablation", "context", "query"} & {*section.methods}
+        }
     several = splice.num_heads > 1 or section.backups > 0
     tried = max((section.candidates_of(method) for method in section.trained), default=1)
     keep = max(splice.num_heads, section.top_k if several else 1, tried)
     mixers = {spec.name for spec in sites}
-    left = [i for i in alive if i >= len(heads)]
-    for can_be_spliced in (True, False):
-        kind = [i for i in alive if i < len(heads) and (heads[i].mixer in mixers) == can_be_spliced]
-        left += survivors(arms, kind, keep, section.search.risk, rounds)
+    left = {i for i in alive if i >= len(heads)}
+    for ranking in sorted(used):
+        arms = [table.effect(column.name)[: len(heads)] for column in RANKINGS[ranking].columns]
+        for can_be_spliced in (True, False):
+            kind = [i for i in alive if i < len(heads) and (heads[i].mixer in mixers) == can_be_spliced]
+            left.update(survivors(arms, kind, keep, section.search.risk / len(used), rounds))
     return sorted(left)
 
 

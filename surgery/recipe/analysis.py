@@ -121,6 +121,8 @@ class AnalysisRecipe(Section):
     def _tasks_are_fixed(self) -> AnalysisRecipe:
         if self.evaluate.tasks != DEFAULT_TASKS or self.evaluate.generate or self.evaluate.lm_eval is not None:
             raise ValueError("an analysis has fixed tasks: remove `evaluate.tasks`, `generate` and `lm_eval`")
+        if self.evaluate.efficiency is not None or self.evaluate.read_twice:
+            raise ValueError("an analysis measures accuracy alone: remove `evaluate.efficiency` and `read_twice`")
         return self
 
     @model_validator(mode="after")

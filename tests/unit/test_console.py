@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from surgery import console
-from surgery.console import Bars, print_comparison, print_results, show_progress
+from surgery.console import Bars, print_comparison, print_heads, print_results, show_progress
 from tests.support.reports import spliced
 
 SHARE = {"accuracy": 0.0, "low": 0.0, "high": 0.1, "n": 40}
@@ -142,3 +142,23 @@ def test_names_in_brackets_are_no_markup(tmp_path: Path, capsys: pytest.CaptureF
     shown = capsys.readouterr().out
     for name in (*names, "out[1]", "skipped [b]", f"differs from {names[0]}"):
         assert name in shown.replace("\n", ""), name
+
+
+def test_scores_of_all_heads_are_shown_and_passes_are_those_of_a_prompt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The best head by one method may lack the scores of another one."""
+    scores = [{"patching": 2.0}, {"patching": 1.0, "trial": 0.5}]
+    heads = [
+        {"head": f"L0H{i}", "role": "neither", "reads": None}
+        | {"scores": {name: {"value": x, "low": x, "high": x} for name, x in row.items()}}
+        for i, row in enumerate(scores)
+    ]
+    found = {"heads": heads, "chosen": heads[:1], "groups": [], "method": "patching"}
+    (tmp_path / "heads.json").write_text(json.dumps({**found, "clean": {"accuracy": {"value": 0.9}}}))
+    cost = {"prompts": 48, "passes": 172, "seconds": 3.0, "peak_bytes": 0}
+    (tmp_path / "locate.json").write_text(json.dumps(cost))
+    print_heads(tmp_path)
+    shown = capsys.readouterr().out
+    assert "trial" in shown and "+0.500" in shown
+    assert "3.6 forward passes per prompt" in shown

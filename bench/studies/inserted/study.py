@@ -99,6 +99,7 @@ class Design:
         attention: weight of the attention loss in the first and the last step.
         steps: number of steps.
         facts: weight of the KL to the base on facts.
+        lr: learning rate of the base's weights; None for that of the place.
         more_heads: heads in other layers than the place's, each with a pair of its own.
         bases: names in `PLACES`; empty for all.
     """
@@ -108,6 +109,7 @@ class Design:
     attention: tuple[float, float] = (8.0, 1.0)
     steps: int = STEPS
     facts: float = 1.0
+    lr: float | None = None
     more_heads: tuple[str, ...] = ()
     bases: tuple[str, ...] = ()
 
@@ -119,6 +121,7 @@ DESIGNS: Mapping[str, Design] = {
     "pair-copies-long": Design({"form": "pair", "init": "ssm"}, steps=500, bases=("far",)),
     "pair-copies-longer": Design({"form": "pair", "init": "ssm"}, steps=750, facts=2.0, bases=("far", "far-again")),
     "pair-copies-facts": Design({"form": "pair", "init": "ssm"}, steps=750, facts=4.0, bases=("far-again",)),
+    "pair-copies-slow": Design({"form": "pair", "init": "ssm"}, steps=1000, facts=4.0, lr=1e-3, bases=("far-again",)),
     "pair-long": Design({"form": "pair"}, steps=500, bases=("far",)),
     "pair-twice-long": Design({"form": "pair"}, steps=500, more_heads=("L2H1",), bases=("far",)),
     "head-long": Design({"form": "head"}, steps=500, bases=("far",)),
@@ -132,6 +135,7 @@ ORDER = (
     *((design, seed) for seed in (0, 1, 2) for design in ("pair-copies-long", "head-long")),
     *(("pair-copies-longer", seed) for seed in (1, 2, 0)),
     *(("pair-copies-facts", seed) for seed in (1, 2, 0)),
+    *(("pair-copies-slow", seed) for seed in (1, 2, 0)),
     *(("pair-long", 0), ("pair-twice-long", 0)),
     *(("pair-facts", seed) for seed in (0, 1, 2)),
     *((design, seed) for seed in (1, 2) for design in ("pair", "pair-copies", "pair-alone")),
@@ -180,7 +184,7 @@ class Arm:
             steps=design.steps,
             trainable=design.trainable,
             sources=tuple(sources),
-            optimizer=Optimizer(lr=PLACES[self.base].lr, new_heads_lr=2e-3, warmup=20),
+            optimizer=Optimizer(lr=design.lr or PLACES[self.base].lr, new_heads_lr=2e-3, warmup=20),
         )
 
     @property

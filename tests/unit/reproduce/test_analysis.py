@@ -25,6 +25,12 @@ def recipe(**parts: Any) -> AnalysisRecipe:
     return check_recipe({"name": "x", "base": {"model": "m"}, **parts}, AnalysisRecipe)
 
 
+@pytest.mark.parametrize("evaluate", [{"efficiency": {}}, {"read_twice": True}, {"lm_eval": {"tasks": "x"}}])
+def test_an_evaluation_that_an_analysis_would_ignore_is_refused(evaluate: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match=r"an analysis .*remove `evaluate"):
+        recipe(changes=[{"name": "a", "disable": ["L0H0"]}], evaluate=evaluate)
+
+
 def arm(right: int, n: int = 200, perplexity: float = 2.0, facts: int = 40) -> Arm:
     """So many of `n` prompts right, the first ones, half of them with 4 pairs and half with 8."""
     flags = torch.arange(n) < right

@@ -258,8 +258,8 @@ def print_heads(folder: Path, most: int = 10) -> None:
     heads = json.loads((folder / "heads.json").read_text(encoding="utf-8"))
     cost = json.loads((folder / "locate.json").read_text(encoding="utf-8"))
     chosen = {scored["head"] for scored in heads["chosen"]}
-    measured = dict.fromkeys(name for scored in heads["heads"] for name in scored["scores"])
-    columns = [name for name in measured if not name.endswith("_accuracy")]
+    measured = (name for scored in heads["heads"] for name in scored["scores"])
+    columns = list(dict.fromkeys(name for name in measured if not name.endswith("_accuracy")))
     selected = UNRANKED.get(heads["method"], f"selected by {heads['method']}")
     table = Table(title=f"{folder}: heads, best first; * {selected}")
     for name in ("head", "role", "reads", *columns):
@@ -275,16 +275,10 @@ def print_heads(folder: Path, most: int = 10) -> None:
             lost = group["scores"]["ablation"]
             names = " ".join(group["heads"])
             out.print(f"{group['kind']:>9}  without {names}: margin {-lost['value']:+.3f}", highlight=False)
-    clean = heads["clean"]["accuracy"]
-    text = "{:.0f} prompts, clean accuracy {:.3f}; {:.1f} forward passes per prompt in {:.0f} s, peak memory {:.2f} GiB"
-    numbers = (
-        cost["prompts"],
-        clean["value"],
-        cost["passes"] / cost["prompts"],
-        cost["seconds"],
-        cost["peak_bytes"] / 2**30,
-    )
-    out.print(text.format(*numbers), highlight=False)
+    clean, passes = heads["clean"]["accuracy"]["value"], cost["passes"] / cost["prompts"]
+    text = f"{cost['prompts']:.0f} prompts, clean accuracy {clean:.3f}; {passes:.1f} forward passes per prompt in "
+    text += f"{cost['seconds']:.0f} s, peak memory {cost['peak_bytes'] / 2**30:.2f} GiB"
+    out.print(text, highlight=False)
     out.print(f"page: {folder / 'locate.html'}; scores: {folder / 'heads.csv'}", highlight=False)
 
 

@@ -16,7 +16,7 @@ Kind = Literal["run", "analysis", "comparison", "model", "export", "sweep"]
 
 
 MARK = ".surgery.json"
-_REPLACED_AS_A_WHOLE: frozenset[Kind] = frozenset({"model", "comparison", "export"})
+_LISTED: frozenset[Kind] = frozenset({"model", "comparison"})  # kinds whose mark lists the entries of the folder
 
 
 def mark(folder: Path, kind: Kind) -> None:
@@ -24,7 +24,7 @@ def mark(folder: Path, kind: Kind) -> None:
 
     Mark a model or a comparison after its last file: the mark lists the entries that may be removed.
     """
-    entries = {"entries": sorted(os.listdir(folder))} if kind in _REPLACED_AS_A_WHOLE else {}
+    entries = {"entries": sorted(os.listdir(folder))} if kind in _LISTED else {}
     write_json(folder / MARK, {"kind": kind, "version": __version__, **entries})
 
 
@@ -112,7 +112,7 @@ def check_replaceable(
         return False
     if kind_of(folder) != kind:
         raise RunError(field, str(folder), f"The folder is not empty, and is not {_LABELS[kind]}. {instead}")
-    if kind in _REPLACED_AS_A_WHOLE and (lost := _foreign_entry(folder, kind)) is not None:
+    if (lost := _foreign_entry(folder, kind)) is not None:
         hint = f"It would be deleted with the folder, and this toolkit did not write it. Move it away. {instead}"
         raise RunError(field, str(folder / lost), hint)
     return True
@@ -121,7 +121,8 @@ def check_replaceable(
 def _foreign_entry(folder: Path, kind: Kind) -> str | None:
     """The first entry of a folder that is not listed as written by this toolkit; None if there is none or no list.
 
-    Hidden entries are ignored: file managers and editors write them.
+    A run, an analysis and a sweep have no list: other entries stay when they are replaced. Hidden entries are ignored:
+    file managers and editors write them.
     """
     if kind == "export":
         listed = read_mapping(folder / "export.json").get("files")

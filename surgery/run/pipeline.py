@@ -195,8 +195,9 @@ def check_training_teacher(run: Run) -> None:
     teacher = as_base(train.teacher, "train.teacher.model")
     if has_tokenizer(teacher):  # `configs/` holds shapes alone
         check_tokenizers(run.tokenizer(), load_tokenizer(teacher))
+    config, student = load_config(teacher), load_config(run.recipe.base)
     for stage in train.sequence:
-        check_teacher(load_config(teacher), run.tokenizer(), load_config(run.recipe.base), stage.align, stage.needs)
+        check_teacher(config, run.tokenizer(), student, stage.align, stage.needs)
 
 
 def _check_hybrid(run: Run) -> None:

@@ -55,8 +55,7 @@ def fill_gather(
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + model.config.layer_norm_epsilon)
     _fill_delay_line(mixer, draw, _constant_direction(normed.flatten(0, 1)).to(stream.dtype))
     base = stream.shape[-1]
-    others = torch.ones(len(block.norm.weight), dtype=torch.bool, device=draw.device)
-    others[:base] = False
+    others = torch.arange(len(block.norm.weight), device=draw.device) >= base
     if side is not None:
         others[side] = False
     # With a weight of 0 in the norm and behind it, side channels of other pairs stay unread in training too.

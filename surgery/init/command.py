@@ -49,7 +49,8 @@ def recipe_text(model: str, data: str | None, tokenizer: str | None, trust_remot
     from surgery.init.initial_recipe import write_recipe
     from surgery.init.measuring import measure_base
 
-    return write_recipe(measure_base(model, data, tokenizer, trust_remote_code, _say), _say)
+    with naming("--data", "data.path"), naming("--tokenizer", "base.tokenizer"):
+        return write_recipe(measure_base(model, data, tokenizer, trust_remote_code, _say), _say)
 
 
 def _say(line: str) -> None:

@@ -2,12 +2,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Processes that run tests: one for each core, at most four (1.5 GB each).
+JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n : 4)))
 
 .PHONY: demo test check lint format pretrain rounding compat newest fuzz kills mutants upstream serve-test client-test gguf-test qlora-test real-shape stranger gpu bench evidence docs clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[dev]"
 	touch $@
 
 ## Run the quickstart on the shipped checkpoint (locate, plan, splice, train, evaluate, export) into runs/quickstart/.
@@ -17,7 +19,7 @@ demo: $(VENV)/.installed
 
 ## Run all tests, on tiny models, without a network.
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder tests
 
 ## Run what CI runs: format, lint, types, tests.
 check: $(VENV)/.installed lint test

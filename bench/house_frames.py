@@ -33,11 +33,13 @@ from typing import Any
 Chain = tuple[str, ...]  # "locate/sweep.py Sweep.at_query", the command first
 COMMANDS = {"locate": ("locate",), "train": ("run", "--to", "train")}  # by the package that does the work
 SMALL = (
-    "locate.examples=16",
+    "locate.examples=4",
+    "locate.pairs=4",
     "splice.select=list",
     "splice.heads=[L1H2]",  # with layers below it, which the hybrid and its base share in training
     "train.steps=2",
-    *(f"train.sources.{source}.rows=4" for source in range(4)),
+    *(f"train.sources.{source}.rows=2" for source in range(5)),
+    *(f"train.sources.{source}.{key}" for source in range(2) for key in ("pairs=[4, 6]", "questions=2")),
 )
 _NO_FRAME = {"<module>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
 _CLI = ("cli.py", "cli/")

@@ -25,10 +25,10 @@ def wilson(successes: int, n: int) -> Interval:
 
 
 @lru_cache(maxsize=1)
-def _resampled_counts(prompts: int, seed: int, resamples: int) -> NDArray[np.int64]:
+def _resampled_counts(prompts: int, seed: int, resamples: int) -> NDArray[np.float64]:
     """(R,N) how often each resample draws each prompt. Drawing takes most of the time of an interval."""
     rng = np.random.default_rng(seed)
-    return rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=resamples)
+    return rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=resamples).astype(np.float64)
 
 
 def bootstrap_mean(values_CN: NDArray[np.float64], seed: int, resamples: int = 2000) -> list[Interval]:

@@ -203,7 +203,9 @@ def names_of_columns(available: Iterable[Any]) -> str:
     """List the columns of a row or a data set, and say how to name those to use."""
     names = [str(name) for name in available]
     setting = f"data.columns.prompt={names[0] if names else 'NAME'}"
-    return f"{', '.join(names) or 'nothing'}. Set `data.columns`, such as train.sources.0.{setting} or locate.{setting}."
+    return (
+        f"{', '.join(names) or 'nothing'}. Set `data.columns`, such as train.sources.0.{setting} or locate.{setting}."
+    )
 
 
 def local_files(data: Data) -> list[Path]:

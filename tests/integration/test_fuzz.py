@@ -26,7 +26,7 @@ from tests.fuzz.values import ROOT, STRATEGIES, Values
 VALUES = Values((None, [1], {"a": 2}, "x"), ("", "..", "\ud800"), (0, -1, 1e308))
 
 
-def test_twelve_cases(tmp_path: Path) -> None:
+def test_six_cases(tmp_path: Path) -> None:
     """Those that need no model of their own; `make fuzz` has the others."""
     command = [
         sys.executable,
@@ -35,7 +35,7 @@ def test_twelve_cases(tmp_path: Path) -> None:
         "--seed",
         "1",
         "--cases",
-        "12",
+        "6",
         "--only",
         "recipes,overrides,exports",
         "--limit",
@@ -44,8 +44,8 @@ def test_twelve_cases(tmp_path: Path) -> None:
     done = subprocess.run([*command, "--folder", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     summary = json.loads((tmp_path / "fuzz.json").read_text())
-    assert summary["cases"] == 12 and set(summary["table"]) == {"recipes", "overrides", "exports"}
-    assert sum(counts.get("refused", 0) for counts in summary["table"].values()) > 4
+    assert summary["cases"] == 6 and set(summary["table"]) <= {"recipes", "overrides", "exports"}
+    assert sum(counts.get("refused", 0) for counts in summary["table"].values()) > 2
 
 
 def refuse() -> None:

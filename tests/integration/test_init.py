@@ -116,7 +116,10 @@ def test_a_hybrid_is_refused_with_the_command_for_it() -> None:
         (("run", "--base", "nowhere"), "--base: nowhere. There is no such folder"),
         (("init", str(ROOT / "checkpoints" / "pico-transformer")), "not spliced"),
         (("init", str(PICO_MAMBA2), "--data", "nowhere.jsonl"), "--data: nowhere.jsonl. No such file"),
-        (("run", "--base", str(PICO_MAMBA2), "--tokenizer", "nowhere"), "--tokenizer: nowhere. There is no such folder"),
+        (
+            ("run", "--base", str(PICO_MAMBA2), "--tokenizer", "nowhere"),
+            "--tokenizer: nowhere. There is no such folder",
+        ),
         (("run",), "--base"),
         (("run", "quickstart", "--base", "x"), "Remove RECIPE"),
         (("run", "quickstart", "--data", "x"), "needs --base"),

@@ -5,7 +5,8 @@ starts in the state of a fresh process. Variables that a library reads while it 
 start a command that needs them with `subprocess`.
 
 - `library()` has imported this library: `library().run(["surgery", "inspect", FOLDER], cwd)`.
-- `stock()` has imported transformers and not this library. It stands in for `subprocess` in `surgery.export.reload`.
+- `stock()` has imported transformers and not this library. It stands in for `subprocess` in `surgery.export.reload`
+  and `surgery.export.gguf_converter`.
 """
 
 from __future__ import annotations
@@ -209,6 +210,7 @@ def import_library(reloads: Reloads | None = None) -> Any:
     from surgery import cli, console
 
     console.silence_libraries()
+    import surgery.export.gguf_converter
     import surgery.export.reload
     import surgery.models.convert
     import surgery.reproduce.analysis
@@ -217,7 +219,8 @@ def import_library(reloads: Reloads | None = None) -> Any:
     import surgery.run.pretrain
 
     if reloads is not None:
-        surgery.export.reload.subprocess = reloads  # type: ignore[assignment]
+        for module in (surgery.export.reload, surgery.export.gguf_converter):
+            module.subprocess = reloads  # type: ignore[attr-defined]
     return cli.main
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import pearsonr, spearmanr
+from scipy.stats import pearsonr, rankdata, spearmanr
 
 from bench.studies.site_selection.arms import LAYER_METHODS, Choices, head_name, layer_chosen, layer_name, layer_of
 from surgery.stats import holm, mcnemar, wilson
@@ -154,16 +154,24 @@ def correlation(predicted: Sequence[float], reached: Sequence[float], seed: int 
     x, y = np.asarray(predicted, float), np.asarray(reached, float)
     if len(x) < 4 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return None
-    rng = np.random.default_rng(seed)
-    draws = [d for d in rng.integers(0, len(x), (RESAMPLES, len(x))) if np.ptp(x[d]) > 0 and np.ptp(y[d]) > 0]
+    draws_RN = np.random.default_rng(seed).integers(0, len(x), (RESAMPLES, len(x)))
+    draws_RN = draws_RN[(np.ptp(x[draws_RN], axis=1) > 0) & (np.ptp(y[draws_RN], axis=1) > 0)]
 
-    def interval(of: Callable[[NDArray[np.float64], NDArray[np.float64]], float]) -> Interval:
-        low, high = np.percentile([of(x[d], y[d]) for d in draws], [2.5, 97.5])
-        return Interval(float(of(x, y)), float(low), float(high), len(x))
+    def interval(value: float, resampled_R: NDArray[np.float64]) -> Interval:
+        low, high = np.percentile(resampled_R, [2.5, 97.5])
+        return Interval(float(value), float(low), float(high), len(x))
 
+    x_RN, y_RN = x[draws_RN], y[draws_RN]
     return Correlation(
-        interval(lambda a, b: spearmanr(a, b).statistic), interval(lambda a, b: pearsonr(a, b).statistic)
+        interval(spearmanr(x, y).statistic, _pearson_of_rows(rankdata(x_RN, axis=1), rankdata(y_RN, axis=1))),
+        interval(pearsonr(x, y).statistic, _pearson_of_rows(x_RN, y_RN)),
     )
+
+
+def _pearson_of_rows(x_RN: NDArray[np.float64], y_RN: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Pearson correlation of each row."""
+    x_RN, y_RN = (a - a.mean(1, keepdims=True) for a in (x_RN, y_RN))
+    return (x_RN * y_RN).sum(1) / np.sqrt((x_RN**2).sum(1) * (y_RN**2).sum(1))
 
 
 @dataclass(frozen=True)

@@ -556,7 +556,10 @@ def bad_paths(root: Path) -> Iterator[tuple[dict[str, str], str]]:
     (root / "none.jsonl").write_text("")
     yield {"path": f"{root}/none.jsonl", "holdout": 0.1}, "no rows. Add at least one."
     write(root / "other.jsonl", [{"question": "a", "reply": "b"}])
-    yield {"path": f"{root}/other.jsonl"}, "train.sources.0.data.columns.prompt=question or locate.data.columns.prompt=question."
+    yield (
+        {"path": f"{root}/other.jsonl"},
+        "train.sources.0.data.columns.prompt=question or locate.data.columns.prompt=question.",
+    )
     write(root / "mixed" / "a.jsonl", numbered(1))
     write(root / "mixed" / "b.json", numbered(1))
     yield {"path": f"{root}/mixed"}, ".json and .jsonl"

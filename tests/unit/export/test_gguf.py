@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Split
 from transformers import PreTrainedTokenizerFast
 
 from surgery.errors import ModelError, RecipeError
-from surgery.export import transformers_folder
+from surgery.export import gguf_converter, transformers_folder
 from surgery.export.folder import export_model
 from surgery.export.gguf_converter import SCRIPT, convert, find_converter, pre_tokenizer_of
 from surgery.export.gguf_folder import FILE, compare_with_files
@@ -28,7 +28,7 @@ from surgery.splice.inserted import insert_layers
 from surgery.testing.pico import pico_base, pico_family, pico_tokenizer, randomise
 from surgery.types import Graft, Plan
 from tests.support.exports import edit, in_this_process, list_again, refusal
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, Reloads, stock
 
 LLAMA_CPP = ROOT / "tests" / "support" / "fake_llama_cpp"
 TRAIN = {"steps": 1, "sources": [{"task": "kv_retrieval", "pairs": [2, 4], "rows": 2, "weights": {"answer": 1.0}}]}
@@ -45,6 +45,14 @@ def hybrid(base: Any = None) -> tuple[Any, Plan]:
     with torch.no_grad():
         randomise(model, 1)
     return model, plan
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_converters() -> Iterator[None]:
+    """Run the converter in a forked child of a process that has imported transformers, not in a new process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf_converter, "subprocess", Reloads(stock().address))
+        yield
 
 
 @pytest.fixture(scope="module")

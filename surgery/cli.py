@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from surgery import __version__
-from surgery.arguments import (
+from surgery.commands.arguments import (
     AnalysisPath,
     DryRun,
     First,
@@ -31,6 +31,19 @@ from surgery.arguments import (
     Runs,
     TrustRemoteCode,
 )
+from surgery.commands.checkpoints import compare, convert, generate, inspect, publish, verify
+from surgery.commands.init import (
+    BaseOption,
+    DataFile,
+    Tokenizer,
+    init,
+    overrides_with_base,
+    recipe_of_base,
+    recipe_without_base,
+)
+from surgery.commands.shipped import examples, recipes
+from surgery.commands.show import show
+from surgery.commands.validate import validate
 from surgery.console import (
     Bars,
     out,
@@ -45,16 +58,6 @@ from surgery.console import (
 )
 from surgery.errors import SurgeryError, is_out_of_memory, naming, summary
 from surgery.files.atomic import is_full
-from surgery.init.command import (
-    BaseOption,
-    DataFile,
-    Tokenizer,
-    init,
-    overrides_with_base,
-    recipe_of_base,
-    recipe_without_base,
-)
-from surgery.model_commands import compare, convert, generate, inspect, publish, verify
 from surgery.recipe import (
     AnalysisRecipe,
     PretrainRecipe,
@@ -64,9 +67,6 @@ from surgery.recipe import (
 )
 from surgery.recipe.public import finetune_name
 from surgery.registry import load_plugins
-from surgery.shipped_commands import examples, recipes
-from surgery.show_command import show
-from surgery.validate_command import validate
 
 
 class _Commands(TyperGroup):

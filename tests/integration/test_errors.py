@@ -296,7 +296,7 @@ class TestErrorsOfOurOwn:
         def fail(*_: object) -> None:
             raise ZeroDivisionError("a\nbug")
 
-        monkeypatch.setattr("surgery.validate_command.load_any", fail)
+        monkeypatch.setattr("surgery.commands.validate.load_any", fail)
         monkeypatch.delenv("SURGERY_DEBUG", raising=False)
 
     def end(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str]:
@@ -337,7 +337,7 @@ class TestErrorsOfOurOwn:
         def fail(*_: object) -> None:
             raise error
 
-        monkeypatch.setattr("surgery.validate_command.load_any", fail)
+        monkeypatch.setattr("surgery.commands.validate.load_any", fail)
         code, text = self.end(capsys, monkeypatch, "validate", "quickstart")
         assert code == 2 and text.startswith("error: out of memory") and "locate.batch_size" in text
 

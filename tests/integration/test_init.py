@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from surgery.commands.init import recipe_of_base
 from surgery.errors import ModelError, PlanError, SurgeryError
 from surgery.init import measuring
-from surgery.init.command import recipe_of_base
 from surgery.init.initial_recipe import write_recipe
 from surgery.init.measuring import measure_base
 from surgery.init.probing import ADJACENT, Prober, Screening, screen

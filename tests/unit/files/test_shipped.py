@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from surgery.cli import app
+from surgery.commands.show import show
 from surgery.errors import ModelError, RecipeError, RunError, SurgeryError
 from surgery.files import shipped
 from surgery.files.shipped import close_models, local_path, recipe_names, shipped_files
@@ -16,7 +17,6 @@ from surgery.recipe import Base, check_recipe, find_recipe, load_any, load_recip
 from surgery.recipe.grid import load_grid
 from surgery.recipe.public import is_hub_id, public_name, public_recipe, source_of
 from surgery.run.dry_run import dry_run
-from surgery.show_command import show
 
 ROOT = Path(__file__).parents[3]
 PICO = "checkpoints/pico-far"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from surgery.commands.show import show
 from surgery.errors import RunError
 from surgery.recipe import Recipe, to_yaml
-from surgery.show_command import show
 from tests.support.reports import spliced
 
 SHARE = {"accuracy": 0.5, "low": 0.4, "high": 0.6, "n": 40}

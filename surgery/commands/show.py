@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.arguments import Runs
+from surgery.commands.arguments import Runs
 from surgery.console import print_analysis, print_comparison, print_heads, print_results, print_sweep
 from surgery.errors import RunError, reading
 from surgery.files.atomic import read_json

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from surgery.arguments import Overrides, RecipePath
+from surgery.commands.arguments import Overrides, RecipePath
 from surgery.recipe import AnalysisRecipe, Recipe, load_any, to_yaml
 
 

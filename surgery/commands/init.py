@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.arguments import TrustRemoteCode
+from surgery.commands.arguments import TrustRemoteCode
 from surgery.errors import RunError, SurgeryError, naming
 from surgery.files.atomic import write_text
 from surgery.recipe import find_recipe, load_recipe

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.arguments import Plugins, Runs, TrustRemoteCode
+from surgery.commands.arguments import Plugins, Runs, TrustRemoteCode
 from surgery.console import Bars, out, print_comparison, print_model
 from surgery.errors import SurgeryError, naming, reading
 from surgery.recipe import Base

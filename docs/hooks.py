@@ -1,7 +1,8 @@
 """MkDocs hooks: pages from outside docs/, and links that work on GitHub and in the site.
 
 A Markdown file of this repository links to files by their path, as GitHub reads it (`../recipes/quickstart.yaml`). In
-the site such a link leads to the page that is made of the file, or to a copy of it below `files/`.
+the site such a link leads to the page that is made of the file, or to a copy of it below `files/`. The files that a
+linked HTML file links to are copied too, except Markdown, which would become pages.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ PAGES = {
     "SECURITY.md": "security.md",
     NOTEBOOK: "notebook.md",
 }
+LOCAL = re.compile(r'href="([^":#?]+)"')
 LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?(?=\))")
 CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 
@@ -38,8 +40,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.append(File.generated(config, page, abs_src_path=str(ROOT / path)))
     for page in files.documentation_pages():
         for path in _targets(page.content_string, _path_of(page.src_uri)):
-            if _page_of(path) not in files.src_uris and (ROOT / path).is_file():
-                files.append(File.generated(config, _page_of(path), abs_src_path=str(ROOT / path)))
+            linked = LOCAL.findall((ROOT / path).read_text()) if path.endswith(".html") else []
+            for file in (path, *(_resolve(link, path) for link in linked if not link.endswith(".md"))):
+                if _page_of(file) not in files.src_uris and (ROOT / file).is_file():
+                    files.append(File.generated(config, _page_of(file), abs_src_path=str(ROOT / file)))
     return files
 
 
@@ -53,7 +57,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         target = _page_of(_resolve(match["path"], source))
         return posixpath.relpath(target, posixpath.dirname(page.file.src_uri) or ".") + (match["anchor"] or "")
 
-    return _outside_code(markdown, lambda text: LINK.sub(site_link, text))
+    return CODE.sub(_keep_outer_space, _outside_code(markdown, lambda text: LINK.sub(site_link, text)))
+
+
+def _keep_outer_space(code: re.Match[str]) -> str:
+    """Write a code span that begins or ends with a space as HTML: Python-Markdown strips it, GitHub does not."""
+    text = code[0].strip("`")
+    if code[0].startswith("```") or text.startswith(" ") == text.endswith(" "):
+        return code[0]
+    escaped = re.sub(r"[^A-Za-z0-9]", lambda letter: f"&#{ord(letter[0])};", text.strip(" "))
+    return f"<code>{'&nbsp;' * text.startswith(' ')}{escaped}{'&nbsp;' * text.endswith(' ')}</code>"
 
 
 def _add_notebook(files: Files, config: MkDocsConfig) -> None:

@@ -322,6 +322,7 @@ def main() -> None:
     except SystemExit:
         raise
     except KeyboardInterrupt:
+        print("interrupted. A run resumes when its command is repeated.", file=sys.stderr)
         raise SystemExit(130) from None
     except BaseException as error:
         if os.environ.get(_DEBUG, "0") != "0":

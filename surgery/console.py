@@ -28,10 +28,21 @@ from rich.text import Text
 
 from surgery.files.atomic import read_json
 from surgery.recipe import Recipe
+from surgery.recipe.grid import label_of_values
 from surgery.recipe.methods import UNRANKED
 from surgery.recipe.section import RenamedKeyWarning
 from surgery.report.progress_lines import ProgressLines, duration_text
-from surgery.report.results import BEFORE, arm_label, cell_of, entries, label_of, ordered_arms, rows_of, value_text
+from surgery.report.results import (
+    BEFORE,
+    arm_label,
+    cell_of,
+    entries,
+    label_of,
+    ordered_arms,
+    rows_of,
+    skipped_of_lm_eval,
+    value_text,
+)
 from surgery.report.text import size_text, visible
 from surgery.report.verdict import verdict_of
 
@@ -315,6 +326,12 @@ def _print_arms(title: str, arms: dict[str, Any], recipe: Recipe) -> None:
     if rows.at_chance:
         text = f"Hidden, since every model is at chance: {', '.join(rows.at_chance)}."
         out.print(text, highlight=False, markup=False)
+    _print_skipped(arms)
+
+
+def _print_skipped(arms: dict[str, Any]) -> None:
+    for task, reason in skipped_of_lm_eval(arms).items():
+        out.print(f"lm-eval did not run {task}: {reason}", highlight=False, markup=False)
 
 
 def _print_examples(name: str, rows: list[dict[str, Any]], recipe: Recipe) -> None:
@@ -358,9 +375,12 @@ def print_comparison(comparison: dict[str, Any], folder: Path) -> None:
         marks = [" *" if tests[name].get("/".join(path), {}).get("significant") else "" for name in names]
         table.add_row(label_of(path, entry), *(cell + mark for cell, mark in zip(cells, marks, strict=True)))
     out.print(table)
-    out.print(f"* differs from {names[0]}: exact McNemar test at 0.05, Holm-corrected over all tasks", highlight=False)
-    for reason in comparison["skipped"].values():
-        out.print(reason, highlight=False)
+    if any(test["significant"] for of_model in tests.values() for test in of_model.values()):
+        text = f"* differs from {names[0]}: exact McNemar test at 0.05, Holm-corrected over all tasks"
+        out.print(text, highlight=False, markup=False)
+    for name, reason in comparison["skipped"].items():
+        out.print(f"{name}: {reason}", highlight=False, markup=False)
+    _print_skipped(comparison["arms"])
     out.print(f"all numbers: {folder / 'results.json'}; figures: {folder / 'figures'}", highlight=False)
 
 
@@ -397,7 +417,7 @@ def print_sweep_plan(plan: dict[str, Any], folder: Path) -> None:
     for line in lines:
         out.print(f"| {' | '.join(line)} |", markup=False, highlight=False, soft_wrap=True)
     for control in plan["controls"]:
-        values = ", ".join(f"{key}={value}" for key, value in control["values"].items())
+        values = label_of_values(control["values"])
         arm = "base" if control["arm"] == "base" else "control"
         out.print(f"{values}: the {arm} of {control['run']}", markup=False, highlight=False, soft_wrap=True)
     out.print(f"folder: {folder}", markup=False, highlight=False, soft_wrap=True)

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator
 from transformers import PreTrainedModel
 
 from surgery.errors import RecipeError
 from surgery.evaluate.contrasts import contrasts
 from surgery.evaluate.efficiency import efficiency
 from surgery.evaluate.evaluation import Arm, evaluate_model
+from surgery.evaluate.lm_eval import check_tasks
 from surgery.evaluate.prompts import make_prompts
 from surgery.files.atomic import new_folder, write_json
 from surgery.files.lock import hold
@@ -52,13 +53,21 @@ class Comparison(Section):
     evaluate: Evaluate = Evaluate(examples=200, sentences=200)
     plugins: Plugins = ()
 
-    @model_validator(mode="after")
-    def _models_differ(self) -> Comparison:
-        if len(set(self.models)) < len(self.models):
-            raise ValueError("the same model is listed twice. List each once.")
-        if self.evaluate.read_twice:
-            raise ValueError("`evaluate.read_twice` adds arms to runs of `surgery run` only. Remove it.")
-        return self
+    @field_validator("models")
+    @classmethod
+    def _models_differ(cls, models: tuple[str, ...]) -> tuple[str, ...]:
+        names = [model.rstrip("/") for model in models]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"{name} is listed twice. List each model once.")
+        return models
+
+    @field_validator("evaluate")
+    @classmethod
+    def _has_no_further_arms(cls, evaluate: Evaluate) -> Evaluate:
+        if evaluate.read_twice:
+            raise ValueError("`read_twice` adds arms to runs of `surgery run` only. Remove it.")
+        return evaluate
 
 
 def load_comparison(models: Sequence[str], overrides: Sequence[str] = ()) -> Comparison:
@@ -90,7 +99,7 @@ def compare_models(recipe: Comparison, folder: Path, progress: Tick | None = Non
 
     Returns:
         Keys as in `results.json` of a run: `arms`, `comparisons`, `skipped`, `efficiency`, `seconds`; `models` and
-        `revisions` by arm.
+        `revisions` by arm; `recipe`, the settings.
 
     Raises:
         RunError: the folder contains something else, or another process writes into it.
@@ -124,7 +133,9 @@ def _evaluate(
 ) -> tuple[dict[str, Any], dict[str, PreTrainedModel]]:
     """Evaluate the models. Returns the results, and the models by name if efficiency is measured."""
     tokenizers = {name: load_tokenizer(base) for name, base in bases.items()}
-    for name, base in bases.items():  # all checks come before the first evaluation
+    if recipe.evaluate.lm_eval is not None:  # all checks come before the first evaluation
+        check_tasks(recipe.evaluate.lm_eval)
+    for name, base in bases.items():
         check_vocabulary(tokenizers[name], load_config(base), base.model)
         check_finite(base)
     first = next(iter(bases))
@@ -137,7 +148,7 @@ def _evaluate(
     skipped = {}
     for index, (name, base) in enumerate(bases.items()):
         if prompts[name] is not prompts[first]:
-            skipped[name] = f"not tested against {first}: it has another tokenizer"
+            skipped[name] = f"not tested against {first}, since it has another tokenizer"
 
         def tick(done: int, total: int, name: str = name, index: int = index) -> None:
             if progress is not None:
@@ -160,6 +171,10 @@ def _evaluate(
         "models": {name: public_name(base.model) for name, base in bases.items()},
         "revisions": {name: revision_of(base) for name, base in bases.items()},
         "seed": recipe.seed,
+        "recipe": {
+            **recipe.model_dump(mode="json"),
+            "models": [public_name(model) for model in recipe.models],
+        },
     }
     return results, models
 

@@ -229,7 +229,7 @@ def compare_arms(arms: Mapping[str, Arm], seed: int = 0) -> dict[str, Any]:
     """
     flags = {name: {task: np.asarray(x, bool) for task, x in arm.correct.items()} for name, arm in arms.items()}
     pairs = [(name, "base") for name in arms if name != "base"]
-    references = ("no_splice", f"no_splice{READ_TWICE}", HEADS_OFF, "teacher")
+    references = ("no_splice", f"no_splice{READ_TWICE}", f"base{READ_TWICE}", HEADS_OFF, "teacher")
     pairs += [("hybrid", reference) for reference in references]
     comparisons: dict[str, Any] = {"comparisons": contrasts(flags, pairs, seed)}
     if "teacher" in flags and "hybrid" in flags:

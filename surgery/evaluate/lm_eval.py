@@ -7,11 +7,13 @@ with the reason in the result.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.errors import RecipeError
 from surgery.lm_eval_tasks import FOLDER
 from surgery.recipe import LmEval
 
@@ -20,6 +22,27 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 _NO_LIMIT = 1 << 20  # by default lm-eval cuts prompts at 2048 tokens; state-space models have no limit
+
+
+def check_tasks(section: LmEval) -> None:
+    """Check that lm-eval knows every task. Takes ten seconds for a task that is not of this package.
+
+    Raises:
+        RecipeError: a task is unknown. Not raised if lm-eval is not installed: then all tasks are skipped.
+    """
+    if find_spec("lm_eval") is None:
+        return
+    from lm_eval.tasks import TaskManager
+
+    known: list[str] = TaskManager(include_path=str(FOLDER), include_defaults=False).all_tasks
+    if not set(section.tasks) <= set(known):
+        known = TaskManager(include_path=str(FOLDER)).all_tasks
+    for task in section.tasks:
+        if task not in known:
+            close = " or ".join(get_close_matches(task, known, 2))
+            hint = f"Did you mean {close}? " if close else ""
+            hint = f"lm-eval has no task, group or tag of this name. {hint}`lm-eval ls tasks` lists its tasks."
+            raise RecipeError("evaluate.lm_eval.tasks", task, hint)
 
 
 def run_lm_eval(
@@ -106,4 +129,4 @@ def _metrics(lm: HFLM, manager: TaskManager, task: str, section: LmEval) -> dict
     return metrics
 
 
-__all__ = ["run_lm_eval"]
+__all__ = ["check_tasks", "run_lm_eval"]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from transformers import PreTrainedTokenizerBase
 
 from surgery.data.encoding import EncodedBatch
+from surgery.errors import naming
 from surgery.probes.documents import Document, rng_of
 from surgery.probes.registry import Options
 from surgery.recipe import Evaluate, EvaluationTask
@@ -80,7 +81,7 @@ def make_prompts(
             and none was passed.
     """
     prompts: dict[str, dict[str, Sequence[Document]]] = {"choices": {}, "generation": {}, "perplexity": {}}
-    for entry in section.tasks:
+    for number, entry in enumerate(section.tasks):
         entry.probe.check_tokenizer(tokenizer)
         documents = prompts[entry.probe.scoring]
         evaluation_set = entry.probe.evaluation_set()
@@ -90,7 +91,8 @@ def make_prompts(
         default = section.sentences if entry.probe.scoring == "perplexity" else section.examples
         for name, key, options in _sizes(entry, section.pairs, tokenizer):
             rngs = (rng_of("evaluate", seed, key, i) for i in range(entry.examples or default))
-            documents[name] = [entry.probe.generate(rng, "eval", options) for rng in rngs]
+            with naming(f"evaluate.tasks.{number}.tokens", "tokens"):
+                documents[name] = [entry.probe.generate(rng, "eval", options) for rng in rngs]
     return PromptSet(prompts["choices"], prompts["perplexity"], held_out or {}, prompts["generation"])
 
 

@@ -198,12 +198,14 @@ def _measured(results: Mapping[str, Any], recipe: Recipe) -> Iterator[EvalResult
     """Yield the results of the hybrid for the front matter's model-index."""
     for path, entry in entries(results["arms"]["hybrid"]):
         held_out = path[0] == "held_out"
-        metric, value = next((names[1], entry[names[0]]) for names in _METRICS if names[0] in entry)
-        kind = path[1] if held_out and len(path) > 1 else f"ssm-surgery-{path[0]}"
+        harness = path[0] == "lm_eval"
+        names = (*_METRICS, ("score", path[-1]))
+        metric, value = next((name, entry[unit]) for unit, name in names if unit in entry)
+        kind = path[1] if (held_out or harness) and len(path) > 1 else f"ssm-surgery-{path[0]}"
         interval = {"interval": "95% Wilson", "low": entry["low"], "high": entry["high"]} if "low" in entry else None
         yield EvalResult(
             task_type="text-generation",
-            dataset_name=label_of(path, entry) + ("" if held_out else " (generated probe)"),
+            dataset_name=label_of(path, entry) + ("" if held_out or harness else " (generated probe)"),
             dataset_type=kind,
             dataset_config="/".join(path[1:]) or "default",
             dataset_split="held-out" if held_out else "evaluate",

@@ -205,7 +205,8 @@ class Evaluate(Section):
     def _tasks_are_known(self) -> Evaluate:
         names = [entry.result_name for entry in self.tasks]
         if len(set(names)) < len(names):
-            raise ValueError("the same task is listed twice. List it once, with several sizes, or set `name` of one.")
+            repeated = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"`tasks` lists {repeated} twice. List it once, with several sizes, or set `name` of one.")
         listed = self.generate if isinstance(self.generate, tuple) else ()
         with_answers = {entry.result_name for entry in self.tasks if entry.probe.scoring != "perplexity"}
         unknown = sorted(set(listed) - with_answers)

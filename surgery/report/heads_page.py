@@ -195,10 +195,10 @@ def _first(heads: HeadSet, names: Sequence[str]) -> int:
 
 
 def _rounded(interval: Interval | None) -> list[float] | None:
-    """[value, low, high, n], rounded to four digits."""
+    """[value, low, high, n], rounded to six digits: the page rounds again."""
     if interval is None:
         return None
-    return [float(f"{v:.4g}") for v in (interval.value, interval.low, interval.high)] + [interval.n]
+    return [float(f"{v:.6g}") for v in (interval.value, interval.low, interval.high)] + [interval.n]
 
 
 def _prompt_data(prompt: Prompt, names: set[str]) -> dict[str, Any]:

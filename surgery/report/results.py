@@ -27,12 +27,14 @@ Place = tuple[str, ...]  # keys that lead to a number in an arm of results.json:
 
 
 def entries(tree: Mapping[str, Any], path: Place = ()) -> Iterator[tuple[Place, Mapping[str, Any]]]:
-    """Yield the path and the entry of every accuracy, perplexity and loss in an arm of results.json.
+    """Yield the path and the entry of every accuracy, perplexity, loss and score of lm-eval in an arm of results.json.
 
-    The user's held-out rows come first.
+    The user's held-out rows come first. A score of lm-eval has the path ("lm_eval", TASK, METRIC).
     """
     for key, value in sorted(tree.items(), key=lambda item: bool(path) or item[0] != "held_out"):
-        if isinstance(value, Mapping):
+        if key == "lm_eval" and not path:
+            yield from _lm_eval_scores(value)
+        elif isinstance(value, Mapping):
             if any(not isinstance(value.get(unit, {}), Mapping) for unit in ("accuracy", "perplexity", "nats")):
                 yield (*path, key), value  # a data set may have such a name: then the value is an entry of its own
             yield from entries(value, (*path, key))
@@ -40,9 +42,30 @@ def entries(tree: Mapping[str, Any], path: Place = ()) -> Iterator[tuple[Place, 
             yield (key,), {"perplexity": value}
 
 
+def _lm_eval_scores(tasks: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[Place, Mapping[str, Any]]]:
+    for task, metrics in tasks.items():
+        for key, value in metrics.items():
+            metric, _, of_filter = key.partition(",")  # `acc,none`
+            if of_filter and not metric.endswith("_stderr"):
+                name = metric if of_filter == "none" else f"{metric} ({of_filter})"
+                yield ("lm_eval", task, name), {"score": value, **({"n": metrics["n"]} if "n" in metrics else {})}
+
+
+def skipped_of_lm_eval(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Tasks of lm-eval that were not run in any arm, with the reason."""
+    return {
+        task: metrics["skipped"]
+        for arm in arms.values()
+        for task, metrics in arm.get("lm_eval", {}).items()
+        if "skipped" in metrics
+    }
+
+
 def label_of(path: Place, entry: Mapping[str, Any]) -> str:
     """Row label of an entry."""
     task, *rest = path
+    if task == "lm_eval" and len(rest) == 2:
+        return f"{rest[0]} (lm-eval), {rest[1]}"
     if task == "held_out" and rest:
         name = f"{rest[0]}, held-out rows"
         if len(rest) > 1:
@@ -132,7 +155,7 @@ def _repeats(place: Place, by_arm: list[dict[Place, Mapping[str, Any]]]) -> bool
 
 
 def cell_of(entry: Mapping[str, Any] | None) -> str:
-    """Format an accuracy with its interval, a perplexity, or a loss."""
+    """Format an accuracy with its interval, a perplexity, a loss, or a score of lm-eval."""
     if entry is None:
         return "not measured"
     interval = f" [{entry['low']:.3f}, {entry['high']:.3f}]" if "accuracy" in entry and "low" in entry else ""
@@ -140,10 +163,10 @@ def cell_of(entry: Mapping[str, Any] | None) -> str:
 
 
 def value_text(entry: Mapping[str, Any]) -> str:
-    """Format an accuracy, a perplexity, or a loss in nats."""
-    if "accuracy" in entry:
-        return f"{entry['accuracy']:.3f}"
-    return perplexity_text(entry["perplexity"]) if "perplexity" in entry else f"{entry['nats']:.3f}"
+    """Format an accuracy, a perplexity, a loss in nats, or a score of lm-eval."""
+    if "perplexity" in entry:
+        return perplexity_text(entry["perplexity"])
+    return next(f"{entry[unit]:.3f}" for unit in ("accuracy", "nats", "score") if unit in entry)
 
 
 def p_text(p: float) -> str:

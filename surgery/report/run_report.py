@@ -21,6 +21,7 @@ from surgery.report.results import (
     ordered_arms,
     p_text,
     rows_of,
+    skipped_of_lm_eval,
     steps_text,
 )
 from surgery.report.templates import embedded_svg, render
@@ -220,6 +221,7 @@ def _measurements(results: Mapping[str, Any], recipe: Recipe) -> _Values:
     last = [f"p, against the {name}"] if tests else []
     return {"columns": ["", *(arm_label(arm, recipe) for arm in arms), "prompts", *last], "rows": rows,
             "repeats": table.repeats, "at_chance": ", ".join(table.at_chance),
+            "skipped": [f"{task}: {reason}" for task, reason in skipped_of_lm_eval(arms).items()],
             "against": name if tests else ""}  # fmt: skip
 
 

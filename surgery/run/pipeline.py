@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 from surgery.data.user import IndexedDocuments, named_data, open_source
 from surgery.errors import PlanError, RecipeError, RunError
 from surgery.evaluate.evaluation import held_out_documents
+from surgery.evaluate.lm_eval import check_tasks
 from surgery.evaluate.prompts import make_prompts
 from surgery.export.chat_template import with_chat_template
 from surgery.export.formats import ExportFormat
@@ -168,6 +169,8 @@ def check_documents(run: Run, config: PreTrainedConfig) -> None:
         probes = tuple(p.model_copy(update={"examples": None}) for p in run.recipe.evaluate.tasks)
         few = run.recipe.evaluate.model_copy(update={"tasks": probes, "examples": 1, "sentences": 1})
         make_prompts(few, run.recipe.seed, tokenizer=run.tokenizer())
+        if run.recipe.evaluate.lm_eval is not None:
+            check_tasks(run.recipe.evaluate.lm_eval)
     if "export" in run.stages:
         with_chat_template(run.tokenizer(), run.recipe.export.chat_template)
         export_format: ExportFormat = EXPORT_FORMATS[run.recipe.export.format]()

@@ -13,6 +13,12 @@ from pathlib import Path
 import pytest
 
 import surgery as package
+from surgery.models.registry import FAMILIES
+from surgery.probes.registry import PROBES
+from surgery.recipe.export import EXPORT_FORMATS
+from surgery.recipe.methods import METHODS
+from surgery.recipe.objectives import OBJECTIVES
+from surgery.recipe.splice import _BRANCHES
 from tests.integration.conftest import ROOT, surgery
 
 DOCS = ROOT / "docs"
@@ -103,6 +109,16 @@ def test_the_api_pages_have_every_public_name() -> None:
     assert {*package.__all__} - {"__version__"} <= set(listed)
 
 
+def test_the_page_of_registries_has_every_name() -> None:
+    rows = re.findall(
+        r"^\| \[[\w ]+\]\(#[\w-]+\) \| .*$", (DOCS / "api-registries.md").read_text("utf-8"), re.MULTILINE
+    )
+    registries = (PROBES, OBJECTIVES, METHODS, FAMILIES, _BRANCHES, EXPORT_FORMATS)
+    assert len(rows) == len(registries)
+    for row, names in zip(rows, registries, strict=True):
+        assert set(re.findall(r"`(\w+)`", row.split(" | ")[2])) == set(dict(names.items()))
+
+
 def test_the_page_of_commands_has_every_command(tmp_path: Path) -> None:
     commands = surgery("--help", cwd=tmp_path).stdout.split("Commands:")[1]
     listed = re.findall(r"^\| `surgery (\w+)", (DOCS / "cli.md").read_text(encoding="utf-8"), re.MULTILINE)
@@ -115,6 +131,8 @@ def test_the_site_builds(tmp_path: Path) -> None:
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "true", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
-    for name in ("index.html", "notebook.html", "EXTENDING.html", "images/pipeline.svg", "files/recipes/finetune.yaml"):
+    linked = ("images/pipeline.svg", "files/recipes/finetune.yaml", "files/checkpoints/quickstart/export/plan.json")
+    for name in ("index.html", "notebook.html", "EXTENDING.html", *linked):
         assert (tmp_path / "site" / name).is_file(), name
+    assert "<code>&nbsp;sailor</code>" in (tmp_path / "site" / "EVALUATE.html").read_text(), "the space belongs to it"
     assert "surgery.locate.locating.locate_heads" in (tmp_path / "site" / "api.html").read_text()

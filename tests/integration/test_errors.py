@@ -353,3 +353,4 @@ def test_an_interrupt_in_the_first_seconds_ends_without_a_traceback(tmp_path: Pa
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and len(errors.splitlines()) <= 1, errors
+    assert errors in ("", "interrupted. A run resumes when its command is repeated.\n")

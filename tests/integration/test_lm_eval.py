@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from surgery.errors import RecipeError
 from surgery.evaluate import lm_eval as harness
-from surgery.evaluate.lm_eval import _lengths_of, run_lm_eval
+from surgery.evaluate.lm_eval import _lengths_of, check_tasks, run_lm_eval
 from surgery.evaluate.lm_eval_files import lm_eval_groups
 from surgery.lm_eval_tasks import FOLDER
 from surgery.models.loading import load_model, load_tokenizer
@@ -86,6 +87,19 @@ def test_what_can_be_had_is_run_and_the_rest_says_why_not() -> None:
     assert "no task" in found["no_such_task"]["skipped"]
     assert found["winogrande"]["skipped"].startswith("its data is not available")
     json.dumps(found)
+
+
+def test_a_task_that_lm_eval_does_not_have_is_refused_with_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tasks:
+        """Stands in for the index of all tasks, which takes ten seconds."""
+
+        def __init__(self, include_path: str, include_defaults: bool = True) -> None:
+            self.all_tasks = ["surgery_copying_8", *(["winogrande"] if include_defaults else [])]
+
+    monkeypatch.setattr(harness_tasks, "TaskManager", Tasks)
+    check_tasks(LmEval(tasks=("surgery_copying_8", "winogrande")))
+    with pytest.raises(RecipeError, match=r"evaluate\.lm_eval\.tasks: winogrand\. .*Did you mean winogrande\?"):
+        check_tasks(LmEval(tasks=("surgery_copying_8", "winogrand")))
 
 
 def test_without_lm_eval_every_task_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,8 +140,21 @@ def test_names_in_brackets_are_no_markup(tmp_path: Path, capsys: pytest.CaptureF
     comparison = {"arms": dict.fromkeys(names, entry), "comparisons": {}, "skipped": {"s": "skipped [b]"}}
     print_comparison(comparison, tmp_path / "out[1]")
     shown = capsys.readouterr().out
-    for name in (*names, "out[1]", "skipped [b]", f"differs from {names[0]}"):
+    for name in (*names, "out[1]", "s: skipped [b]"):
         assert name in shown.replace("\n", ""), name
+    assert "differs" not in shown
+
+
+def test_a_comparison_explains_its_marks_and_names_what_lm_eval_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harness = {"winogrande": {"skipped": "no data"}, "own": {"acc,none": 0.25, "acc_stderr,none": 0.1, "n": 8}}
+    arms = {name: {"kv_retrieval": {"8": SHARE}, "lm_eval": harness} for name in "ab"}
+    tests = {"b": {"a": {"kv_retrieval/8": {"significant": True}}}}
+    print_comparison({"arms": arms, "comparisons": tests, "skipped": {}}, tmp_path)
+    shown = capsys.readouterr().out
+    assert "* differs from a" in shown and "lm-eval did not run winogrande: no data" in shown
+    assert "own (lm-eval), acc" in shown and "0.250" in shown and "stderr" not in shown
 
 
 def test_scores_of_all_heads_are_shown_and_passes_are_those_of_a_prompt(

@@ -117,10 +117,11 @@ def _panels(rows: Sequence[Row]) -> list[tuple[str, dict[int, Estimate]]]:
 
 
 def _series(rows: Sequence[Row], key: str) -> dict[str, list[Row]]:
-    """Rows by the value of the second key."""
+    """Rows by the value of the second key, named as in a legend: `state_size=16`."""
     series: dict[str, list[Row]] = {}
     for row in rows:
-        series.setdefault(_text(row["values"][key]) if key else "", []).append(row)
+        name = f"{key.rpartition('.')[2]}={_text(row['values'][key])}" if key else ""
+        series.setdefault(name, []).append(row)
     return series
 
 

@@ -36,9 +36,19 @@ ARM_LOOKS = {
     "no_splice": (ORANGE, "^"),
     "hybrid_heads_off": (SKY, "X"),
     "teacher": (GREEN, "D"),
+    "transformer": (GREEN, "D"),
     "base_read_twice": (MUTED, "v"),
     "no_splice_read_twice": (OCHRE, "v"),
 }
+# Of further arms, such as the models of a comparison. Green stays that of a Transformer.
+MORE_LOOKS = (
+    (PURPLE, "v"),
+    (OCHRE, "P"),
+    (SKY, "X"),
+    ("#CC6677", "<"),
+    ("#332288", "h"),
+    ("#117733", ">"),
+)
 _STYLE = {
     "svg.hashsalt": "surgery",
     "font.family": "DejaVu Sans",  # ships with matplotlib

@@ -9,15 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter
 
 from surgery.report.figures.canvas import (
-    BLUE,
+    ARM_LOOKS,
     FAINT,
-    GREEN,
-    GREY,
     INK,
-    OCHRE,
-    ORANGE,
-    PURPLE,
-    SKY,
+    MORE_LOOKS,
     add_axes,
     add_heading,
     new_figure,
@@ -29,8 +24,6 @@ from surgery.report.figures.canvas import (
 from surgery.report.results import ARM_LABELS
 
 Cost = Mapping[str, float]
-_COLOURS = {"base": (GREY, "s"), "hybrid": (BLUE, "o"), "transformer": (GREEN, "D")}
-_MORE = ((ORANGE, "^"), (PURPLE, "v"), (OCHRE, "P"), (SKY, "X"))
 _NAMES = {**ARM_LABELS, "transformer": "Transformer, same width"}
 _PANELS: tuple[tuple[str, str, Callable[[Cost], float]], ...] = (
     ("prefill", "tokens/s", lambda cost: cost["prefill_tokens_per_second"]),
@@ -83,9 +76,9 @@ def costs_by_length(arms: Mapping[str, Sequence[Cost]], folder: Path, where: str
 
 def _panel(axes: Axes, arms: Mapping[str, Sequence[Cost]], batch: int, value: Callable[[Cost], float]) -> dict:
     """Draw one line per arm, and return them by arm."""
-    more, lines, lengths = iter(_MORE * len(arms)), {}, set()
+    more, lines, lengths = iter(MORE_LOOKS * len(arms)), {}, set()
     for arm, costs in arms.items():
-        colour, marker = _COLOURS.get(arm) or next(more)
+        colour, marker = ARM_LOOKS.get(arm) or next(more)
         points = sorted((cost["tokens"], value(cost)) for cost in costs if cost["rows"] == batch)
         lengths |= {int(tokens) for tokens, _ in points}
         x, y = zip(*points, strict=True)

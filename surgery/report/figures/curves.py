@@ -20,6 +20,7 @@ from surgery.report.figures.canvas import (
     GREEN,
     GREY,
     INK,
+    MORE_LOOKS,
     MUTED,
     OCHRE,
     ORANGE,
@@ -36,15 +37,6 @@ from surgery.report.figures.canvas import (
 from surgery.report.results import ARM_LABELS
 
 _TRAINED = {"training": "hybrid", "no_splice_training": ARM_LABELS["no_splice"]}  # arm by file name
-_MORE_ARMS = (
-    (GREEN, "D"),
-    (PURPLE, "v"),
-    (OCHRE, "P"),
-    (SKY, "X"),
-    ("#CC6677", "<"),
-    ("#332288", "h"),
-    ("#117733", ">"),
-)
 _COLOURS = {"loss": INK, "answer": BLUE, "attention": ORANGE, "base_kl": GREEN, "lm": PURPLE}
 _MORE_COLOURS = [OCHRE, SKY, GREY]
 _NOT_LOSSES = ("step", "seconds", "tokens", "kv_accuracy", "last_step")
@@ -87,7 +79,7 @@ def accuracy_by_pairs(
     add_heading(figure, title, note)
     axes = add_axes(figure, 0.7, 0.85, 4.95, 3.0)
     _pairs_axes(axes, numbers, trained)
-    extra = iter(_MORE_ARMS * len(table))
+    extra = iter(MORE_LOOKS * len(table))
     edge = axes.get_xlim()[1]
     ends = [("chance", edge, 1 / edge, MUTED)]
     for shift, (arm, points) in enumerate(table.items()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,11 @@ def test_a_change_leaves_the_other_defaults() -> None:
     ("models", "change", "field"),
     [
         ([], (), "models"),
-        (["a", "a"], (), "twice"),
+        (["a", "b", "b/"], (), "models: .*b is listed twice"),
         (["a"], ("models=[b]",), "Give the models as arguments"),
         (["a"], ("evaluate.pears=[2]",), "evaluate.pears"),
         (["a"], ("plugins=[no_such_module]",), "plugins: no_such_module"),
-        (["a"], ("evaluate.read_twice=true",), "read_twice"),
+        (["a"], ("evaluate.read_twice=true",), "^evaluate: `read_twice` adds arms"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(models: list[str], change: tuple[str, ...], field: str) -> None:
@@ -57,7 +58,8 @@ def test_models_are_held_against_the_first(folders: list[str], tmp_path: Path) -
     row = found["comparisons"]["hybrid"]["base"]["kv_retrieval/2"]
     accuracies = [found["arms"][name]["kv_retrieval"]["2"]["accuracy"] for name in ("hybrid", "base")]
     assert row["difference"] == pytest.approx(accuracies[0] - accuracies[1])
-    assert (tmp_path / "out" / "results.json").is_file()
+    recipe = json.loads((tmp_path / "out" / "results.json").read_text())["recipe"]
+    assert recipe["models"] == ["base", "hybrid"] and recipe["evaluate"]["pairs"] == [2]
     assert (tmp_path / "out" / "figures" / "accuracy_by_pairs.png").is_file()
 
 

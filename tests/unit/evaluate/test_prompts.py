@@ -93,8 +93,16 @@ def test_comparisons_and_the_gap_need_the_arms_they_are_of() -> None:
     found = compare_arms(arms)
     assert list(found["comparisons"]["hybrid"]) == ["base", "no_splice", "teacher"]
     assert set(found["gap_closed"]) == {"letter_choice"}
-    del arms["teacher"]
-    assert "gap_closed" not in compare_arms(arms)
+    del arms["teacher"], arms["no_splice"]
+    arms["base_read_twice"] = arms["base"]
+    found = compare_arms(arms)
+    assert "gap_closed" not in found and list(found["comparisons"]["hybrid"]) == ["base", "base_read_twice"]
+
+
+def test_a_length_that_does_not_fit_names_its_task() -> None:
+    needle = {"task": "needle_single", "name": "second", "tokens": [5], "depths": [0.5]}
+    with pytest.raises(ProbeError, match=r"^evaluate\.tasks\.1\.tokens: 5\. The question"):
+        make_prompts(section(["letter_choice", needle]), 0, tokenizer=pico_tokenizer())
 
 
 def test_what_depends_on_a_tokenizer_asks_for_one() -> None:
@@ -106,7 +114,7 @@ def test_what_depends_on_a_tokenizer_asks_for_one() -> None:
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"tasks": ["kv_retrieval", {"task": "kv_retrieval", "pairs": [4]}]}, "listed twice"),
+        ({"tasks": ["kv_retrieval", {"task": "kv_retrieval", "pairs": [4]}]}, "`tasks` lists kv_retrieval twice"),
         ({"tasks": [{"task": "mqar", "hops": 3}]}, "mqar does not use `hops`"),
         ({"tasks": [{"task": "closed_book", "examples": 3}]}, "does not use `examples`"),
         ({"tasks": [{"task": "kv_retrieval", "tokens": [512, 600]}]}, "does not use `tokens`"),

@@ -195,7 +195,7 @@ def test_a_source_refuses_what_does_not_fit(given: dict[str, Any], why: str) -> 
         ({"tasks": [{"task": "records", "name": "kv_retrieval"}]}, "another meaning in results"),
         ({"tasks": [{"task": "records", "name": "held_out"}]}, "another meaning in results"),
         ({"tasks": [{"task": "records", "name": "a/b"}]}, "name"),
-        ({"tasks": ["records", {"task": "records", "filler": [1, 2]}]}, "listed twice.*set `name`"),
+        ({"tasks": ["records", {"task": "records", "filler": [1, 2]}]}, "lists records twice.*set `name`"),
         ({"tasks": [{"task": "records", "name": "far"}], "generate": ["records"]}, "not among"),
     ],
 )

@@ -95,7 +95,7 @@ def test_a_second_key_gives_series_and_a_teacher_a_panel(tmp_path: Path) -> None
     ]
     paths = results_by_value(given, keys, tmp_path)
     svg = paths[1].read_text(encoding="utf-8")
-    assert "<!-- sharpen -->" in svg and "mean over seeds" in svg
+    assert "<!-- select=sharpen -->" in svg and "mean over seeds" in svg
     assert "retrieval tasks: share of the teacher's accuracy" in {r["result"] for r in rows_of(paths[2])}
 
 

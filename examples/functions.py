@@ -53,6 +53,12 @@ def main() -> None:
     parser.add_argument("--digits", type=int, default=2, help="digits of a returned number")
     parser.add_argument("--no-spans", action="store_true", help="leave `answer_span` out")
     options = parser.parse_args()
+    if options.digits < 1:
+        parser.error(f"--digits {options.digits}: use 1 or more")
+    if options.lines < 1:
+        parser.error(f"--lines {options.lines}: use 1 or more")
+    if not options.path.parent.is_dir():
+        parser.error(f"{options.path}: there is no folder {options.path.parent}")
     rng = Random(options.seed)
     with open(options.path, "w", encoding="utf-8") as file:
         for _ in range(options.lines):

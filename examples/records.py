@@ -57,6 +57,17 @@ def main() -> None:
     parser.add_argument("--digits", type=int, default=2, help="digits of an agent's number")
     parser.add_argument("--no-spans", action="store_true", help="leave `answer_span` out")
     options = parser.parse_args()
+    if options.digits < 1:
+        parser.error(f"--digits {options.digits}: use 1 or more")
+    low, high = options.records
+    if not 1 <= low <= high <= min(len(SYLLABLES) * (len(SYLLABLES) - 1), 9 * 10 ** (options.digits - 1)) // 2:
+        parser.error(
+            f"--records {low} {high}: use 1 or more, the smaller number first; the largest depends on --digits"
+        )
+    if options.lines < 1:
+        parser.error(f"--lines {options.lines}: use 1 or more")
+    if not options.path.parent.is_dir():
+        parser.error(f"{options.path}: there is no folder {options.path.parent}")
     rng = Random(options.seed)
     with open(options.path, "w", encoding="utf-8") as file:
         for _ in range(options.lines):

@@ -72,6 +72,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-spans", action="store_true", help="leave `answer_span` out")
     options = parser.parse_args()
+    if options.lines < 1:
+        parser.error(f"--lines {options.lines}: use 1 or more")
+    if not options.path.parent.is_dir():
+        parser.error(f"{options.path}: there is no folder {options.path.parent}")
     rng = Random(options.seed)
     with open(options.path, "w", encoding="utf-8") as file:
         for _ in range(options.lines):

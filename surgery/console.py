@@ -358,7 +358,8 @@ def _print_end(folder: Path, verdict: str) -> None:
     export = folder if (folder / "export.json").is_file() else folder / "export"
     if (export / "export.json").is_file():
         name, form = shlex.quote(str(export)), read_json(export / "export.json").get("format", "transformers")
-        same = "" if form == "transformers" else f" export.format={form}"  # the only form that these layers have
+        # A hybrid with inserted layers is no `transformers` export, and `gguf` needs the place of llama.cpp.
+        same = "" if form == "transformers" else " export.format=nemotron_h"
         say("next:")
         for command in (f"generate {name} 'PROMPT'", f"finetune {name} DATA.jsonl{same}", f"publish {name} OWNER/NAME"):
             say(f"  surgery {command}")

@@ -67,9 +67,13 @@ class Reader:
     def __post_init__(self) -> None:
         self.task = self.data.public_name
         self.end = _end(self.tokenizer) if self.data.end else ""
-        chat = self.data.chat_template or self.data.columns.messages is not None
-        if chat and not self.tokenizer.chat_template:
-            raise DataError("data.chat_template", "none", "This tokenizer has no chat template. Use prompt and answer.")
+        messages = self.data.columns.messages
+        if (self.data.chat_template or messages is not None) and not self.tokenizer.chat_template:
+            field, value = ("data.chat_template", True) if messages is None else ("data.columns.messages", messages)
+            hint = (
+                "This tokenizer has no chat template. Use prompt and answer, or set base.tokenizer to a copy with one."
+            )
+            raise DataError(field, value, hint)
 
     def document(self, row: Row) -> Document:
         """Turn a row into a document, without tokenizing it.
@@ -88,7 +92,7 @@ class Reader:
         """
         fields, columns = row.fields(), self.data.columns
         if columns.text is not None:
-            text = self._whole(row, _string(row, fields, columns.text))
+            text = self._whole(row, _string(row, fields, columns.text, "text"))
             return Document(self.task, text), "", text
         content = None
         if columns.messages is not None or self.data.chat_template:
@@ -97,8 +101,8 @@ class Reader:
             prompt = self._chat_prompt(row, messages[:-1])
             content = request if len(messages) == 2 else json.dumps(messages[:-1], ensure_ascii=False)
         else:
-            request = prompt = _string(row, fields, columns.prompt)
-            answer = _string(row, fields, columns.answer)
+            request = prompt = _string(row, fields, columns.prompt, "prompt")
+            answer = _string(row, fields, columns.answer, "answer")
         answer = answer.removesuffix(self.end)
         if not answer.strip():
             raise DataError(row.where, "the answer is empty", "Add one, or remove the row.")
@@ -114,6 +118,9 @@ class Reader:
         if columns.finds_spans and span is None:
             origin, value = find_answer(prompt, answer)
         elif columns.span_column is not None:
+            if columns.span_column not in fields:
+                hint = f"The row has {names_of_columns(fields, 'answer_span')} `auto` finds it in the prompt."
+                raise DataError(row.where, f"`{columns.span_column}` is missing", hint)
             origin = "marked" if columns.finds_spans else ""
             value = _value(row, span, request, prompt, answer)
         if value is not None:
@@ -188,9 +195,12 @@ class Reader:
         """Read a chat: two messages or more, the last one of the assistant."""
         columns = self.data.columns
         if columns.messages is None:
-            prompt, answer = _string(row, fields, columns.prompt), _string(row, fields, columns.answer)
+            prompt, answer = (
+                _string(row, fields, columns.prompt, "prompt"),
+                _string(row, fields, columns.answer, "answer"),
+            )
             return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-        value = _field(row, fields, columns.messages)
+        value = _field(row, fields, columns.messages, "messages")
         hint = "Use a list of {role, content}, both text, whose last message has the role assistant."
         if not isinstance(value, list) or len(value) < 2 or not all(isinstance(m, dict) for m in value):
             raise DataError(row.where, f"`{columns.messages}`: {short_repr(value)}", hint)
@@ -287,16 +297,17 @@ def _end(tokenizer: PreTrainedTokenizerBase) -> str:
     return end
 
 
-def _field(row: Row, fields: Mapping[str, Any], name: str) -> Any:
+def _field(row: Row, fields: Mapping[str, Any], name: str, key: str) -> Any:
+    """Value of a column; `key` of `data.columns` names it."""
     if name not in fields:
-        raise DataError(row.where, f"`{name}` is missing", f"The row has {names_of_columns(fields)}")
+        raise DataError(row.where, f"`{name}` is missing", f"The row has {names_of_columns(fields, key)}")
     if fields[name] is None:
         raise DataError(row.where, f"`{name}` is null", "Write a value, or remove the row.")
     return fields[name]
 
 
-def _string(row: Row, fields: Mapping[str, Any], name: str) -> str:
-    value = _field(row, fields, name)
+def _string(row: Row, fields: Mapping[str, Any], name: str, key: str) -> str:
+    value = _field(row, fields, name, key)
     if not isinstance(value, str):
         hint = f"It has type {type(value).__name__}. Use text, in quotes."
         raise DataError(row.where, f"`{name}`: {short_repr(value)}", hint)

@@ -193,16 +193,23 @@ def column_names(columns: Columns, available: Sequence[str], where: str) -> list
         names = [columns.messages] if columns.messages is not None else [columns.prompt, columns.answer]
         if columns.span_column is not None and (columns.span_column in available or not columns.finds_spans):
             names.append(columns.span_column)
-    missing = [name for name in names if name not in available]
-    if missing:
-        raise DataError(where, f"no column {missing[0]!r}", f"The columns are {names_of_columns(available)}")
+    keys = {columns.text: "text", columns.messages: "messages", columns.prompt: "prompt", columns.answer: "answer"}
+    for name in names:
+        if name not in available:
+            hint = f"The columns are {names_of_columns(available, keys.get(name, 'answer_span'))}"
+            raise DataError(where, f"no column {name!r}", hint)
     return names
 
 
-def names_of_columns(available: Iterable[Any]) -> str:
-    """List the columns of a row or a data set, and say how to name those to use."""
+def names_of_columns(available: Iterable[Any], key: str) -> str:
+    """List the columns of a row or a data set, and say how to name the one that `data.columns.KEY` needs."""
     names = [str(name) for name in available]
-    setting = f"data.columns.prompt={names[0] if names else 'NAME'}"
+    if key == "prompt" and "messages" in names:
+        setting = "data.columns.messages=messages"
+    elif key == "prompt" and "text" in names:
+        setting = "data.columns={text: text}"
+    else:
+        setting = f"data.columns.{key}={names[0] if names and key == 'prompt' else 'NAME'}"
     return (
         f"{', '.join(names) or 'nothing'}. Set `data.columns`, such as train.sources.0.{setting} or locate.{setting}."
     )

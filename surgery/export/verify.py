@@ -83,7 +83,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
     if (folder / RECORD).is_file():
         return read_object(folder, RECORD)
     config = read_object(folder, "config.json")
-    if config.get("splice"):
+    if config.get("splice") or config.get("inserted"):
         hint = f"It is a hybrid without {RECORD}, which every export has. Pass a folder that `surgery export` wrote."
         raise ModelError("FOLDER", str(folder), hint)
     hint = "It is a plain model, not an exported hybrid: nothing is spliced into it."

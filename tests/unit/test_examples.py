@@ -96,6 +96,16 @@ def test_what_is_asked_for_may_stand_anywhere() -> None:
         assert len({line["prompt"][: line["answer_span"][0]].count("\n") for line in lines}) == count
 
 
+@pytest.mark.parametrize(
+    "options", [("--records", "16", "8"), ("--records", "500", "500"), ("--digits", "0"), ("--lines", "0")]
+)
+def test_a_wrong_option_is_one_line_and_leaves_no_file(options: tuple[str, ...], tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "records.py"), str(tmp_path / "x.jsonl"), *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and options[0] in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_seed_is_a_file_that_fine_tuning_reads(script: str, tmp_path: Path) -> None:
     def written(name: str, *options: str) -> list[dict[str, Any]]:

@@ -560,6 +560,10 @@ def bad_paths(root: Path) -> Iterator[tuple[dict[str, str], str]]:
         {"path": f"{root}/other.jsonl"},
         "train.sources.0.data.columns.prompt=question or locate.data.columns.prompt=question.",
     )
+    write(root / "chats.jsonl", [{"messages": []}])
+    yield {"path": f"{root}/chats.jsonl"}, "such as train.sources.0.data.columns.messages=messages or"
+    write(root / "short.jsonl", [{"prompt": "a", "answer_span": [0, 1]}])
+    yield {"path": f"{root}/short.jsonl"}, "such as train.sources.0.data.columns.answer=NAME or"
     write(root / "mixed" / "a.jsonl", numbered(1))
     write(root / "mixed" / "b.json", numbered(1))
     yield {"path": f"{root}/mixed"}, ".json and .jsonl"

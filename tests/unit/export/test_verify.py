@@ -313,6 +313,10 @@ class TestNoExport:
         trained("mamba2").save_pretrained(tmp_path)
         assert f"hybrid without {RECORD}" in refusal(tmp_path)
 
+    def test_inserted_layers_that_were_not_exported(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "nemotron_h", "inserted": [{"form": "block"}]}))
+        assert f"hybrid without {RECORD}" in refusal(tmp_path)
+
     def test_nothing_at_all(self, tmp_path: Path) -> None:
         assert "no such folder" in refusal(tmp_path / "none")
         assert "config.json: missing" in refusal(tmp_path)

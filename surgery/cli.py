@@ -164,6 +164,8 @@ def finetune(
     runs: Runs = Path("runs"),
 ) -> None:
     """Fine-tune a hybrid on your data with the recipe finetune, in RUNS/finetune-DATA."""
+    if not data.strip():
+        raise SurgeryError("DATA", repr(data), "Name a file, a folder or a data set on the Hub.")
     model, path = (json.dumps(word, ensure_ascii=False) for word in (hybrid, data))
     settings = [f"name={finetune_name(data)}", f"base.model={model}", f"train.sources.0.data.path={path}"]
     with naming("HYBRID", "base.model"), naming("DATA", "data.path"):

@@ -227,6 +227,8 @@ def _print_memory(estimate: dict[str, Any]) -> None:
     verdict = f"fits, {left} left" if fits["fits"] else f"does not fit: needs {left} more"
     count, each = (f"{fits['count']} x ", " each") if fits["count"] > 1 else ("", "")
     out.print(f"{count}{fits['gpu']}, {fits['memory_gib']:g} GiB{each}: {verdict}.", highlight=False)
+    if not fits["fits"]:
+        out.print("Set a smaller train.micro_batch, or train.precision: bf16.", highlight=False)
 
 
 def print_model(name: str, geometry: str, config: Any, family: Any, sizes: Any) -> None:

@@ -278,6 +278,10 @@ class TestArguments:
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
         assert done.returncode == 0 and "\\U0001f600: mamba2" in done.stdout, done.stderr
 
+    def test_empty_data_is_not_the_folder(self, tmp_path: Path) -> None:
+        (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+        assert_refused(surgery("finetune", str(BASE), "", cwd=tmp_path), "DATA", "''")
+
     def test_bytes_that_are_no_utf8(self, tmp_path: Path) -> None:
         for command in (("inspect", "\udcff"), ("run", "\udcff.yaml"), ("validate", str(RECIPE), "base.model=\udcff")):
             assert_refused(surgery(*command, cwd=tmp_path), "argument", "\\udcff", "UTF-8")

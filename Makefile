@@ -40,15 +40,15 @@ pretrain: $(VENV)/.installed
 ## Run the unit tests with the rounding of another processor (tests/support/rounding.py), with other CPU kernels, and with
 ## two threads.
 rounding: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -p tests.support.rounding tests/unit
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -p tests.support.rounding tests/unit
 	for capability in default avx2 avx512; do \
-		ATEN_CPU_CAPABILITY=$$capability OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit || exit 1; done
+		ATEN_CPU_CAPABILITY=$$capability OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/unit || exit 1; done
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest tests/unit
 
 ## Test the hybrid classes, locating and all families on the oldest supported transformers.
 compat: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .compat "transformers==5.21.*"
-	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.compat $(BIN)/python -m pytest -n 2 tests/unit/hybrid tests/unit/models \
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.compat $(BIN)/python -m pytest -n $(JOBS) tests/unit/hybrid tests/unit/models \
 		tests/unit/locate tests/unit/interventions tests/unit/splice/test_graft.py tests/integration/test_famil*.py
 
 ## Test hybrids, file formats, training and exports on the newest torch and transformers on PyPI (4 GB, in .newest).
@@ -57,7 +57,7 @@ newest: $(VENV)/.installed
 	.newest/bin/pip install --quiet --disable-pip-version-check --upgrade torch
 	.newest/bin/pip install --quiet --disable-pip-version-check --upgrade --no-deps transformers
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo .newest/lib/python3*/site-packages)/zz_rest.pth
-	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) .newest/bin/python -m pytest -n 2 tests/unit/hybrid tests/unit/models \
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) .newest/bin/python -m pytest -n $(JOBS) tests/unit/hybrid tests/unit/models \
 		tests/unit/test_*.py tests/unit/train tests/integration/test_export.py tests/integration/test_famil*.py
 
 ## Run every command on mutated inputs: 2,000 cases in five minutes on one core. Options: FUZZ='--seed 3 --only exports

@@ -40,11 +40,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.append(File.generated(config, page, abs_src_path=str(ROOT / path)))
     for page in files.documentation_pages():
         for path in _targets(page.content_string, _path_of(page.src_uri)):
-            linked = LOCAL.findall((ROOT / path).read_text()) if path.endswith(".html") else []
-            for file in (path, *(_resolve(link, path) for link in linked if not link.endswith(".md"))):
+            for file in (path, *_linked_by_html(path)):
                 if _page_of(file) not in files.src_uris and (ROOT / file).is_file():
                     files.append(File.generated(config, _page_of(file), abs_src_path=str(ROOT / file)))
     return files
+
+
+def _linked_by_html(path: str) -> list[str]:
+    """The files that an HTML file of the repository links to; none for other files."""
+    if not path.endswith(".html") or not (ROOT / path).is_file():
+        return []
+    links = LOCAL.findall((ROOT / path).read_text(encoding="utf-8"))
+    return [_resolve(link, path) for link in links if not link.endswith(".md")]
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

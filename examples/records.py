@@ -60,10 +60,9 @@ def main() -> None:
     if options.digits < 1:
         parser.error(f"--digits {options.digits}: use 1 or more")
     low, high = options.records
-    if not 1 <= low <= high <= min(len(SYLLABLES) * (len(SYLLABLES) - 1), 9 * 10 ** (options.digits - 1)) // 2:
-        parser.error(
-            f"--records {low} {high}: use 1 or more, the smaller number first; the largest depends on --digits"
-        )
+    most = min(len(SYLLABLES) * (len(SYLLABLES) - 1), 9 * 10 ** (options.digits - 1))  # different names, and numbers
+    if not 1 <= low <= high <= most:
+        parser.error(f"--records {low} {high}: use 1 to {most}, the smaller number first")
     if options.lines < 1:
         parser.error(f"--lines {options.lines}: use 1 or more")
     if not options.path.parent.is_dir():
@@ -71,7 +70,7 @@ def main() -> None:
     rng = Random(options.seed)
     with open(options.path, "w", encoding="utf-8") as file:
         for _ in range(options.lines):
-            line = record_line(rng, *options.records, digits=options.digits)
+            line = record_line(rng, low, high, digits=options.digits)
             if options.no_spans:
                 del line["answer_span"]
             file.write(json.dumps(line) + "\n")

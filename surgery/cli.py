@@ -44,17 +44,14 @@ from surgery.commands.init import (
 from surgery.commands.shipped import examples, recipes
 from surgery.commands.show import show
 from surgery.commands.validate import validate
-from surgery.console import (
-    Bars,
-    out,
+from surgery.console.progress import Bars, out, show_progress, silence_libraries
+from surgery.console.tables import (
     print_analysis,
     print_heads,
     print_plan,
     print_results,
     print_sweep,
     print_sweep_plan,
-    show_progress,
-    silence_libraries,
 )
 from surgery.errors import SurgeryError, is_out_of_memory, naming, summary
 from surgery.files.atomic import is_full

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from surgery.commands.arguments import Plugins, Runs, TrustRemoteCode
-from surgery.console import Bars, out, print_comparison, print_model
+from surgery.console.progress import Bars, out
+from surgery.console.tables import print_comparison, print_model
 from surgery.errors import SurgeryError, naming, reading
 from surgery.recipe import Base
 

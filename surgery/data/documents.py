@@ -24,7 +24,8 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from surgery.data.answer_spans import find_answer
-from surgery.data.files import Row, names_of_columns, rows_in_order
+from surgery.data.columns import names_of_columns
+from surgery.data.files import Row, rows_in_order
 from surgery.data.offsets import tokenized
 from surgery.data.pieces import Piece, cut, part
 from surgery.errors import DataError, short_repr

@@ -12,7 +12,7 @@ import json
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from surgery.data.columns import column_names
 from surgery.errors import DataError, reading
 from surgery.recipe import Columns, Data
 from surgery.recipe.sources import DATA_FORMATS
@@ -175,44 +176,6 @@ def rows_in_order(data: Data) -> Iterator[Row]:
     if files:
         return (row for path in files for row in _read_file(path, data.columns))
     return _streamed(_from_hub(data), data) if data.streaming else iter(open_rows(data))
-
-
-def column_names(columns: Columns, available: Sequence[str], where: str) -> list[str]:
-    """List the columns to read.
-
-    Args:
-        available: columns of the file or data set.
-        where: its name, for the error message.
-
-    Raises:
-        DataError: a column is missing.
-    """
-    if columns.text is not None:
-        names = [columns.text]
-    else:
-        names = [columns.messages] if columns.messages is not None else [columns.prompt, columns.answer]
-        if columns.span_column is not None and (columns.span_column in available or not columns.finds_spans):
-            names.append(columns.span_column)
-    keys = {columns.text: "text", columns.messages: "messages", columns.prompt: "prompt", columns.answer: "answer"}
-    for name in names:
-        if name not in available:
-            hint = f"The columns are {names_of_columns(available, keys.get(name, 'answer_span'))}"
-            raise DataError(where, f"no column {name!r}", hint)
-    return names
-
-
-def names_of_columns(available: Iterable[Any], key: str) -> str:
-    """List the columns of a row or a data set, and say how to name the one that `data.columns.KEY` needs."""
-    names = [str(name) for name in available]
-    if key == "prompt" and "messages" in names:
-        setting = "data.columns.messages=messages"
-    elif key == "prompt" and "text" in names:
-        setting = "data.columns={text: text}"
-    else:
-        setting = f"data.columns.{key}={names[0] if names and key == 'prompt' else 'NAME'}"
-    return (
-        f"{', '.join(names) or 'nothing'}. Set `data.columns`, such as train.sources.0.{setting} or locate.{setting}."
-    )
 
 
 def local_files(data: Data) -> list[Path]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -32,17 +33,23 @@ def check_tasks(section: LmEval) -> None:
     """
     if find_spec("lm_eval") is None:
         return
-    from lm_eval.tasks import TaskManager
-
-    known: list[str] = TaskManager(include_path=str(FOLDER), include_defaults=False).all_tasks
+    known = _known_tasks(of_others=False)
     if not set(section.tasks) <= set(known):
-        known = TaskManager(include_path=str(FOLDER)).all_tasks
+        known = _known_tasks(of_others=True)
     for task in section.tasks:
         if task not in known:
             close = " or ".join(get_close_matches(task, known, 2))
             hint = f"Did you mean {close}? " if close else ""
             hint = f"lm-eval has no task, group or tag of this name. {hint}`lm-eval ls tasks` lists its tasks."
             raise RecipeError("evaluate.lm_eval.tasks", task, hint)
+
+
+@cache
+def _known_tasks(of_others: bool) -> tuple[str, ...]:
+    """Names of the tasks of this package, and of lm-eval's own. A sweep checks every run."""
+    from lm_eval.tasks import TaskManager
+
+    return tuple(TaskManager(include_path=str(FOLDER), include_defaults=of_others).all_tasks)
 
 
 def run_lm_eval(

@@ -72,9 +72,10 @@ class Session:
 
 def library() -> Any:
     """Imports whatever a command may need, and gives `surgery.cli.main`. Nothing is computed: children are forked."""
-    from surgery import cli, console
+    from surgery import cli
+    from surgery.console.progress import silence_libraries
 
-    console.silence_libraries()
+    silence_libraries()
     import torch
 
     import surgery.evaluate.compare

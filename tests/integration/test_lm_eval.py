@@ -97,6 +97,7 @@ def test_a_task_that_lm_eval_does_not_have_is_refused_with_the_nearest(monkeypat
             self.all_tasks = ["surgery_copying_8", *(["winogrande"] if include_defaults else [])]
 
     monkeypatch.setattr(harness_tasks, "TaskManager", Tasks)
+    monkeypatch.setattr(harness, "_known_tasks", harness._known_tasks.__wrapped__)
     check_tasks(LmEval(tasks=("surgery_copying_8", "winogrande")))
     with pytest.raises(RecipeError, match=r"evaluate\.lm_eval\.tasks: winogrand\. .*Did you mean winogrande\?"):
         check_tasks(LmEval(tasks=("surgery_copying_8", "winogrand")))

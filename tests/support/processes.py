@@ -207,9 +207,10 @@ def servers() -> list[int]:
 
 def import_library(reloads: Reloads | None = None) -> Any:
     """Import what a command may need. Returns `surgery.cli.main`."""
-    from surgery import cli, console
+    from surgery import cli
+    from surgery.console.progress import silence_libraries
 
-    console.silence_libraries()
+    silence_libraries()
     import surgery.export.gguf_converter
     import surgery.export.reload
     import surgery.models.convert

@@ -200,6 +200,19 @@ def test_the_model_index_holds_the_hybrids_numbers_and_no_others() -> None:
     assert kv.dataset_args["prompts"] == 100 and (kv.metric_args["low"], kv.metric_args["high"]) == (0.4, 0.6)
 
 
+def test_scores_of_lm_eval_are_rows_and_results_of_their_own_tasks() -> None:
+    tasks = {"squad": {"exact_match,none": 0.25, "f1,none": 0.75, "n": 4}, "absent": {"skipped": "no data"}}
+    arms = {name: {**arm(0.5), "lm_eval": tasks} for name in ("base", "hybrid")}
+    card = model_card(spliced("owner/base"), None, plan(), {"arms": arms})
+    assert "| squad (lm-eval), f1 | 0.750 | 0.750 | 4 |" in card and "absent" not in card
+    found = [r for r in read(card).eval_results if r.dataset_type == "squad"]
+    assert {(r.dataset_name, r.metric_type, r.metric_value) for r in found} == {
+        ("squad (lm-eval), exact_match", "exact_match", 0.25),
+        ("squad (lm-eval), f1", "f1", 0.75),
+    }
+    assert len({r.unique_identifier for r in found}) == 2
+
+
 def test_the_evidence_names_controls_p_values_the_first_gap_and_versions() -> None:
     card = model_card(spliced("owner/base"), None, plan(), RESULTS)
     assert "| | **hybrid** | control (trained, no splice) | base | prompts | p |" in card

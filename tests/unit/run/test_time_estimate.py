@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from surgery import console
+from surgery.console.tables import print_plan
 from surgery.recipe import Recipe, check_recipe
 from surgery.run import time_estimate
 from surgery.run.dry_run import dry_run
@@ -52,7 +52,7 @@ def test_the_output_warns_if_other_programs_run(
     load: float, busy: bool, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(time_estimate.os, "getloadavg", lambda: (load * (os.cpu_count() or 1), 0.0, 0.0))
-    console.print_plan(dry_run(recipe(base), tmp_path / "r"))
+    print_plan(dry_run(recipe(base), tmp_path / "r"))
     assert ("other programs are running" in " ".join(capsys.readouterr().out.split())) == busy
 
 

@@ -1,0 +1,1 @@
+"""Print progress and tables in a terminal."""

@@ -35,6 +35,7 @@ from surgery.run.watch import Watch
 from surgery.splice.graft import splice_model, step_zero_gap
 from surgery.splice.plan import make_plan
 from surgery.splice.state_size import StateCut, choose_channels, cut_to_json, state_contributions
+from surgery.train.lora import refused_by_peft
 from surgery.train.optimizer import learning_rates_text
 from surgery.train.plateau import plateau_to_json
 from surgery.train.training import ADAPTERS, train_model
@@ -250,6 +251,11 @@ def _train_arm(
     section = section.at_size(run.base_size)  # at the same rates
     if not is_control:
         run.reporter.note("rates", learning_rates_text(section))
+        for stage in (stage for stage in section.sequence if stage.trainable == "lora"):
+            if refused := refused_by_peft(model, stage.lora):
+                hint = "Use the export, which has them merged, or remove these targets from train.lora.targets."
+                kind = f"{', '.join(refused)} for a {model.config.model_type}"
+                run.reporter.note("adapters", f"PEFT loads no adapters of {kind}. {hint}")
     checkpoints = steps / key[:16]
     needs_base = "base.logits" in section.needs
     if not needs_base and any(stage.lora.quantization is not None for stage in section.sequence):

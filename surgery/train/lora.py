@@ -139,6 +139,12 @@ def adapter_targets(model: PreTrainedModel, section: Lora) -> list[str]:
     return [name for names in matches.values() for name in names]
 
 
+def refused_by_peft(model: PreTrainedModel, section: Lora) -> list[str]:
+    """Return the targets whose adapters `PeftModel.from_pretrained` refuses for this type of model."""
+    types = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+    return [name for name in section.targets if name == "out_proj" and model.config.model_type in types]
+
+
 def _peft_config(model: PreTrainedModel, section: Lora) -> LoraConfig:
     return LoraConfig(
         r=section.rank,

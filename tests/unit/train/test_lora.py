@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from surgery.recipe import Lora, Splice
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
 from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site, prompts
-from surgery.train.lora import Adapters, adapter_parameters
+from surgery.train.lora import Adapters, adapter_parameters, refused_by_peft
 from surgery.types import Graft, HeadId, HeadSet, ScoredHead
 
 BOTH = Lora(rank=2)
@@ -123,3 +125,24 @@ def test_stock_peft_loads_what_is_saved(tmp_path: Path) -> None:
     adapters.save(tmp_path / "adapter", "somewhere")
     loaded = PeftModel.from_pretrained(fresh, str(tmp_path / "adapter"))
     torch.testing.assert_close(logits(loaded), logits(model), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        hybrid,
+        pico_base,
+        lambda: pico_family("falcon_mamba"),
+        lambda: pico_family("nemotron_h"),
+        lambda: pico_family("bamba"),
+    ],
+    ids=["hybrid", "mamba2", "falcon_mamba", "nemotron_h", "bamba"],
+)
+def test_targets_that_peft_refuses_are_named(make: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
+    model, fresh, refused = make(), make(), None
+    Adapters(model, BOTH).save(tmp_path, "somewhere")
+    try:
+        PeftModel.from_pretrained(fresh, str(tmp_path))
+    except ValueError as error:
+        refused = re.search(r"'(\w+)' is incompatible", str(error))
+    assert refused_by_peft(model, BOTH) == ([refused[1]] if refused else [])

@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Processes that run tests: one for each core, at most four (1.5 GB each).
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n : 4)))
+# Without files of bytecode, which pip is told not to make for all modules, each process would compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test check lint format pretrain rounding compat newest fuzz kills mutants upstream serve-test client-test gguf-test qlora-test real-shape stranger gpu bench evidence docs clean
 

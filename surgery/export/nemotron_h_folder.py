@@ -1,8 +1,4 @@
-"""The export format `nemotron_h`: a hybrid with inserted layers as a checkpoint of transformers' own class.
-
-config.json is written so that other programs read it too: vLLM and llama.cpp take `hybrid_override_pattern` and their
-own names of some sizes, and a config with fields of experts for a model with experts.
-"""
+"""The export format `nemotron_h`: a hybrid with inserted layers as a checkpoint of transformers' own class."""
 
 from __future__ import annotations
 
@@ -17,23 +13,11 @@ from surgery.export import transformers_folder
 from surgery.export.files import AGAIN, read_object
 from surgery.export.transformers_folder import check_generation_config, check_tensors, reload_and_compare
 from surgery.files.atomic import write_text
-from surgery.models.inserted import has_inserted
+from surgery.models.inserted import CLASS, has_inserted, portable_config
 from surgery.models.loading import load_config
 from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Base
 from surgery.types import Plan
-
-CLASS = "NemotronHForCausalLM"
-# Fields of multi-token prediction, and the limit of dt, which Nemotron-H does not read. Their defaults are those of the
-# model.
-_LEFT_OUT = (
-    "layers_block_type", "layer_types", "mtp_layers_block_type", "num_nextn_predict_layers", "time_step_limit",
-)  # fmt: skip
-_OF_EXPERTS = (
-    "moe_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_overlap",
-    "n_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok",
-    "output_router_logits", "routed_scaling_factor", "topk_group",
-)  # fmt: skip
 
 
 def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, max_shard_size: str) -> None:
@@ -47,18 +31,8 @@ def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fol
         hint += "transformers."
         raise ModelError("export.format", f"nemotron_h for a {model.config.model_type}", hint)
     transformers_folder.write_folder(model, tokenizer, folder, max_shard_size)
-    path, config = folder / "config.json", model.config
-    left_out = _LEFT_OUT if "moe" in config.layers_block_type else (*_LEFT_OUT, *_OF_EXPERTS)
-    data = {key: value for key, value in read_object(folder, path.name).items() if key not in left_out}
-    data |= {
-        "architectures": [CLASS],
-        "hybrid_override_pattern": config.hybrid_override_pattern,
-        "num_hidden_layers": config.num_hidden_layers,
-        "mamba_n_groups": config.n_groups,
-        "mamba_d_conv": config.conv_kernel,
-        "tie_word_embeddings": False,
-    }
-    write_text(path, json.dumps(data, indent=2, sort_keys=True) + "\n")
+    data = portable_config(read_object(folder, "config.json"), model.config)
+    write_text(folder / "config.json", json.dumps(data, indent=2, sort_keys=True) + "\n")
 
 
 def plan_in(folder: Path) -> tuple[str, Plan] | None:

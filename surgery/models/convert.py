@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, NemotronHConfig, PreTrainedModel
 
 from surgery.errors import ModelError, RunError, reading
 from surgery.files.atomic import new_folder, write_json
 from surgery.files.lock import hold
 from surgery.files.ownership import check_replaceable, mark
 from surgery.models import mamba_ssm_format
+from surgery.models.inserted import has_inserted, portable_config
 from surgery.models.loading import StoredModel, open_checkpoint
 from surgery.models.runtime import stays_in_fp32
 from surgery.models.tensor_faults import refuse_faults
@@ -141,6 +142,8 @@ def _copy_config(source: StoredModel, folder: Path, dtype: str | None) -> None:
     if dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = dtype
+    if isinstance(source.config, NemotronHConfig) and has_inserted(source.config):
+        config = portable_config(config, source.config)
     if source.folder is not None:
         for file in source.folder.glob("*.py"):
             shutil.copyfile(file, folder / file.name)

@@ -33,6 +33,18 @@ SIDE = "side_channels"  # field of the config: channels of the residual stream t
 CHANNELS = "channels"  # field of an entry of `inserted`
 BASE_TYPE = "inserted_into"  # field of the config: model_type of the base. Mamba-2 if it is missing
 
+CLASS = "NemotronHForCausalLM"
+# Fields of multi-token prediction, and the limit of dt, which Nemotron-H does not read. Their defaults are those of the
+# model.
+_LEFT_OUT = (
+    "layers_block_type", "layer_types", "mtp_layers_block_type", "num_nextn_predict_layers", "time_step_limit",
+)  # fmt: skip
+_OF_EXPERTS = (
+    "moe_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_overlap",
+    "n_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok",
+    "output_router_logits", "routed_scaling_factor", "topk_group",
+)  # fmt: skip
+
 
 def has_inserted(config: PreTrainedConfig) -> bool:
     """Return whether layers were inserted into the base of this model."""
@@ -161,6 +173,28 @@ def base_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
         n_groups=config.n_groups,
         conv_kernel=config.conv_kernel,
     )
+
+
+def portable_config(data: Mapping[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the content of config.json in the form that vLLM and llama.cpp read too.
+
+    They take `hybrid_override_pattern` and their own names of some sizes, and a config with fields of experts for a
+    model with experts. transformers drops the first and writes the last whenever it saves.
+
+    Args:
+        data: content of config.json as transformers writes it.
+        config: of a Nemotron-H with inserted layers.
+    """
+    left_out = _LEFT_OUT if "moe" in config.layers_block_type else (*_LEFT_OUT, *_OF_EXPERTS)
+    return {
+        **{key: value for key, value in data.items() if key not in left_out},
+        "architectures": [CLASS],
+        "hybrid_override_pattern": config.hybrid_override_pattern,
+        "num_hidden_layers": config.num_hidden_layers,
+        "mamba_n_groups": config.n_groups,
+        "mamba_d_conv": config.conv_kernel,
+        "tie_word_embeddings": False,
+    }
 
 
 def grafts_of(config: PreTrainedConfig, sites: Mapping[int, MixerSpec]) -> tuple[Graft, ...]:

@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, NemotronHForCausalLM
 
+from surgery.models.convert import convert
 from surgery.models.lookup import geometry_of
+from surgery.recipe import Base
 from surgery.recipe.loading import load_recipe
 from surgery.testing.pico import pico_family, pico_tokenizer
 from surgery.types import head_set_from_json, plan_from_json
@@ -81,6 +83,20 @@ def test_the_config_is_one_that_other_programs_read(pair: Path) -> None:
     assert not [key for key in config if "expert" in key or "moe" in key or "mtp" in key]
     weights = load_file(pair / "export" / "model.safetensors")  # with the names of NVIDIA's own checkpoints
     assert weights["lm_head.weight"].shape == weights["backbone.embeddings.weight"].shape
+
+
+def test_convert_gives_a_model_that_was_saved_again_the_config_of_the_export(pair: Path, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(pair / "export").save_pretrained(tmp_path / "again")
+    convert(Base(model=str(tmp_path / "again")), tmp_path / "converted")
+    exported, again, converted = (
+        json.loads((folder / "config.json").read_text())
+        for folder in (pair / "export", tmp_path / "again", tmp_path / "converted")
+    )
+    assert "hybrid_override_pattern" not in again and "n_routed_experts" in again
+    assert converted == exported
+    files = [load_file(folder / "model.safetensors") for folder in (pair / "export", tmp_path / "converted")]
+    assert files[0].keys() == files[1].keys()
+    assert all(torch.equal(tensor, files[1][name]) for name, tensor in files[0].items())
 
 
 ALONE = """

@@ -169,6 +169,10 @@ def test_it_is_trained_further_in_the_same_format(pair: Path, tmp_path: Path) ->
     config = json.loads((export / "config.json").read_text())
     assert config["inserted"] == json.loads((pair / "export" / "config.json").read_text())["inserted"]
     assert config["architectures"] == ["NemotronHForCausalLM"]
+    adapters = ("export.format=nemotron_h", "train.trainable=lora", "train.control=false")
+    for targets, noted in (("[in_proj, out_proj]", True), ("[in_proj]", False)):
+        done = surgery(*tune, *adapters, f"train.lora.targets={targets}", "name=lora", "--to", "train", cwd=tmp_path)
+        assert done.returncode == 0 and ("no adapters of out_proj for a nemotron_h" in done.stdout) == noted, done
 
 
 def test_a_dry_run_counts_the_new_layers(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from surgery.errors import RunError
 from surgery.models import selective_scan
 
 SOURCE = Path(__file__).with_name("scan.c")
-FLAGS = ("-O3", "-march=native", "-ffast-math", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-ffast-math", "-fPIC")
 
 
 @contextmanager
@@ -38,9 +38,11 @@ def compiled_scan() -> Iterator[None]:
         raise RunError("--compiled-scan", "cc", "There is no C compiler. Install gcc, or leave the option out.")
     given = selective_scan._Scan
     with TemporaryDirectory() as folder:
-        file = Path(folder) / "scan.so"
-        subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(file), "-lm"], check=True)
-        selective_scan._Scan = _scan_of(ctypes.CDLL(str(file)))  # type: ignore[assignment, misc]
+        compiled, library = Path(folder) / "scan.o", Path(folder) / "scan.so"
+        subprocess.run([compiler, *FLAGS, "-c", str(SOURCE), "-o", str(compiled)], check=True)
+        # Linked without -ffast-math: a library linked with it flushes denormal numbers to zero in the whole process.
+        subprocess.run([compiler, "-shared", str(compiled), "-o", str(library), "-lm"], check=True)
+        selective_scan._Scan = _scan_of(ctypes.CDLL(str(library)))  # type: ignore[assignment, misc]
         try:
             yield
         finally:
@@ -70,19 +72,11 @@ def _scan_of(library: ctypes.CDLL) -> type[torch.autograd.Function]:
         @once_differentiable
         def backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Tensor, ...]:
             x, dt, A, B, C = ctx.saved_tensors
-            given = (
-                x,
-                dt,
-                A,
-                B,
-                C,
-                dy.permute(1, 2, 0).contiguous(),
-                dlast.clone(memory_format=torch.contiguous_format),
-            )
+            dy, dh = dy.permute(1, 2, 0).contiguous(), dlast.clone(memory_format=torch.contiguous_format)
             dx, ddt = torch.empty_like(x), torch.empty_like(dt)
             dA, dB, dC = (torch.zeros_like(v) for v in (A, B, C))
             buffers = [x.new_empty(x.shape[2] + 1, A.shape[1]) for _ in range(2)]
-            _call(library.backward, (*given, dx, ddt, dA, dB, dC, *buffers), (*x.shape, A.shape[1]))
+            _call(library.backward, (x, dt, A, B, C, dy, dh, dx, ddt, dA, dB, dC, *buffers), (*x.shape, A.shape[1]))
             return dx.permute(2, 0, 1), ddt.permute(2, 0, 1), dA, dB.transpose(0, 1), dC.transpose(0, 1)
 
     return Scan

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from .cache_name import cache_name, take_cache
+from .kernels import kernels_by_device
 from .sites import splice_sites
 from .splice_pass import SplicePass
 
@@ -60,6 +61,10 @@ class HybridMixerMixin:
 
     one_by_one = False
     norm_by_group = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        kernels_by_device(cls)
 
     @classmethod
     def take_over(cls, mixer: nn.Module, config: Any) -> None:

@@ -89,7 +89,8 @@ class HybridModelMixin(HybridInitMixin):
             splice_queries: (B,Q) token indices, -1 for none; their attention rows are returned as
                 `splice_attentions`. A `SpliceRows` collects them for the caller instead.
             seq_idx: (B,T) index of the document that each token belongs to, where rows hold several documents.
-                Documents do not see one another. Padding is one more document. It needs the scan's kernels.
+                Documents do not see one another. Padding is one more document. It needs the scan's kernels, or
+                this library's training, which has a scan in PyTorch for it.
             attention_mask: (B,S), or (B,T) where no token in the cache is padding.
             output_attentions: return the weights (B,H,T,S) of every attention layer and branch, from below, as
                 `attentions`; with eager attention only.

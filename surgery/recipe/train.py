@@ -247,8 +247,8 @@ class Train(TrainStage):
     )
     packing: bool = Field(
         False,
-        description="Put several documents into one row, without attention or state between them, where the kernels "
-        "support it. Does not change the gradient.",
+        description="Put several documents into one row, without attention or state between them, where the "
+        "family's scan supports it: not Mamba-1 and Llamba. Does not change the gradient.",
     )
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory, more time."

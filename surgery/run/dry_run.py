@@ -23,7 +23,7 @@ from surgery.models.cache import CacheBytes, cache_bytes
 from surgery.models.inserted import as_inserted, has_inserted, inserted_entries
 from surgery.models.loading import load_config, load_tokenizer
 from surgery.models.lookup import family_of, geometry_of
-from surgery.models.runtime import shorten_chunks, stays_in_fp32
+from surgery.models.runtime import stays_in_fp32
 from surgery.models.sizes import meta_model, sizes_of
 from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Base, Hardware, Recipe, Splice, TrainStage, as_base, to_yaml
@@ -220,8 +220,7 @@ def _hybrid(config: PreTrainedConfig, plan: Plan, fields: list[dict[str, Any]], 
 
 
 def _as_loaded(model: PreTrainedModel, base: Base) -> PreTrainedModel:
-    """Set the dtypes and scan chunks that a run would use. Parameters that the class keeps in fp32 stay in fp32."""
-    shorten_chunks(model)
+    """Set the dtypes that a run would use. Parameters that the class keeps in fp32 stay in fp32."""
     dtype_of_recipe = model.config.dtype if base.dtype == "auto" else getattr(torch, base.dtype)
     for name, parameter in model.named_parameters():
         dtype = torch.float32 if stays_in_fp32(model, name) else dtype_of_recipe or torch.float32

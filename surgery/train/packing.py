@@ -1,8 +1,9 @@
 """Packing: put several documents into one row of a batch.
 
 `pack` puts the documents of a batch into fewer rows. `separate_documents` keeps them separate in a forward pass: scans
-get `seq_idx`, and attention gets positions that restart at each document. `packing_fault` tests whether a model keeps
-documents separate. `trimmed` and `of_tokens` select from a batch.
+get `seq_idx`, which the kernels of mamba_ssm and causal_conv1d take, and our scans in PyTorch inside `torch_scans`;
+attention gets positions that restart at each document. `packing_fault` tests whether a model keeps documents separate.
+`trimmed` and `of_tokens` select from a batch.
 
 Shape legend: B rows, T tokens.
 """
@@ -22,6 +23,7 @@ from surgery.data.encoding import EncodedBatch
 from surgery.hybrid.model import HybridModelMixin
 from surgery.hybrid.packing import packed_masks, positions_of
 from surgery.models.lookup import family_of
+from surgery.models.torch_scans import torch_scans
 
 _TOKENS = ("input_ids", "attention_mask", "answers", "sources")
 _QUESTIONS = ("query", "segment_start", "segment_end", "answer_token")  # indices into T
@@ -168,7 +170,8 @@ def packing_fault(models: Mapping[str, nn.Module]) -> str | None:
     """
     for name, model in models.items():
         try:
-            leaks = _leaks(model)
+            with torch_scans(_unwrapped(model)):
+                leaks = _leaks(model)
         except (ValueError, RuntimeError) as error:  # kernels raise either for arguments that they do not support
             return f"{name}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
         if leaks:

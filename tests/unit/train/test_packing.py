@@ -1,6 +1,6 @@
 """A packed step is the padded step: same loss, same gradient, for every objective and way of training.
 
-Kernels are stand-ins in plain torch (`tests/support/kernels.py`), in both steps; without them the padded step is taken.
+Kernels are stand-ins in plain torch (`tests/support/kernels.py`), in both steps; our scans run without them.
 """
 
 from __future__ import annotations
@@ -196,9 +196,30 @@ class TestAStep:
             torch.testing.assert_close(packed_gradients[name], gradient, atol=1e-6, rtol=1e-4)
 
 
-class TestWithoutKernels:
-    def test_the_padded_step_is_taken_and_said(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+class TestInOurScans:
+    @pytest.mark.parametrize("control", [False, True], ids=["hybrid", "control"])
+    def test_the_packed_step_is_the_padded_step(
+        self, control: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """On a CPU, without kernels."""
+        weights = ({"answer": 1.0}, {"lm": 1.0, "base_kl": 1.0})
+        check_same(lambda packing: section(tmp_path, *weights, packing=packing), monkeypatch, control=control)
+
+    @pytest.mark.parametrize("name", SCANS)
+    def test_they_keep_documents_apart(self, name: str) -> None:
+        assert packing_fault({"it": base_of(name)}) is None
+
+
+class TestWhereItIsRefused:
+    def test_the_padded_step_is_taken_and_said(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Bit for bit, over several steps."""
+
+        def refuses(_: Any) -> bool:
+            raise ValueError("seq_idx: this scan takes none")
+
+        monkeypatch.setattr(packed, "_leaks", refuses)
         found = {}
         for packing in (False, True):
             made = trainer(section(tmp_path, steps=2, packing=packing))
@@ -207,7 +228,7 @@ class TestWithoutKernels:
             found[packing] = (steps, {name: p.detach().clone() for name, p in made.model.named_parameters()})
             said = [record.message for record in caplog.records if "train.packing" in record.message]
             assert len(said) == packing
-        assert "finetune has its own padded row" in said[0] and "without `mamba_ssm`" in said[0]
+        assert "finetune has its own padded row" in said[0] and "this scan takes none" in said[0]
         assert found[True][0] == found[False][0]
         assert all(torch.equal(p, found[False][1][name]) for name, p in found[True][1].items())
 

@@ -82,7 +82,7 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
         samples = sample_sources(stage, recipe.seed, tokenizer, processes, recipe.train.micro_batch)
         frozen = plain if "base.logits" in stage.needs else None
         teacher = _teacher(recipe, stage, tokenizer, hybrid.config, plan, path) if stage.needs_teacher else None
-        cost = step_cost(hybrid, frozen, plan.grafts, recipe.train, samples, number, teacher)
+        cost = step_cost(hybrid, frozen, plan.grafts, recipe.train, samples, number, teacher, processes)
         costs.append((stage, samples, cost))
         trainable = max(trainable, sum(p.numel() for p in hybrid.parameters() if p.requires_grad))
     return {

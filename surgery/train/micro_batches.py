@@ -101,7 +101,7 @@ class StepSplit:
         encoded = replace(encoded, sources=owners[:, None].expand(encoded.input_ids.shape))
         lengths = encoded.attention_mask.sum(1).tolist()
         micro_batches: list[MicroBatch] = []
-        for group in self._groups():
+        for group in self.groups():
             rows = [row for row, owner in enumerate(owners.tolist()) if owner in group]
             passes = self._passes(rows, lengths)
             micro_batches += [self._micro_batch(encoded[torch.tensor(rows)]) for rows in passes]
@@ -112,8 +112,8 @@ class StepSplit:
                 micro_batches += [self._placeholder(group[0], documents, tokenizer)] * (most - len(passes))
         return micro_batches
 
-    def _groups(self) -> list[list[int]]:
-        """Sources whose documents may share a pass: they need the same outputs of base and teacher.
+    def groups(self) -> list[list[int]]:
+        """List the sources whose documents may share a pass: they need the same outputs of base and teacher.
 
         Padded rows of several processes are not shared: all processes need the same passes.
         """

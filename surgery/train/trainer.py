@@ -273,7 +273,8 @@ def prepare_stage(
         share_weights(model, targets.base)  # not before a checkpoint has been read into the model's weights
         prefix = SharedPrefix.of(model, targets.base) if not section.compile else None
     targets = replace(targets, distil=stage.distil, prefix=prefix)
-    packing = section.packing and supports_packing(wrapped, section, stage, targets, accelerator)
+    packing = section.packing if section.packing is not None else accelerator.device.type == "cuda"
+    packing = packing and supports_packing(wrapped, section, stage, targets, accelerator)
     split = StepSplit(
         stage.sources,
         accelerator.process_index,
@@ -404,13 +405,13 @@ def supports_packing(
     targets: Targets,
     accelerator: Accelerator,
 ) -> bool:
-    """True if all models of the stage keep the documents of a row separate. Logs the reason otherwise."""
+    """True if all models of the stage keep the documents of a row separate. Otherwise logs why, if packing is set."""
     models = {"the model": model}
     if targets.base is not None and "base.logits" in stage.needs:
         models["the frozen base"] = targets.base
     if targets.teacher is not None:
         models["the teacher"] = targets.teacher.model
     fault = "not supported with torch.compile" if section.compile else packing_fault(models)
-    if fault is not None and accelerator.is_main_process:
+    if fault is not None and section.packing and accelerator.is_main_process:
         _LOG.warning("train.packing: every document of %s has its own padded row (%s)", stage.name, fault)
     return fault is None

@@ -53,6 +53,8 @@ def convolved(conv1d: nn.Module, kernel: int, x_BCT: Tensor, length: int, docume
     It calls the module, so that hooks which load offloaded weights run.
     """
     past = kernel - 1
+    if length == 1 and x_BCT.shape[-1] > past:  # one new token after a cache: its inputs are all there
+        return conv1d(x_BCT[..., -kernel:])
     if documents_BT is None:
         return conv1d(F.pad(x_BCT, (past, 0)))[..., -length:]
     place_BT = torch.arange(length, device=x_BCT.device) + past * (documents_BT.long() + 1)

@@ -233,7 +233,7 @@ def _source_cost(runner: _Runner, frozen: _Runner | None, targets: Targets, samp
 
     def losses() -> list[Tensor]:
         batch = sample.batch.to("meta")  # inside `measure`, which keeps the values of integers
-        return [torch.stack(list(targets.weighted_losses(outputs, sample.source, batch).values())).sum()]
+        return [torch.stack(list(targets.weighted_losses(outputs, {0: sample.source}, batch).values())).sum()]
 
     teacher = targets.teacher.model if targets.teacher is not None else None
     with torch_scans(teacher):

@@ -86,9 +86,7 @@ def trainer(train: Train, control: bool = False, **more: Any) -> StageRun:
 
 
 def packs(run: StageRun) -> bool:
-    return supports_packing(
-        run.model, run.section, run.section.sequence[0], run.targets, run.accelerator, run.section.precision
-    )
+    return supports_packing(run.model, run.section, run.section.sequence[0], run.targets, run.accelerator)
 
 
 def first_step(train: Train, monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[dict, dict[str, Tensor], list]:
@@ -351,23 +349,23 @@ def test_moved_attention_stays_in_its_document(offset: int) -> None:
     assert not found[0][~same].any()
 
 
-def test_out_of_memory_halves_documents_and_not_rows(
+def test_out_of_memory_halves_the_rows_of_a_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with_kernels(monkeypatch)
     real, sizes = Targets.weighted_losses, list[int]()
 
-    def small(self: Any, model: Any, source: Any, batch: EncodedBatch, *rest: Any) -> Any:
+    def small(self: Any, model: Any, sources: Any, batch: EncodedBatch, *rest: Any) -> Any:
         sizes.append(len(batch))
-        if batch.attention_mask.sum() > 130:
+        if len(batch) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return real(self, model, source, batch, *rest)
+        return real(self, model, sources, batch, *rest)
 
     whole = trainer(section(tmp_path, {"answer": 1.0})).run()[0]["loss"]
     monkeypatch.setattr(Targets, "weighted_losses", small)
     made = trainer(section(tmp_path, {"answer": 1.0}, packing=True))
     assert made.run()[0]["loss"] == pytest.approx(whole, rel=1e-5)
-    assert sizes[0] < len(PAIRS) and "continues with 2 documents" in caplog.text
+    assert sizes == [3, 1, 1, 1] and "continues with 64 tokens" in caplog.text
 
 
 def test_a_recipe_packs_where_it_says_so(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from surgery.models.loading import (
     load_tokenizer,
     revision_of,
 )
+from surgery.models.runtime import run_device
 from surgery.recipe import Base, Evaluate, check_recipe
 from surgery.recipe.loading import plugin_modules
 from surgery.recipe.public import public_name
@@ -154,7 +155,7 @@ def _evaluate(
             if progress is not None:
                 progress(index * total + done, len(bases) * total, name)
 
-        model = load_model(base)
+        model = load_model(base).to(run_device())  # type: ignore[arg-type]
         arms[name] = evaluate_model(model, tokenizers[name], recipe.evaluate, recipe.seed, prompts[name], tick)
         if recipe.evaluate.efficiency is not None:
             models[name] = model

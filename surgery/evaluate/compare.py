@@ -37,8 +37,6 @@ from surgery.recipe.public import public_name
 from surgery.recipe.section import Plugins, Section, Seed
 from surgery.recipe.yaml import apply
 from surgery.registry import load_plugins
-from surgery.report.figures.costs import costs_by_length
-from surgery.report.figures.curves import accuracy_by_pairs
 
 Tick = Callable[[int, int, str], None]
 
@@ -117,6 +115,9 @@ def compare_models(recipe: Comparison, folder: Path, progress: Tick | None = Non
             base = Base(model=model, dtype=recipe.dtype, trust_remote_code=recipe.trust_remote_code)
             bases[numbered] = base.named("MODEL")
         results, models = _evaluate(recipe, bases, progress)
+        from surgery.report.figures.costs import costs_by_length  # matplotlib is slow to import
+        from surgery.report.figures.curves import accuracy_by_pairs
+
         with new_folder(folder) as new:
             kv = {name: summary["kv_retrieval"] for name, summary in results["arms"].items()}
             if all(kv.values()):

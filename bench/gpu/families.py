@@ -74,6 +74,9 @@ def items(options: Options) -> list[str]:
     return list(SPLICED_FAMILIES)
 
 
+warm = items
+
+
 def run(item: str, options: Options) -> list[Row]:
     """Rows of `correctness`, and one of `behaviour`."""
     exact_fp32()

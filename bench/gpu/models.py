@@ -25,8 +25,10 @@ from surgery.types import Graft, MixerSpec, Mode, Plan
 
 _BAMBA = {"hidden_size": 256, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_chunk_size": 256}
 _MAMBA1 = {"hidden_size": 256, "state_size": 16, "channels_per_head": 64, "time_step_rank": 16}
+_MAMBA2 = {"hidden_size": 256, "num_heads": 8, "head_dim": 64, "state_size": 128, "chunk_size": 256}
 SIZES: dict[str, dict[str, Any]] = {
-    "mamba2": {"hidden_size": 256, "num_heads": 8, "head_dim": 64, "state_size": 128, "chunk_size": 256},
+    "mamba2": _MAMBA2,
+    "mamba2attn": _MAMBA2,
     "mamba": _MAMBA1,
     "falcon_mamba": _MAMBA1,
     "llamba": {"d_model": 256, "ssm_cfg": {"d_state": 64, "n_v_heads": 4, "n_qk_heads": 2, "expand": 1}},

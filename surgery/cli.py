@@ -53,6 +53,7 @@ from surgery.console.tables import (
     print_sweep,
     print_sweep_plan,
 )
+from surgery.console.threads import use_free_cores
 from surgery.errors import SurgeryError, is_out_of_memory, naming, summary
 from surgery.files.atomic import is_full
 from surgery.recipe import (
@@ -125,6 +126,8 @@ def _run(
     runs: Path,
     dry: bool = False,
 ) -> None:
+    if not dry:
+        use_free_cores()
     loaded = load_recipe(path, overrides or ())
     folder = runs / loaded.name
     from surgery.run import pipeline
@@ -188,6 +191,8 @@ def sweep(
     """Run a recipe with several values of a key, such as splice.num_heads=0,1,2, in RUNS/NAME-sweep."""
     from surgery.recipe.grid import load_grid
 
+    if not dry_run:
+        use_free_cores()
     grid = load_grid(recipe, values)
     folder = runs / f"{grid.name}-sweep"
     from surgery.run.recipe_sweep import plan_sweep, run_sweep
@@ -247,6 +252,7 @@ def analyse(
     runs: Runs = Path("runs"),
 ) -> None:
     """Evaluate a model with heads disabled, layers dropped or attention masked. Trains nothing."""
+    use_free_cores()
     loaded = load_recipe(recipe, overrides or (), AnalysisRecipe)
     from surgery.reproduce.analysis import analyse as work
 
@@ -267,6 +273,7 @@ def pretrain(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that this toolkit wrote.")] = False,
 ) -> None:
     """Pretrain a small base model from scratch."""
+    use_free_cores()
     loaded = load_recipe(recipe, overrides or (), PretrainRecipe)
     from surgery.run.pretrain import pretrain as work
 

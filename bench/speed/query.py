@@ -30,7 +30,6 @@ from surgery.locate import ablation_sweep
 from surgery.locate.ablation_sweep import READS, Variant, change_at_query
 from surgery.locate.batches import PromptBatches
 from surgery.locate.clean_run import CleanRun, run_clean
-from surgery.models.runtime import shorten_chunks
 from surgery.recipe import Locate
 from surgery.scoring.ranking import ChoiceScores
 from surgery.types import MixerSpec
@@ -45,9 +44,7 @@ def random_model(width: int = 768, layers: int = 24, state: int = 128, vocabular
         hidden_size=width, num_hidden_layers=layers, num_heads=width // 32, head_dim=64, state_size=state, n_groups=1,
         vocab_size=vocabulary, pad_token_id=0, bos_token_id=None, eos_token_id=None, tie_word_embeddings=True,
     )  # fmt: skip
-    model = Mamba2ForCausalLM(config).eval()
-    shorten_chunks(model)
-    return model
+    return Mamba2ForCausalLM(config).eval()
 
 
 def variants_of(spec: MixerSpec) -> list[Variant]:

@@ -15,7 +15,6 @@ import torch
 from transformers import AutoModelForCausalLM, Mamba2Config, MambaConfig, PreTrainedConfig, PreTrainedModel
 
 from bench.common import markdown_table, quiet_on_one_thread
-from surgery.models.runtime import shorten_chunks
 from surgery.models.torch_scans import torch_scans
 
 VOCABULARY = 1000
@@ -74,7 +73,6 @@ if __name__ == "__main__":
     for name, (config, documents, lengths) in MODELS.items():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).train()
-        shorten_chunks(model)  # as models are loaded
         for length in lengths:
             ids = torch.randint(0, VOCABULARY, (documents, length))
             stock, ours = (seconds(model, ids, which) for which in (False, True))

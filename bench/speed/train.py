@@ -27,7 +27,7 @@ from bench.common import SHIPPED, load, parser, quiet_on_one_thread, spliced_at
 from surgery.models.loading import load_tokenizer
 from surgery.models.meters import Meter
 from surgery.recipe import Base, Train
-from surgery.train.micro_batches import split_step, with_counts
+from surgery.train.micro_batches import step_counts
 from surgery.train.targets import Targets
 from surgery.train.trainer import PreparedStage, prepare_stage
 from surgery.train.training import make_accelerator
@@ -47,14 +47,13 @@ def prepared(model: PreTrainedModel, base: PreTrainedModel, plan: Plan | None, g
 
 def step(stage: PreparedStage) -> Callable[[], None]:
     """Forward and backward pass over the same documents in every call."""
-    tokenizer, accelerator, sources = load_tokenizer(Base(model=str(SHIPPED))), make_accelerator(), stage.stage.sources
-    documents = [stream.step(0) for stream in stage.streams]
-    parts = split_step(sources, documents, stage.sizes, tokenizer, accelerator)
-    parts = with_counts(sources, parts, bool(stage.targets.grafts), accelerator)
+    accelerator, sources, parts = make_accelerator(), stage.stage.sources, stage.make(0)
+    counts = step_counts(sources, parts, bool(stage.targets.grafts), accelerator)
 
     def run() -> None:
         for part in parts:
-            losses = stage.targets.weighted_losses(stage.wrapped, part.source, part.batch, part.counts)
+            given = {index: sources[index] for index in part.sources}
+            losses = stage.targets.weighted_losses(stage.wrapped, given, part.batch, counts)
             accelerator.backward(torch.stack(list(losses.values())).sum())
         stage.wrapped.zero_grad()
 

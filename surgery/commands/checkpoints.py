@@ -11,6 +11,7 @@ import typer
 from surgery.commands.arguments import Plugins, Runs, TrustRemoteCode
 from surgery.console.progress import Bars, out
 from surgery.console.tables import print_comparison, print_model
+from surgery.console.threads import use_free_cores
 from surgery.errors import SurgeryError, naming, reading
 from surgery.recipe import Base
 
@@ -38,6 +39,7 @@ def generate(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Generate text with a checkpoint."""
+    use_free_cores()
     from surgery.models.loading import check_vocabulary, load_model, load_tokenizer
 
     base = Base(model=checkpoint, dtype="auto", trust_remote_code=trust_remote_code).named("CHECKPOINT")
@@ -75,6 +77,7 @@ def compare(
     runs: Runs = Path("runs"),
 ) -> None:
     """Evaluate checkpoints on the same prompts. Choose tasks with 'evaluate.tasks=[kv_retrieval]'."""
+    use_free_cores()
     from surgery.evaluate.compare import compare_models, load_comparison
 
     # A path may contain `=`. A key never contains a slash.
@@ -95,6 +98,7 @@ def verify(
     plugins: Plugins = None,
 ) -> None:
     """Verify an export: check every file and reload the model in stock transformers."""
+    use_free_cores()
     from surgery.export.verify import verify_folder
 
     checks = verify_folder(folder, trust_remote_code, plugins or ())
@@ -130,6 +134,7 @@ def publish(
     plugins: Plugins = None,
 ) -> None:
     """Upload an export to the Hub (private by default) and verify it. Safe to re-run."""
+    use_free_cores()
     from surgery.export.publish import publish as work
 
     def say(line: str) -> None:

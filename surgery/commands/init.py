@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from surgery.commands.arguments import TrustRemoteCode
+from surgery.console.threads import use_free_cores
 from surgery.errors import RunError, SurgeryError, naming
 from surgery.files.atomic import write_text
 from surgery.recipe import find_recipe, load_recipe
@@ -46,6 +47,7 @@ def recipe_text(model: str, data: str | None, tokenizer: str | None, trust_remot
     if os.environ.get("WORLD_SIZE", "1") != "1":
         hint = "Run `surgery init MODEL > my.yaml` in one process, then launch `surgery run my.yaml`."
         raise RunError("num_processes", os.environ["WORLD_SIZE"], hint)
+    use_free_cores()
     from surgery.init.initial_recipe import write_recipe
     from surgery.init.measuring import measure_base
 

@@ -108,6 +108,12 @@ class Bars:
         self._lines.note(topic, text)
 
 
+def say(topic: str, text: str) -> None:
+    """Print one line on standard error, unless nothing but results is to be printed."""
+    if _shown != "quiet":
+        sys.stderr.write(f"{topic:>9}  {text}\n")
+
+
 def _print_line(line: str) -> None:
     out.print(line, highlight=False, markup=False)
 

@@ -64,6 +64,7 @@ class EncodedBatch:
         choice_rest: (B, Q, K, C-1) later tokens that distinguish the choices; none by default.
         documents: (B, T) int32, for rows that hold several documents: index of each token's document, from 0. Padding
             has the next index. None if every document has its own row.
+        sources: (B, T) index of the training source of each token. None for documents of one source.
     """
 
     input_ids: Tensor
@@ -81,6 +82,7 @@ class EncodedBatch:
     read_segment_end: Tensor = None  # type: ignore[assignment]
     read_answer_token: Tensor = None  # type: ignore[assignment]
     documents: Tensor | None = None
+    sources: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.choice_rest is None:
@@ -111,7 +113,11 @@ class EncodedBatch:
         return same if self.documents is None else same & (self.documents[:, 1:] == self.documents[:, :-1])
 
     def to(self, device: torch.device | str) -> EncodedBatch:
-        return self._each(lambda tensor: tensor.to(device))
+        """Copy to a device; from page-locked memory without waiting for it."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))
+
+    def pin_memory(self) -> EncodedBatch:
+        return self._each(lambda tensor: tensor.pin_memory())
 
     def __getitem__(self, rows: slice | Tensor) -> EncodedBatch:
         return self._each(lambda tensor: tensor[rows])

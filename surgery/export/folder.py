@@ -24,7 +24,7 @@ from surgery.export.formats import ExportFormat, plugin_of
 from surgery.files.atomic import new_folder, write_json, write_text
 from surgery.files.lock import hold
 from surgery.files.ownership import check_replaceable
-from surgery.models.runtime import restore_chunks, stays_in_fp32
+from surgery.models.runtime import stays_in_fp32
 from surgery.recipe import Export
 from surgery.recipe.export import EXPORT_FORMATS
 from surgery.types import HeadSet, Plan, to_json
@@ -114,7 +114,6 @@ def _in_export_precision(model: PreTrainedModel, section: Export) -> PreTrainedM
     """Copy the model to the CPU in the precision of the export. Parameters that must stay in fp32 keep it."""
     # As after loading. torch rounds some products differently for a weight that requires no gradient.
     exported = copy.deepcopy(model).cpu().eval().requires_grad_(True)
-    restore_chunks(exported)
     dtype = getattr(torch, section.dtype)
     for name, parameter in exported.named_parameters():
         if not bool(parameter.isfinite().all()):

@@ -37,7 +37,7 @@ def chunked_scan(
     largest intermediate has one L x L matrix a head and chunk.
 
     Args:
-        log_decay_BTH: logarithm of the factor on the state at each token, not above 0.
+        log_decay_BTH: logarithm of the factor on the state at each token, not above 0; -inf where a document begins.
         state_BHPN: the state before the first token.
     """
     T, G = x_BTHP.shape[1], key_BTGN.shape[2]

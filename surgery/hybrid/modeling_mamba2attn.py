@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Block, Mamba2ForCausalLM, Mamba2Model, Mamba2RMSNorm
 from transformers.utils.output_capturing import OutputRecorder
 
-from .attention import SplicedAttention, eager_attention_forward
+from .attention import SplicedAttention
+from .backends import attend
 from .cache_name import cache_name, take_cache
 from .modeling_mamba2_hybrid import (
     Mamba2HybridConfig,
@@ -94,12 +94,11 @@ class MambaSsmAttention(nn.Module):
         self.scaling = fields["softmax_scale"] or self.head_dim**-0.5
         self.conv_kernel, self.rotary_dim = fields["d_conv"], fields["rotary_emb_dim"]
         self.rotary_base, self.interleaved = fields["rotary_emb_base"], fields["rotary_emb_interleaved"]
-        self.widths = [self.head_dim * n for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
-        channels = sum(self.widths)
+        channels = self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
         self.in_proj = nn.Linear(config.hidden_size, channels, bias=fields["qkv_proj_bias"])
         if self.conv_kernel:
             self.conv1d = nn.Conv1d(channels, channels, self.conv_kernel, groups=channels)
-        self.out_proj = nn.Linear(self.widths[0], config.hidden_size, bias=fields["out_proj_bias"])
+        self.out_proj = nn.Linear(self.head_dim * self.num_heads, config.hidden_size, bias=fields["out_proj_bias"])
         self.weights = AttentionWeights()
 
     def forward(
@@ -123,16 +122,15 @@ class MambaSsmAttention(nn.Module):
         if self.conv_kernel:
             documents = splice_pass.documents if splice_pass is not None else None
             qkv_BTC = self._convolve(qkv_BTC, cache, attention_mask, documents)
-        query, key, value = (
-            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in qkv_BTC.split(self.widths, dim=-1)
-        )
+        heads_BHTP = qkv_BTC.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        query_and_key, value = heads_BHTP.tensor_split([-self.num_kv_heads], dim=1)
         if self.rotary_dim:
-            query, key = self._rotate(query, past), self._rotate(key, past)
+            query_and_key = self._rotate(query_and_key, past)
+        query, key = query_and_key.tensor_split([self.num_heads], dim=1)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         causal = splice_pass.causal if splice_pass is not None else None
-        mixed_BTHP, weights = attend(self, query, key, value, causal, scaling=self.scaling, dropout=0.0)
+        mixed_BTHP, weights = attend(self, query, key, value, causal, self.scaling)
         if weights is not None:
             self.weights(weights)
         return self.out_proj(mixed_BTHP.flatten(2))

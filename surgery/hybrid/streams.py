@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
 from .attention import SplicedAttention
+from .backends import is_decoding
 from .mixer import HybridMixerMixin, Watched
 from .sites import POSITIVE_OR_NONE, Check, at_least
 
@@ -74,11 +76,17 @@ class StreamAttention(SplicedAttention):
         x_BTI, parameters_BTW = streams
         if self.stream_eps is not None:
             parts = parameters_BTW.float().split(self.stream_widths, dim=-1)
-            normed = [p * torch.rsqrt(p.pow(2).mean(-1, keepdim=True) + self.stream_eps) for p in parts]
+            if is_decoding(u_BTD):
+                normed = [F.rms_norm(part, part.shape[-1:], eps=self.stream_eps) for part in parts]
+            else:
+                normed = [p * torch.rsqrt(p.pow(2).mean(-1, keepdim=True) + self.stream_eps) for p in parts]
             parameters_BTW = torch.cat(normed, dim=-1).to(parameters_BTW.dtype)
         qk_BTRHK = self.qk_proj(parameters_BTW).unflatten(-1, (2, self.num_heads, -1))
         query, key = qk_BTRHK.permute(2, 0, 3, 1, 4)
-        value = x_BTI.unflatten(-1, (-1, self.v_width))[:, :, self.heads].transpose(1, 2)
+        x_BTHV = x_BTI.unflatten(-1, (-1, self.v_width))
+        # Slices: a list of indices would wait for the device.
+        slices = [x_BTHV[:, :, head : head + 1] for head in self.heads]
+        value = (torch.cat(slices, dim=2) if len(slices) > 1 else slices[0]).transpose(1, 2)
         return self.scale_query(query), key, value
 
 

@@ -68,11 +68,9 @@ class Structure(Protocol):
 
     Attributes:
         kind: name that `MixerSpec.kind` refers to. It ends with `attention` for softmax attention only.
-        chunked: whether the scan works on chunks of the mixer's `chunk_size`.
     """
 
     kind: str
-    chunked: bool
 
     def weight_slices(self, spec: MixerSpec, head: int) -> HeadSlices:
         """Return the rows and columns of `head`."""

@@ -36,8 +36,9 @@ from surgery.models import mamba_ssm_format, tensor_files
 from surgery.models.config_checks import CONFIG_HINT, check_kernels, check_sizes, check_splice_version
 from surgery.models.inserted import as_inserted
 from surgery.models.lookup import family_of, has_family, unknown_type
-from surgery.models.runtime import check_release, shorten_chunks
+from surgery.models.runtime import check_release
 from surgery.models.tensor_faults import refuse_faults, refuse_not_finite
+from surgery.models.torch_scans import choose_by_device
 from surgery.recipe import Base
 from surgery.recipe.public import is_hub_id, source_of
 from surgery.registry import load_plugins
@@ -260,7 +261,7 @@ def load_model(base: Base) -> PreTrainedModel:
     misshapen = {name: tuple(shape) for name, shape, _ in info["mismatched_keys"]}
     refuse_faults(base.model, expected, info["missing_keys"], info["unexpected_keys"], misshapen)
     refuse_not_finite(base.model, model.named_parameters())
-    shorten_chunks(model)
+    choose_by_device(model)
     with (
         reading("base.model", base.model, "The forward pass failed. Correct config.json, or download it again."),
         torch.no_grad(),

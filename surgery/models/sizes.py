@@ -17,6 +17,7 @@ from surgery.hybrid.branches import BRANCHES
 from surgery.hybrid.sites import is_whole
 from surgery.models.inserted import new_modules
 from surgery.models.lookup import family_of, structure_of
+from surgery.models.torch_scans import choose_by_device
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
     hint = "No model can be built from its config.json. Correct it, or download it again."
     with reading("base.model", config.name_or_path or config.model_type, hint), torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    choose_by_device(model)
     return model
 
 

@@ -45,6 +45,8 @@ class ObjectiveInfo:
             if it grows.
         starts_at_zero: True if the loss of the untrained model is 0, so that it may grow.
         uses_temperature: True if the loss is multiplied by the square of `distil.temperature`.
+        takes_weights: True if `loss` multiplies every term by `inputs.weights` at its token, where they are given. Then
+            sources with this objective share forward passes.
     """
 
     name: str
@@ -54,6 +56,7 @@ class ObjectiveInfo:
     in_nats: bool = False
     starts_at_zero: bool = False
     uses_temperature: bool = False
+    takes_weights: bool = False
 
     @property
     def needs_splice(self) -> bool:

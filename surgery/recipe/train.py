@@ -243,12 +243,13 @@ class Train(TrainStage):
     )
     micro_batch: Positive | None = Field(
         None,
-        description="Documents of a source per forward pass and process. By default all. Does not change the gradient.",
+        description="Documents per forward pass and process. By default all whose objectives need the same models. Does "
+        "not change the gradient.",
     )
-    packing: bool = Field(
-        False,
-        description="Put several documents into one row, without attention or state between them, where the kernels "
-        "support it. Does not change the gradient.",
+    packing: bool | None = Field(
+        None,
+        description="Put several documents into one row, without attention or state between them, where the model "
+        "supports it. By default on a GPU. Does not change the gradient.",
     )
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory, more time."

@@ -23,7 +23,7 @@ from surgery.models.cache import CacheBytes, cache_bytes
 from surgery.models.inserted import as_inserted, has_inserted, inserted_entries
 from surgery.models.loading import load_config, load_tokenizer
 from surgery.models.lookup import family_of, geometry_of
-from surgery.models.runtime import shorten_chunks, stays_in_fp32
+from surgery.models.runtime import stays_in_fp32
 from surgery.models.sizes import meta_model, sizes_of
 from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Base, Hardware, Recipe, Splice, TrainStage, as_base, to_yaml
@@ -82,7 +82,7 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
         samples = sample_sources(stage, recipe.seed, tokenizer, processes, recipe.train.micro_batch)
         frozen = plain if "base.logits" in stage.needs else None
         teacher = _teacher(recipe, stage, tokenizer, hybrid.config, plan, path) if stage.needs_teacher else None
-        cost = step_cost(hybrid, frozen, plan.grafts, recipe.train, samples, number, teacher)
+        cost = step_cost(hybrid, frozen, plan.grafts, recipe.train, samples, number, teacher, processes)
         costs.append((stage, samples, cost))
         trainable = max(trainable, sum(p.numel() for p in hybrid.parameters() if p.requires_grad))
     return {
@@ -220,8 +220,7 @@ def _hybrid(config: PreTrainedConfig, plan: Plan, fields: list[dict[str, Any]], 
 
 
 def _as_loaded(model: PreTrainedModel, base: Base) -> PreTrainedModel:
-    """Set the dtypes and scan chunks that a run would use. Parameters that the class keeps in fp32 stay in fp32."""
-    shorten_chunks(model)
+    """Set the dtypes that a run would use. Parameters that the class keeps in fp32 stay in fp32."""
     dtype_of_recipe = model.config.dtype if base.dtype == "auto" else getattr(torch, base.dtype)
     for name, parameter in model.named_parameters():
         dtype = torch.float32 if stays_in_fp32(model, name) else dtype_of_recipe or torch.float32

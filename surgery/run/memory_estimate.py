@@ -24,6 +24,7 @@ from surgery.models.meters import PassCost, extrapolate, measure
 from surgery.models.torch_scans import torch_scans
 from surgery.recipe import Source, Train, TrainStage
 from surgery.recipe.objectives import OBJECTIVES, needs_of
+from surgery.train.micro_batches import StepSplit
 from surgery.train.optimizer import mark_trainable
 from surgery.train.quantization import BITS_PER_WEIGHT, quantizable
 from surgery.train.targets import Targets, model_options
@@ -76,7 +77,7 @@ def sample_sources(
         seed: seed of the recipe.
         tokenizer: encodes the documents.
         processes: number of processes that share the documents of a step.
-        micro_batch: maximum number of documents per source and micro-batch.
+        micro_batch: maximum number of documents in a pass.
 
     Raises:
         ProbeError: the tokenizer cannot distinguish the choices of a probe.
@@ -109,7 +110,7 @@ class Memory:
         master_copies: fp32 copies of trained parameters of a smaller dtype.
         frozen_base: weights of the base, if an objective compares with it.
         teacher: weights of the teacher, if an objective compares with it.
-        activations: tensors that autograd saves for the largest micro-batch, without fused kernels.
+        activations: tensors that autograd saves for the largest pass, without fused kernels.
         temporaries: other tensors at the peak, without fused kernels.
     """
 
@@ -133,7 +134,7 @@ class StepCost:
 
     Attributes:
         memory: memory at the peak.
-        largest: index of the source whose micro-batch needs the most memory.
+        largest: index of the source whose documents need the most memory.
         flops: FLOPs of matrix products, convolutions and attention, including backward pass, frozen base and teacher.
         tokens: mean number of tokens, without padding.
     """
@@ -152,6 +153,7 @@ def step_cost(
     samples: Sequence[SourceSample],
     number: int = 0,
     teacher: Teacher | None = None,
+    processes: int = 1,
 ) -> StepCost:
     """Estimate the cost of a step by running its micro-batches on the meta device.
 
@@ -163,6 +165,7 @@ def step_cost(
         samples: documents of every source, from `sample_sources`.
         number: index of the stage in `section.sequence`.
         teacher: the teacher on the meta device, for objectives that need `teacher.*`.
+        processes: number of processes that share the documents of a step.
     """
     stage = section.sequence[number]
     trained = mark_trainable(model, stage)
@@ -177,6 +180,13 @@ def step_cost(
     targets = Targets(stage.distil, grafts, teacher=teacher)
     costs = [_source_cost(runner, frozen, targets, sample) for sample in samples]
     largest = max(range(len(costs)), key=lambda i: costs[i].peak)
+    # Sources share passes, unless a pass has a few documents only.
+    split = StepSplit(stage.sources, world=processes, packing=section.packing is not False)
+    groups = split.groups() if section.micro_batch is None else [[index] for index in range(len(costs))]
+    saved, peak = max(
+        ((sum(costs[i].saved for i in group), sum(costs[i].peak for i in group)) for group in groups),
+        key=lambda total: total[1],
+    )
     is_quantized = stage.lora.quantization is not None
     memory = Memory(
         weights=weight_bytes(model, is_quantized),
@@ -185,8 +195,8 @@ def step_cost(
         master_copies=sum(p.numel() for p in trained if p.element_size() < MASTER_BYTES) * MASTER_BYTES,
         frozen_base=weight_bytes(base, is_quantized) if base is not None else 0,
         teacher=weight_bytes(teacher.model) if teacher is not None else 0,
-        activations=costs[largest].saved,
-        temporaries=costs[largest].peak - costs[largest].saved,
+        activations=saved,
+        temporaries=peak - saved,
     )
     flops = sum(
         cost.flops * sample.columns / sample.shape[1] * sample.rows / sample.shape[0]
@@ -233,7 +243,7 @@ def _source_cost(runner: _Runner, frozen: _Runner | None, targets: Targets, samp
 
     def losses() -> list[Tensor]:
         batch = sample.batch.to("meta")  # inside `measure`, which keeps the values of integers
-        return [torch.stack(list(targets.weighted_losses(outputs, sample.source, batch).values())).sum()]
+        return [torch.stack(list(targets.weighted_losses(outputs, {0: sample.source}, batch).values())).sum()]
 
     teacher = targets.teacher.model if targets.teacher is not None else None
     with torch_scans(teacher):

@@ -123,9 +123,6 @@ def _take_over(model: PreTrainedModel, hybrid: PreTrainedModel, cut: StateCut | 
     for name, buffer in model.named_buffers():
         owner, _, last = name.rpartition(".")
         hybrid.get_submodule(owner).register_buffer(last, buffer.clone(), persistent=name in stored)
-    for spec in family_of(hybrid.config).mixers(hybrid.config):
-        if structure_of(spec).chunked:
-            mixer_of(hybrid, spec).chunk_size = mixer_of(model, spec).chunk_size  # the same rounding as the base
     hybrid.generation_config = copy.deepcopy(model.generation_config)
 
 

@@ -38,7 +38,7 @@ from surgery.models.inserted import (
     own_channels,
     side_channels,
 )
-from surgery.models.lookup import family_of, geometry_of, mixer_of
+from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Splice
 from surgery.recipe.splice import INSERTED_INITS, SIDE_CHANNELS
 from surgery.splice.draw import Draw
@@ -274,10 +274,6 @@ def insert_layers(model: PreTrainedModel, plan: Plan, splice: Splice | None = No
             gather, block = blocks
             fill_gather(gather.mixer, block, graft, model, entry["before"], own_channels(entry, config), draw)
             gather.norm.weight.div_(_scale(config))
-    published = mixer_of(model, family_of(model.config).sites(model.config)[0]).chunk_size
-    for spec in family_of(config).mixers(config):
-        if spec.is_ssm:
-            mixer_of(hybrid, spec).chunk_size = published  # the same rounding as the base
     hybrid.generation_config = copy.deepcopy(model.generation_config)
     return as_inserted(hybrid.to(device=model.device, dtype=model.dtype).eval())
 

@@ -8,6 +8,9 @@ is the number of terms in the whole step. The parts then add up to the mean over
 
 With a `count`, a part without terms has a loss of zero that still depends on the model's outputs.
 
+`weights` (B,T) has a factor for the terms of each token, for a batch of several sources; None for 1 everywhere. The
+token of a term is the one that predicts.
+
 Shape legend: B documents, T tokens, V vocabulary, R reads (one for each answer token), H spliced heads of a layer, D
 model width.
 """
@@ -38,7 +41,9 @@ def has_gold_positions(batch: EncodedBatch) -> Tensor:
     return (batch.read_segment_end >= 0) & (batch.read_answer_token >= 0)
 
 
-def _next_token_loss(logits_BTV: Tensor, batch: EncodedBatch, included_BT: Tensor, count: float | None) -> Tensor:
+def _next_token_loss(
+    logits_BTV: Tensor, batch: EncodedBatch, included_BT: Tensor, count: float | None, weights_BT: Tensor | None
+) -> Tensor:
     """Sum of -log p(token t + 1 | tokens up to t) over the tokens where `included_BT` (B,T-1) is True, over `count`."""
     document, place = included_BT.nonzero(as_tuple=True)
     targets_M1 = batch.input_ids[document, place + 1][:, None]
@@ -48,10 +53,14 @@ def _next_token_loss(logits_BTV: Tensor, batch: EncodedBatch, included_BT: Tenso
     else:
         events_M2 = grouped(logits_NV, targets_M1, rows_M)
     losses_M = events_M2.logsumexp(-1) - events_M2[:, 0]  # two events: the token, and any other token
+    if weights_BT is not None:
+        losses_M = losses_M * weights_BT[document, place]
     return losses_M.sum() / (len(rows_M) if count is None else count)
 
 
-def answer_loss(logits_BTV: Tensor, batch: EncodedBatch, count: float | None = None) -> Tensor:
+def answer_loss(
+    logits_BTV: Tensor, batch: EncodedBatch, count: float | None = None, weights: Tensor | None = None
+) -> Tensor:
     """Retrieval cross-entropy: -log p of every answer token.
 
     Raises:
@@ -60,16 +69,23 @@ def answer_loss(logits_BTV: Tensor, batch: EncodedBatch, count: float | None = N
     included = answer_tokens(batch)
     if count is None and not bool(included.any()):
         raise ValueError("answer: no document has an answer. Set the weight to 0.")
-    return _next_token_loss(logits_BTV, batch, included, count)
+    return _next_token_loss(logits_BTV, batch, included, count, weights)
 
 
-def lm_loss(logits_BTV: Tensor, batch: EncodedBatch, count: float | None = None) -> Tensor:
+def lm_loss(
+    logits_BTV: Tensor, batch: EncodedBatch, count: float | None = None, weights: Tensor | None = None
+) -> Tensor:
     """Language modelling: -log p of every token except the first of each document."""
-    return _next_token_loss(logits_BTV, batch, batch.same_document, count)
+    return _next_token_loss(logits_BTV, batch, batch.same_document, count, weights)
 
 
 def divergence_loss(
-    logits_BTV: Tensor, target: Tensor | TopK, batch: EncodedBatch, settings: Distil, count: float | None = None
+    logits_BTV: Tensor,
+    target: Tensor | TopK,
+    batch: EncodedBatch,
+    settings: Distil,
+    count: float | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Divergence from the base (`base_kl`) or the teacher (`distil`) at every token. See `divergence` for formulas.
 
@@ -83,11 +99,22 @@ def divergence_loss(
             target = TopK.of(target, settings.top_k, rows)
     selected = None if len(rows) == batch.attention_mask.numel() else rows
     losses_M = divergence(logits_BTV.flatten(0, 1), target, settings.divergence, settings.temperature, selected)
+    if weights is not None:
+        losses_M = losses_M * weights.flatten()[rows]
     return losses_M.sum() / (len(rows) if count is None else count)
 
 
+def _of_reads(weights_BT: Tensor | None, batch: EncodedBatch) -> Tensor | None:
+    """(B,T) -> (B,R), the weights of the tokens that predict."""
+    return None if weights_BT is None else weights_BT.gather(1, batch.read_query.clamp(min=0))
+
+
 def attention_loss(
-    attentions: Sequence[Tensor], reads: Sequence[Sequence[Reads]], batch: EncodedBatch, count: float | None = None
+    attentions: Sequence[Tensor],
+    reads: Sequence[Sequence[Reads]],
+    batch: EncodedBatch,
+    count: float | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Attention supervision: -log of the new head's attention from each query to its gold position, mean over heads.
 
@@ -103,18 +130,23 @@ def attention_loss(
     included_BR = has_gold_positions(batch)
     if count is None and not bool(included_BR.any()):
         raise ValueError("attention: no question has a gold position. Set the weight to 0.")
-    losses = []
+    losses, weights_BR = [], _of_reads(weights, batch)
     for rows_BHRT, layer_reads in zip(attentions, reads, strict=True):
         for head, read in enumerate(layer_reads):
             gold_BR = batch.read_segment_end if read == "segment_end" else batch.read_answer_token
             row_BRT = rows_BHRT[:, head].float()
             mass = row_BRT.gather(-1, gold_BR.clamp(min=0)[..., None])[..., 0]
-            losses.append(-torch.log(mass[included_BR].clamp(min=LEAST_ATTENTION)).sum())
+            log_mass = torch.log(mass[included_BR].clamp(min=LEAST_ATTENTION))
+            losses.append(-(log_mass if weights_BR is None else log_mass * weights_BR[included_BR]).sum())
     return torch.stack(losses).mean() / (int(included_BR.sum()) if count is None else count)
 
 
 def attention_kl_loss(
-    rows: Sequence[Tensor], teacher_rows: Sequence[Tensor], batch: EncodedBatch, count: float | None = None
+    rows: Sequence[Tensor],
+    teacher_rows: Sequence[Tensor],
+    batch: EncodedBatch,
+    count: float | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """KL(a' || a) from the teacher's attention a' to the new heads' attention a at each query, mean over heads.
 
@@ -126,10 +158,12 @@ def attention_kl_loss(
         teacher_rows: the same for the corresponding heads of the teacher.
     """
     included_BR = batch.read_query >= 0
-    losses = []
+    losses, weights_BR = [], _of_reads(weights, batch)
     for rows_BHRT, teacher_BHRT in zip(rows, teacher_rows, strict=True):
         a, target = (x.float().clamp(min=LEAST_ATTENTION) for x in (rows_BHRT, teacher_BHRT.detach()))
         kl_BHR = (target * (target.log() - a.log())).sum(-1)
+        if weights_BR is not None:
+            kl_BHR = kl_BHR * weights_BR[:, None]
         losses.append(kl_BHR.masked_fill(~included_BR[:, None], 0.0).sum((0, 2)))
     return torch.cat(losses).mean() / (int(included_BR.sum()) if count is None else count)
 

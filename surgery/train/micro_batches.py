@@ -1,29 +1,35 @@
-"""Micro-batches: split the documents of a step, and count the terms of its losses.
+"""Micro-batches: put the documents of a step into forward passes, and count the terms of its losses.
 
 Every loss is a sum divided by the number of terms in the whole step, over all micro-batches and processes. So the
 gradient of a step does not depend on the split.
+
+Shape legend: B rows, T tokens.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from surgery.data.encoding import EncodedBatch, encode
+from surgery.data.generated import Stream
 from surgery.errors import RunError
 from surgery.probes.documents import Document
 from surgery.recipe import Source
 from surgery.recipe.objectives import OBJECTIVES, needs_of
 from surgery.registry import plugin_errors
-from surgery.train.packing import pack
+from surgery.train.packing import pack, trimmed
 
 _LOG = logging.getLogger(__name__)
-_PADDING = 1.25  # tokens of a joined pass for each token of the separate passes
+# The fixed cost of a pass, in tokens: launching its operators. So much padding saves a pass.
+PASS_COST_ON_CPU, PASS_COST = 128, 2048
+
+Counts = Mapping[tuple[int, str], float]  # index of a source, objective -> number of terms
 
 
 @dataclass(frozen=True)
@@ -31,68 +37,181 @@ class MicroBatch:
     """Documents of one forward and backward pass.
 
     Attributes:
-        source: the documents' source in the recipe.
-        index: index of the source in its stage.
-        batch: the documents as tensors.
-        documents: number of documents.
-        counts: number of terms of each objective over the whole step, for one process.
+        batch: the documents as tensors. With several sources, `batch.sources` has the source of each token.
+        sources: indices of the documents' sources in their stage.
+        counts: number of terms of each objective in the batch.
         real: False for a placeholder on a process that has fewer micro-batches than others. It has no effect on the
             gradient.
     """
 
-    source: Source
-    index: int
     batch: EncodedBatch
-    documents: int
-    counts: Mapping[str, float] = field(default_factory=dict)
+    sources: tuple[int, ...]
+    counts: Counts
     real: bool = True
 
+    def pin_memory(self) -> MicroBatch:
+        """Copy the tensors into page-locked memory, from which a GPU reads without blocking the host."""
+        return replace(self, batch=self.batch.pin_memory())
 
-def split_step(
-    sources: Sequence[Source],
-    documents: Sequence[Sequence[Document]],
-    sizes: Mapping[int, int | None],
-    tokenizer: PreTrainedTokenizerBase,
-    accelerator: Accelerator,
-    packing: bool = False,
-) -> list[MicroBatch]:
-    """Split this process's share of a step into micro-batches, without counts.
+    def within(self, tokens: int | None) -> Iterator[MicroBatch]:
+        """Split the rows into passes of at most so many tokens, padding included, but at least one row.
 
-    Args:
+        `counts` are those of the whole.
+        """
+        rows, width = self.batch.input_ids.shape
+        size = rows if tokens is None else max(1, tokens // width)
+        if size >= rows:
+            yield self
+            return
+        for start in range(0, rows, size):
+            yield replace(self, batch=trimmed(self.batch[start : start + size]))
+
+
+@dataclass(frozen=True)
+class StepSplit:
+    """How the documents of a step are put into passes.
+
+    Attributes:
         sources: of the stage.
-        documents: documents of the step by source, for all processes.
-        sizes: number of documents in a micro-batch by source; all documents if None.
-        tokenizer: encodes the documents.
-        accelerator: selects the share of this process.
+        rank, world: this process and the number of processes, which share the documents.
+        limit: largest number of documents in a pass; all if None.
         packing: put several documents into one row.
+        in_step: all processes run the same number of passes, to gather sharded weights together.
+        pass_cost: tokens of padding that may save a pass.
     """
-    rank, world = accelerator.process_index, accelerator.num_processes
-    micro_batches: list[MicroBatch] = []
 
-    def encoded(part: Sequence[Document]) -> EncodedBatch:
-        batch = encode(part, tokenizer)
-        return (pack(batch) if packing else batch).to(accelerator.device)
+    sources: Sequence[Source]
+    rank: int = 0
+    world: int = 1
+    limit: int | None = None
+    packing: bool = False
+    in_step: bool = False
+    pass_cost: int = PASS_COST_ON_CPU
 
-    for index, source in enumerate(sources):
-        share, limit = documents[index][rank::world], sizes[index]
-        if limit:  # documents of similar length together need less padding
-            share = sorted(share, key=lambda document: len(document.text))
-        size, most = limit or max(1, len(share)), 1
-        if (
-            limit and accelerator.is_fsdp2
-        ):  # all processes need the same number of micro-batches to gather weights together
-            most = -(-len(documents[index][::world]) // limit)
-        chunks = [share[i : i + size] for i in range(0, len(share), size)]
-        micro_batches += [MicroBatch(source, index, encoded(chunk), len(chunk)) for chunk in chunks]
-        for _ in range(most - len(chunks)):
-            micro_batches.append(MicroBatch(source, index, encoded(documents[index][:1]), 1, real=False))
-    return micro_batches
+    def __call__(self, documents: Sequence[Sequence[Document]], tokenizer: PreTrainedTokenizerBase) -> list[MicroBatch]:
+        """Encode this process's share of the documents of a step, and put them into micro-batches on the CPU.
+
+        Args:
+            documents: documents of the step by source, for all processes.
+            tokenizer: encodes the documents.
+        """
+        shares = [drawn[self.rank :: self.world] for drawn in documents]
+        owners = torch.tensor([index for index, share in enumerate(shares) for _ in share])
+        encoded = encode([document for share in shares for document in share], tokenizer)
+        encoded = replace(encoded, sources=owners[:, None].expand(encoded.input_ids.shape))
+        lengths = encoded.attention_mask.sum(1).tolist()
+        micro_batches: list[MicroBatch] = []
+        for group in self.groups():
+            rows = [row for row, owner in enumerate(owners.tolist()) if owner in group]
+            passes = self._passes(rows, lengths)
+            micro_batches += [self._micro_batch(encoded[torch.tensor(rows)]) for rows in passes]
+            most = 1  # with fewer documents than processes, some have none
+            if self.limit and self.in_step:
+                most = -(-sum(len(documents[index][:: self.world]) for index in group) // self.limit)
+            if most > len(passes):
+                micro_batches += [self._placeholder(group[0], documents, tokenizer)] * (most - len(passes))
+        return micro_batches
+
+    def groups(self) -> list[list[int]]:
+        """List the sources whose documents may share a pass: they need the same outputs of base and teacher.
+
+        Padded rows of several processes are not shared: all processes need the same passes.
+        """
+        groups: dict[tuple[frozenset[str], int], list[int]] = {}
+        for index, source in enumerate(self.sources):
+            names = source.weights.at(0.5)
+            joins = all(OBJECTIVES[name].takes_weights for name in names) and (self.packing or self.world == 1)
+            others = frozenset(need for need in needs_of(names) if need.startswith(("base.", "teacher.")))
+            groups.setdefault((others, -1 if joins else index), []).append(index)
+        return list(groups.values())
+
+    def _passes(self, rows: list[int], lengths: Sequence[int]) -> list[list[int]]:
+        """Assign the documents of a group to passes. Padded documents share one with others of similar length."""
+        if self.limit:  # documents of similar length together need less padding
+            rows = sorted(rows, key=lengths.__getitem__)
+            return [rows[i : i + self.limit] for i in range(0, len(rows), self.limit)]
+        if self.packing or self.world > 1:
+            return [rows] if rows else []
+        passes, width = list[list[int]](), 0
+        for row in sorted(rows, key=lengths.__getitem__):
+            if passes and len(passes[-1]) * (lengths[row] - width) <= self.pass_cost:
+                passes[-1].append(row)
+            else:
+                passes.append([row])
+            width = lengths[row]
+        return [sorted(rows) for rows in passes]
+
+    def _micro_batch(self, batch: EncodedBatch, real: bool = True) -> MicroBatch:
+        assert batch.sources is not None
+        batch = trimmed(batch)
+        sources_B = batch.sources[:, 0]  # type: ignore[index]
+        indices = tuple(dict.fromkeys(sources_B.tolist()))
+        counts: dict[tuple[int, str], float] = {}
+        for index in indices:
+            own = replace(batch[sources_B == index], sources=None)
+            for name in self.sources[index].weights.at(0.5):
+                with plugin_errors(f"objective {name}", OBJECTIVES[name]):
+                    counts[index, name] = OBJECTIVES[name].count(own)
+        if len(indices) == 1:
+            batch = replace(batch, sources=None)
+        return MicroBatch(pack(batch) if self.packing else batch, indices, counts, real)
+
+    def _placeholder(
+        self, index: int, documents: Sequence[Sequence[Document]], tokenizer: PreTrainedTokenizerBase
+    ) -> MicroBatch:
+        batch = encode(documents[index][:1], tokenizer)
+        return self._micro_batch(replace(batch, sources=torch.full_like(batch.input_ids, index)), real=False)
 
 
-def with_counts(
+@dataclass(frozen=True)
+class StepMaker:
+    """Prepare the micro-batches of a step on the CPU. They depend on the number of the step only.
+
+    Attributes:
+        streams: documents of every source.
+        split: puts them into passes.
+        tokenizer: encodes them.
+    """
+
+    streams: Sequence[Stream]
+    split: StepSplit
+    tokenizer: PreTrainedTokenizerBase
+
+    def __call__(self, step: int) -> list[MicroBatch]:
+        return self.split([stream.step(step) for stream in self.streams], self.tokenizer)
+
+
+@dataclass
+class PassBudget:
+    """Largest number of tokens in a pass, padding included; no bound if None. Lowered when memory runs out."""
+
+    tokens: int | None = None
+
+    def lower(self, part: MicroBatch, step: int, accelerator: Accelerator) -> None:
+        """Halve the pass that did not fit.
+
+        Raises:
+            RunError: one row does not fit, or there are several processes.
+        """
+        rows, width = part.batch.input_ids.shape
+        field = f"train.sources.{part.sources[0]}" if len(part.sources) == 1 else "train.sources"
+        if accelerator.num_processes > 1:
+            hint = "Out of memory. With several processes the size cannot be lowered automatically. "
+            hint += "Lower train.micro_batch."
+            raise RunError(field, f"{rows} x {width} tokens in a micro-batch", hint)
+        if rows == 1:
+            hint = "Out of memory with one document. Shorten it, or set train.gradient_checkpointing."
+            raise RunError(field, f"{width} tokens", hint)
+        self.tokens = rows // 2 * width
+        _LOG.warning(
+            "step %d: out of memory; %s continues with %d tokens in a micro-batch", step + 1, field, self.tokens
+        )
+
+
+def step_counts(
     sources: Sequence[Source], micro_batches: Sequence[MicroBatch], spliced: bool, accelerator: Accelerator
-) -> list[MicroBatch]:
-    """Count the terms of every objective in the whole step, by source, and add the counts to the micro-batches.
+) -> dict[tuple[int, str], float]:
+    """Count the terms of every objective in the whole step, by source, as the share of one process.
 
     Args:
         sources: of the stage.
@@ -103,93 +222,23 @@ def with_counts(
     Raises:
         RunError: an objective has no terms in the whole step.
     """
-    totals = {(i, name): 0 for i, source in enumerate(sources) for name in source.weights.at(0.5)}
+    totals = {(i, name): 0.0 for i, source in enumerate(sources) for name in source.weights.at(0.5)}
     for part in micro_batches:
-        for name in part.source.weights.at(0.5):
-            with plugin_errors(f"objective {name}", OBJECTIVES[name]):
-                totals[part.index, name] += OBJECTIVES[name].count(part.batch) * part.real
-    values = torch.tensor(list(totals.values()), dtype=torch.float64, device=accelerator.device)
+        for key, count in part.counts.items():
+            totals[key] += count * part.real
     world = accelerator.num_processes
     if world > 1:
-        values = accelerator.reduce(values, "sum")
-    counts = {key: float(value) / world for key, value in zip(totals, values, strict=True)}
-    for (index, name), count in list(counts.items()):
+        values = torch.tensor(list(totals.values()), dtype=torch.float64, device=accelerator.device)
+        totals = dict(zip(totals, (accelerator.reduce(values, "sum") / world).tolist(), strict=True))
+    for (index, name), count in totals.items():
         if count:
             continue
         if _may_have_no_terms(sources[index], name):
-            counts[index, name] = 1.0  # a loss without terms is 0, not 0 / 0
+            totals[index, name] = 1.0  # a loss without terms is 0, not 0 / 0
         elif spliced or not OBJECTIVES[name].needs_splice:
             hint = f"No document of this step has a term for {name}. Set the weight to 0."
             raise RunError(f"train.sources.{index}.weights.{name}", sources[index].name, hint)
-    return [
-        replace(part, counts={name: count for (i, name), count in counts.items() if i == part.index})
-        for part in micro_batches
-    ]
-
-
-def join(
-    micro_batches: Sequence[MicroBatch], sizes: Mapping[int, int | None], accelerator: Accelerator
-) -> list[list[MicroBatch]]:
-    """Group micro-batches that one forward pass can hold, so that short texts of several sources take one pass.
-
-    The gradient is that of separate passes, up to rounding. A group has no more tokens than the largest micro-batch of
-    the step, padding included, so memory does not grow. Sources are joined if their objectives need logits alone, such
-    as `base_kl` and `lm`, on one process and without packing or `micro_batch`.
-
-    Args:
-        micro_batches: of this process.
-        sizes: as in `split_step`.
-        accelerator: with several processes nothing is joined: all need the same number of passes.
-    """
-    groups = [[part] for part in micro_batches]
-    if accelerator.num_processes > 1:
-        return groups
-    largest = max(part.batch.input_ids.numel() for part in micro_batches)
-    joinable = [part for part in micro_batches if sizes[part.index] is None and _compares_logits(part)]
-    joinable.sort(key=lambda part: part.batch.input_ids.shape[1])
-    group: list[MicroBatch] = []
-    grouped: list[list[MicroBatch]] = []
-    for part in joinable:
-        width = part.batch.input_ids.shape[1]  # the largest so far
-        padded = width * sum(len(x.batch) for x in (*group, part))
-        alone = sum(x.batch.input_ids.numel() for x in (*group, part))
-        if group and padded <= min(largest, _PADDING * alone):
-            group.append(part)
-        else:
-            group = [part]
-            grouped.append(group)
-    return [[part] for part in micro_batches if not any(part is x for x in joinable)] + grouped
-
-
-def _compares_logits(part: MicroBatch) -> bool:
-    """Whether the objectives of a micro-batch need logits at every token alone, of rows with one document each."""
-    return part.batch.documents is None and needs_of(part.source.weights.at(0.5)) <= {"base.logits"}
-
-
-def shrink(sizes: dict[int, int | None], group: Sequence[MicroBatch], step: int, accelerator: Accelerator) -> None:
-    """Reduce the micro-batches of a group that did not fit into memory, in place.
-
-    Joined micro-batches run apart from then on. One alone is halved.
-
-    Raises:
-        RunError: a single document does not fit, or there are several processes.
-    """
-    if len(group) > 1:
-        sizes.update({part.index: part.documents for part in group})
-        return
-    (part,) = group
-    field = f"train.sources.{part.index}"
-    if accelerator.num_processes > 1:
-        hint = (
-            "Out of memory. With several processes the size cannot be lowered automatically. Lower train.micro_batch."
-        )
-        raise RunError(field, f"{part.documents} documents in a micro-batch", hint)
-    if part.documents == 1:
-        hint = "Out of memory with one document. Shorten it, or set train.gradient_checkpointing."
-        raise RunError(field, f"{part.batch.input_ids.shape[1]} tokens", hint)
-    sizes[part.index] = part.documents // 2
-    text = "step %d: out of memory; %s continues with %d documents in a micro-batch"
-    _LOG.warning(text, step + 1, field, part.documents // 2)
+    return totals
 
 
 def _may_have_no_terms(source: Source, objective: str) -> bool:

@@ -52,6 +52,8 @@ class ObjectiveInputs:
         teacher: outputs of the teacher, if the objective needs `teacher.*`.
         distil: settings of divergences.
         reads: for each spliced layer and head, the gold position that it should attend to.
+        weights: (B,T) factor for the terms of each token, in a batch of several sources; None for 1 everywhere. Only
+            objectives with `takes_weights` get one.
     """
 
     batch: EncodedBatch
@@ -60,6 +62,7 @@ class ObjectiveInputs:
     teacher: Outputs
     distil: Distil
     reads: Sequence[Sequence[Reads]] = ()
+    weights: Tensor | None = None
 
 
 class Objective(ObjectiveInfo, ABC):
@@ -118,7 +121,7 @@ def num_tokens(batch: EncodedBatch) -> int:
 class Answer(Objective):
     description = "Cross-entropy on the tokens of answers."
     needs = ("answers",)
-    in_nats = True
+    in_nats = takes_weights = True
 
     def count(self, batch: EncodedBatch) -> int:
         from surgery.train.losses import answer_tokens
@@ -128,13 +131,14 @@ class Answer(Objective):
     def loss(self, inputs: ObjectiveInputs) -> Tensor:
         from surgery.train.losses import answer_loss
 
-        return answer_loss(inputs.model.logits, inputs.batch, 1)
+        return answer_loss(inputs.model.logits, inputs.batch, 1, inputs.weights)
 
 
 @register_objective("attention")
 class Attention(Objective):
     description = "Cross-entropy of the new heads' attention at the gold position of every answer token."
     needs = ("gold_positions", "model.attention")
+    takes_weights = True
 
     def count(self, batch: EncodedBatch) -> int:
         from surgery.train.losses import has_gold_positions
@@ -144,14 +148,14 @@ class Attention(Objective):
     def loss(self, inputs: ObjectiveInputs) -> Tensor:
         from surgery.train.losses import attention_loss
 
-        return attention_loss(inputs.model.attention, inputs.reads, inputs.batch, 1)
+        return attention_loss(inputs.model.attention, inputs.reads, inputs.batch, 1, inputs.weights)
 
 
 @register_objective("base_kl")
 class BaseKL(Objective):
     description = "Divergence from the frozen base's next-token distribution, on every token."
     needs = ("base.logits",)
-    in_nats = starts_at_zero = uses_temperature = True
+    in_nats = starts_at_zero = uses_temperature = takes_weights = True
 
     def count(self, batch: EncodedBatch) -> int:
         return num_tokens(batch)
@@ -159,13 +163,13 @@ class BaseKL(Objective):
     def loss(self, inputs: ObjectiveInputs) -> Tensor:
         from surgery.train.losses import divergence_loss
 
-        return divergence_loss(inputs.model.logits, inputs.base.logits, inputs.batch, inputs.distil, 1)
+        return divergence_loss(inputs.model.logits, inputs.base.logits, inputs.batch, inputs.distil, 1, inputs.weights)
 
 
 @register_objective("lm")
 class LanguageModelling(Objective):
     description = "Cross-entropy on every token: language modelling."
-    in_nats = True
+    in_nats = takes_weights = True
 
     def count(self, batch: EncodedBatch) -> int:
         return int(batch.same_document.sum())
@@ -173,14 +177,14 @@ class LanguageModelling(Objective):
     def loss(self, inputs: ObjectiveInputs) -> Tensor:
         from surgery.train.losses import lm_loss
 
-        return lm_loss(inputs.model.logits, inputs.batch, 1)
+        return lm_loss(inputs.model.logits, inputs.batch, 1, inputs.weights)
 
 
 @register_objective("distil")
 class Distillation(Objective):
     description = "Divergence from the teacher's next-token distribution, on every token."
     needs = ("teacher.logits",)
-    in_nats = uses_temperature = True
+    in_nats = uses_temperature = takes_weights = True
 
     def count(self, batch: EncodedBatch) -> int:
         return num_tokens(batch)
@@ -188,7 +192,9 @@ class Distillation(Objective):
     def loss(self, inputs: ObjectiveInputs) -> Tensor:
         from surgery.train.losses import divergence_loss
 
-        return divergence_loss(inputs.model.logits, inputs.teacher.logits, inputs.batch, inputs.distil, 1)
+        return divergence_loss(
+            inputs.model.logits, inputs.teacher.logits, inputs.batch, inputs.distil, 1, inputs.weights
+        )
 
 
 @register_objective("attention_kl")
@@ -197,6 +203,7 @@ class AttentionKL(Objective):
         "KL divergence of the new heads' attention from that of the teacher's heads, before every answer token."
     )
     needs = ("answers", "model.attention", "teacher.attention")
+    takes_weights = True
 
     def count(self, batch: EncodedBatch) -> int:
         return int((batch.read_query >= 0).sum())
@@ -204,7 +211,7 @@ class AttentionKL(Objective):
     def loss(self, inputs: ObjectiveInputs) -> Tensor:
         from surgery.train.losses import attention_kl_loss
 
-        return attention_kl_loss(inputs.model.attention, inputs.teacher.attention, inputs.batch, 1)
+        return attention_kl_loss(inputs.model.attention, inputs.teacher.attention, inputs.batch, 1, inputs.weights)
 
 
 @register_objective("attention_mse")

@@ -1,8 +1,9 @@
 """Packing: put several documents into one row of a batch.
 
 `pack` puts the documents of a batch into fewer rows. `separate_documents` keeps them separate in a forward pass: scans
-get `seq_idx` (with the kernels of mamba_ssm and causal_conv1d), and attention gets positions that restart at each
-document. `packing_fault` tests whether a model keeps documents separate.
+get `seq_idx`, which the kernels of mamba_ssm and causal_conv1d take, and our scans in PyTorch inside `torch_scans`;
+attention gets positions that restart at each document. `packing_fault` tests whether a model keeps documents separate.
+`trimmed` and `of_tokens` select from a batch.
 
 Shape legend: B rows, T tokens.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,26 +23,35 @@ from surgery.data.encoding import EncodedBatch
 from surgery.hybrid.model import HybridModelMixin
 from surgery.hybrid.packing import packed_masks, positions_of
 from surgery.models.lookup import family_of
+from surgery.models.torch_scans import torch_scans
 
-_TOKENS = ("input_ids", "attention_mask", "answers")
+_TOKENS = ("input_ids", "attention_mask", "answers", "sources")
 _QUESTIONS = ("query", "segment_start", "segment_end", "answer_token")  # indices into T
 _READS = ("read_query", "read_segment_end", "read_answer_token")  # indices into T
 _VALUES = ("target", "gold", "choice_ids", "choice_rest")
-_TOLERANCE = 1e-5  # relative difference of logits. Equal shapes round alike, so only a leak exceeds it
+_LEAK = 0.05  # share of the change of logits without separation. Kernels that multiply in tf32 give 1e-3 at most
+_ROUNDING = 1e-5  # relative difference of logits
 
 
-def first_fit(lengths: Sequence[int]) -> list[list[int]]:
-    """Assign documents to rows of the longest document's length by first-fit decreasing.
+def row_length(tokens: int) -> int:
+    """Round up to one of four lengths an octave, so that kernels are tuned and compiled for few shapes."""
+    step = max(16, 2 ** (tokens.bit_length() - 3))
+    return -(-tokens // step) * step
+
+
+def first_fit(lengths: Sequence[int], longest: int) -> list[list[int]]:
+    """Assign documents to rows of `longest` tokens by first-fit decreasing.
 
     The result has at most 11/9 of the minimum number of rows, plus 2/3 (Dosa, 2007).
 
     Args:
         lengths: number of tokens of each document.
+        longest: number of tokens of a row.
 
     Returns:
         For each row, the indices of its documents.
     """
-    longest, rows, room = max(lengths, default=0), list[list[int]](), list[int]()
+    rows, room = list[list[int]](), list[int]()
     for document in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         row = next((i for i, left in enumerate(room) if left >= lengths[document]), len(rows))
         if row == len(rows):
@@ -52,26 +63,22 @@ def first_fit(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def pack(batch: EncodedBatch) -> EncodedBatch:
-    """Put the documents of a batch into fewer rows of the same length.
+    """Put the documents of a batch into fewer rows of one length, which `row_length` rounds.
 
     Args:
         batch: right-padded, one document a row.
-
-    Returns:
-        The batch itself if no two documents fit into one row.
     """
     lengths = batch.attention_mask.sum(1).tolist()
-    rows = first_fit(lengths)
-    if len(rows) == len(batch):
-        return batch
+    width = row_length(max(lengths))
+    rows = first_fit(lengths, width)
     questions, reads = ((x >= 0).sum(1) for x in (batch.target, batch.read_query))
     entries = {**dict.fromkeys((*_QUESTIONS, *_VALUES), questions), **dict.fromkeys(_READS, reads)}
-    packed = _empty(batch, rows, entries)
+    packed = _empty(batch, rows, width, entries)
     for row, members in enumerate(rows):
         start, filled = 0, dict.fromkeys(entries, 0)
         for index, b in enumerate(members):
             tokens = lengths[b]
-            for name in _TOKENS:
+            for name in packed.keys() & _TOKENS:
                 packed[name][row, start : start + tokens] = getattr(batch, name)[b, :tokens]
             for name, first in filled.items():
                 values = getattr(batch, name)[b, : entries[name][b]]
@@ -84,17 +91,19 @@ def pack(batch: EncodedBatch) -> EncodedBatch:
     return EncodedBatch(**packed)
 
 
-def _empty(batch: EncodedBatch, rows: Sequence[Sequence[int]], entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _empty(
+    batch: EncodedBatch, rows: Sequence[Sequence[int]], width: int, entries: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Make rows of padding, with room for the questions and reads of all their documents.
 
     Args:
         rows: for each row, the indices of its documents.
+        width: number of tokens of a row.
         entries: for each field of questions or reads, (B,) number of them.
     """
-    shape = len(rows), batch.input_ids.shape[1]
-    pad = batch.input_ids[~batch.attention_mask.bool()][0]
-    fill = {"input_ids": pad, "attention_mask": 0, "answers": False}
-    tensors = {name: getattr(batch, name).new_empty(shape).fill_(value) for name, value in fill.items()}
+    shape = len(rows), width
+    tensors = {name: x.new_zeros(shape) for name in _TOKENS if (x := getattr(batch, name)) is not None}
+    tensors["input_ids"] += next(iter(batch.input_ids[batch.attention_mask == 0]), 0)
     for name, entries_B in entries.items():
         values, most = getattr(batch, name), max(1, *(int(entries_B[list(members)].sum()) for members in rows))
         tensors[name] = values.new_full((len(rows), most, *values.shape[2:]), -1)
@@ -150,8 +159,8 @@ def _packing_arguments(body: nn.Module, documents_BT: Tensor) -> dict[str, Any]:
 def packing_fault(models: Mapping[str, nn.Module]) -> str | None:
     """Test that models keep the documents of a row separate.
 
-    Each model runs twice on two short rows of two documents. The logits of the second documents must not change if
-    the first documents do.
+    Each model runs on two short rows of two documents. The logits of the second documents must not change if the
+    first documents do, compared with their change where nothing separates the documents.
 
     Args:
         models: name for the reason -> model.
@@ -161,7 +170,8 @@ def packing_fault(models: Mapping[str, nn.Module]) -> str | None:
     """
     for name, model in models.items():
         try:
-            leaks = _leaks(model)
+            with torch_scans(_unwrapped(model)):
+                leaks = _leaks(model)
         except (ValueError, RuntimeError) as error:  # kernels raise either for arguments that they do not support
             return f"{name}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
         if leaks:
@@ -179,13 +189,51 @@ def _leaks(model: nn.Module) -> bool:
     index_T = torch.arange(T, device=parameter.device)
     second_BT = index_T >= torch.tensor(ends, device=parameter.device)[:, None]
     ids_BT = (index_T % (config.vocab_size - 1)).expand(2, T)
-    logits_by_shift = []
-    for shift in (0, 1):
-        devices = [parameter.device] if parameter.is_cuda else []
-        with torch.random.fork_rng(devices), separate_documents(model, second_BT.int()):
+    devices = [parameter.device] if parameter.is_cuda else []
+
+    def logits(shift: int, documents_BT: Tensor | None) -> Tensor:
+        # Autocast would round more than a leak may change.
+        with (
+            torch.autocast(parameter.device.type, enabled=False),
+            torch.random.fork_rng(devices),
+            separate_documents(model, documents_BT),
+        ):
             torch.manual_seed(0)  # for the dropout of adapters
-            shifted_BT = ids_BT.where(second_BT, ids_BT + shift)
-            logits = model(shifted_BT, attention_mask=torch.ones_like(ids_BT), use_cache=False).logits
-        logits_by_shift.append(logits[second_BT].float())
-    largest = float(logits_by_shift[0].abs().max())
-    return not torch.allclose(*logits_by_shift, rtol=0, atol=_TOLERANCE * largest)
+            ids = ids_BT.where(second_BT, ids_BT + shift)
+            output = model(ids, attention_mask=torch.ones_like(ids_BT), use_cache=False)
+        return output.logits[second_BT].float()
+
+    apart, changed = logits(0, second_BT.int()), logits(1, second_BT.int())
+    mixed = logits(0, None) - logits(1, None)
+    least = max(_LEAK * float(mixed.abs().max()), _ROUNDING * float(apart.abs().max()))
+    return float((apart - changed).abs().max()) > least
+
+
+def trimmed(batch: EncodedBatch) -> EncodedBatch:
+    """Cut the columns at the right that hold only padding, of tokens, questions and reads."""
+    tokens = int(batch.attention_mask.sum(1).max()) if batch.documents is None else batch.input_ids.shape[1]
+    questions, reads = (max(1, int((x >= 0).sum(1).max())) for x in (batch.target, batch.read_query))
+    widths = {
+        **dict.fromkeys(_TOKENS, tokens),
+        **dict.fromkeys((*_QUESTIONS, *_VALUES), questions),
+        **dict.fromkeys(_READS, reads),
+    }
+    cut = {name: getattr(batch, name)[:, :width] for name, width in widths.items() if getattr(batch, name) is not None}
+    return replace(batch, **cut)
+
+
+def of_tokens(batch: EncodedBatch, keep_BT: Tensor) -> EncodedBatch:
+    """Treat all other tokens as padding: they have no answers, questions and reads."""
+
+    def kept(name: str, places_BX: Tensor) -> Tensor:
+        there = keep_BT.gather(1, places_BX.clamp(min=0))
+        values = getattr(batch, name)
+        return values.where(there.view(*there.shape, *[1] * (values.ndim - 2)), -1)
+
+    return replace(
+        batch,
+        attention_mask=batch.attention_mask * keep_BT,
+        answers=batch.answers & keep_BT,
+        **{name: kept(name, batch.query) for name in (*_QUESTIONS, *_VALUES)},
+        **{name: kept(name, batch.read_query) for name in _READS},
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,9 +19,9 @@ from surgery.registry import plugin_errors
 from surgery.train.divergence import TopK
 from surgery.train.logits_cache import LogitsCache
 from surgery.train.losses import rows_at_queries
-from surgery.train.micro_batches import MicroBatch
+from surgery.train.micro_batches import Counts
 from surgery.train.objectives import ObjectiveInputs, Outputs
-from surgery.train.packing import separate_documents
+from surgery.train.packing import of_tokens, separate_documents
 from surgery.train.shared_prefix import SharedPrefix
 from surgery.train.teacher import Teacher
 from surgery.types import Graft
@@ -55,22 +55,25 @@ class Targets:
     def weighted_losses(
         self,
         model: nn.Module,
-        source: Source,
+        sources: Mapping[int, Source],
         batch: EncodedBatch,
-        counts: Mapping[str, float] | None = None,
+        counts: Counts | None = None,
         progress: float = 0.5,
     ) -> dict[str, Tensor]:
-        """Compute the losses of the objectives that have a weight on this source, multiplied by their weights.
+        """Compute the losses of the objectives that have a weight on these sources, multiplied by their weights.
 
         Args:
             model: the model that is trained. May be wrapped by Accelerate.
-            source: source of the batch.
+            sources: sources of the batch, by index in the stage.
             batch: documents on the model's device.
-            counts: number of terms by which each loss is divided; the number in the batch by default.
+            counts: number of terms by which each loss is divided. By default those of the batch, of one source.
             progress: position in the stage, from 0 to 1.
+
+        Returns:
+            The sum over the sources, by objective.
         """
-        weights = source.weights.at(progress)
-        objectives = self._objectives(weights)
+        weights = {index: source.weights.at(progress) for index, source in sources.items()}
+        objectives = self._objectives(dict.fromkeys(name for names in weights.values() for name in names))
         needs = needs_of(objective.name for objective in objectives)
         base, teacher = Outputs(), Outputs()
         run_base, skip = self._of_base(needs)
@@ -87,51 +90,21 @@ class Targets:
         losses = {}
         reads = [graft.reads for graft in self.grafts]
         for objective in objectives:
+            name = objective.name
             outputs = self._model_outputs(output, objective.needs, batch, full="model.full_attention" in needs)
+            factors = dict.fromkeys(sources, 0.0)
+            for index, given in weights.items():
+                if name in given:
+                    factors[index] = given[name] / (objective.count(batch) if counts is None else counts[index, name])
             inputs = ObjectiveInputs(batch, outputs, base, teacher, self.distil, reads)
-            losses[objective.name] = weights[objective.name] * _mean_loss(objective, inputs, counts)
+            losses[name] = _weighted(objective, inputs, factors)
         if all(objective.needs_splice for objective in objectives):
             losses["none"] = output.logits.sum() * 0  # DDP requires that every parameter takes part
         return losses
 
-    def joined_losses(self, model: nn.Module, group: Sequence[MicroBatch], progress: float) -> dict[str, Tensor]:
-        """Compute the weighted losses of several micro-batches in one forward pass. See `join`.
-
-        Args:
-            model: as in `weighted_losses`.
-            group: micro-batches whose objectives compare logits at most.
-            progress: position in the stage, from 0 to 1.
-
-        Returns:
-            The sum over the group by objective.
-        """
-        width = max(part.batch.input_ids.shape[1] for part in group)
-        ids, mask = (
-            torch.cat([nn.functional.pad(x, (0, width - x.shape[1])) for x in rows])
-            for rows in ([p.batch.input_ids for p in group], [p.batch.attention_mask for p in group])
-        )
-        needs = needs_of(name for part in group for name in part.source.weights.at(progress))
-        run_base, skip = self._of_base(needs)
-        with torch.no_grad():
-            base_logits = run_base(ids, mask) if run_base is not None else None
-        with skip():
-            output = model(ids, attention_mask=mask, use_cache=False)
-        sums: dict[str, Tensor] = {}
-        start = 0
-        for part in group:
-            place = slice(start, start + len(part.batch)), slice(part.batch.input_ids.shape[1])
-            start += len(part.batch)
-            of_base = Outputs(logits=None if base_logits is None else base_logits[place])
-            outputs = Outputs(logits=output.logits[place])
-            inputs = ObjectiveInputs(part.batch, outputs, of_base, Outputs(), self.distil)
-            for name, weight in part.source.weights.at(progress).items():
-                loss = weight * _mean_loss(OBJECTIVES[name], inputs, part.counts)
-                sums[name] = sums[name] + loss if name in sums else loss
-        return sums
-
-    def _objectives(self, weights: Mapping[str, float]) -> list[Any]:
-        """Return the objectives that have a weight. Without spliced heads, those that need them are left out."""
-        return [OBJECTIVES[name] for name in weights if self.grafts or not OBJECTIVES[name].needs_splice]
+    def _objectives(self, names: Iterable[str]) -> list[Any]:
+        """Return the objectives of these names. Without spliced heads, those that need them are left out."""
+        return [OBJECTIVES[name] for name in names if self.grafts or not OBJECTIVES[name].needs_splice]
 
     def _of_base(
         self, needs: Collection[str]
@@ -175,16 +148,28 @@ class Targets:
         return replace(teacher, logits=cached)
 
 
-def _mean_loss(objective: Any, inputs: ObjectiveInputs, counts: Mapping[str, float] | None) -> Tensor:
-    """Divide the loss of an objective by its number of terms: the batch's own if `counts` is None."""
-    count = objective.count(inputs.batch) if counts is None else counts[objective.name]
+def _weighted(objective: Any, inputs: ObjectiveInputs, factors: Mapping[int, float]) -> Tensor:
+    """Compute the loss of an objective, with the terms of each source multiplied by its factor.
+
+    Args:
+        factors: by index of the source; 0 for a source without the objective, whose tokens have no terms.
+    """
+    scale = 1.0
+    if len(factors) == 1:
+        (scale,) = factors.values()
+    else:
+        assert inputs.batch.sources is not None
+        table = torch.tensor([factors.get(index, 0.0) for index in range(max(factors) + 1)])
+        weights = table.to(inputs.batch.sources.device)[inputs.batch.sources]
+        batch = of_tokens(inputs.batch, weights != 0) if 0.0 in factors.values() else inputs.batch
+        inputs = replace(inputs, batch=batch, weights=weights)
     with plugin_errors(f"objective {objective.name}", objective):
         loss = objective.loss(inputs)
     if not isinstance(loss, Tensor) or loss.ndim:
         kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         hint = "Return a tensor with one number: the sum over the terms."
         raise RunError(f"objective {objective.name}", f"its loss returned {kind}", hint)
-    return loss / count
+    return loss * scale
 
 
 def model_options(needs: Collection[str], batch: EncodedBatch) -> dict[str, Any]:

@@ -8,8 +8,8 @@ weights as an uninterrupted one.
 from __future__ import annotations
 
 import logging
-import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.encoding import encode
-from surgery.data.generated import Stream
 from surgery.data.user import open_source
 from surgery.errors import RunError
 from surgery.models.torch_scans import torch_scans
@@ -36,14 +35,23 @@ from surgery.train.checkpoints import save_checkpoint
 from surgery.train.compiling import compiling
 from surgery.train.growth import diverged, growing_loss
 from surgery.train.lora import Adapters
-from surgery.train.micro_batches import MicroBatch, join, shrink, split_step, with_counts
+from surgery.train.micro_batches import (
+    PASS_COST,
+    PASS_COST_ON_CPU,
+    MicroBatch,
+    PassBudget,
+    StepMaker,
+    StepSplit,
+    step_counts,
+)
 from surgery.train.optimizer import adamw, mark_trainable, set_learning_rates
 from surgery.train.packing import packing_fault
 from surgery.train.plateau import LAST_STEP, is_at_plateau, num_steps_from, stage_lengths
 from surgery.train.precision import autocast, precision_of
 from surgery.train.resuming import identities_of, resume
-from surgery.train.sharded import gather, trainable_parameters, twin
+from surgery.train.sharded import full, gather, trainable_parameters, twin
 from surgery.train.shared_prefix import SharedPrefix, share_weights, unshare_bases
+from surgery.train.step_losses import StepLosses
 from surgery.train.targets import Targets
 
 History = list[dict[str, float]]
@@ -69,7 +77,7 @@ class StageResult:
 
 @dataclass(frozen=True)
 class PreparedStage:
-    """A stage that is ready to train. Only `sizes` changes during the stage.
+    """A stage that is ready to train. Only `budget` changes during the stage.
 
     Attributes:
         stage: its part of the recipe.
@@ -77,9 +85,9 @@ class PreparedStage:
         student: the model that is trained and saved. With FSDP2 it is a sharded twin.
         wrapped: the student, wrapped by Accelerate.
         optimizer: wrapped by Accelerate.
-        streams: documents of every source.
+        make: prepares the micro-batches of a step.
         adapters: LoRA adapters.
-        sizes: index of a source -> documents in a micro-batch; all if None. Halved after an out-of-memory error.
+        budget: tokens in a pass. Lowered after an out-of-memory error.
         packing: True if documents share rows.
         precision: of matrix products: the recipe's, and always `bf16` for a model in half precision.
         identity: hash of the training, which its checkpoints have.
@@ -92,9 +100,9 @@ class PreparedStage:
     student: PreTrainedModel
     wrapped: nn.Module
     optimizer: Any
-    streams: Sequence[Stream]
+    make: StepMaker
     adapters: Adapters | None
-    sizes: dict[int, int | None]
+    budget: PassBudget
     packing: bool
     precision: Precision
     identity: str
@@ -127,7 +135,8 @@ def train_stage(
         number: index of the stage in `section.sequence`.
         folder: folder of `step_*/`, the checkpoints to resume from; the two newest are kept. None saves no checkpoints.
         history: entries of the earlier stages.
-        on_step: called on every process after each step with its number and the history, which ends with its entry.
+        on_step: called on every process after each step with its number and the history. On a GPU, the history may end
+            with the entry of the step before, since the losses of this one are still being computed.
         layers: layers that `trainable: spliced_layers` selects in a control.
 
     Raises:
@@ -141,34 +150,58 @@ def train_stage(
     start, entries = prepared.start, prepared.entries
     lengths = stage_lengths(entries, section)
     before, num_steps = sum(lengths[:number]), lengths[number]
-    for step in range(start, stage.num_steps):
+    pending: deque[StepLosses] = deque()
+
+    def read_losses(keep: int = 0) -> None:
+        """Append the entries of all but the last `keep` steps. Raises TrainingDiverged."""
+        while len(pending) > keep:
+            done = pending.popleft()
+            check(done)
+            entries.append(done.entry())
+            of_stage = [entry for entry in entries if entry["step"] > before]
+            if (growing := growing_loss(of_stage, stage, model.config.vocab_size)) is not None:
+                raise diverged(folder, done.step, growing)
+
+    def check(losses: StepLosses) -> None:
+        if not losses.is_finite:
+            raise diverged(folder, losses.step, str(losses.losses["loss"]))
+
+    # A GPU computes a step while the host prepares the next one: its losses are read one step later.
+    waits = accelerator.device.type != "cuda" or stage.plateau is not None
+    began = time.perf_counter()
+    for step in range(start, num_steps):
         if step == num_steps:  # after a plateau
             break
-        began = time.perf_counter()
+        micro_batches = prepared.make(step)
+        if step == 0 and accelerator.is_main_process:
+            _log_missing_reads(stage, [stream.step(0) for stream in prepared.make.streams], tokenizer)
         torch.manual_seed(hash((seed, number, step, accelerator.process_index)))  # for dropout
         set_learning_rates(optimizer, stage.optimizer, step, num_steps)
         with torch_scans(model, *targets.frozen_models):
-            losses, tokens = accumulate_gradients(prepared, tokenizer, section, accelerator, step)
+            names, means = accumulate_gradients(prepared, micro_batches, section, accelerator, step)
         norm = accelerator.clip_grad_norm_(trainable_parameters(prepared.wrapped), stage.optimizer.max_grad_norm)
-        if not (math.isfinite(losses["loss"]) and math.isfinite(float(norm))):
-            raise diverged(folder, before + step + 1, str(losses["loss"]))
+        losses = StepLosses(before + step + 1, names, means[:-1], means[-1], full(torch.as_tensor(norm)))
+        saves = folder is not None and step > start and step % section.save_every == 0
+        if waits or saves or step == start:
+            read_losses()
+            check(losses)  # before the weights are updated
         if step == start and adapters is not None:
             adapters.check_gradients()
-        if folder is not None and step > start and step % section.save_every == 0:  # these weights have a finite loss
+        if folder is not None and saves:  # these weights have a finite loss
             state = {"of": prepared.identity, "history": entries}
             save_checkpoint(folder, student, optimizer, step, state, accelerator)
         optimizer.step()
         optimizer.zero_grad()
-        seconds = round(time.perf_counter() - began, 4)
-        entries.append({"step": before + step + 1, **losses, "tokens": tokens, "seconds": seconds})
-        of_stage = [entry for entry in entries if entry["step"] > before]
-        if (growing := growing_loss(of_stage, stage, model.config.vocab_size)) is not None:
-            raise diverged(folder, before + step + 1, growing)
-        if num_steps == stage.num_steps and is_at_plateau(of_stage, stage):
+        losses.seconds = time.perf_counter() - began
+        pending.append(losses)
+        read_losses(keep=0 if waits or step == start else 1)
+        if waits and num_steps == stage.num_steps and is_at_plateau(entries[-step - 1 :], stage):
             num_steps = num_steps_from(step + 1, stage)
             entries[-1][LAST_STEP] = before + num_steps
         if on_step is not None:
             on_step(before + step + 1, entries)
+        began = time.perf_counter()
+    read_losses()
     if student is not model:
         gather(student, model)
         if adapters is not None:
@@ -240,18 +273,26 @@ def prepare_stage(
         share_weights(model, targets.base)  # not before a checkpoint has been read into the model's weights
         prefix = SharedPrefix.of(model, targets.base) if not section.compile else None
     targets = replace(targets, distil=stage.distil, prefix=prefix)
-    packing = section.packing and supports_packing(wrapped, section, stage, targets, accelerator, precision)
-    sizes: dict[int, int | None] = {}
-    sizes.update(dict.fromkeys(range(len(stage.sources)), section.micro_batch))
+    packing = section.packing if section.packing is not None else accelerator.device.type == "cuda"
+    packing = packing and supports_packing(wrapped, section, stage, targets, accelerator)
+    split = StepSplit(
+        stage.sources,
+        accelerator.process_index,
+        accelerator.num_processes,
+        section.micro_batch,
+        packing,
+        accelerator.is_fsdp2,
+        PASS_COST_ON_CPU if accelerator.device.type == "cpu" else PASS_COST,
+    )
     return PreparedStage(
         stage=stage,
         targets=targets,
         student=student,
         wrapped=wrapped,
         optimizer=optimizer,
-        streams=streams,
+        make=StepMaker(streams, split, tokenizer),
         adapters=adapters,
-        sizes=sizes,
+        budget=PassBudget(),
         packing=packing,
         precision=precision,
         identity=identities[0],
@@ -284,55 +325,49 @@ def check_stage(section: Train, stage: TrainStage, targets: Targets, accelerator
 
 def accumulate_gradients(
     prepared: PreparedStage,
-    tokenizer: PreTrainedTokenizerBase,
+    micro_batches: Sequence[MicroBatch],
     section: Train,
     accelerator: Accelerator,
     step: int,
-) -> tuple[dict[str, float], int]:
+) -> tuple[list[str], Tensor]:
     """Run forward and backward of all micro-batches of a step. Halves micro-batches after an out-of-memory error.
 
     Returns:
-        The weighted losses with their sum `loss`, and the number of tokens. Both cover all processes.
+        Names of the weighted losses, and on the device the losses and, last, the number of tokens. Both cover all
+        processes.
 
     Raises:
         RunError: out of memory with one document, or on several processes.
     """
     stage, targets = prepared.stage, prepared.targets
     progress = step / max(1, stage.num_steps - 1)
-    documents = [stream.step(step) for stream in prepared.streams]
-    if step == 0 and accelerator.is_main_process:
-        _log_missing_reads(stage, documents, tokenizer)
+    counts = step_counts(stage.sources, micro_batches, bool(targets.grafts), accelerator)
     while True:
-        parts = split_step(stage.sources, documents, prepared.sizes, tokenizer, accelerator, prepared.packing)
-        parts = with_counts(stage.sources, parts, bool(targets.grafts), accelerator)
+        parts = [part for whole in micro_batches for part in whole.within(prepared.budget.tokens)]
         sums: dict[str, Tensor] = {}
-        groups = join(parts, prepared.sizes, accelerator)
-        for place, group in enumerate(groups):
-            accelerator.sync_gradients = last = place + 1 == len(groups)  # DeepSpeed steps where this is set
+        for place, part in enumerate(parts):
+            accelerator.sync_gradients = last = place + 1 == len(parts)  # DeepSpeed steps where this is set
+            sources = {index: stage.sources[index] for index in part.sources}
             try:
                 with (
                     compiling() if section.compile else nullcontext(),
                     nullcontext() if last else accelerator.no_sync(prepared.wrapped),
                 ):
                     with autocast(prepared.precision, accelerator):
-                        if len(group) > 1:
-                            losses = targets.joined_losses(prepared.wrapped, group, progress)
-                        else:
-                            losses = targets.weighted_losses(
-                                prepared.wrapped, group[0].source, group[0].batch, group[0].counts, progress
-                            )
-                        total = torch.stack(list(losses.values())).sum() * float(group[0].real)
+                        batch = part.batch.to(accelerator.device)
+                        losses = targets.weighted_losses(prepared.wrapped, sources, batch, counts, progress)
+                        total = torch.stack(list(losses.values())).sum() * float(part.real)
                     accelerator.backward(total)
             except (RuntimeError, torch.OutOfMemoryError) as error:
                 if not should_reduce_batch_size(error):
                     raise
                 break
             for name, loss in losses.items():
-                sums[name] = sums.get(name, 0.0) + loss.detach() * float(group[0].real)
+                sums[name] = sums.get(name, 0.0) + loss.detach() * float(part.real)
         else:
-            return _reduced(sums, stage, parts, progress, accelerator)
+            return _reduced(sums, stage, micro_batches, progress, accelerator)
         losses, total = {}, None  # their graph holds memory
-        shrink(prepared.sizes, group, step, accelerator)
+        prepared.budget.lower(part, step, accelerator)
         prepared.optimizer.zero_grad()
         release_memory()
 
@@ -355,14 +390,12 @@ def _log_missing_reads(
 
 def _reduced(
     sums: dict[str, Tensor], stage: TrainStage, parts: Sequence[MicroBatch], progress: float, accelerator: Accelerator
-) -> tuple[dict[str, float], int]:
+) -> tuple[list[str], Tensor]:
     """Losses and tokens of all processes."""
     names = sorted({name for source in stage.sources for name in source.weights.at(progress)} & set(sums))
-    tokens = sum(int(part.batch.attention_mask.sum()) for part in parts if part.real)
-    values = [*(sums[name].float() for name in names), torch.tensor(float(tokens), device=accelerator.device)]
-    means = [float(x) for x in accelerator.reduce(torch.stack(values), "mean")]
-    losses = dict(zip(names, means, strict=False))
-    return {"loss": sum(losses.values()), **losses}, round(means[-1] * accelerator.num_processes)
+    tokens = sum(float(part.batch.attention_mask.sum()) for part in parts if part.real) * accelerator.num_processes
+    values = [*(sums[name].float() for name in names), torch.tensor(tokens).to(accelerator.device)]
+    return names, accelerator.reduce(torch.stack(values), "mean")
 
 
 def supports_packing(
@@ -371,16 +404,14 @@ def supports_packing(
     stage: TrainStage,
     targets: Targets,
     accelerator: Accelerator,
-    precision: Precision,
 ) -> bool:
-    """True if all models of the stage keep the documents of a row separate. Logs the reason otherwise."""
+    """True if all models of the stage keep the documents of a row separate. Otherwise logs why, if packing is set."""
     models = {"the model": model}
     if targets.base is not None and "base.logits" in stage.needs:
         models["the frozen base"] = targets.base
     if targets.teacher is not None:
         models["the teacher"] = targets.teacher.model
-    with autocast(precision, accelerator):
-        fault = "not supported with torch.compile" if section.compile else packing_fault(models)
-    if fault is not None and accelerator.is_main_process:
+    fault = "not supported with torch.compile" if section.compile else packing_fault(models)
+    if fault is not None and section.packing and accelerator.is_main_process:
         _LOG.warning("train.packing: every document of %s has its own padded row (%s)", stage.name, fault)
     return fault is None

@@ -81,7 +81,8 @@ def train_model(
         folder: for the checkpoints to resume from. Training resumes from the newest one. None saves no checkpoints.
         accelerator: of this process; created by default.
         on_step: called after each step with its number and the history so far, with the steps before an interruption.
-            The last entry is that of the step: losses, tokens, seconds, and `last_step` where a plateau was found.
+            An entry has losses, tokens, seconds, and `last_step` where a plateau was found. On a GPU, the last one may
+            be that of the step before.
         control: True for the control, a model without a splice. Stages that train new heads only are skipped.
         outputs: folder for `adapters/` in PEFT's format (none of a stage after another one that changed the base's
             weights), `teacher_logits/` of stages with `distil.cache`, and `logs/` of trackers. None writes none.
@@ -105,8 +106,17 @@ def train_model(
     folders = {n: _stage_folder(folder, section, n) for n in numbers}
     history: History = []
 
+    logged = -1  # of the entries; a resumed training logs no earlier one
+
+    def log_new(entries: History) -> None:
+        nonlocal logged
+        logged = len(entries) - 1 if logged < 0 else logged
+        for entry in entries[logged:]:
+            log(accelerator, int(entry["step"]), entry)
+        logged = len(entries)
+
     def log_step(step: int, entries: History) -> None:
-        log(accelerator, step, entries[-1])
+        log_new(entries)
         if on_step is not None:
             on_step(step, entries)
 
@@ -126,6 +136,7 @@ def train_model(
             with quantized((model, *frozen), settings, accelerator.device) as unquantized:
                 result = train_stage(*arguments, history, log_step, layers)
                 history = result.history
+                log_new(history)
                 if result.adapters is not None:
                     if outputs is not None and accelerator.is_main_process and not control and not has_changed:
                         adapters = outputs / ADAPTERS / (stage.name if section.stages else "")

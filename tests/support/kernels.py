@@ -33,6 +33,14 @@ _FILES = (
     modeling_nemotron_h,
     modeling_zamba2,
 )
+
+
+class OnCuda(Tensor):
+    """A tensor on the CPU that says it is on a CUDA device."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
 _ACTIVATIONS = {None: lambda x: x, "silu": F.silu, "swish": F.silu}
 
 

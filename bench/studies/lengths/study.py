@@ -55,7 +55,6 @@ from surgery.models.cache import cache_tensors
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.lookup import block_of, family_of
 from surgery.models.meters import Meter, belongings
-from surgery.models.runtime import shorten_chunks
 from surgery.models.torch_scans import torch_scans
 from surgery.probes.registry import register_probe
 from surgery.recipe import Base, Train, load_recipe
@@ -105,8 +104,6 @@ def random_models() -> dict[str, PreTrainedModel]:
     )  # fmt: skip
     base = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     hybrid, _ = spliced_at(base, HeadId(LAYERS // 2, 0))
-    for model in (base, hybrid):
-        shorten_chunks(model)
     return {"base": base, "hybrid": hybrid}
 
 

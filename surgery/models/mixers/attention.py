@@ -16,7 +16,6 @@ class AttentionStructure:
     """Softmax attention; see `Structure` for the methods. Values are read from the cache."""
 
     kind = "attention"
-    chunked = False
 
     def weight_slices(self, spec: MixerSpec, head: int) -> HeadSlices:
         return HeadSlices(out=span(head, spec.head_dim))

@@ -20,7 +20,6 @@ class LlambaStructure(Mamba2Structure):
     """Llamba; see `Structure` for the methods."""
 
     kind = "llamba"
-    chunked = False
 
     def weight_slices(self, spec: MixerSpec, head: int) -> HeadSlices:
         inner, groups = spec.num_heads * spec.head_dim, spec.num_groups * spec.state_size

@@ -20,7 +20,6 @@ class Mamba1Structure:
     """Mamba-1; see `Structure` for the methods."""
 
     kind = "mamba1"
-    chunked = False
 
     def weight_slices(self, spec: MixerSpec, head: int) -> HeadSlices:
         channels = span(head, spec.head_dim)

@@ -21,7 +21,6 @@ class Mamba2Structure:
     """Mamba-2; see `Structure` for the methods."""
 
     kind = "mamba2"
-    chunked = True
 
     def weight_slices(self, spec: MixerSpec, head: int) -> HeadSlices:
         inner, groups = spec.num_heads * spec.head_dim, spec.num_groups * spec.state_size

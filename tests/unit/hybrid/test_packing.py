@@ -1,6 +1,7 @@
 """Several documents a row: each gives what it gives alone, whatever the others are; and what is broken shows.
 
-The kernels are stand-ins in plain torch (`tests/support/kernels.py`): a GPU has not run this.
+The kernels are stand-ins in plain torch (`tests/support/kernels.py`): a GPU has not run this. Our scans run without
+them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import surgery.hybrid.attention
 import surgery.hybrid.model
 from surgery.hybrid.packing import convolved, documents_of, packed_masks, positions_of
 from surgery.hybrid.splice_pass import SpliceRows
+from surgery.models.torch_scans import torch_scans
 from surgery.testing.pico import PAD, pico_hybrid, pico_site, random_site, randomise, tokens
 from tests.support.battery import base, spliced, trained
 from tests.support.kernels import with_kernels
@@ -179,6 +181,12 @@ class TestModels:
     def test_documents_are_apart(self, name: str, fuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         with_kernels(monkeypatch, fuses=fuses)
         assert_apart(exact(trained(name), name).train(), name)
+
+    @every_family
+    def test_documents_are_apart_in_our_scans(self, name: str) -> None:
+        model = exact(trained(name), name).train()
+        with torch_scans(model):
+            assert_apart(model, name)
 
     @every_family
     def test_without_a_splice(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from transformers.models.mamba2 import modeling_mamba2
 
 from surgery.models.lookup import family_of
 from surgery.models.meters import Meter
-from surgery.models.torch_scans import chunk_scan, torch_scans
+from surgery.models.torch_scans import chunk_scan, packed_convolution, torch_scans
 from surgery.testing.pico import pico_family, pico_hybrid, random_site, tokens
 from tests.support.battery import cache_of
+from tests.support.kernels import OnCuda
 
 MAMBA1 = ("mamba", "falcon_mamba")
 MAMBA2 = ("mamba2", "nemotron_h", "bamba", "granite", "zamba2", "falcon_h1")
@@ -138,9 +140,56 @@ def test_memory_grows_in_proportion_to_the_tokens() -> None:
     assert stock_long > 5 * stock_short
 
 
-def test_packed_documents_need_kernels_as_in_transformers() -> None:
-    with torch_scans(pico_family("mamba2")), pytest.raises(ValueError, match="packed sequences"):
-        modeling_mamba2.mamba2_chunk_scan(*scan_inputs(8).values(), 8, seq_idx=torch.zeros(2, 8, dtype=torch.int32))
+LENGTHS = (5, 1, 9, 4)
+DOCUMENTS = torch.arange(4, dtype=torch.int32).repeat_interleave(torch.tensor(LENGTHS)).expand(2, -1)
+
+
+def of_each(values: Sequence[Tensor], function: Callable[..., Tensor], dim: int = 1) -> Tensor:
+    """The function of each document alone, joined along its tokens."""
+    parts = zip(*(value.split(LENGTHS, dim) for value in values), strict=True)
+    return torch.cat([function(*part) for part in parts], dim)
+
+
+def assert_same_gradients(packed: Tensor, alone: Tensor, inputs: list[Tensor]) -> None:
+    torch.testing.assert_close(packed, alone, atol=1e-10, rtol=1e-10)
+    weights = torch.randn(packed.shape, generator=torch.Generator().manual_seed(2), dtype=packed.dtype)
+    for ours, theirs in zip(*(torch.autograd.grad((y * weights).sum(), inputs) for y in (packed, alone)), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-9)
+
+
+def test_the_scan_of_a_packed_row_is_that_of_each_document() -> None:
+    """Value and gradients, and the last state is the last document's; decays reach from none to total."""
+    x, dt, A, B, C = (value.double().requires_grad_() for value in scan_inputs(sum(LENGTHS)).values())
+    given: dict[str, Any] = {"chunk_size": 8, "dt_softplus": True, "D": torch.ones(4, dtype=torch.float64)}
+
+    def scan(*parts: Tensor, **more: Any) -> Any:
+        return chunk_scan(parts[0], parts[1], A, parts[2], parts[3], **given, **more)
+
+    packed, last = scan(x, dt, B, C, seq_idx=DOCUMENTS, return_final_states=True)
+    assert_same_gradients(packed, of_each([x, dt, B, C], scan), [x, dt, A, B, C])
+    _, of_last = scan(*(v[:, -LENGTHS[-1] :] for v in (x, dt, B, C)), return_final_states=True)
+    torch.testing.assert_close(last, of_last, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_convolution_of_a_packed_row_is_that_of_each_document(activation: str | None, bias: bool) -> None:
+    drawn = torch.Generator().manual_seed(0)
+    sizes = ((2, 6, sum(LENGTHS)), (6, 4), (6,))
+    inputs = [torch.randn(size, generator=drawn, dtype=torch.float64).requires_grad_() for size in sizes]
+    x, weight, shift = inputs[0], inputs[1], inputs[2] if bias else None
+
+    def convolve(part: Tensor) -> Any:
+        return modeling_mamba2.causal_conv1d_fn(part, weight, shift, activation)
+
+    packed = packed_convolution(x, weight, shift, activation, seq_idx=DOCUMENTS)
+    assert_same_gradients(packed, of_each([x], convolve, dim=2), inputs[: 2 + bias])
+
+
+def test_a_family_whose_scan_does_not_separate_documents_refuses_them() -> None:
+    x, index = torch.randn(2, 6, 8), torch.zeros(2, 8, dtype=torch.int32)
+    with torch_scans(pico_family("mamba")), pytest.raises(ValueError, match=r"seq_idx: causal_conv1d_fn .*, not cpu"):
+        modeling_mamba.causal_conv1d_fn(x, torch.randn(6, 4), seq_idx=index)
 
 
 def test_the_backward_pass_of_mamba1_is_linear_in_the_number_of_tokens() -> None:
@@ -204,8 +253,17 @@ def test_a_function_in_place_of_that_of_transformers_stays(monkeypatch: pytest.M
         assert modeling_mamba2.mamba2_chunk_scan is kernel
 
 
-def test_installed_kernels_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = modeling_mamba2.mamba2_chunk_scan
-    monkeypatch.setattr("surgery.models.torch_scans.find_spec", lambda name: name == "mamba_ssm")
+@pytest.mark.parametrize("has_kernel", [False, True])
+def test_a_kernel_runs_on_cuda_tensors_and_our_scan_on_others(
+    has_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kernel(*_: Any, **__: Any) -> str:
+        return "kernel"
+
+    kernel.has_kernel = has_kernel  # type: ignore[attr-defined]
+    monkeypatch.setattr(modeling_mamba2, "mamba2_chunk_scan", kernel)
+    on_cpu = list(scan_inputs(8).values())
+    on_cuda = [on_cpu[0].as_subclass(OnCuda), *on_cpu[1:]]
     with torch_scans(pico_family("mamba2")):
-        assert modeling_mamba2.mamba2_chunk_scan is stock
+        found = [modeling_mamba2.mamba2_chunk_scan(*given, 8) for given in (on_cpu, on_cuda)]
+    assert isinstance(found[0], Tensor) and (found[1] == "kernel" if has_kernel else isinstance(found[1], Tensor))

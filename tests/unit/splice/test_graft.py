@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-import surgery.hybrid.attention as branch_module
+import surgery.hybrid.backends as branch_module
 from surgery.hybrid.attention import SplicedAttention
 from surgery.interventions.hooks import record
 from surgery.interventions.silence import silence
@@ -32,7 +32,8 @@ def attended(model: Any, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[t
     eager, seen = branch_module.eager_attention_forward, []
 
     def spy(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen.append((query, key, value))
+        if isinstance(module, SplicedAttention):
+            seen.append((query, key, value))
         return eager(module, query, key, value, *args, **kwargs)
 
     monkeypatch.setattr(branch_module, "eager_attention_forward", spy)

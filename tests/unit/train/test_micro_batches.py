@@ -16,9 +16,10 @@ from surgery.data.generated import step_documents
 from surgery.data.user import open_source
 from surgery.errors import RunError
 from surgery.models.lookup import family_of
+from surgery.models.torch_scans import torch_scans
 from surgery.recipe import Source
 from surgery.testing.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
-from surgery.train.micro_batches import MicroBatch, join, shrink, split_step, with_counts
+from surgery.train.micro_batches import MicroBatch, StepSplit, step_counts
 from surgery.train.targets import Targets
 from surgery.types import Graft
 from tests.support import training_worker as worker
@@ -50,15 +51,14 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_step(
     """More than two documents do not fit; the gradient is that of all five."""
     real = Targets.weighted_losses
 
-    def small(self: Any, model: Any, source: Any, batch: Any, *given: Any, **named: Any) -> Any:
+    def small(self: Any, model: Any, sources: Any, batch: Any, *given: Any) -> Any:
         if len(batch) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 PiB")
-        return real(self, model, source, batch, *given, **named)
+        return real(self, model, sources, batch, *given)
 
     monkeypatch.setattr(Targets, "weighted_losses", small)
     assert_same(worker.gradients(tmp_path), whole)
-    assert "train.sources.0 continues with 2 documents" in caplog.text
-    assert "train.sources.1 continues with 1 documents" in caplog.text
+    assert "out of memory; train.sources" in caplog.text
 
 
 def test_one_document_that_does_not_fit_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_documents_of_a_length_go_together() -> None:
     """Fewer padded tokens than in the order they came in, and every document once."""
     source = Source.model_validate({"task": "sentence", "rows": 12, "weights": {"lm": 1.0}})
     documents = step_documents(source, 0, 0, 0)
-    parts = split_step([source], [documents], {0: 3}, pico_tokenizer(), Accelerator(cpu=True))
+    parts = StepSplit([source], limit=3)([documents], pico_tokenizer())
     apart = [encode(documents[i : i + 3], pico_tokenizer()) for i in range(0, 12, 3)]
     assert sum(part.batch.input_ids.numel() for part in parts) < sum(batch.input_ids.numel() for batch in apart)
 
@@ -94,71 +94,74 @@ def test_documents_of_a_length_go_together() -> None:
     assert texts([part.batch for part in parts]) == texts(apart)
 
 
-SHORT: tuple[dict[str, Any], ...] = (
+SOURCES: tuple[dict[str, Any], ...] = (
+    {"task": "kv_retrieval", "pairs": [20, 20], "rows": 2, "weights": {"answer": 1.0}},
     {"task": "sentence", "rows": 5, "weights": {"base_kl": 1.0}},
-    {"task": "closed_book", "rows": 3, "weights": {"base_kl": [0.5, 2.0]}},
+    {"task": "closed_book", "rows": 3, "weights": {"base_kl": [0.5, 2.0], "answer": 0.5}},
     {"task": "sentence", "rows": 4, "weights": {"lm": 1.0}},
+    {"task": "kv_retrieval", "pairs": [4, 4], "rows": 3, "weights": {"answer": 2.0, "lm": 0.5}},
 )
-LONG = {"task": "kv_retrieval", "pairs": [20, 20], "rows": 2, "weights": {"answer": 1.0}}
 
 
-def parts_of(
-    *sources: dict[str, Any], sizes: dict[int, int | None] | None = None
-) -> tuple[list[MicroBatch], dict[int, int | None]]:
-    """Micro-batches of one step of these sources, with counts."""
+def split_of(*sources: dict[str, Any], **options: Any) -> tuple[list[Source], list[MicroBatch]]:
+    """Sources, and the micro-batches of one step."""
     checked = [Source.model_validate(source) for source in sources]
-    documents = [step_documents(source, 0, index, 0) for index, source in enumerate(checked)]
-    sizes = {**dict.fromkeys(range(len(checked))), **(sizes or {})}
-    accelerator = Accelerator(cpu=True)
-    parts = split_step(checked, documents, sizes, pico_tokenizer(), accelerator)
-    return with_counts(checked, parts, False, accelerator), sizes
+    documents = [step_documents(source, 0, index, 0, pico_tokenizer()) for index, source in enumerate(checked)]
+    return checked, StepSplit(checked, **options)(documents, pico_tokenizer())
 
 
-def indices(groups: list[list[MicroBatch]]) -> list[list[int]]:
-    return [sorted(part.index for part in group) for group in groups]
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [
+        ({"packing": True}, [(0, 3, 4), (1, 2)]),  # one for each set of models that run
+        ({"pass_cost": 10**6}, [(0, 3, 4), (1, 2)]),
+        ({}, [(3, 4), (0,), (1, 2)]),  # long documents apart: padding costs more than a pass
+        ({"packing": True, "world": 2}, [(0, 3, 4), (1, 2)]),
+        ({"world": 2}, [(0,), (1,), (2,), (3,), (4,)]),  # padded passes of processes have to be the same
+    ],
+)
+def test_sources_share_passes(options: dict[str, Any], passes: list[tuple[int, ...]]) -> None:
+    _, parts = split_of(*SOURCES, **options)
+    assert sorted(part.sources for part in parts) == sorted(passes)
 
 
-def test_short_texts_of_several_sources_take_one_pass() -> None:
-    accelerator = Accelerator(cpu=True)
-    assert indices(join(*parts_of(LONG, *SHORT), accelerator)) == [[0], [1, 2, 3]]
-    assert indices(join(*parts_of(LONG, *SHORT, sizes={2: 1}), accelerator))[-1] == [1, 3], "micro_batch is set"
-    longer = {**SHORT[0], "task": "kv_retrieval", "pairs": [12, 12]}
-    assert indices(join(*parts_of(LONG, SHORT[0], longer), accelerator)) == [[0], [1], [2]], "too much padding"
-    for group in join(*parts_of(*SHORT), accelerator):  # without a longer source, none may grow
-        assert len(group) == 1
+def test_a_step_of_many_sources_is_one_pass() -> None:
+    """Also where their objectives differ, if no other model has to run."""
+    tasks = ("kv_repeated", "kv_retrieval", "key_echo", "records", "closed_book", "sentence", "statement")
+    _, parts = split_of(*({"task": task, "rows": 2, "weights": {"lm": 1.0}} for task in tasks), packing=True)
+    assert len(parts) == 1 and parts[0].sources == tuple(range(len(tasks)))
 
 
-def test_a_joined_pass_that_does_not_fit_is_run_apart() -> None:
-    parts, sizes = parts_of(LONG, *SHORT)
-    accelerator = Accelerator(cpu=True)
-    shrink(sizes, join(parts, sizes, accelerator)[1], 0, accelerator)
-    assert sizes == {0: None, 1: 5, 2: 3, 3: 4}, "whole, so the next step has the same micro-batches"
-    assert indices(join(parts, sizes, accelerator)) == [[0], [1], [2], [3]]
+def losses_and_gradients(parts: list[MicroBatch], sources: list[Source]) -> tuple[dict[str, float], list[Any]]:
+    model, base = (pico_base(seed, vocab_size=1024, layers=2) for seed in (0, 1))
+    counts, losses = step_counts(sources, parts, False, Accelerator(cpu=True)), dict[str, float]()
+    for part in parts:
+        given = {index: sources[index] for index in part.sources}
+        with torch_scans(model, base):
+            found = Targets(base=base).weighted_losses(model, given, part.batch, counts, 0.25)
+            torch.stack(list(found.values())).sum().backward()
+        losses = {name: losses.get(name, 0.0) + float(loss.detach()) for name, loss in found.items()} | {
+            name: loss for name, loss in losses.items() if name not in found
+        }
+    return losses, [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def test_a_joined_pass_has_the_losses_and_gradients_of_separate_ones() -> None:
-    parts, sizes = parts_of(LONG, *SHORT)
-    base, model = (pico_base(seed, vocab_size=1024, layers=2) for seed in (1, 0))
-    targets = Targets(base=base)
-    found = []
-    for groups in (join(parts, sizes, Accelerator(cpu=True)), [[part] for part in parts]):
-        losses: dict[str, float] = {}
-        model.zero_grad()
-        for group in groups:
-            found_here = (
-                targets.joined_losses(model, group, 0.25)
-                if len(group) > 1
-                else targets.weighted_losses(model, group[0].source, group[0].batch, group[0].counts, 0.25)
-            )
-            for name, loss in found_here.items():
-                loss.backward(retain_graph=True)
-                losses[name] = losses.get(name, 0.0) + float(loss.detach())
-        found.append((losses, [p.grad.clone() for p in model.parameters() if p.grad is not None]))
-    (joined, joined_gradients), (apart, gradients) = found
-    assert joined.keys() == apart.keys() == {"answer", "base_kl", "lm"}
-    assert all(joined[name] == pytest.approx(apart[name], rel=1e-4) for name in apart)
-    for one, other in zip(joined_gradients, gradients, strict=True):
+@pytest.mark.parametrize("options", [{"pass_cost": 10**6}, {}, {"limit": 2}], ids=str)
+def test_shared_passes_have_the_losses_and_gradients_of_separate_ones(options: dict[str, Any]) -> None:
+    sources, parts = split_of(*SOURCES, **options)
+    alone = [part for index in range(len(SOURCES)) for part in _only(index)]
+    found, gradients = losses_and_gradients(parts, sources)
+    expected, expected_gradients = losses_and_gradients(alone, sources)
+    assert found == pytest.approx(expected, rel=1e-4) and found.keys() == {"answer", "base_kl", "lm"}
+    for one, other in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def _only(index: int) -> list[MicroBatch]:
+    """The documents of one source of `SOURCES`, in a pass of their own."""
+    source = Source.model_validate(SOURCES[index])
+    (part,) = StepSplit([source], pass_cost=10**6)([step_documents(source, 0, index, 0)], pico_tokenizer())
+    return [replace(part, sources=(index,), counts={(index, name): n for (_, name), n in part.counts.items()})]
 
 
 def found_in_prompts(tmp_path: Path, prompts: list[str], span: str | None = "auto") -> tuple[Source, list[Any]]:
@@ -185,10 +188,9 @@ def losses_of(source: Source, documents: list[Any]) -> dict[str, float]:
         Accelerator(cpu=True),
     )
     graft = Graft(family_of(hybrid.config).sites(hybrid.config)[1], (1, 3), "add", "ssm", ("answer_token",) * 2)
-    parts = with_counts(
-        [source], split_step([source], [documents], {0: None}, tokenizer, accelerator), True, accelerator
-    )
-    losses = Targets(grafts=(graft,)).weighted_losses(hybrid, source, parts[0].batch, parts[0].counts)
+    (part,) = StepSplit([source], pass_cost=10**6)([documents], tokenizer)
+    counts = step_counts([source], [part], True, accelerator)
+    losses = Targets(grafts=(graft,)).weighted_losses(hybrid, {0: source}, part.batch, counts)
     return {name: float(loss) for name, loss in losses.items()}
 
 

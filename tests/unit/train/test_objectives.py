@@ -42,7 +42,7 @@ def planted() -> Iterator[None]:
 def losses() -> dict[str, torch.Tensor]:
     source = Source.model_validate({"task": "kv_retrieval", "rows": 2, "weights": {"planted": 2.0}})
     batch = encode(sample("kv_retrieval", 2), pico_tokenizer())
-    return Targets().weighted_losses(pico_base(vocab_size=1024, layers=1), source, batch)
+    return Targets().weighted_losses(pico_base(vocab_size=1024, layers=1), {0: source}, batch)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """A packed step is the padded step: same loss, same gradient, for every objective and way of training.
 
-Kernels are stand-ins in plain torch (`tests/support/kernels.py`), in both steps; without them the padded step is taken.
+Kernels are stand-ins in plain torch (`tests/support/kernels.py`), in both steps; our scans run without them.
 """
 
 from __future__ import annotations
@@ -86,9 +86,7 @@ def trainer(train: Train, control: bool = False, **more: Any) -> StageRun:
 
 
 def packs(run: StageRun) -> bool:
-    return supports_packing(
-        run.model, run.section, run.section.sequence[0], run.targets, run.accelerator, run.section.precision
-    )
+    return supports_packing(run.model, run.section, run.section.sequence[0], run.targets, run.accelerator)
 
 
 def first_step(train: Train, monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[dict, dict[str, Tensor], list]:
@@ -198,9 +196,30 @@ class TestAStep:
             torch.testing.assert_close(packed_gradients[name], gradient, atol=1e-6, rtol=1e-4)
 
 
-class TestWithoutKernels:
-    def test_the_padded_step_is_taken_and_said(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+class TestInOurScans:
+    @pytest.mark.parametrize("control", [False, True], ids=["hybrid", "control"])
+    def test_the_packed_step_is_the_padded_step(
+        self, control: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """On a CPU, without kernels."""
+        weights = ({"answer": 1.0}, {"lm": 1.0, "base_kl": 1.0})
+        check_same(lambda packing: section(tmp_path, *weights, packing=packing), monkeypatch, control=control)
+
+    @pytest.mark.parametrize("name", SCANS)
+    def test_they_keep_documents_apart(self, name: str) -> None:
+        assert packing_fault({"it": base_of(name)}) is None
+
+
+class TestWhereItIsRefused:
+    def test_the_padded_step_is_taken_and_said(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Bit for bit, over several steps."""
+
+        def refuses(_: Any) -> bool:
+            raise ValueError("seq_idx: this scan takes none")
+
+        monkeypatch.setattr(packed, "_leaks", refuses)
         found = {}
         for packing in (False, True):
             made = trainer(section(tmp_path, steps=2, packing=packing))
@@ -209,7 +228,7 @@ class TestWithoutKernels:
             found[packing] = (steps, {name: p.detach().clone() for name, p in made.model.named_parameters()})
             said = [record.message for record in caplog.records if "train.packing" in record.message]
             assert len(said) == packing
-        assert "finetune has its own padded row" in said[0] and "without `mamba_ssm`" in said[0]
+        assert "finetune has its own padded row" in said[0] and "this scan takes none" in said[0]
         assert found[True][0] == found[False][0]
         assert all(torch.equal(p, found[False][1][name]) for name, p in found[True][1].items())
 
@@ -330,23 +349,23 @@ def test_moved_attention_stays_in_its_document(offset: int) -> None:
     assert not found[0][~same].any()
 
 
-def test_out_of_memory_halves_documents_and_not_rows(
+def test_out_of_memory_halves_the_rows_of_a_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with_kernels(monkeypatch)
     real, sizes = Targets.weighted_losses, list[int]()
 
-    def small(self: Any, model: Any, source: Any, batch: EncodedBatch, *rest: Any) -> Any:
+    def small(self: Any, model: Any, sources: Any, batch: EncodedBatch, *rest: Any) -> Any:
         sizes.append(len(batch))
-        if batch.attention_mask.sum() > 130:
+        if len(batch) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return real(self, model, source, batch, *rest)
+        return real(self, model, sources, batch, *rest)
 
     whole = trainer(section(tmp_path, {"answer": 1.0})).run()[0]["loss"]
     monkeypatch.setattr(Targets, "weighted_losses", small)
     made = trainer(section(tmp_path, {"answer": 1.0}, packing=True))
     assert made.run()[0]["loss"] == pytest.approx(whole, rel=1e-5)
-    assert sizes[0] < len(PAIRS) and "continues with 2 documents" in caplog.text
+    assert sizes == [3, 1, 1, 1] and "continues with 64 tokens" in caplog.text
 
 
 def test_a_recipe_packs_where_it_says_so(tmp_path: Path) -> None:

@@ -112,9 +112,9 @@ def test_a_packed_step_is_the_padded_step(
 class FirstTokens(Targets):
     """Sees the first token of each answer alone, as if the batch had no reads."""
 
-    def weighted_losses(self, model: Any, source: Any, batch: EncodedBatch, *given: Any, **named: Any) -> Any:
+    def weighted_losses(self, model: Any, sources: Any, batch: EncodedBatch, *given: Any) -> Any:
         first = replace(batch, read_query=None, read_segment_end=None, read_answer_token=None)
-        return super().weighted_losses(model, source, first, None)
+        return super().weighted_losses(model, sources, first, *given)
 
 
 @OBJECTIVES

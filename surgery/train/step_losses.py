@@ -1,0 +1,54 @@
+"""Losses of a step, which stay on the device until they are read, so that the host does not wait for a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+class StepLosses:
+    """Losses, tokens and gradient norm of one step. Starts to copy them to the host.
+
+    Args:
+        step: number of the step, from 1, over all stages.
+        names: names of the losses.
+        losses: (len(names),) weighted losses, means over the processes.
+        tokens: number of tokens, without padding, of all processes: a tensor with one number.
+        norm: norm of the gradient.
+
+    Attributes:
+        seconds: time of the step on the host, set when it is over.
+    """
+
+    def __init__(self, step: int, names: Sequence[str], losses: Tensor, tokens: Tensor, norm: Tensor) -> None:
+        self.step, self.names, self.seconds = step, names, 0.0
+        values = torch.cat([losses, tokens[None].to(losses), norm.detach().reshape(1).to(losses)])
+        self._values, self._copied = values.to("cpu", non_blocking=True), None
+        if values.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    @cached_property
+    def _read(self) -> list[float]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._values.tolist()
+
+    @property
+    def losses(self) -> Mapping[str, float]:
+        """The losses and, first, their sum `loss`. Waits for the step."""
+        losses = dict(zip(self.names, self._read, strict=False))
+        return {"loss": sum(losses.values()), **losses}
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether losses and gradient are finite. Waits for the step."""
+        return all(map(math.isfinite, self._read))
+
+    def entry(self) -> dict[str, float]:
+        """Entry of the step in the history. Waits for the step."""
+        return {"step": self.step, **self.losses, "tokens": round(self._read[-2]), "seconds": round(self.seconds, 4)}

@@ -1,0 +1,211 @@
+"""The buffer of keys and values: what transformers' cache holds, without a copy of it at every token."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
+
+from surgery.hybrid.growing_cache import GrowingHybridLayer, GrowingLayer, let_grow
+from surgery.models.cache import cache_tensors, expand_cache
+from surgery.models.lookup import family_of
+from surgery.testing.pico import tokens
+from tests.support.battery import cache_of, every_spliced, trained
+
+PLAIN = {GrowingLayer: DynamicLayer, GrowingHybridLayer: LinearAttentionAndFullAttentionLayer}
+every_kind = pytest.mark.parametrize("kind", PLAIN)
+every_shape = pytest.mark.parametrize(("heads", "widths"), [(1, (8, 16)), (3, (8, 8)), (2, (16, 8))])
+
+
+def token(number: int, heads: int, widths: tuple[int, int], rows: int = 2, count: int = 1) -> tuple[Tensor, Tensor]:
+    """Key and value as a branch makes them: parts of one projection, [query | key | value] of all heads."""
+    key, value = widths
+    made = torch.randn(rows, count, heads * (2 * key + value), generator=torch.Generator().manual_seed(number))
+    _, *parts = made.split([heads * key, heads * key, heads * value], dim=-1)
+    first, second = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in parts)
+    return first, second
+
+
+def both(kind: type[Any]) -> tuple[Any, Any]:
+    return kind(), PLAIN[kind]()
+
+
+def assert_equal(grown: Any, plain: Any) -> None:
+    assert torch.equal(grown.keys, plain.keys) and torch.equal(grown.values, plain.values)
+    assert grown.get_seq_length() == plain.get_seq_length()
+
+
+@every_kind
+@every_shape
+def test_holds_what_transformers_layer_holds(kind: type[Any], heads: int, widths: tuple[int, int]) -> None:
+    """Also where keys and values are tensors of their own, and where several tokens come at once."""
+    grown, plain = both(kind)
+    for number in range(120):
+        key, value = token(number, heads, widths, count=7 if number in (0, 60) else 1)
+        if number % 3 == 0:
+            key, value = key.clone(), value.clone()
+        for mine, theirs in zip(grown.update(key, value), plain.update(key, value), strict=True):
+            assert torch.equal(mine, theirs)
+    assert_equal(grown, plain)
+
+
+@every_shape
+def test_few_tokens_move_the_others(heads: int, widths: tuple[int, int]) -> None:
+    """Two tensors of 1,000 tokens are copied at most a dozen times, and one token with one copy where it is one view."""
+    layer, places = GrowingLayer(), []
+    for number in range(1000):
+        layer.update(*token(number, heads, widths, count=50 if number == 0 else 1))
+        places.append(layer.keys.data_ptr())
+    moves = sum(a != b for a, b in zip(places, places[1:], strict=False))
+    assert 2 <= moves <= 12
+    key, value = token(0, heads, widths)
+    with torch.profiler.profile() as seen:
+        layer.update(key, value)
+    copies = sum(event.name == "aten::copy_" for event in seen.events())
+    assert copies == (1 if heads == 1 or widths[0] == widths[1] else 2)
+
+
+def repeated(layer: Any) -> Any:
+    layer.batch_repeat_interleave(2)
+    return layer
+
+
+def selected(layer: Any) -> Any:
+    layer.batch_select_indices(torch.tensor([1, 1]))
+    return layer
+
+
+def reordered(layer: Any) -> Any:
+    DynamicLayer.reorder_cache(layer, torch.tensor([1, 0]))
+    return layer
+
+
+def cropped(layer: Any) -> Any:
+    DynamicLayer.crop(layer, -3)
+    return layer
+
+
+def replaced(layer: Any) -> Any:
+    layer.keys, layer.values = layer.keys + 1, layer.values[:]
+    return layer
+
+
+def offloaded(layer: Any) -> Any:
+    layer.offload()
+    layer.prefetch()
+    return layer
+
+
+def emptied(layer: Any) -> Any:
+    layer.reset()
+    return layer
+
+
+CHANGES = [repeated, selected, reordered, cropped, replaced, offloaded, emptied, copy.copy, copy.deepcopy]
+
+
+@every_kind
+@pytest.mark.parametrize("change", CHANGES)
+def test_continues_after_a_change(kind: type[Any], change: Callable[[Any], Any]) -> None:
+    """The changed layer goes on as transformers' does, and what it was copied from stays as it was and goes on too."""
+    grown, plain = both(kind)
+    for number in range(20):
+        grown.update(*token(number, 3, (8, 8)))
+        plain.update(*token(number, 3, (8, 8)))
+    earlier, shown = [(grown, plain)], grown.keys
+    kept = shown.clone()
+    grown, plain = change(grown), change(plain)
+    for number in range(20, 100):
+        for mine, theirs in ((grown, plain), *(earlier if grown is not earlier[0][0] else ())):
+            rows = mine.keys.shape[0] if mine.get_seq_length() else 2
+            different = number if mine is grown else number + 1000
+            for layer in (mine, theirs):
+                layer.update(*token(different, 3, (8, 8), rows))
+            assert_equal(mine, theirs)
+    assert torch.equal(shown, kept)
+
+
+def test_gradients_pass_through_the_cache() -> None:
+    """A token that needs gradients is concatenated, and so are those after it; later ones without them are not."""
+    grads = []
+    for layer in both(GrowingLayer):
+        layer.update(*token(0, 1, (8, 8)))
+        layer.update(*token(1, 1, (8, 8)))
+        key, value = (x.detach().requires_grad_() for x in token(2, 1, (8, 8)))
+        layer.update(key, value)
+        keys, values = layer.update(*token(3, 1, (8, 8)))
+        (keys.pow(2).sum() + values.pow(3).sum()).backward()
+        grads.append((key.grad, value.grad))
+        with torch.no_grad():
+            assert not layer.update(*token(4, 1, (8, 8)))[0].requires_grad
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_other_modes_and_dtypes() -> None:
+    """A buffer of inference mode is not written outside it, and a token of another dtype is not rounded."""
+    grown, plain = both(GrowingLayer)
+    for number, mode in enumerate([torch.inference_mode] * 3 + [torch.no_grad] * 3 + [torch.inference_mode] * 2):
+        key, value = token(number, 1, (8, 8))
+        with mode():
+            assert torch.equal(grown.update(key, value)[0], plain.update(key, value)[0])
+    half, single = (x.bfloat16() for x in token(8, 1, (8, 8))), token(9, 1, (8, 8))
+    grown, plain = both(GrowingLayer)
+    half = list(half)
+    for layer in (grown, plain):
+        layer.update(*half)
+        layer.update(*half)
+        layer.update(*single)
+    assert_equal(grown, plain)
+    assert grown.keys.dtype == torch.float32
+
+
+@every_spliced
+class TestModels:
+    def test_layers_with_keys_grow(self, name: str) -> None:
+        """In a cache that the model makes, and in one that it is given; of a fixed size they stay."""
+        model, argument = trained(name), family_of(trained(name).config).cache_name
+        made = cache_of(model, model(tokens(), use_cache=True))
+        given = DynamicCache(config=model.config)
+        model(tokens(), use_cache=True, **{argument: given})
+        for cache in (made, given):
+            kinds = {type(layer) for layer in cache.layers}
+            assert kinds.isdisjoint(PLAIN.values()) and GrowingHybridLayer in kinds
+        fixed = StaticCache(config=model.config, max_cache_len=30)
+        before = [type(layer) for layer in fixed.layers]
+        let_grow(fixed)
+        assert [type(layer) for layer in fixed.layers] == before
+
+    @torch.no_grad()
+    def test_a_copied_cache_is_another(self, name: str) -> None:
+        """Two continuations of one prompt, in turn, by each way of copying; what is copied counts no free rows."""
+        model, ids = trained(name), tokens(2, 9)
+        argument = family_of(model.config).cache_name
+
+        def step(cache: Any, seed: int) -> Tensor:
+            new = torch.randint(1, 60, (2, 1), generator=torch.Generator().manual_seed(seed))
+            return model(new, use_cache=True, **{argument: cache}).logits
+
+        def prompt() -> Any:
+            cache = cache_of(model, model(ids, use_cache=True))
+            step(cache, 1)
+            return cache
+
+        expected = []
+        for seeds in ((2, 3, 4), (5, 6, 7)):
+            cache = prompt()
+            expected.append([step(cache, seed) for seed in seeds])
+        for copied in (copy.deepcopy, lambda cache: expand_cache(cache, 1)):
+            first = prompt()
+            second = copied(first)
+            assert sum(x.nbytes for x in sum(cache_tensors(second), [])) == sum(
+                x.nbytes for x in sum(cache_tensors(first), [])
+            )
+            for place in range(3):
+                torch.testing.assert_close(step(first, 2 + place), expected[0][place], atol=1e-4, rtol=1e-5)
+                torch.testing.assert_close(step(second, 5 + place), expected[1][place], atol=1e-4, rtol=1e-5)

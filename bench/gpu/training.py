@@ -6,7 +6,7 @@
                            weights equal those of the plain run
     compile                torch.compile of the hybrid: its losses equal those of the plain run
     packing                documents of very different lengths, packed into rows against padded: the same losses, and
-                           the time of both; without kernels both are padded, and a line reports it
+                           the time of both
 
 Weights are random, so no loss may grow. On a CPU there is no FSDP2 (Accelerate falls back to DDP), and no compiling.
 """
@@ -32,7 +32,7 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bench.gpu.env import Row, installed
+from bench.gpu.env import Row
 from bench.gpu.models import in_words, watch
 from bench.gpu.runner import ROOT, Options, note
 from surgery.models.loading import load_config
@@ -56,6 +56,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
     "compile": {"compile": True},
     "packing": {"packing": True},
+    "padded": {"packing": False},
 }
 UNEVEN = ("packing", "padded")  # trained on documents of very different lengths
 
@@ -68,7 +69,7 @@ class Run:
         checksum: the sum of all weights' magnitudes at the end.
         moved: whether every adapter is other than it began.
         ran: whose code the recurrences were.
-        packed: whether documents shared rows.
+        not_packed: reason why documents do not share rows in the task `packing`.
     """
 
     losses: list[float]
@@ -78,7 +79,7 @@ class Run:
     checksum: float
     moved: bool
     ran: str
-    packed: bool = False
+    not_packed: str | None = None
 
 
 def items(options: Options) -> list[str]:
@@ -113,10 +114,9 @@ def _packing(name: str, packed: Run, padded: Run, options: Options) -> list[Row]
     rows = [_row(name, "padded", padded), {**_row(name, "packing", packed), "ran": packed.ran}]
     together = against(packed, padded)
     rows[1] |= {**together, "ok": rows[1]["ok"] and together["ok"]}
-    if packed.packed:
-        return [*rows, note("packing", f"{_middle(packed) / _middle(padded):.2f} of the padded step's time")]
-    failed = options.device == "cuda" and installed("mamba-ssm") is not None
-    return [*rows, note("packing", "no kernels that keep documents apart, so both runs were padded", failed)]
+    text = f"{_middle(packed) / _middle(padded):.2f} of the padded step's time"
+    fault = packed.not_packed
+    return [*rows, note("packing", text) if fault is None else note("packing", f"refused: {fault}", failed=True)]
 
 
 @lru_cache(maxsize=4)
@@ -150,7 +150,7 @@ def _base(name: str, options: Options) -> PreTrainedModel:
 
 def _train(model: PreTrainedModel, plan: Plan | None, task: str, options: Options) -> Run:
     accelerator, cuda = make_accelerator(), options.device == "cuda"
-    packed = task == "packing" and packing_fault({"hybrid": model.to(accelerator.device).train()}) is None
+    fault = packing_fault({"hybrid": model.to(accelerator.device).train()}) if task == "packing" else None
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     with watch(model) as ran, tempfile.TemporaryDirectory() as folder:
@@ -167,7 +167,7 @@ def _train(model: PreTrainedModel, plan: Plan | None, task: str, options: Option
         checksum=float(sum(p.detach().double().abs().sum().cpu() for p in model.parameters())),
         moved=all(bool(p.any()) for saved in adapters for name, p in saved.items() if "lora_B" in name),
         ran=in_words(ran),
-        packed=packed,
+        not_packed=fault,
     )
 
 

@@ -11,8 +11,8 @@ import time
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +20,8 @@ import torch
 from packaging.version import Version
 from transformers.models.mamba2 import modeling_mamba2
 
-from bench.gpu import build, command, env, families, runner, sources, speed, training
-from bench.gpu.models import SIZES, base_of, hybrid_of, prompts, torch_only, watch
+from bench.gpu import build, command, env, families, models, runner, sources, speed, training
+from bench.gpu.models import SIZES, base_of, hybrid_of, prompts, watch
 from bench.gpu.store import Store
 from bench.gpu.table import merged, shown
 from surgery.testing.pico import SPLICED_FAMILIES, pico_family_config
@@ -81,7 +81,7 @@ class TestToyRun:
         found = {row["task"]: row for row in rows(finished, "training")}
         assert set(found) == {"lora", "ddp"} and all(row["ok"] for row in found.values())
         assert found["lora"]["ratio"] > 0 and found["lora"]["kind"] == "plain"
-        assert "mamba2_chunk_scan" in found["lora"]["ran"]
+        assert found["lora"]["ran"] == "torch: causal_conv1d_fn", "the scan is that of the library"
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
     def test_a_launched_training_is_the_plain_one(self, finished: dict[str, Any]) -> None:
@@ -249,37 +249,26 @@ class TestStore:
         assert Store(tmp_path, "").entries("speed")["fast"]["rows"] == [{"ratio": "inf"}]
 
 
-def kernel(function: Any) -> Any:
-    """As transformers wraps a function that it found a package for."""
-
-    def implementation(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full_like(args[0], 7.0)[..., :32]
-
-    implementation.__module__ = "mamba_ssm.ops.triton.ssd_combined"
-
-    @wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return implementation(*args, **kwargs)
-
-    return wrapped
-
-
 class TestImplementations:
-    def test_kernels_are_seen_and_can_be_passed_by(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        hybrid = hybrid_of(base_of("mamba2", toy=True), "add").train()
-        ids, name = prompts(hybrid, 2, 13), "mamba2_split_conv1d_scan_combined"
-        expected = hybrid(ids, use_cache=False).logits
-        original = getattr(modeling_mamba2, name)
-        monkeypatch.setattr(modeling_mamba2, name, kernel(original.__wrapped__))
+    def test_what_ran_is_noted_and_everything_put_back(self) -> None:
+        hybrid = hybrid_of(base_of("mamba2", toy=True), "add")
+        before = dict(vars(modeling_mamba2))
         with watch(hybrid) as ran:
-            fused = hybrid(ids, use_cache=False).logits
-        assert ran[name] == "mamba_ssm" and not torch.allclose(fused, expected)
-        with torch_only(hybrid):
-            torch.testing.assert_close(hybrid(ids, use_cache=False).logits, expected)
+            hybrid(prompts(hybrid, 2, 13), use_cache=False)
+        assert ran == {"causal_conv1d_fn": "torch", "mamba2_chunk_scan": "torch"}
+        assert dict(vars(modeling_mamba2)) == before
+
+    def test_the_package_of_a_kernel_is_named(self) -> None:
+        def scan(tensor: Any) -> int:
+            return 1
+
+        scan.has_kernel, ran = True, {}  # type: ignore[attr-defined]
+        models._noting(ran, scan, "mamba2_chunk_scan")(SimpleNamespace(is_cuda=True))
+        assert ran == {"mamba2_chunk_scan": "mamba_ssm"}
 
     def test_fused_training_kernels_make_hooks_refuse(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        name, options = "mamba2_split_conv1d_scan_combined", runner.Options("cpu", True)
-        monkeypatch.setattr(modeling_mamba2, name, kernel(getattr(modeling_mamba2, name).__wrapped__))
+        with_kernels(monkeypatch)
+        options = runner.Options("cpu", True)
         assert families.hooked("mamba2", options, training=False) == "fire"
         assert families.hooked("mamba2", options, training=True) == "refuse"
 
@@ -298,19 +287,20 @@ class TestTraining:
         assert training.against(run, run) == {"apart": 0, "ok": True}
 
     def test_packed_documents_against_padded_ones(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """With kernels in plain torch, and without any."""
+        """With the library's own scan, and with a convolution that reads the document before."""
         options, found = runner.Options("cpu", True, 1), {}
-        for kernels in (True, False):
+        for leaks in (False, True):
             training.trained.cache_clear()
             with monkeypatch.context() as patch:
-                if kernels:
-                    with_kernels(patch)
-                found[kernels] = training.run("toy | packing", options)
+                if leaks:
+                    with_kernels(patch, reset_convolution=False)
+                found[leaks] = training.run("toy | packing", options)
         training.trained.cache_clear()
-        for padded, packed, line in found.values():
-            assert padded["ok"] and packed["ok"] and not line["failed"] and packed["apart"] < 1e-3
-        assert "of the padded step's time" in found[True][2]["line"] and "no kernels" in found[False][2]["line"]
-        assert found[True][1]["apart"] > 0 == found[False][1]["apart"]
+        for padded, packed, _ in found.values():
+            assert padded["ok"] and packed["ok"] and packed["apart"] < 1e-3
+        assert found[False][1]["apart"] > 0 == found[True][1]["apart"]
+        assert "of the padded step's time" in found[False][2]["line"] and not found[False][2]["failed"]
+        assert "refused" in found[True][2]["line"] and found[True][2]["failed"]
 
 
 class TestFamilies:

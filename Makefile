@@ -155,7 +155,8 @@ real-shape: $(VENV)/.installed
 stranger: $(VENV)/.installed
 	$(BIN)/python -m bench.stranger runs/stranger $(STRANGER)
 
-## Run the GPU bench, with or without a virtual environment: under 9 minutes. Options: GPU='...'. docs/BENCHMARKS.md.
+## Run the GPU bench, in several commands of under 9 minutes, with or without a virtual environment. GPU='...' holds options
+## (--build, --warm); without any, it measures what has no result yet. docs/BENCHMARKS.md.
 gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) bench/gpu $(GPU)
 

@@ -44,6 +44,11 @@ def items(options: Options) -> list[str]:
     return [f"{name} | {state} | {kind}" for name in names for kind in PROMPTS for state in states]
 
 
+def warm(options: Options) -> list[str]:
+    """Those that compile: the scan at both widths, and flex attention."""
+    return [item for item in items(options) if item.split(" | ")[0] in ("sdpa", "flex_attention")]
+
+
 def run(item: str, options: Options) -> list[Row]:
     """Measure one row of `attention`, with the reasons for missing cells. `state` in the name is the query width."""
     exact_fp32()

@@ -2,7 +2,7 @@
 
 The packages' `setup.py` have fixed lists of GPU architectures, and building for all of them takes hours. torch can call
 another compiler (`PYTORCH_NVCC`). So this file also acts as a compiler: it removes the flags of other architectures and
-calls nvcc.
+calls nvcc. Before that, `sources.py` cuts what no model uses, and splits what one core would compile alone.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.gpu.env import Row
+from bench.gpu.sources import UnknownSource, cut
 
 # Those of one group are built at the same time.
 GROUPS = (("causal_conv1d", "mamba_ssm"), ("flash_attn",))
@@ -74,27 +76,37 @@ def obstacle(device: str) -> str | None:
 def build(
     names: Sequence[str], archives: Path, out: Path, scratch: Path, seconds: float, device: str = "cuda"
 ) -> list[Row]:
-    """Build wheels into `out` within the time limit, with a log for each.
+    """Build wheels into `out` within the time limit, with a log for each. A package with a wheel there is not built.
 
     Args:
         names: of `PACKAGES`; an archive of each is looked for in `archives`.
         scratch: a folder for what only the build needs.
 
     Returns:
-        A row for each: `package`, `result`, `seconds`.
+        A row for each: `package`, `result`, `seconds`, `ok`.
     """
     why = obstacle(device)
     if why is not None:
-        return [{"package": name, "result": f"not tried: {why}", "seconds": 0.0} for name in names]
+        return [_row(name, f"not tried: {why}", 0.0, False) for name in names]
     import torch
 
     out.mkdir(parents=True, exist_ok=True)
     environment = settings(torch.cuda.get_device_capability(0), scratch)
     deadline, rows = time.monotonic() + seconds, []
     for group in GROUPS:
-        jobs = [_Job(name, _archive(name, archives), out) for name in group if name in names]
-        rows += run_jobs(jobs, environment, deadline)
+        chosen = [name for name in group if name in names]
+        rows += [_row(name, f"kept: {wheel.name}", 0.0) for name in chosen if (wheel := _wheel(name, out))]
+        jobs = [_Job(name, _archive(name, archives), out) for name in chosen if not _wheel(name, out)]
+        rows += run_jobs(jobs, environment, deadline, scratch)
     return rows
+
+
+def _row(name: str, result: str, seconds: float, ok: bool = True) -> Row:
+    return {"package": name, "result": result, "seconds": seconds, "ok": ok}
+
+
+def _wheel(name: str, folder: Path) -> Path | None:
+    return next(iter(sorted(folder.glob(f"{name}-*.whl"), reverse=True)), None)
 
 
 def settings(capability: tuple[int, int], scratch: Path) -> dict[str, str]:
@@ -136,14 +148,16 @@ class _Job:
     def log(self) -> Path:
         return self.out / f"build-{self.name}.log"
 
-    def start(self, environment: dict[str, str]) -> None:
-        if self.archive is None:
-            return
+    def start(self, environment: dict[str, str], scratch: Path) -> None:
+        """Unpack and cut the source, and start pip. Raises UnknownSource."""
+        assert self.archive is not None
+        folder = unpacked(self.archive, scratch / self.name)
+        cut(self.name, folder)
         pip = [sys.executable, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation"]
         self.started = time.monotonic()
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [*pip, "-v", "-w", str(self.out), str(self.archive)],
+                [*pip, "-v", "-w", str(self.out), str(folder)],
                 env=environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -152,27 +166,41 @@ class _Job:
 
     def end(self, deadline: float) -> Row:
         """Wait for the build, and stop it at the time limit."""
-        if self.process is None:
-            return {"package": self.name, "result": "not tried: no source archive in wheels/", "seconds": 0.0}
+        assert self.process is not None
         try:
             code = self.process.wait(max(0.0, deadline - time.monotonic()))
-            result = self._wheel() if code == 0 else f"failed: {complaint(self.log)} (see {self.log.name})"
+            wheel = _wheel(self.name, self.out)
+            result = f"failed: {complaint(self.log)} (see {self.log.name})"
+            if code == 0 and wheel is not None:
+                result = f"{wheel.name}, {wheel.stat().st_size / 2**20:.1f} MiB"
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)  # the session that `start` began
             self.process.wait()
-            result = "out of time"
-        return {"package": self.name, "result": result, "seconds": time.monotonic() - self.started}
-
-    def _wheel(self) -> str:
-        found = sorted(self.out.glob(f"{self.name}-*.whl"))
-        return f"{found[-1].name}, {found[-1].stat().st_size / 2**20:.1f} MiB" if found else "failed: no wheel"
+            wheel, result = None, "out of time"
+        return _row(self.name, result, time.monotonic() - self.started, wheel is not None)
 
 
-def run_jobs(jobs: Sequence[_Job], environment: dict[str, str], deadline: float) -> list[Row]:
+def unpacked(archive: Path, folder: Path) -> Path:
+    """Unpack a source archive; returns the folder with its `setup.py`."""
+    with tarfile.open(archive) as opened:
+        opened.extractall(folder, filter="data")
+    return next(path.parent for path in sorted(folder.glob("*/setup.py")))
+
+
+def run_jobs(jobs: Sequence[_Job], environment: dict[str, str], deadline: float, scratch: Path) -> list[Row]:
     """Start all builds, then wait for each."""
+    rows: list[Row] = []
+    started: list[_Job] = []
     for job in jobs:
-        job.start(environment)
-    return [job.end(deadline) for job in jobs]
+        if job.archive is None:
+            rows.append(_row(job.name, "not tried: no source archive in wheels/", 0.0, False))
+            continue
+        try:
+            job.start(environment, scratch)
+            started.append(job)
+        except UnknownSource as error:
+            rows.append(_row(job.name, f"failed: {error}. The cut in bench/gpu/sources.py needs a change", 0.0, False))
+    return [*rows, *(job.end(deadline) for job in started)]
 
 
 def complaint(log: Path) -> str:

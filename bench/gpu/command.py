@@ -1,19 +1,20 @@
-"""Test and time the toolkit on a GPU, in one command of under 9 minutes: `make gpu`, or `python bench/gpu`.
+"""Test and time the toolkit on a GPU, in several commands of under 9 minutes each: `make gpu`, or `python bench/gpu`.
 
-    python bench/gpu                            on a GPU: compare every family with the CPU, then time and train
-    python bench/gpu --build                    the same, after building the kernel packages from wheels/
+    python bench/gpu --build                    build the kernel packages from the archives in wheels/
+    python bench/gpu --warm                     compile and tune every kernel
+    python bench/gpu                            measure what has no result yet; repeat until nothing is left
     python bench/gpu --device cpu --toy         test the script itself, at sizes too small for timings
 
-Writes `$OUT/gpu.json`, or `runs/gpu/gpu.json` if OUT is not set, and prints a table. Exit code 1: a comparison exceeds
-its tolerance, or an item failed. Exit code 2: this machine cannot run it. docs/BENCHMARKS.md explains how to run it.
+Results lie in `runs/gpu`, and are copied to `$OUT` if it is set. Exit code 1: a comparison exceeds its tolerance, or an
+item failed. Exit code 2: this machine cannot run it. docs/BENCHMARKS.md explains how to run it.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -22,42 +23,39 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLES = ("environment", "build", "correctness", "behaviour", "attention", "speed", "training")
-# Parts in order: module, table of its lines, share of the time that is left when the part begins.
+# Part -> table of its lines, in the order in which they run. The module has the part's name.
 PARTS = {
-    "families": ("families", "correctness", 0.45),
-    "attention": ("attention", "attention", 0.35),
-    "speed": ("speed", "speed", 0.6),
-    "training": ("training", "training", 1.0),
+    "speed": "speed",
+    "loop": "loop",
+    "quickstart": "quickstart",
+    "training": "training",
+    "locate": "locate",
+    "families": "correctness",
+    "attention": "attention",
 }
+CACHES = {"triton": "TRITON_CACHE_DIR", "inductor": "TORCHINDUCTOR_CACHE_DIR"}
+PACKAGES = "causal_conv1d,mamba_ssm,flash_attn"
 
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
-    packages = "causal_conv1d,mamba_ssm,flash_attn"
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--toy", action="store_true", help="tiny sizes; with --device cpu it tests the script")
-    parser.add_argument(
-        "--only", default=",".join(PARTS), help=f"parts to run: {', '.join(PARTS)}; 'none' for --build only"
-    )
-    parser.add_argument(
-        "--items", default="", help="run only items whose name contains one of these words, separated by commas"
-    )
+    parser.add_argument("--only", default=",".join(PARTS), help=f"parts: {', '.join(PARTS)}")
+    parser.add_argument("--items", default="", help="only items whose name contains one of these words, with commas")
     parser.add_argument("--repeats", type=int, default=7, help="repeats of each timing")
-    parser.add_argument("--seconds", type=float, default=510, help="time limit of the whole run")
-    parser.add_argument(
-        "--build", nargs="?", const=packages, default="", help=f"build these packages first: {packages}"
-    )
-    parser.add_argument("--build-seconds", type=float, default=240)
-    parser.add_argument(
-        "--wheels", type=Path, default=ROOT / "wheels", help="folder of wheels and source archives to use"
-    )
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--log", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=480, help="time limit of this command")
+    parser.add_argument("--build", nargs="?", const="causal_conv1d,mamba_ssm", help=f"build packages: {PACKAGES}")
+    parser.add_argument("--warm", action="store_true", help="compile and tune kernels; measure nothing")
+    parser.add_argument("--again", choices=("failed", "all"), help="drop these results of the selected items first")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "gpu", help="folder of the results")
+    parser.add_argument("--wheels", type=Path, default=ROOT / "wheels", help="wheels and source archives to use")
+    for hidden in ("--child", "--log", "--work"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
     asked = parser.parse_args(words)
-    for option, known in (("only", {*PARTS, "none"}), ("build", set(packages.split(",")))):
-        unknown = sorted({*getattr(asked, option).split(",")} - known - {""})
+    asked.words = list(sys.argv[1:] if words is None else words)
+    for option, known in (("only", set(PARTS)), ("build", set(PACKAGES.split(",")))):
+        unknown = sorted({*(getattr(asked, option) or "").split(",")} - known - {""})
         if unknown:
             parser.error(f"--{option}: there is no {', '.join(unknown)}; choose of {', '.join(sorted(known))}")
     return asked
@@ -69,127 +67,147 @@ def main(words: Sequence[str] | None = None) -> int:
     if asked.child:
         from bench.gpu.runner import child
 
-        return child(_part(asked.child), asked.work, asked.log)
-    with tempfile.TemporaryDirectory(prefix="surgery-gpu-") as folder:
-        return bench(asked, Path(folder))
+        return child(part(asked.child), asked.work, Path(asked.log))
+    from bench.gpu.env import Unready
+
+    with tempfile.TemporaryDirectory(prefix="surgery-gpu-") as scratch:
+        try:
+            return bench(asked, Path(scratch))
+        except Unready as error:
+            print(str(error), file=sys.stderr)
+            return 2
 
 
-def _part(name: str) -> Any:
-    return importlib.import_module(f"bench.gpu.{PARTS[name][0]}")
+def part(name: str) -> Any:
+    return importlib.import_module(f"bench.gpu.{name}")
 
 
-def output_folder() -> Path:
-    return Path(os.environ["OUT"]) if os.environ.get("OUT") else ROOT / "runs" / "gpu"
+def bench(asked: argparse.Namespace, scratch: Path) -> int:
+    """Build, warm or measure, and return the exit code. `scratch` is temporary, for unpacked wheels and logs.
 
+    Raises:
+        Unready: this machine cannot run the bench, or no item has the given name.
+    """
+    from bench.gpu.env import Site, Unready, check_device, check_transformers, environment, machine
+    from bench.gpu.store import Store
 
-def bench(asked: argparse.Namespace, folder: Path) -> int:
-    """Run the requested parts and return the exit code. `folder` is temporary, for unpacked wheels and logs."""
-    from bench.gpu.env import Site, Unready, check_device, check_transformers, environment
-
-    report, site = Report(asked), Site(folder / "site")
+    began, site = time.monotonic(), Site(scratch / "site")
     site.use(asked.wheels)
-    try:
-        check_transformers()
-        check_device(asked.device)
-        report.add("build", _build(asked, folder, site))
-        report.add("environment", environment(asked.device))
-        report.lines("environment", site.lines)
-    except Unready as error:
-        report.lines("environment", site.lines)
-        report.lines("environment", [str(error)], failed=True)
-        report.write()
-        print(str(error), file=sys.stderr)
-        return 2
-    wanted = items(asked)
-    if asked.items and not any(wanted.values()):
-        print(f"--items {asked.items}: no part of --only {asked.only} has such an item", file=sys.stderr)
-        return 2
+    site.use(asked.folder / "wheels")
+    check_transformers()
+    check_device(asked.device)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(site.folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    if asked.build:
+        return _build(asked, scratch)
+    found = environment(asked.device)
+    store = Store(asked.folder, machine(found))
+    store.keep("environment", "all", [*found, *({"line": line} for line in site.lines)], 0.0)
+    wanted = selected(asked)
+    if not any(wanted.values()):
+        raise Unready(f"--items {asked.items}: no part of --only {asked.only} has such an item.")
     for name, names in wanted.items():
-        report.add(PARTS[name][1], _measure(name, names, asked, report.left, folder))
-        report.write()
-    return report.end()
+        for kind in ("compile-", "tune-") if asked.warm else ("",):
+            if asked.again:
+                store.forget(kind + name, names, asked.again == "failed")
+    seconds = asked.seconds - (time.monotonic() - began)
+    if asked.warm:
+        _warm(asked, wanted, store, scratch, seconds)
+    else:
+        _measure(asked, wanted, store, scratch, seconds)
+    return _report(asked, wanted, store)
 
 
-def _options(asked: argparse.Namespace) -> Any:
+def options_of(asked: argparse.Namespace) -> Any:
     from bench.gpu.runner import Options
 
-    return Options(asked.device, asked.toy, asked.repeats)
+    return Options(asked.device, asked.toy, 1 if asked.warm else asked.repeats)
 
 
-def items(asked: argparse.Namespace) -> dict[str, list[str]]:
-    """Names of the items to measure, by part."""
+def selected(asked: argparse.Namespace) -> dict[str, list[str]]:
+    """Names of the items to run, by part."""
     words = [word for word in asked.items.split(",") if word]
-    named = {name: _part(name).items(_options(asked)) for name in PARTS if name in asked.only.split(",")}
+    listing = "warm" if asked.warm else "items"
+    named = {name: getattr(part(name), listing)(options_of(asked)) for name in PARTS if name in asked.only.split(",")}
     return {name: [i for i in all_ if not words or any(w in i for w in words)] for name, all_ in named.items()}
 
 
-def _build(asked: argparse.Namespace, scratch: Path, site: Any) -> list[dict[str, Any]]:
-    """Build wheels for this GPU, use them in this run, and store them with the report."""
+def _build(asked: argparse.Namespace, scratch: Path) -> int:
+    """Build wheels for this GPU into the folder. Finished wheels are kept."""
     from bench.gpu.build import build
+    from bench.gpu.store import Store
+    from bench.gpu.table import aligned
 
-    if not asked.build:
-        return [{"line": "not asked for (--build)"}]
-    built = output_folder() / "wheels"
-    rows = build(asked.build.split(","), asked.wheels, built, scratch, asked.build_seconds, asked.device)
-    site.use(built)
-    return rows
+    out = asked.folder / "wheels"
+    rows = build(asked.build.split(","), asked.wheels, out, scratch, asked.seconds, asked.device)
+    Store(asked.folder, "").copy(out)
+    print("\n".join(aligned(("package", "result", "seconds"), rows)))
+    return 0 if all(row["ok"] for row in rows) else 1
 
 
-def _measure(name: str, names: list[str], asked: argparse.Namespace, left: float, folder: Path) -> list[dict[str, Any]]:
-    """Measure one part, within its share of the remaining time."""
+def _measure(asked: argparse.Namespace, wanted: dict[str, list[str]], store: Any, scratch: Path, limit: float) -> None:
     from bench.gpu.runner import here, supervised
 
-    seconds = left * PARTS[name][2]
-    if asked.device == "cpu":
-        return here(name, _part(name), names, _options(asked), seconds)
-    return supervised(name, names, _options(asked), seconds, folder)
+    todo = [(name, left) for name, names in wanted.items() if (left := store.left(name, names))]
+    if asked.device == "cuda":
+        return supervised(todo, options_of(asked), limit, scratch, _keeper(store), variables=caches(store.folder))
+    deadline = time.monotonic() + limit
+    for name, names in todo:
+        here(name, part(name), names, options_of(asked), deadline - time.monotonic(), _keeper(store))
 
 
-class Report:
-    """All results so far, by table."""
+def _warm(asked: argparse.Namespace, wanted: dict[str, list[str]], store: Any, scratch: Path, limit: float) -> None:
+    """Compile all kernels side by side, then tune them alone: timings of candidates on a busy GPU mislead Triton."""
+    from bench.gpu.runner import supervised
 
-    def __init__(self, asked: argparse.Namespace) -> None:
-        self.started, self.seconds = time.monotonic(), asked.seconds
-        self.options = {
-            key: value for key, value in vars(asked).items() if key not in ("child", "log", "work", "wheels")
-        }
-        self.sections: dict[str, dict[str, Any]] = {name: {"rows": [], "lines": []} for name in TABLES}
+    deadline, cores = time.monotonic() + limit, min(len(os.sched_getaffinity(0)), 16)
+    for kind, at_once, tunes in (("compile", cores, "0"), ("tune", 1, "1")):
+        left = {name: store.left(f"{kind}-{name}", names) for name, names in wanted.items()}
+        todo = [(name, items) for name, items in left.items() if items]
+        if kind == "compile":
+            todo = [(name, [item]) for name, items in todo for item in items]
+        variables = {**caches(store.folder), "TRITON_CACHE_AUTOTUNING": tunes}
+        seconds, keep = deadline - time.monotonic(), _keeper(store, kind)
+        supervised(todo, options_of(asked), seconds, scratch, keep, at_once, variables)
+    for name in CACHES:
+        if (store.folder / name).is_dir():
+            store.copy(Path(shutil.make_archive(str(store.folder / name), "tar", store.folder / name)))
 
-    @property
-    def left(self) -> float:
-        return self.seconds - (time.monotonic() - self.started)
 
-    def add(self, table: str, rows: list[dict[str, Any]]) -> None:
-        """Add rows to the tables that they name, and rows of words to the lines of this table."""
-        for row in rows:
-            kind = "lines" if "line" in row else "rows"
-            self.sections[row.pop("table", table)][kind].append(row)
+def caches(folder: Path) -> dict[str, str]:
+    """Variables that keep compiled and tuned kernels in the folder; unpacks those that were copied there."""
+    for name in CACHES:
+        if (folder / f"{name}.tar").is_file() and not (folder / name).exists():
+            shutil.unpack_archive(folder / f"{name}.tar", folder / name)
+    return {variable: str(folder / name) for name, variable in CACHES.items()}
 
-    def lines(self, table: str, words: list[str], failed: bool = False) -> None:
-        self.sections[table]["lines"] += [{"line": line, "failed": failed} for line in words]
 
-    @property
-    def ok(self) -> bool:
-        everything = [row for section in self.sections.values() for row in [*section["rows"], *section["lines"]]]
-        return all(row.get("ok", True) and not row.get("failed") for row in everything)
+def _keeper(store: Any, kind: str = "") -> Any:
+    """Print that an item has ended, and keep its result. Of compiling and tuning, only failures are kept."""
 
-    def write(self) -> Path:
-        from bench.gpu.runner import plain
+    def keep(name: str, item: str, rows: list[dict[str, Any]], seconds: float) -> None:
+        rows = [row for row in rows if not kind or (row.get("failed") and kind != "compile")]
+        store.keep(f"{kind}-{name}" if kind else name, item, rows, seconds)
+        print(f"{kind or 'measure'} {name} {item}: {seconds:.1f} s", file=sys.stderr, flush=True)
 
-        path = output_folder() / "gpu.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        found = {**self.sections, "options": self.options, "ok": self.ok}
-        seconds = time.monotonic() - self.started
-        path.write_text(json.dumps(plain({**found, "seconds": seconds}), indent=1, sort_keys=True) + "\n")
-        return path
+    return keep
 
-    def end(self) -> int:
-        """Prints the tables; returns the exit code."""
-        from bench.gpu.table import text
 
-        path = self.write()
-        print(text(self.sections))
-        verdict = "all as it should be" if self.ok else "NOT all as it should be: see NO and failed above"
-        print(f"\n{time.monotonic() - self.started:.0f} s, {path}: {verdict}", flush=True)
-        return 0 if self.ok else 1
+def _report(asked: argparse.Namespace, wanted: dict[str, list[str]], store: Any) -> int:
+    """Print and write the table, and what is left; returns the exit code."""
+    from bench.gpu.table import failed, progress, sections, text
+
+    kind = "tune-" if asked.warm else ""
+    found = sections(store, {f"{kind}{name}": table for name, table in PARTS.items()})
+    left = {name: store.left(f"{kind}{name}", names) for name, names in wanted.items()}
+    if not asked.warm:
+        store.write(store.folder / "gpu.json", {**found, "left": left, "ok": not failed(found)})
+        store.write(store.folder / "table.txt", text(found) + "\n")
+    print(text(found))
+    print(progress(wanted, left, failed(found), _next(asked), store.folder), flush=True)
+    return 1 if failed(found) else 0
+
+
+def _next(asked: argparse.Namespace) -> str:
+    """The command that does what is left: this one, without dropping results."""
+    words = [w for w in asked.words if w not in ("--again", "failed", "all") and not w.startswith("--again=")]
+    return f"make gpu GPU='{' '.join(words)}'" if words else "make gpu"

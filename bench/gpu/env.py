@@ -119,6 +119,15 @@ def environment(device: str) -> list[Row]:
     return [{"what": what, "found": value} for what, value in found.items()]
 
 
+def machine(found: list[Row]) -> str:
+    """GPU and versions in one line, to know which results belong together."""
+    values = {row["what"]: row["found"] for row in found}
+    packages = [
+        f"{name} {values[name]}" for name in ("torch", "transformers", *KERNELS) if "missing" not in values[name]
+    ]
+    return ", ".join([values["GPU"].split(",")[0], *packages])
+
+
 def _driver() -> str:
     command = shutil.which("nvidia-smi")
     if command is None:

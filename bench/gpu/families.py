@@ -25,7 +25,6 @@ from bench.gpu.models import (
     prompt_length,
     prompts,
     ssm_specs,
-    torch_only,
     watch,
 )
 from bench.gpu.runner import Options
@@ -74,6 +73,9 @@ def items(options: Options) -> list[str]:
     return list(SPLICED_FAMILIES)
 
 
+warm = items
+
+
 def run(item: str, options: Options) -> list[Row]:
     """Rows of `correctness`, and one of `behaviour`."""
     exact_fp32()
@@ -86,13 +88,11 @@ def compare(name: str, mode: Mode, dtype: str, options: Options, ran: dict[str, 
     """Compare one model on the device with the CPU. Adds the implementations that the device used to `ran`."""
     hybrid = hybrid_of(base_of(name, options.toy, dtype), mode)
     ids = prompts(hybrid, BATCH, prompt_length(name, options.toy))
-    with torch_only(hybrid):
-        own = outcome(hybrid, ids) if dtype == "bf16" else None
+    own = outcome(hybrid, ids) if dtype == "bf16" else None
     with watch(hybrid) as seen:
         found = outcome(hybrid.to(options.device), ids)
     ran.update(seen)
-    with torch_only(hybrid):
-        reference = outcome(hybrid.to("cpu").float(), ids)
+    reference = outcome(hybrid.to("cpu").float(), ids)
     difference = apart(found, reference)
     row: Row = {"table": "correctness", "family": name, "mode": mode, "dtype": dtype, **difference.numbers}
     row["differs most"] = difference.name

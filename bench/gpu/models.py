@@ -6,27 +6,28 @@ states and chunks are those of the published models, so that the timings use the
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from inspect import getclosurevars, signature
-from types import FunctionType, ModuleType
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from surgery.hybrid.kernels import KERNELS
 from surgery.models.lookup import family_of, geometry_of, mixer_of, structure_of
+from surgery.models.torch_scans import choose_by_device
 from surgery.splice.graft import splice_model
 from surgery.testing.pico import pico_family
 from surgery.types import Graft, MixerSpec, Mode, Plan
 
 _BAMBA = {"hidden_size": 256, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_chunk_size": 256}
 _MAMBA1 = {"hidden_size": 256, "state_size": 16, "channels_per_head": 64, "time_step_rank": 16}
+_MAMBA2 = {"hidden_size": 256, "num_heads": 8, "head_dim": 64, "state_size": 128, "chunk_size": 256}
 SIZES: dict[str, dict[str, Any]] = {
-    "mamba2": {"hidden_size": 256, "num_heads": 8, "head_dim": 64, "state_size": 128, "chunk_size": 256},
+    "mamba2": _MAMBA2,
+    "mamba2attn": _MAMBA2,
     "mamba": _MAMBA1,
     "falcon_mamba": _MAMBA1,
     "llamba": {"d_model": 256, "ssm_cfg": {"d_state": 64, "n_v_heads": 4, "n_qk_heads": 2, "expand": 1}},
@@ -97,72 +98,34 @@ def prompts(model: PreTrainedModel, batch: int, length: int, seed: int = 0) -> T
 def watch(model: PreTrainedModel) -> Iterator[dict[str, str]]:
     """Fills a dict while the model runs: function of the recurrence -> the package whose code ran.
 
-    transformers chooses between an installed package and its own torch code when a modelling file is imported. The
-    choice is in the closure of each function; a fused function without a package returns None, and is not counted.
+    A fused function without a kernel returns None, and is not counted. Nor are this library's own scans, which take a
+    function's place where no kernel runs.
     """
     ran: dict[str, str] = {}
-    with _instead(model, partial(_noting, ran)):
-        yield ran
-
-
-@contextmanager
-def torch_only(model: PreTrainedModel) -> Iterator[None]:
-    """transformers' own torch code, whatever is installed: kernels are called for tensors on the CPU too, and fail."""
-    with _instead(model, lambda function, name: _filtered(function.__wrapped__)):  # type: ignore[attr-defined]
-        yield
-
-
-@contextmanager
-def _instead(model: PreTrainedModel, change: Callable[[FunctionType, str], Any]) -> Iterator[None]:
-    """Replaces each function of the recurrence that transformers chose an implementation for."""
-    saved: list[tuple[ModuleType, str, FunctionType]] = []
-    for module in _modelling_files(model):
-        for name, function in list(vars(module).items()):
-            if isinstance(function, FunctionType) and _package(function) is not None:
-                saved.append((module, name, function))
-                setattr(module, name, change(function, name))
+    saved = [
+        (file, name, function)
+        for file in choose_by_device(model)
+        for name in KERNELS
+        if hasattr(function := getattr(file, name, None), "has_kernel")
+    ]
     try:
-        yield
+        for file, name, function in saved:
+            setattr(file, name, _noting(ran, function, name))
+        yield ran
     finally:
-        for module, name, function in saved:
-            setattr(module, name, function)
+        for file, name, function in saved:
+            setattr(file, name, function)
 
 
-def _modelling_files(model: PreTrainedModel) -> set[ModuleType]:
-    mixers = [mixer_of(model, spec) for spec in ssm_specs(model)]
-    names = {cls.__module__ for mixer in mixers for cls in type(mixer).__mro__}
-    return {sys.modules[name] for name in names if name.startswith("transformers.models.")}
-
-
-def _package(function: FunctionType) -> str | None:
-    """Package whose code a function wrapped by transformers calls; None for any other function."""
-    chosen = getclosurevars(function).nonlocals.get("implementation") if function.__closure__ else None
-    if chosen is None:
-        return None
-    package = chosen.__module__.split(".")[0]
-    return "torch" if package == "transformers" else package
-
-
-def _noting(ran: dict[str, str], function: FunctionType, name: str) -> Callable[..., Any]:
-    package = _package(function) or ""
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
+def _noting(ran: dict[str, str], function: Any, name: str) -> Callable[..., Any]:
+    @wraps(function)
+    def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = function(tensor, *args, **kwargs)
         if result is not None:
-            ran[name] = package
+            ran[name] = KERNELS[name][0].split(".")[0] if function.has_kernel and tensor.is_cuda else "torch"
         return result
 
     return noted
-
-
-def _filtered(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function to ignore keyword arguments that it does not have, as transformers does."""
-    named = set(signature(function).parameters)
-
-    def filtered(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **{key: value for key, value in kwargs.items() if key in named})
-
-    return filtered
 
 
 def in_words(ran: dict[str, str]) -> str:

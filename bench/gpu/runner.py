@@ -1,7 +1,7 @@
-"""Run the parts of the bench: item by item, within a time limit, and in a child process on a GPU.
+"""Run items of the bench: one after the other or side by side, within a time limit, in child processes on a GPU.
 
-An error in a GPU kernel leaves the process without a usable GPU, and a compiler can hang. The items of a part therefore
-run in a child, which writes results to a log. A child that dies or hangs costs one item; the next child runs the rest.
+An error in a GPU kernel leaves the process without a usable GPU, and a compiler can hang. Items therefore run in a
+child, which writes results to a log. A child that dies or hangs costs one item; the next child runs the rest.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,8 +22,11 @@ from typing import Any, Protocol
 from bench.gpu.env import Row, first_line
 
 Event = dict[str, Any]
+Keep = Callable[[str, str, list[Row], float], None]  # part, item, its rows, seconds
 CRASHED = 3  # a child's exit code when its GPU is lost
 ENTRY = Path(__file__).parent  # run by its path: `python bench/gpu`
+ROOT = Path(__file__).resolve().parents[2]
+LONGEST_ITEM = 240.0  # seconds; half of a command's time
 
 
 @dataclass(frozen=True)
@@ -46,18 +50,20 @@ class Part(Protocol):
     def items(self, options: Options) -> list[str]:
         """Names of the items that can be measured separately."""
 
+    def warm(self, options: Options) -> list[str]:
+        """The items that together compile and tune every kernel of the part."""
+
     def run(self, item: str, options: Options) -> list[Row]:
         """Measure one item. Each row has `table`; a row of words has `line` instead of numbers."""
 
 
 def work(part: Part, items: Sequence[str], options: Options, seconds: float, emit: Callable[[Event], None]) -> bool:
-    """Measure items one after the other in this process. Returns False if the GPU is lost."""
+    """Measure items one after the other in this process, while there is time. Returns False if the GPU is lost."""
     deadline = time.monotonic() + seconds
     for item in items:
         start = time.monotonic()
         if start > deadline:
-            emit({"end": item, "rows": [note(item, "skipped: no time left")], "seconds": 0.0})
-            continue
+            break
         emit({"begin": item})
         lost = False
         try:
@@ -95,92 +101,130 @@ def failure(item: str, error: Exception) -> Row:
     if isinstance(error, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
         return note(item, f"out of memory ({first_line(error)})")
-    return note(item, f"failed: {type(error).__name__}: {first_line(error)}", failed=True)
+    return note(item, f"failed: {type(error).__name__}: {first_line(error)} [{places(error)}]", failed=True)
 
 
-def here(name: str, part: Part, items: Sequence[str], options: Options, seconds: float) -> list[Row]:
+def places(error: BaseException) -> str:
+    """File and line of an exception: the last frame in this repository, and the deepest frame if it is another."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if Path(frame.filename).is_relative_to(ROOT) and ".venv" not in frame.filename]
+    return ", ".join(dict.fromkeys(f"{_short(f.filename)}:{f.lineno}" for f in (*ours[-1:], *frames[-1:])))
+
+
+def _short(file: str) -> str:
+    path = Path(file)
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else "/".join(path.parts[-3:])
+
+
+def here(name: str, part: Part, items: Sequence[str], options: Options, seconds: float, keep: Keep) -> None:
     """Run these items of a part in this process."""
-    log = Log(name)
-    work(part, items, options, seconds, log.add)
-    return log.rows()
 
-
-class Log:
-    """The events of one part, in order."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.events: list[Event] = []
-
-    def add(self, event: Event) -> None:
-        self.events.append(event)
+    def emit(event: Event) -> None:
         if "end" in event:
-            print(f"{self.name} {event['end']}: {event['seconds']:.1f} s", file=sys.stderr, flush=True)
+            keep(name, event["end"], event["rows"], event["seconds"])
 
-    def rows(self) -> list[Row]:
-        return [{"part": self.name, **row} for event in self.events if "end" in event for row in event["rows"]]
-
-    @property
-    def ended(self) -> set[str]:
-        return {event["end"] for event in self.events if "end" in event}
-
-    @property
-    def unfinished(self) -> str | None:
-        """The item that has begun and has not ended."""
-        begun = [event["begin"] for event in self.events if "begin" in event]
-        return begun[-1] if begun and begun[-1] not in self.ended else None
+    work(part, items, options, seconds, emit)
 
 
-def supervised(name: str, items: Sequence[str], options: Options, seconds: float, folder: Path) -> list[Row]:
-    """Run all items of a part in child processes, within `seconds`. `folder` holds the children's logs."""
-    deadline, log, todo = time.monotonic() + seconds, Log(name), list(items)
-    for attempt in range(len(items) + 1):
-        left = deadline - time.monotonic()
-        if not todo or left < 1:
-            break
-        path = folder / f"{name}-{attempt}.jsonl"
-        words = json.dumps({"options": asdict(options), "items": todo, "seconds": left - 0.05 * seconds})
-        command = [sys.executable, str(ENTRY), "--child", name, "--log", str(path), "--work", words]
-        before = len(log.ended)
-        ending = _watch(command, path, log, deadline, item_seconds=max(60.0, seconds / 2))
-        stopped = log.unfinished
-        if stopped is not None:
-            log.add({"end": stopped, "rows": [note(stopped, ending, failed=True)], "seconds": 0.0})
-        elif len(log.ended) == before:
-            log.add({"end": todo[0], "rows": [note(todo[0], f"never began: {ending}", failed=True)], "seconds": 0.0})
-        todo = [item for item in items if item not in log.ended]
-    for item in todo:
-        log.add({"end": item, "rows": [note(item, "skipped: no time left")], "seconds": 0.0})
-    return log.rows()
+class Child:
+    """A process that runs items of a part and writes its events to a log.
+
+    Args:
+        log: file to write; its folder exists.
+        variables: more variables of the environment.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        items: Sequence[str],
+        options: Options,
+        seconds: float,
+        log: Path,
+        variables: Mapping[str, str],
+    ) -> None:
+        self.name, self.left, self.since = name, list(items), time.monotonic()
+        self.begun: str | None = None
+        self.progress = False  # an item has ended
+        words = json.dumps({"options": asdict(options), "items": list(items), "seconds": seconds})
+        command = [sys.executable, str(ENTRY), "--child", name, "--log", str(log), "--work", words]
+        log.write_text("")
+        self._written, self._rest = log.open(), ""
+        self.process = subprocess.Popen(command, start_new_session=True, env={**os.environ, **variables})
+
+    def ended(self, keep: Keep, deadline: float) -> bool:
+        """Keep new results. True after the child has ended, or was stopped at a time limit.
+
+        An item that crashes, or takes longer than `LONGEST_ITEM`, is kept as failed. One that is stopped at the
+        deadline is not kept: it is the first of the next run.
+        """
+        code = self.process.poll()
+        *lines, self._rest = (self._rest + self._written.read()).split("\n")
+        for event in map(json.loads, lines):
+            self.begun, self.since = event.get("begin"), time.monotonic()
+            if "end" in event:
+                self.left.remove(event["end"])
+                self.progress = True
+                keep(self.name, event["end"], event["rows"], event["seconds"])
+        over = time.monotonic() > self.since + LONGEST_ITEM
+        if code is None and not over and time.monotonic() < deadline:
+            return False
+        self.stop()
+        ending = f"stopped after {LONGEST_ITEM:.0f} s" if code is None else f"its process ended with code {code}"
+        guilty = self.begun or (None if self.progress else next(iter(self.left), None))
+        if guilty and (over or code):
+            self.left.remove(guilty)
+            text = ending if self.begun else f"never began: {ending}"
+            keep(self.name, guilty, [note(guilty, text, failed=True)], time.monotonic() - self.since)
+        return True
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)  # the session that this child began
+            self.process.wait()
+        self._written.close()
 
 
-def _watch(command: Sequence[str], path: Path, log: Log, deadline: float, item_seconds: float) -> str:
-    """Run one child process, read its log as it grows, and return a description of its end."""
-    path.write_text("")
-    process = subprocess.Popen(command, start_new_session=True)
-    progress, rest = time.monotonic(), ""
+def supervised(
+    work_of: Sequence[tuple[str, Sequence[str]]],
+    options: Options,
+    seconds: float,
+    logs: Path,
+    keep: Keep,
+    at_once: int = 1,
+    variables: Mapping[str, str] | None = None,
+) -> None:
+    """Run items in child processes within `seconds`, `at_once` children at a time. What is left has no result.
+
+    Args:
+        work_of: for each child, its part and its items.
+        logs: folder for the children's logs.
+    """
+    deadline = time.monotonic() + seconds
+    todo, children, count = list(work_of), [], 0
     try:
-        with path.open() as written:
-            while True:
-                code = process.poll()
-                if new := written.read():
-                    *lines, rest = (rest + new).split("\n")
-                    progress = time.monotonic()
-                    for line in lines:
-                        log.add(json.loads(line))
-                if code is not None:
-                    return f"its process ended with code {code}"
-                if time.monotonic() > min(deadline, progress + item_seconds):
-                    return "stopped: out of time"
-                time.sleep(0.1)
+        while todo or children:
+            left = deadline - time.monotonic()
+            while todo and len(children) < at_once and left > 1:
+                name, items = todo.pop(0)
+                count += 1
+                log = logs / f"{name}-{count}.jsonl"
+                children.append(Child(name, items, options, left - 0.05 * seconds, log, variables or {}))
+            for child in list(children):
+                if child.ended(keep, deadline):
+                    children.remove(child)
+                    if child.left and child.process.returncode and time.monotonic() < deadline:
+                        todo.insert(0, (child.name, child.left))
+            if not children and left <= 1:
+                return
+            time.sleep(0.1)
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)  # the session that this child began
-            process.wait()
+        for child in children:
+            child.stop()
 
 
 def child(part: Part, work_words: str, path: Path) -> int:
-    """Run in the child process of `_watch`: measure, and write one line for each event."""
+    """Run in the process of `Child`: measure, and write one line for each event."""
     asked = json.loads(work_words)
     with path.open("a") as log:
 

@@ -1,7 +1,9 @@
 """Speed of hybrid and base at the shapes of published models, with random weights: prefill, decoding, a training step.
 
-Both models share their weights, so that one GPU holds both and a peak is that of one model. They are timed in turn, in
-the same run. `ratio` is the hybrid's time over the base's; a ratio within `spread` of 1 is no difference.
+Decoding is timed as a loop in Python, and with `graph` as replays of a CUDA graph of one step on a static cache, which
+wait for no CPU. Both models share their weights, so that one GPU holds both and a peak is that of one model. They are
+timed in turn, in the same run. `ratio` is the hybrid's time over the base's; a ratio within `spread` of 1 is no
+difference.
 """
 
 from __future__ import annotations
@@ -10,12 +12,12 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from statistics import median
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Mamba2Config, PreTrainedModel
+from transformers import AutoModelForCausalLM, Cache, Mamba2Config, PreTrainedModel, StaticCache
 
 from bench.gpu.env import Row
 from bench.gpu.models import in_words, prompts, watch
@@ -28,6 +30,7 @@ from surgery.splice.graft import splice_model
 from surgery.types import Graft, Plan
 
 WARM_UP, FEWEST, LONGEST = 2, 3, 10.0  # runs, repeats, seconds of one timing
+CAPTURE = 3  # steps before a graph is recorded
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Shape:
         )
 
 
+SMALL = Shape(512, 12, 8192, state=64, chunk=128)  # mamba2-24m, of docs/BENCHMARKS.md
 SHAPES = {
     "mamba2-130m": Shape(768, 24),
     "mamba2-2.7b": Shape(2560, 64, train=(1, 2048), checkpointing=True),
@@ -88,8 +92,15 @@ def items(options: Options) -> list[str]:
     for name, shape in shapes(options).items():
         names += [f"{name} | prefill {tokens}" for tokens in shape.prefill]
         names += [f"{name} | train all"] + ([f"{name} | train new heads"] if shape.checkpointing else [])
-        names += [f"{name} | decode {rows} x {tokens}" for rows, tokens in shape.decode]
+        for way in ("", " graph"):
+            names += [f"{name} | decode {rows} x {tokens}{way}" for rows, tokens in shape.decode]
     return names
+
+
+def warm(options: Options) -> list[str]:
+    """Training, and the shortest prompts: Triton compiles the others' kernels for these, or for 1 and 16 rows."""
+    shortest = {f" {size}" for shape in shapes(options).values() for size in (shape.prefill[:1])}
+    return [item for item in items(options) if "train" in item or any(item.endswith(size) for size in shortest)]
 
 
 def run(item: str, options: Options) -> list[Row]:
@@ -102,7 +113,8 @@ def run(item: str, options: Options) -> list[Row]:
         if task.startswith("prefill"):
             samples = _prefill(models, int(task.split()[1]), options)
         elif task.startswith("decode"):
-            samples = _decode(models, shape, int(task.split()[1]), int(task.split()[3]), options)
+            rows, tokens = int(task.split()[1]), int(task.split()[3])
+            samples = _decode(models, shape, rows, tokens, task.endswith("graph"), options)
         else:
             samples = _train(models, shape, task == "train new heads", options)
         ran.update(seen)
@@ -196,33 +208,56 @@ def _row(samples: Samples) -> Row:
 @torch.no_grad()
 def _prefill(models: dict[str, PreTrainedModel], tokens: int, options: Options) -> Samples:
     ids = prompts(models["base"], 1, tokens)
-    return in_turn({name: _reader(model, ids) for name, model in models.items()}, options)
-
-
-def _reader(model: PreTrainedModel, ids: Tensor) -> Callable[[], object]:
-    return lambda: model(ids, use_cache=True, logits_to_keep=1).cache_params
+    return in_turn({n: partial(m, ids, use_cache=True, logits_to_keep=1) for n, m in models.items()}, options)
 
 
 @torch.no_grad()
-def _decode(models: dict[str, PreTrainedModel], shape: Shape, rows: int, tokens: int, options: Options) -> Samples:
+def _decode(
+    models: dict[str, PreTrainedModel], shape: Shape, rows: int, tokens: int, graph: bool, options: Options
+) -> Samples:
     """Greedy tokens after a prompt that every row shares."""
     ids = prompts(models["base"], 1, tokens)
+    longest = tokens + shape.steps * (WARM_UP + options.repeats) + CAPTURE + 1
     functions = {}
     for name, model in models.items():
-        cache = expand_cache(_reader(model, ids)(), rows)  # type: ignore[arg-type]
-        functions[name] = _writer(model, cache, ids[:, -1:].repeat(rows, 1), shape.steps)
+        cache = StaticCache(config=model.config, max_cache_len=longest) if graph else None
+        cache = model(ids, cache_params=cache, use_cache=True, logits_to_keep=1).cache_params
+        step = _step(model, expand_cache(cache, rows), ids[:, -1:].repeat(rows, 1))
+        functions[name] = _repeated(captured(step) if graph and options.device == "cuda" else step, shape.steps)
     samples = in_turn(functions, options)
     samples.tokens = rows * shape.steps
     return samples
 
 
-def _writer(model: PreTrainedModel, cache: object, last: Tensor, steps: int) -> Callable[[], object]:
-    def write() -> None:
-        token = last
-        for _ in range(steps):
-            token = model(token, cache_params=cache, use_cache=True).logits[:, -1:].argmax(-1)
+def _step(model: PreTrainedModel, cache: Cache, token_B1: Tensor) -> Callable[[], object]:
+    """One decoded token, written over the last one: a graph reads and writes the same memory at every replay."""
 
-    return write
+    def step() -> None:
+        token_B1.copy_(model(token_B1, cache_params=cache, use_cache=True).logits[:, -1:].argmax(-1))
+
+    return step
+
+
+def _repeated(function: Callable[[], object], times: int) -> Callable[[], object]:
+    def repeat() -> None:
+        for _ in range(times):
+            function()
+
+    return repeat
+
+
+def captured(step: Callable[[], object]) -> Callable[[], object]:
+    """Record a step as a CUDA graph, after steps that compile its kernels; returns the replay."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(CAPTURE):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
 
 
 def _train(models: dict[str, PreTrainedModel], shape: Shape, new_heads: bool, options: Options) -> Samples:

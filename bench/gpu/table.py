@@ -2,39 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from bench.gpu.env import Row
+from bench.gpu.store import Store
 
 _APART = ("forward", "decode", "gradient")
 COLUMNS = {
     "environment": ("what", "found"),
-    "build": ("package", "result", "seconds"),
+    "speed": ("shape", "task", "unit", "base", "hybrid", "ratio", "spread", "base GiB", "hybrid GiB"),
+    "loop": ("shape", "loop", "tokens/s", "of plain", "ms/step", "tokens/step"),
+    "quickstart": ("what", "found", "ok"),
+    "training": ("shape", "task", "kind", "unit", "base", "hybrid", "ratio", "base GiB", "hybrid GiB", "apart", "ok"),
+    "locate": ("shape", "heads", "methods", "prompts", "passes", "seconds", "again", "GiB"),
     "correctness": ("family", "mode", "dtype", *_APART, "tensor", "x cpu", "ok", "differs most"),
     "behaviour": ("family", "silenced head", "hooks, eval", "hooks, training", "ok", "packing"),
     "attention": ("implementation", "widths", "prompts", *_APART, "x eager", "ok"),
-    "speed": ("shape", "task", "unit", "base", "hybrid", "ratio", "spread", "base GiB", "hybrid GiB"),
-    "training": ("shape", "task", "kind", "unit", "base", "hybrid", "ratio", "base GiB", "hybrid GiB", "apart", "ok"),
 }
 LEGENDS = {
+    "speed": "ratio: time of the hybrid over time of the base; spread: interquartile range over median",
+    "loop": "of plain: tokens/s over those of the plain loop with about as many tokens in a step",
+    "training": "a whole step of the loop; apart: largest relative difference of a loss from that of the plain run",
+    "locate": "again: seconds of the same call a second time, when all kernels are compiled",
     "correctness": "relative to the CPU in fp32 with the same weights; x cpu: over the CPU's own error in bf16",
     "attention": "relative to eager in fp32; x eager: over eager's own error in this dtype",
-    "speed": "ratio: time of the hybrid over time of the base; spread: interquartile range over median",
-    "training": "a whole step of the loop; apart: largest relative difference of a loss from that of the plain run",
 }
+Sections = dict[str, list[Row]]
 
 
-def text(sections: dict[str, dict[str, Any]]) -> str:
+def sections(store: Store, parts: Mapping[str, str]) -> Sections:
+    """Rows and lines of all results so far, by table.
+
+    Args:
+        parts: name of a part's results -> table of its rows that name none.
+    """
+    found: Sections = {name: [] for name in COLUMNS}
+    machines: dict[str, int] = {}
+    for name, table in {"environment": "environment", **parts}.items():
+        for entry in store.entries(name).values():
+            machines[entry["machine"]] = machines.get(entry["machine"], 0) + (name != "environment")
+            for row in entry["rows"]:
+                found[row.get("table", table)].append(row)
+    if sum(count > 0 for count in machines.values()) > 1:
+        found["environment"] += [{"line": f"{count} results: {m}"} for m, count in machines.items() if count]
+    return found
+
+
+def failed(found: Sections) -> int:
+    """Number of rows that are not as they should be."""
+    return sum(bool(row.get("failed")) or not row.get("ok", True) for rows in found.values() for row in rows)
+
+
+def progress(
+    wanted: Mapping[str, list[str]], left: Mapping[str, list[str]], failures: int, command: str, folder: Path
+) -> str:
+    """What is done, what is left, and the command for it."""
+    lines = [f"{name}: {len(wanted[name]) - len(left[name])} of {len(wanted[name])} done" for name in wanted]
+    verdict = f"{failures} NOT as they should be: see NO and failed above" if failures else "all as it should be"
+    rest = [f"left: {name} {item}" for name, items in left.items() for item in items[:3]]
+    then = f"next: {command}" if rest else "nothing is left"
+    return "\n".join(["", "; ".join(lines), *rest, f"{folder}: {verdict}; {then}"])
+
+
+def text(found: Sections) -> str:
     """Format all sections, one after the other."""
-    return "\n".join(part for name in COLUMNS for part in _section(name, sections[name]))
+    return "\n".join(part for name in COLUMNS if found[name] for part in _section(name, found[name]))
 
 
-def _section(name: str, section: dict[str, Any]) -> list[str]:
-    rows = [_derived(row) for row in section["rows"]]
+def _section(name: str, found: list[Row]) -> list[str]:
+    rows = [_derived(row) for row in found if "line" not in row]
     legend = f" ({LEGENDS[name]})" if name in LEGENDS and rows else ""
-    found = [*_aligned(COLUMNS[name], rows), *ran(rows), *merged(section["lines"])]
-    return ["", f"{name}{legend}", *(found or ["- not requested"])]
+    lines = merged([row for row in found if "line" in row])
+    return ["", f"{name}{legend}", *aligned(COLUMNS[name], rows), *ran(rows), *lines]
 
 
 def _derived(row: Row) -> Row:
@@ -47,7 +88,7 @@ def _derived(row: Row) -> Row:
     return row
 
 
-def _aligned(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
+def aligned(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
     if not rows:
         return []
     cells = [list(columns), *([shown(row.get(column)) for column in columns] for row in rows)]
@@ -71,7 +112,7 @@ def ran(rows: Sequence[Row]) -> list[str]:
     answers: dict[str, list[str]] = {}
     for row in rows:
         if "ran" in row:
-            subject = row.get("family") or f"{row['shape']} {row['task'].split()[0]}"
+            subject = row.get("family") or " ".join([row["shape"], *row.get("task", "").split()[:1]])
             subjects = answers.setdefault(row["ran"], [])
             subjects += [] if subject in subjects else [subject]
     return [f"ran in {', '.join(subjects)}: {answer}" for answer, subjects in answers.items()]

@@ -1,4 +1,4 @@
-"""Run the training loop on a GPU: the train stage of `surgery run` at the shape of mamba2-130m.
+"""Run the training loop of `surgery run` at the shape of mamba2-130m, in each way that a recipe can set.
 
     all, checkpointing     hybrid against base: time of a step, peak of memory; bf16 with fp32 master weights
     lora                   with checkpointing and all installed fused kernels: every adapter must move
@@ -6,10 +6,9 @@
                            weights equal those of the plain run
     compile                torch.compile of the hybrid: its losses equal those of the plain run
     packing                documents of very different lengths, packed into rows against padded: the same losses, and
-                           the time of both; without kernels both are padded, and a line reports it
+                           the time of both
 
 Weights are random, so no loss may grow. On a CPU there is no FSDP2 (Accelerate falls back to DDP), and no compiling.
-So far this has run on a CPU only, at toy sizes; no number of a GPU comes from it yet.
 """
 
 from __future__ import annotations
@@ -30,11 +29,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bench.gpu.env import Row, installed
+from bench.gpu.env import Row
 from bench.gpu.models import in_words, watch
-from bench.gpu.runner import Options, note
+from bench.gpu.runner import ROOT, Options, note
 from surgery.models.loading import load_config
 from surgery.models.lookup import family_of, geometry_of
 from surgery.probes.documents import rng_of
@@ -42,12 +42,10 @@ from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Base, Train
 from surgery.splice.graft import splice_model
 from surgery.testing.pico import pico_config, pico_tokenizer
-from surgery.train.targets import Targets
-from surgery.train.trainer import train_stage
-from surgery.train.training import make_accelerator
+from surgery.train.packing import packing_fault
+from surgery.train.training import make_accelerator, train_model
 from surgery.types import Graft, Plan
 
-ROOT = Path(__file__).resolve().parents[2]
 SHAPES, TOY = ("mamba2-130m",), ("toy",)
 TASKS = ("lora", "all", "checkpointing", "packing", "fsdp2", "ddp", "compile")
 WARM_UP = 3  # steps that are not timed
@@ -58,6 +56,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
     "compile": {"compile": True},
     "packing": {"packing": True},
+    "padded": {"packing": False},
 }
 UNEVEN = ("packing", "padded")  # trained on documents of very different lengths
 
@@ -70,7 +69,7 @@ class Run:
         checksum: the sum of all weights' magnitudes at the end.
         moved: whether every adapter is other than it began.
         ran: whose code the recurrences were.
-        packed: whether documents shared rows.
+        not_packed: reason why documents do not share rows in the task `packing`.
     """
 
     losses: list[float]
@@ -80,13 +79,18 @@ class Run:
     checksum: float
     moved: bool
     ran: str
-    packed: bool = False
+    not_packed: str | None = None
 
 
 def items(options: Options) -> list[str]:
     """`shape | task`."""
-    tasks = [task for task in TASKS if task != "compile" or options.device == "cuda"]
+    tasks = [task for task in TASKS if task not in ("compile", "fsdp2") or options.device == "cuda"]
     return [f"{name} | {task}" for name in (TOY if options.toy else SHAPES) for task in tasks]
+
+
+def warm(options: Options) -> list[str]:
+    """Those that run other kernels; `all` runs with `compile`."""
+    return [item for item in items(options) if item.split(" | ")[1] in ("lora", "packing", "compile")]
 
 
 def run(item: str, options: Options) -> list[Row]:
@@ -110,10 +114,9 @@ def _packing(name: str, packed: Run, padded: Run, options: Options) -> list[Row]
     rows = [_row(name, "padded", padded), {**_row(name, "packing", packed), "ran": packed.ran}]
     together = against(packed, padded)
     rows[1] |= {**together, "ok": rows[1]["ok"] and together["ok"]}
-    if packed.packed:
-        return [*rows, note("packing", f"{_middle(packed) / _middle(padded):.2f} of the padded step's time")]
-    failed = options.device == "cuda" and installed("mamba-ssm") is not None
-    return [*rows, note("packing", "no kernels that keep documents apart, so both runs were padded", failed)]
+    text = f"{_middle(packed) / _middle(padded):.2f} of the padded step's time"
+    fault = packed.not_packed
+    return [*rows, note("packing", text) if fault is None else note("packing", f"refused: {fault}", failed=True)]
 
 
 @lru_cache(maxsize=4)
@@ -123,10 +126,11 @@ def trained(name: str, task: str, arm: str, options: Options) -> Run:
     sites = family_of(base.config).sites(base.config)
     chosen = [sites[len(sites) // 2], sites[3 * len(sites) // 4]]
     grafts = tuple(Graft(site, (1,), "add", "ssm", ("segment_end",)) for site in chosen)
-    model = base if arm == "base" else splice_model(base, Plan(name, geometry_of(base.config), grafts, 0))
+    plan = Plan(name, geometry_of(base.config), grafts, 0) if arm == "hybrid" else None
+    model = base if plan is None else splice_model(base, plan)
     del base
     try:
-        return _train(model, grafts if arm == "hybrid" else (), task, options)
+        return _train(model, plan, task, options)
     finally:
         del model
         gc.collect()
@@ -144,22 +148,26 @@ def _base(name: str, options: Options) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def _train(model: PreTrainedModel, grafts: tuple[Graft, ...], task: str, options: Options) -> Run:
+def _train(model: PreTrainedModel, plan: Plan | None, task: str, options: Options) -> Run:
     accelerator, cuda = make_accelerator(), options.device == "cuda"
+    fault = packing_fault({"hybrid": model.to(accelerator.device).train()}) if task == "packing" else None
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     with watch(model) as ran, tempfile.TemporaryDirectory() as folder:
-        section = _section(task, options, Path(folder))
-        result = train_stage(model, pico_tokenizer(), section, 0, accelerator, Targets(grafts=grafts))
+        section, out = _section(task, options, Path(folder)), Path(folder) / "out"
+        history = train_model(
+            model, pico_tokenizer(), section, plan, accelerator=accelerator, outputs=out if task == "lora" else None
+        )
+        adapters = [load_file(path) for path in out.rglob("*.safetensors")]
     return Run(
-        losses=[entry["loss"] for entry in result.history],
-        seconds=[entry["seconds"] for entry in result.history],
+        losses=[entry["loss"] for entry in history],
+        seconds=[entry["seconds"] for entry in history],
         peak=torch.cuda.max_memory_allocated() if cuda else None,
         kind=_kind(accelerator),
         checksum=float(sum(p.detach().double().abs().sum().cpu() for p in model.parameters())),
-        moved=all(bool(p.any()) for name, p in model.named_parameters() if ".lora_B" in name),
+        moved=all(bool(p.any()) for saved in adapters for name, p in saved.items() if "lora_B" in name),
         ran=in_words(ran),
-        packed=result.packing,
+        not_packed=fault,
     )
 
 
@@ -210,8 +218,7 @@ def _launched(name: str, task: str, options: Options) -> Row:
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
         if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if "Error" in line]
-            raise RuntimeError(errors[0] if errors else done.stderr[-300:])
+            raise RuntimeError(" | ".join(done.stderr.strip().splitlines()[-6:])[-400:])
         found = Run(**json.loads(out.read_text()))
     row = {**_row(name, task, found), **against(found, plain)}
     if task == "fsdp2" and options.device == "cuda":

@@ -70,7 +70,7 @@ def split_step(
     micro_batches: list[MicroBatch] = []
 
     def encoded(part: Sequence[Document]) -> EncodedBatch:
-        batch = encode(part, tokenizer)
+        batch = encode(part, tokenizer, choices=False)
         return (pack(batch) if packing else batch).to(accelerator.device)
 
     for index, source in enumerate(sources):

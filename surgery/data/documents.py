@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from surgery.data.answer_spans import find_answer
 from surgery.data.columns import names_of_columns
 from surgery.data.files import Row, rows_in_order
-from surgery.data.offsets import tokenized
+from surgery.data.offsets import Tokens, tokenized
 from surgery.data.pieces import Piece, cut, part
 from surgery.errors import DataError, short_repr
 from surgery.probes.documents import Document, Question, Span
@@ -153,15 +152,15 @@ class Reader:
             if not documents:
                 continue
             rows_of_tokens = tokenized(self.tokenizer, [document.text for _, _, document, _ in documents])
-            for (number, row, document, origin), (ids, offsets) in zip(documents, rows_of_tokens, strict=True):
+            for (number, row, document, origin), tokens in zip(documents, rows_of_tokens, strict=True):
                 try:
-                    pieces = self._fit(row, document, ids, offsets)
+                    pieces = self._fit(row, document, tokens)
                 except DataError as error:
                     self._skip(error)
                     continue
                 self.spans.update([origin] if origin else ())
-                for span, tokens in pieces:
-                    yield Piece(part(document, span), number, span, tokens)
+                for span, length in pieces:
+                    yield Piece(part(document, span), number, span, length)
 
     def empty_error(self) -> DataError:
         """The error for data without a usable row."""
@@ -220,16 +219,17 @@ class Reader:
             hint = "Use the roles, and their order, that the template expects."
             raise DataError(row.where, f"the chat template refuses it: {error}", hint) from None
 
-    def _fit(self, row: Row, document: Document, ids: list[int], offsets: Sequence[Span]) -> list[tuple[Span, int]]:
+    def _fit(self, row: Row, document: Document, tokens: Tokens) -> list[tuple[Span, int]]:
         """Return characters and tokens of each piece. Only a long plain text has more than one."""
-        _check_tokens(row.where, document, ids, offsets, self.vocab_size)
+        _check_tokens(row.where, document, tokens, self.vocab_size)
+        ids = tokens.ids
         limit = min((n for n in (self.max_tokens, self.context) if n is not None), default=len(ids))
         if len(ids) <= limit:
             return [((0, len(document.text)), len(ids))]
         if document.questions:
             reason = "The model takes at most" if limit == self.context else "`max_tokens` is"
             raise DataError(row.where, f"{len(ids)} tokens", f"{reason} {limit}. Shorten the row, or remove it.")
-        return cut(document.text, ids, offsets, limit, lambda text: tokenized(self.tokenizer, [text])[0][0])
+        return cut(document.text, ids, tokens.offsets, limit, lambda text: tokenized(self.tokenizer, [text])[0].ids)
 
 
 def is_held_out(prompt: str, share: float) -> bool:
@@ -249,41 +249,32 @@ def check_documents(
 ) -> None:
     """Raise DataError for the first document that does not fit the model's vocabulary or context."""
     rows = tokenized(tokenizer, [document.text for document in documents])
-    for document, (ids, offsets) in zip(documents, rows, strict=True):
+    for document, tokens in zip(documents, rows, strict=True):
         where = f"{document.task}, {short_repr(document.text)}"
-        _check_tokens(where, document, ids, offsets, vocab_size)
-        if context is not None and len(ids) > context:
-            raise DataError(where, f"{len(ids)} tokens", f"The model takes at most {context}. Shorten it.")
+        _check_tokens(where, document, tokens, vocab_size)
+        if context is not None and len(tokens.ids) > context:
+            raise DataError(where, f"{len(tokens.ids)} tokens", f"The model takes at most {context}. Shorten it.")
 
 
-def _check_tokens(
-    where: str, document: Document, ids: Sequence[int], offsets: Sequence[Span], vocab_size: int | None
-) -> None:
+def _check_tokens(where: str, document: Document, tokens: Tokens, vocab_size: int | None) -> None:
     """Raise DataError for tokens outside the vocabulary, and for an answer that starts inside a token."""
-    if not ids:
+    if not tokens.ids:
         raise DataError(where, "the text has no tokens", "Remove the row.")
-    if vocab_size is not None and max(ids) >= vocab_size:
+    if vocab_size is not None and max(tokens.ids) >= vocab_size:
         hint = f"The model has {vocab_size} tokens. Set base.tokenizer to the tokenizer that it was trained with."
-        raise DataError(where, f"token {max(ids)} is outside the vocabulary", hint)
-    starts = [start for start, _ in offsets]
+        raise DataError(where, f"token {max(tokens.ids)} is outside the vocabulary", hint)
     for question in document.questions:
-        first = _covering(where, starts, offsets, question.answer[0])
-        if starts[first] < question.answer[0]:
-            token = document.text[slice(*offsets[first])]
-            hint = "Move the space between them, or end the prompt with a newline."
-            raise DataError(where, f"the token {token!r} spans the end of the prompt and the start of the answer", hint)
-        for char in (question.answer[1] - 1, *(question.value or ()), *(question.segment or ())):
-            _covering(where, starts, offsets, min(char, len(document.text) - 1))
-
-
-def _covering(where: str, starts: Sequence[int], offsets: Sequence[Span], char: int) -> int:
-    """Find the first token that covers a character. Several tokens do if its bytes are split."""
-    token = bisect_right(starts, char) - 1
-    if token < 0 or offsets[token][1] <= char:
-        raise DataError(where, f"no token covers character {char}", "This tokenizer drops text. Use another one.")
-    while token and offsets[token - 1][1] > char:
-        token -= 1
-    return token
+        for char in (question.answer[0], question.answer[1] - 1, *(question.value or ()), *(question.segment or ())):
+            char = min(char, len(document.text) - 1)
+            if not tokens.covering(char):
+                hint = "This tokenizer drops text. Use another one."
+                raise DataError(where, f"no token covers character {char}", hint)
+            first = tokens.covering(char)[0]
+            if char == question.answer[0] and tokens.starts[first] < char:
+                token = document.text[slice(*tokens.span(first))]
+                hint = "Move the space between them, or end the prompt with a newline."
+                problem = f"the token {token!r} spans the end of the prompt and the start of the answer"
+                raise DataError(where, problem, hint)
 
 
 def _end(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -8,13 +8,12 @@ the same interface (`user.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from random import Random
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from surgery.probes.documents import Document, rng_of
+from surgery.probes.documents import Document, Question, rng_of
 from surgery.probes.registry import Options
 from surgery.recipe import Source
 
@@ -76,8 +75,8 @@ class GeneratedStream:
 def with_ends(document: Document) -> Document:
     """Extend every answer by the newline after it. Choices are dropped, since they have no newline."""
     text = document.text if document.text.endswith("\n") else document.text + "\n"
-    ended = [replace(q, answer=(q.answer[0], q.answer[1] + 1), choices=()) for q in document.questions]
-    return replace(document, text=text, questions=tuple(ended))
+    ended = (Question((q.answer[0], q.answer[1] + 1), (), q.gold, q.segment, q.value) for q in document.questions)
+    return Document(document.task, text, tuple(ended))
 
 
 def maker(source: Source, rng: Random, tokenizer: PreTrainedTokenizerBase | None = None) -> Callable[[], Document]:

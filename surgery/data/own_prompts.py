@@ -83,8 +83,8 @@ def _from_first_word(document: Document, tokenizer: PreTrainedTokenizerBase) -> 
     word = start + len(answer) - len(answer.lstrip())
     if word == start:
         return document
-    ((_, offsets),) = tokenized(tokenizer, [document.text])
-    if word not in {first for first, _ in offsets}:
+    (tokens,) = tokenized(tokenizer, [document.text])
+    if word not in tokens.starts:
         return document
     return replace(document, questions=(*before, replace(question, answer=(word, end))))
 

@@ -268,11 +268,11 @@ def segment_spans(document: Document, tokenizer: PreTrainedTokenizerBase) -> tup
         start += len(line) + 1
     if not document.text.startswith(HEADER) or question is None or question.segment not in spans:
         raise ProbeError("documents", document.task, "Structural scores need documents of kv_retrieval.")
-    ((_, offsets),) = tokenized(tokenizer, [document.text])
-    first, last = np.asarray(offsets).T
+    (tokens,) = tokenized(tokenizer, [document.text])
+    first, last = np.asarray(tokens.starts), np.asarray(tokens.ends)
     # Tokens that overlap the line. As in `encode`, several tokens may share one character.
     touches = [np.flatnonzero((first < stop) & (last > start)) for start, stop in spans]
-    return tuple((int(tokens[0]), int(tokens[-1]) + 1) for tokens in touches)
+    return tuple((int(touching[0]), int(touching[-1]) + 1) for touching in touches)
 
 
 def structural_scores(

@@ -49,13 +49,20 @@ class Writer:
     """Build a text from pieces, with the span of each."""
 
     def __init__(self) -> None:
-        self.text = ""
+        self._pieces: list[str] = []
+        self._length = 0
+
+    @property
+    def text(self) -> str:
+        """All pieces."""
+        return "".join(self._pieces)
 
     def add(self, piece: str) -> Span:
         """Append a piece. Returns its characters [start, end)."""
-        start = len(self.text)
-        self.text += piece
-        return start, len(self.text)
+        start = self._length
+        self._pieces.append(piece)
+        self._length += len(piece)
+        return start, self._length
 
 
 def split_of(text: str, eval_share: int = 10) -> Split:

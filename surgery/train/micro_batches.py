@@ -96,15 +96,17 @@ class StepSplit:
             tokenizer: encodes the documents.
         """
         shares = [drawn[self.rank :: self.world] for drawn in documents]
-        owners = torch.tensor([index for index, share in enumerate(shares) for _ in share])
-        encoded = encode([document for share in shares for document in share], tokenizer)
-        encoded = replace(encoded, sources=owners[:, None].expand(encoded.input_ids.shape))
-        lengths = encoded.attention_mask.sum(1).tolist()
+        owners = [index for index, share in enumerate(shares) for _ in share]
+        encoded, lengths = None, list[int]()
+        if owners:  # all documents of a step in one call of the tokenizer
+            encoded = encode([document for share in shares for document in share], tokenizer, choices=False)
+            lengths = encoded.attention_mask.sum(1).tolist()
+            of_token = torch.tensor(owners)[:, None].expand(encoded.input_ids.shape)
+            encoded = replace(encoded, sources=of_token)
         micro_batches: list[MicroBatch] = []
         for group in self.groups():
-            rows = [row for row, owner in enumerate(owners.tolist()) if owner in group]
-            passes = self._passes(rows, lengths)
-            micro_batches += [self._micro_batch(encoded[torch.tensor(rows)]) for rows in passes]
+            passes = self._passes([row for row, owner in enumerate(owners) if owner in group], lengths)
+            micro_batches += [self._micro_batch(encoded[torch.tensor(rows)]) for rows in passes if encoded]
             most = 1  # with fewer documents than processes, some have none
             if self.limit and self.in_step:
                 most = -(-sum(len(documents[index][:: self.world]) for index in group) // self.limit)
@@ -159,7 +161,7 @@ class StepSplit:
     def _placeholder(
         self, index: int, documents: Sequence[Sequence[Document]], tokenizer: PreTrainedTokenizerBase
     ) -> MicroBatch:
-        batch = encode(documents[index][:1], tokenizer)
+        batch = encode(documents[index][:1], tokenizer, choices=False)
         return self._micro_batch(replace(batch, sources=torch.full_like(batch.input_ids, index)), real=False)
 
 

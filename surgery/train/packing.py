@@ -68,46 +68,53 @@ def pack(batch: EncodedBatch) -> EncodedBatch:
     Args:
         batch: right-padded, one document a row.
     """
-    lengths = batch.attention_mask.sum(1).tolist()
-    width = row_length(max(lengths))
-    rows = first_fit(lengths, width)
-    questions, reads = ((x >= 0).sum(1) for x in (batch.target, batch.read_query))
-    entries = {**dict.fromkeys((*_QUESTIONS, *_VALUES), questions), **dict.fromkeys(_READS, reads)}
-    packed = _empty(batch, rows, width, entries)
-    for row, members in enumerate(rows):
-        start, filled = 0, dict.fromkeys(entries, 0)
-        for index, b in enumerate(members):
-            tokens = lengths[b]
-            for name in packed.keys() & _TOKENS:
-                packed[name][row, start : start + tokens] = getattr(batch, name)[b, :tokens]
-            for name, first in filled.items():
-                values = getattr(batch, name)[b, : entries[name][b]]
-                moved = values if name in _VALUES else values.where(values < 0, values + start)
-                packed[name][row, first : first + len(values)] = moved
-                filled[name] = first + len(values)
-            packed["documents"][row, start : start + tokens] = index
-            start += tokens
-        packed["documents"][row, start:] = len(members)
+    real_BT = batch.attention_mask.bool()
+    lengths_B = real_BT.sum(1)
+    width = row_length(int(lengths_B.max()))
+    rows = first_fit(lengths_B.tolist(), width)
+    order_B = torch.tensor([b for members in rows for b in members])  # row by row
+    row_B, index_B = torch.empty_like(order_B), torch.empty_like(order_B)
+    row_B[order_B] = torch.tensor([row for row, members in enumerate(rows) for _ in members])
+    index_B[order_B] = torch.tensor([index for members in rows for index in range(len(members))])
+
+    def place(counts_B: Tensor) -> tuple[Tensor, int]:
+        """Return the first place of each document's entries in its row, and the most entries of a row."""
+        ends_B = counts_B[order_B].cumsum(0)
+        sizes_R = torch.zeros(len(rows), dtype=torch.long).index_add_(0, row_B, counts_B)
+        start_B = torch.empty_like(counts_B)
+        start_B[order_B] = ends_B - counts_B[order_B] - (sizes_R.cumsum(0) - sizes_R)[row_B[order_B]]
+        return start_B, int(sizes_R.max())
+
+    starts_B, _ = place(lengths_B)
+    packed: dict[str, Tensor] = {}
+    document, token = real_BT.nonzero(as_tuple=True)
+    there = row_B[document], starts_B[document] + token
+    for name in _TOKENS:
+        values = getattr(batch, name)
+        if values is not None:
+            packed[name] = values.new_zeros(len(rows), width)
+            packed[name][there] = values[real_BT]
+    packed["input_ids"] += _padding_id(batch) * (packed["attention_mask"] == 0)
+    packed["documents"] = torch.tensor([[len(members)] for members in rows], dtype=torch.int32).repeat(1, width)
+    packed["documents"][there] = index_B[document].int()
+    for names, found in (((*_QUESTIONS, *_VALUES), batch.target), (_READS, batch.read_query)):
+        counts_B = (found >= 0).sum(1)
+        first_B, most = place(counts_B)
+        document, entry = (torch.arange(found.shape[1]) < counts_B[:, None]).nonzero(as_tuple=True)
+        there = row_B[document], first_B[document] + entry
+        for name in names:
+            values = getattr(batch, name)
+            packed[name] = values.new_full((len(rows), max(1, most), *values.shape[2:]), -1)
+            taken = values[document, entry]
+            moved = taken if name in _VALUES else taken.where(taken < 0, taken + starts_B[document])
+            packed[name][there] = moved
     return EncodedBatch(**packed)
 
 
-def _empty(
-    batch: EncodedBatch, rows: Sequence[Sequence[int]], width: int, entries: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Make rows of padding, with room for the questions and reads of all their documents.
-
-    Args:
-        rows: for each row, the indices of its documents.
-        width: number of tokens of a row.
-        entries: for each field of questions or reads, (B,) number of them.
-    """
-    shape = len(rows), width
-    tensors = {name: x.new_zeros(shape) for name in _TOKENS if (x := getattr(batch, name)) is not None}
-    tensors["input_ids"] += next(iter(batch.input_ids[batch.attention_mask == 0]), 0)
-    for name, entries_B in entries.items():
-        values, most = getattr(batch, name), max(1, *(int(entries_B[list(members)].sum()) for members in rows))
-        tensors[name] = values.new_full((len(rows), most, *values.shape[2:]), -1)
-    return {**tensors, "documents": torch.empty(shape, dtype=torch.int32)}
+def _padding_id(batch: EncodedBatch) -> int:
+    """The token id on padding; 0 if there is none."""
+    padding = batch.input_ids[batch.attention_mask == 0]
+    return int(padding[0]) if len(padding) else 0
 
 
 @contextmanager

@@ -11,7 +11,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from surgery.data.encoding import EncodedBatch, choice_tokens, distinct_prefixes, encode
+from surgery.data.choices import choice_tokens, distinct_prefixes
+from surgery.data.encoding import EncodedBatch, encode, stack
+from surgery.data.positions import encode_each
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document, Question, Writer, draw, rng_of, split_of
 from surgery.testing.pico import pico_tokenizer
@@ -333,3 +335,24 @@ def test_draw_gives_up_on_a_generator_of_one_text() -> None:
     other = "eval" if split_of("always this") == "train" else "train"
     with pytest.raises(ProbeError, match="split"):
         draw(other, lambda: "always this")
+
+
+def test_without_choices_a_batch_differs_in_the_choices_alone() -> None:
+    """No choice is tokenized, so even choices that cannot be told apart pass."""
+    documents = BATCHES["several questions"]
+    plain, ranked = encode(documents, pico_tokenizer(), choices=False), encode(documents, pico_tokenizer())
+    for field in fields(EncodedBatch)[:-1]:
+        if field.name.startswith("choice"):
+            assert (getattr(plain, field.name) == -1).all()
+        else:
+            assert torch.equal(getattr(plain, field.name), getattr(ranked, field.name))
+    assert len(encode([asked("71", "71")], byte_tokenizer(), choices=False)) == 1
+
+
+def test_documents_that_were_tokenized_together_make_the_batches_of_each_part() -> None:
+    documents = BATCHES["all tasks"]
+    each = encode_each(documents, pico_tokenizer(), choices=False)
+    for part in (slice(0, 3), slice(3, None)):
+        one = stack(each[part], int(pico_tokenizer().pad_token_id))
+        other = encode(documents[part], pico_tokenizer(), choices=False)
+        assert all(torch.equal(getattr(one, f.name), getattr(other, f.name)) for f in fields(EncodedBatch)[:-1])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from surgery.data.encoding import encode
-from surgery.data.offsets import tokenized
+from surgery.data.offsets import Tokens, tokenized
 from surgery.testing.pico import pico_tokenizer
 from tests.support.samples import sample
 
@@ -43,4 +44,19 @@ def test_every_position_is_that_of_the_tokenizer_without_trimming(task: str) -> 
 def test_a_tokenizer_that_drops_spaces_has_no_token_for_them() -> None:
     backend = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    assert tokenized(PreTrainedTokenizerFast(tokenizer_object=backend), ["a  b"]) == [([0, 1], [(0, 1), (3, 4)])]
+    assert tokenized(PreTrainedTokenizerFast(tokenizer_object=backend), ["a  b"]) == [Tokens([0, 1], (0, 3), (1, 4))]
+
+
+@pytest.mark.parametrize("make", [trimming, pico_tokenizer])
+def test_the_tokens_that_cover_a_character_are_those_of_a_search_of_all(
+    make: Callable[[], PreTrainedTokenizerFast],
+) -> None:
+    for tokens, text in zip(tokenized(make(), TEXTS), TEXTS, strict=True):
+        for char in range(len(text)):
+            expected = [i for i, (start, end) in enumerate(tokens.offsets) if start <= char < end]
+            assert list(tokens.covering(char)) == expected != []
+
+
+def test_a_character_without_a_token_is_covered_by_none() -> None:
+    assert list(Tokens([1, 2], (0, 3), (1, 4)).covering(2)) == []
+    assert list(Tokens([1, 2, 3], (0, 1, 1), (1, 2, 2)).covering(1)) == [1, 2]

@@ -135,7 +135,8 @@ qlora-test: $(VENV)/.installed
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo .qlora/lib/python3*/site-packages)/zz_rest.pth
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) .qlora/bin/python -m pytest tests/unit/train/test_quantization.py tests/unit/train/test_lora.py
 
-## Compare mamba_ssm's Triton kernels with our scan in Triton's interpreter, without a GPU (in .triton): TRITON_MINUTES of one core.
+## Compare mamba_ssm's Triton kernels with our scan in Triton's interpreter, without a GPU (in .triton), in five minutes
+## of one core (docs/CONFORMANCE.md).
 # Triton 3.6 does not run on numpy 2.4. The extension of mamba_ssm, which needs nvcc, is not built.
 triton-test: $(VENV)/.installed
 	test -x .triton/bin/python || $(BIN)/python -m venv .triton

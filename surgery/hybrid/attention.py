@@ -279,15 +279,24 @@ class SplicedAttention(nn.Module):
         if not self.silu:
             return x_BCT
         activated_BCT = F.silu(x_BCT)
-        if self.copied_width < self.qk_width:
-            self.new_channels(activated_BCT.transpose(0, 1)).copy_(self.new_channels(x_BCT.transpose(0, 1)))
+        if self.copied_width == self.qk_width:
+            return activated_BCT
+        if torch.is_grad_enabled():
+            is_new_C = torch.zeros(x_BCT.shape[1], dtype=torch.bool, device=x_BCT.device)
+            self.new_channels(is_new_C).fill_(True)
+            return torch.where(is_new_C[:, None], x_BCT, activated_BCT)
+        self.new_channels(activated_BCT.transpose(0, 1)).copy_(self.new_channels(x_BCT.transpose(0, 1)))
         return activated_BCT
 
     def scale_query(self, query_BHTK: Tensor) -> Tensor:
         """Multiply by the learned scale of each head, and M new channels also by 1/sqrt(M)."""
         query_BHTK = query_BHTK * self.scale[:, None, None]
-        if self.copied_width < self.qk_width:
-            query_BHTK[..., self.copied_width :].mul_((self.qk_width - self.copied_width) ** -0.5)
+        if self.copied_width == self.qk_width:
+            return query_BHTK
+        copied, new = query_BHTK.tensor_split([self.copied_width], dim=-1)
+        if torch.is_grad_enabled():
+            return torch.cat([copied, new * new.shape[-1] ** -0.5], dim=-1)
+        new.mul_(new.shape[-1] ** -0.5)
         return query_BHTK
 
 

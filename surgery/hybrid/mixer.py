@@ -132,7 +132,7 @@ class HybridMixerMixin:
             output = self._scan(hidden_states, cache, attention_mask, **kwargs)
         finally:
             self.training, self.seen = training, None
-        if len(seen) > 1:
+        if seen and not is_decoding(hidden_states):
             seen = [tuple(torch.cat(parts, dim=1) for parts in zip(*seen, strict=True))]
         # One operator less for each token, where nothing looks at what the branch returns.
         sums = self.takes_sum and is_decoding(hidden_states) and is_plain(self.attention)

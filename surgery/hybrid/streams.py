@@ -84,9 +84,11 @@ class StreamAttention(SplicedAttention):
         qk_BTRHK = self.qk_proj(parameters_BTW).unflatten(-1, (2, self.num_heads, -1))
         query, key = qk_BTRHK.permute(2, 0, 3, 1, 4)
         x_BTHV = x_BTI.unflatten(-1, (-1, self.v_width))
-        # Slices: a list of indices would wait for the device.
-        slices = [x_BTHV[:, :, head : head + 1] for head in self.heads]
-        value = (torch.cat(slices, dim=2) if len(slices) > 1 else slices[0]).transpose(1, 2)
+        if is_decoding(u_BTD):  # a list of indices would wait for the device
+            value_BTHV = torch.cat([x_BTHV[:, :, head : head + 1] for head in self.heads], dim=2)
+        else:
+            value_BTHV = x_BTHV[:, :, self.heads]
+        value = value_BTHV.transpose(1, 2)
         return self.scale_query(query), key, value
 
 

@@ -201,7 +201,8 @@ def supervised(
         logs: folder for the children's logs.
     """
     deadline = time.monotonic() + seconds
-    todo, children, count = list(work_of), [], 0
+    todo, count = list(work_of), 0
+    children: list[Child] = []
     try:
         while todo or children:
             left = deadline - time.monotonic()

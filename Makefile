@@ -7,7 +7,7 @@ JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n : 4)))
 # Without files of bytecode, which pip is told not to make for all modules, each process would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check lint format pretrain rounding compat newest fuzz kills mutants upstream serve-test client-test gguf-test qlora-test real-shape stranger gpu bench evidence docs clean
+.PHONY: demo test check lint format pretrain rounding compat newest fuzz kills mutants upstream serve-test client-test gguf-test qlora-test triton-test real-shape stranger gpu bench evidence docs clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -135,6 +135,17 @@ qlora-test: $(VENV)/.installed
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo .qlora/lib/python3*/site-packages)/zz_rest.pth
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) .qlora/bin/python -m pytest tests/unit/train/test_quantization.py tests/unit/train/test_lora.py
 
+## Compare mamba_ssm's Triton kernels with our scan in Triton's interpreter, without a GPU (in .triton): TRITON_MINUTES of one core.
+# Triton 3.6 does not run on numpy 2.4. The extension of mamba_ssm, which needs nvcc, is not built.
+triton-test: $(VENV)/.installed
+	test -x .triton/bin/python || $(BIN)/python -m venv .triton
+	.triton/bin/pip install --quiet --disable-pip-version-check --no-deps --ignore-installed "triton==3.6.*" "numpy==2.3.*" \
+		einops ninja packaging setuptools wheel
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo .triton/lib/python3*/site-packages)/zz_rest.pth
+	MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE .triton/bin/pip install --quiet --disable-pip-version-check --no-deps \
+		--no-build-isolation "mamba-ssm==2.3.2.post1"
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) .triton/bin/python -m pytest integrations/triton
+
 ## Run recipes/mamba2-130m.yaml on the shipped model, padded to that shape and format, into runs/real-shape/.
 real-shape: $(VENV)/.installed
 	OMP_NUM_THREADS=2 $(BIN)/python -m bench.speed.real_shape runs/real-shape
@@ -164,4 +175,4 @@ docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf runs site $(VENV) .compat .newest .upstream .serve .gguf .qlora .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	rm -rf runs site $(VENV) .compat .newest .upstream .serve .gguf .qlora .triton .pytest_cache .ruff_cache .mypy_cache build *.egg-info

@@ -11,7 +11,6 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import binomtest
 
 from surgery.types import Interval
 
@@ -20,6 +19,8 @@ def wilson(successes: int, n: int) -> Interval:
     """95% Wilson score interval of a proportion; (0, 1) if `n` is 0."""
     if n == 0:
         return Interval(0.0, 0.0, 1.0, 0)
+    from scipy.stats import binomtest  # slow to import
+
     limits = binomtest(successes, n).proportion_ci(0.95, method="wilson")
     return Interval(successes / n, float(limits.low), float(limits.high), n)
 

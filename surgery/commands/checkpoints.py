@@ -24,11 +24,15 @@ def inspect(
     """Print family, mixers, heads, parameters and cache size of a model."""
     from surgery.models.loading import load_config
     from surgery.models.lookup import family_of, geometry_of
+    from surgery.models.runtime import run_device
     from surgery.models.sizes import meta_model, sizes_of
+    from surgery.models.torch_scans import code_text
 
     base = Base(model=model, revision=revision, trust_remote_code=trust_remote_code)
     config = load_config(base.named("MODEL"))
-    print_model(model, geometry_of(config), config, family_of(config), sizes_of(meta_model(config, trust_remote_code)))
+    built = meta_model(config, trust_remote_code)
+    code = code_text(built, run_device())
+    print_model(model, geometry_of(config), config, family_of(config), sizes_of(built), code)
 
 
 def generate(
@@ -41,12 +45,13 @@ def generate(
     """Generate text with a checkpoint."""
     use_free_cores()
     from surgery.models.loading import check_vocabulary, load_model, load_tokenizer
+    from surgery.models.runtime import run_device
 
     base = Base(model=checkpoint, dtype="auto", trust_remote_code=trust_remote_code).named("CHECKPOINT")
-    model, tokenizer = load_model(base), load_tokenizer(base)
+    model, tokenizer = load_model(base).to(run_device()), load_tokenizer(base)  # type: ignore[arg-type]
     with naming("CHECKPOINT", "base.tokenizer"):
         check_vocabulary(tokenizer, model.config)
-    inputs = tokenizer(prompt.replace("\\n", "\n"), return_tensors="pt", add_special_tokens=False)
+    inputs = tokenizer(prompt.replace("\\n", "\n"), return_tensors="pt", add_special_tokens=False).to(model.device)
     if inputs["input_ids"].shape[1] == 0:
         raise SurgeryError("PROMPT", repr(prompt), "The prompt has no tokens. Pass some text.")
     with reading("CHECKPOINT", checkpoint, "Generation failed. Correct config.json and generation_config.json."):

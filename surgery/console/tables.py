@@ -70,6 +70,8 @@ def print_plan(estimate: dict[str, Any]) -> None:
     )
     table.add_row("time", _time_text(estimate))
     out.print(table, highlight=False)
+    if estimate["code"]:
+        out.print(f"{estimate['code']}.", highlight=False, markup=False, soft_wrap=True)
     _print_memory(estimate)
     if estimate["locating"]:
         out.print(f"Memory while locating: {estimate['locating']}.", highlight=False)
@@ -124,7 +126,7 @@ def _print_memory(estimate: dict[str, Any]) -> None:
         out.print("Set a smaller train.micro_batch, or train.precision: bf16.", highlight=False)
 
 
-def print_model(name: str, geometry: str, config: Any, family: Any, sizes: Any) -> None:
+def print_model(name: str, geometry: str, config: Any, family: Any, sizes: Any, code: str) -> None:
     """Print family, mixers, heads, parameters and cache size of a model.
 
     Args:
@@ -133,6 +135,7 @@ def print_model(name: str, geometry: str, config: Any, family: Any, sizes: Any) 
         config: the model's PreTrainedConfig.
         family: the model's `layouts.Family`.
         sizes: the model's `sizes.Sizes`.
+        code: the model's `torch_scans.code_text`.
     """
     out.print(f"{name}: {config.model_type}, family {family.name}, geometry {geometry}", highlight=False)
     new = f", of which {sizes.new_parameters:,} in spliced heads" if sizes.new_parameters else ""
@@ -140,6 +143,8 @@ def print_model(name: str, geometry: str, config: Any, family: Any, sizes: Any) 
     sites = family.sites(config)
     where = f"can be spliced into {len(sites)} layers" if sites else f"cannot be spliced: {family.refuses}"
     out.print(f"attention {where}", highlight=False)
+    if code:
+        out.print(code, highlight=False, markup=False, soft_wrap=True)
     spliced = {site["layer"]: site for site in getattr(config, "splice", None) or []}
     from surgery.models.inserted import inserted_entries  # imports torch
 

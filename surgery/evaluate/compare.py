@@ -30,14 +30,13 @@ from surgery.models.loading import (
     load_tokenizer,
     revision_of,
 )
+from surgery.models.runtime import run_device
 from surgery.recipe import Base, Evaluate, check_recipe
 from surgery.recipe.loading import plugin_modules
 from surgery.recipe.public import public_name
 from surgery.recipe.section import Plugins, Section, Seed
 from surgery.recipe.yaml import apply
 from surgery.registry import load_plugins
-from surgery.report.figures.costs import costs_by_length
-from surgery.report.figures.curves import accuracy_by_pairs
 
 Tick = Callable[[int, int, str], None]
 
@@ -116,6 +115,9 @@ def compare_models(recipe: Comparison, folder: Path, progress: Tick | None = Non
             base = Base(model=model, dtype=recipe.dtype, trust_remote_code=recipe.trust_remote_code)
             bases[numbered] = base.named("MODEL")
         results, models = _evaluate(recipe, bases, progress)
+        from surgery.report.figures.costs import costs_by_length  # matplotlib is slow to import
+        from surgery.report.figures.curves import accuracy_by_pairs
+
         with new_folder(folder) as new:
             kv = {name: summary["kv_retrieval"] for name, summary in results["arms"].items()}
             if all(kv.values()):
@@ -154,7 +156,7 @@ def _evaluate(
             if progress is not None:
                 progress(index * total + done, len(bases) * total, name)
 
-        model = load_model(base)
+        model = load_model(base).to(run_device())  # type: ignore[arg-type]
         arms[name] = evaluate_model(model, tokenizers[name], recipe.evaluate, recipe.seed, prompts[name], tick)
         if recipe.evaluate.efficiency is not None:
             models[name] = model

@@ -55,7 +55,7 @@ def attend(
         # Fused kernels take keys and values of one width. Zeros change no score; the output is cropped.
         width = max(key.shape[-1], value_width)
         query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
-    with _without_cudnn() if function is sdpa_attention_forward and query.is_cuda else nullcontext():
+    with without_cudnn() if function is sdpa_attention_forward and query.is_cuda else nullcontext():
         mixed_BTHV, weights = function(module, query, key, value, mask, scaling=scaling, dropout=0.0)
     return mixed_BTHV[..., :value_width], weights
 
@@ -84,19 +84,24 @@ def _attend_once(
     return (weights_BGRS @ value).reshape(B, 1, H, V), weights_BGRS.reshape(B, H, 1, -1)
 
 
-def _without_cudnn() -> AbstractContextManager[None]:
+def without_cudnn() -> AbstractContextManager[None]:
     """Leave out the backend that makes a plan for every length, which takes longer than the attention.
 
     The choice among the others stays the user's, and so does cuDNN where it is the only one.
     """
+    others = _other_backends()
+    return sdpa_kernel(others) if others else nullcontext()
+
+
+@torch.compiler.assume_constant_result
+def _other_backends() -> list[SDPBackend]:
     cuda = torch.backends.cuda
     enabled = {
         SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled(),
         SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled(),
         SDPBackend.MATH: cuda.math_sdp_enabled(),
     }
-    chosen = [backend for backend, is_on in enabled.items() if is_on]
-    return sdpa_kernel(chosen) if chosen else nullcontext()
+    return [backend for backend, is_on in enabled.items() if is_on]
 
 
 def eager_attention_forward(

@@ -220,6 +220,8 @@ class HybridModelMixin(HybridInitMixin):
         if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
             return (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -T:]
         past = cache.get_seq_length() if cache is not None else 0
+        if isinstance(past, int):
+            return torch.arange(past, past + T, device=embeds.device)[None]
         return torch.arange(T, device=embeds.device)[None] + past
 
     def _check_rows(self, cache: Any) -> None:

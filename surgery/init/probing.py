@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from scipy.stats import binom
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import ProbeError
@@ -92,6 +91,8 @@ class Share:
     @property
     def above_chance(self) -> bool:
         """Whether guesses would hardly ever be right as often (binomial, p < 0.001)."""
+        from scipy.stats import binom  # slow to import
+
         return bool(binom.sf(self.right - 1, self.prompts, self.chance) < _BY_CHANCE)
 
     def __str__(self) -> str:

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import t
 
 from surgery.errors import PlanError
 from surgery.locate.ablation_sweep import READS
@@ -153,6 +152,8 @@ def survivors(
     best_C = means_AC.argmax(0)
     order = np.argsort(-means_AC.max(0), kind="stable")
     level = risk / (num_rounds * (A * arms_ACN[0].shape[0]) ** 2)
+    from scipy.stats import t  # slow to import
+
     limit = float(t.isf(level, N - 1))
     worse_AC = np.ones((A, scores_ACN.shape[1]), dtype=bool)
     for best in order[:keep]:

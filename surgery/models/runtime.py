@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.versions import require_version
@@ -40,6 +41,11 @@ def stays_in_fp32(model: PreTrainedModel, name: str) -> bool:
     The class names the parameters by the last parts of their names: `D`, or `gate.weight`.
     """
     return any(f".{name}".endswith(f".{kept}") for kept in model._keep_in_fp32_modules_strict or ())
+
+
+def run_device() -> torch.device:
+    """Return the device that commands run models on: the GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @contextmanager

@@ -14,6 +14,7 @@ Shape legend: B batch, T tokens, H heads of P, G groups, N state width, C channe
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
@@ -27,7 +28,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from surgery.hybrid.discrete_scan import chunked_scan
-from surgery.hybrid.kernels import kernels_by_device
+from surgery.hybrid.kernels import KERNELS, kernels_by_device, missing_kernel
 from surgery.hybrid.packing import begins_of
 from surgery.models.selective_scan import selective_scan
 
@@ -142,6 +143,39 @@ def torch_scans(*models: PreTrainedModel | None) -> Iterator[None]:
     finally:
         for file, name, stock in replaced:
             setattr(file, name, stock)
+
+
+def code_text(model: PreTrainedModel, device: torch.device, compiled: bool = False) -> str:
+    """Describe in one line which code runs the recurrences and convolutions of a model in locating and training.
+
+    Args:
+        model: possibly on the meta device.
+        device: the one that the model will run on.
+        compiled: whether it is compiled by torch.compile.
+
+    Returns:
+        The line; empty for a model without a recurrence of transformers.
+    """
+    files = choose_by_device(model)
+    scan = next((name for file in files for name in _SCANS if hasattr(file, name)), None)
+    if scan is None:
+        return ""
+    stock = "transformers'" if compiled or getattr(model.config, "use_mambapy", False) else "this library's"
+    parts = [("scan", scan, stock), ("convolution", "causal_conv1d_fn", "transformers'")]
+    return f"on {device.type}: " + "; ".join(
+        f"{part} by {_code_of(name, owner, device)}" for part, name, owner in parts
+    )
+
+
+def _code_of(name: str, owner: str, device: torch.device) -> str:
+    """Name the kernels that a function of transformers runs on a device, or the PyTorch code and what is missing."""
+    if device.type != "cuda":
+        return f"{owner} PyTorch code"
+    missing = missing_kernel(name)
+    if missing is not None:
+        return f"{owner} PyTorch code ({missing})"
+    package = KERNELS[name][0].partition(".")[0]
+    return f"kernels of {package} {getattr(sys.modules[package], '__version__', '')}".rstrip()
 
 
 def _scans_of(file: ModuleType) -> list[tuple[str, Scan]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from surgery.registry import Registry
 
@@ -45,6 +45,8 @@ class ObjectiveInfo:
             if it grows.
         starts_at_zero: True if the loss of the untrained model is 0, so that it may grow.
         uses_temperature: True if the loss is multiplied by the square of `distil.temperature`.
+        reads_logits: tokens whose logits of the model `loss` reads: `all`, those before `answers` tokens, or `none`. If
+            no objective of a pass reads all, `inputs.model.logits` is a `surgery.train.losses.LogitRows`.
         takes_weights: True if `loss` multiplies every term by `inputs.weights` at its token, where they are given. Then
             sources with this objective share forward passes.
     """
@@ -56,6 +58,7 @@ class ObjectiveInfo:
     in_nats: bool = False
     starts_at_zero: bool = False
     uses_temperature: bool = False
+    reads_logits: Literal["all", "answers", "none"] = "all"
     takes_weights: bool = False
 
     @property

@@ -243,8 +243,8 @@ class Train(TrainStage):
     )
     micro_batch: Positive | None = Field(
         None,
-        description="Documents per forward pass and process. By default all whose objectives need the same models. Does "
-        "not change the gradient.",
+        description="Documents per forward pass and process. By default all whose objectives need the same models. "
+        "Does not change the gradient.",
     )
     packing: bool | None = Field(
         None,

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from surgery.errors import require
 from surgery.files.atomic import write_text
 from surgery.recipe.methods import RANKINGS, UNRANKED, Column, all_columns, unit_of
-from surgery.report.figures.canvas import require
 from surgery.types import HeadId, HeadSet, Interval, ScoredHead
 
 LEVELS = 999  # shares are stored as integers from 0 to 999, relative to the largest one

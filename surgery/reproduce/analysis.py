@@ -33,8 +33,6 @@ from surgery.models.lookup import family_of
 from surgery.recipe import AnalysisRecipe, Change, as_base, to_yaml
 from surgery.recipe.inputs import inputs_of
 from surgery.recipe.public import is_hub_id
-from surgery.report.figures.curves import accuracy_by_pairs
-from surgery.report.figures.tasks import tasks_by_arm, tasks_by_site
 from surgery.reproduce.expansion import check_change, expand, off_heads, swap_plan
 from surgery.splice.graft import splice_model
 from surgery.stats import holm, mcnemar, wilson
@@ -315,6 +313,9 @@ def _chance(prompts: PromptSet) -> dict[str, float]:
 
 def _draw(results: Mapping[str, Any], single: Sequence[str], folder: Path) -> None:
     """Draw the single changes (all tasks, and retrieval by number of pairs), and one figure for each sweep."""
+    from surgery.report.figures.curves import accuracy_by_pairs  # matplotlib is slow to import
+    from surgery.report.figures.tasks import tasks_by_arm, tasks_by_site
+
     tasks, chance = results["tasks"], results["chance"]
     if single:
         shown = ("base", *single)

@@ -23,9 +23,10 @@ from surgery.models.cache import CacheBytes, cache_bytes
 from surgery.models.inserted import as_inserted, has_inserted, inserted_entries
 from surgery.models.loading import load_config, load_tokenizer
 from surgery.models.lookup import family_of, geometry_of
-from surgery.models.runtime import stays_in_fp32
+from surgery.models.runtime import run_device, stays_in_fp32
 from surgery.models.sizes import meta_model, sizes_of
 from surgery.models.spliced import plan_of_hybrid
+from surgery.models.torch_scans import code_text
 from surgery.recipe import Base, Hardware, Recipe, Splice, TrainStage, as_base, to_yaml
 from surgery.recipe.inputs import inputs_of
 from surgery.run.at_hand import at_hand, cached_folder
@@ -98,6 +99,7 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
         "learning_rates": learning_rates_text(recipe.train.at_size(before.base_parameters)),
         "cache": caches,
         "locating": _locating(plain, tokenizer, recipe),
+        "code": code_text(hybrid, run_device(), recipe.train.compile),
         **_training(recipe, costs, counted_with),
         "time": estimate_time(
             recipe,

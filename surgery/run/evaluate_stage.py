@@ -27,10 +27,6 @@ from surgery.interventions.heads_off import HEADS_OFF, heads_off
 from surgery.models.loading import encode_alike, load_model, load_tokenizer
 from surgery.models.sizes import sizes_of
 from surgery.recipe import as_base
-from surgery.report.figures.attention import attention_map
-from surgery.report.figures.costs import costs_by_length
-from surgery.report.figures.curves import accuracy_by_pairs
-from surgery.report.figures.own_data import held_out_accuracy
 from surgery.report.results import arm_label, ordered_arms
 from surgery.report.run_report import ReportInputs, write_report
 from surgery.run.context import Run
@@ -101,6 +97,9 @@ def _write_results(
     began: float,
     skipped: dict[str, str],
 ) -> None:
+    from surgery.report.figures.curves import accuracy_by_pairs  # matplotlib is slow to import
+    from surgery.report.figures.own_data import held_out_accuracy
+
     recipe = run.recipe
     summaries = {name: arm.summary for name, arm in arms.items()}
     sources = [source for stage in recipe.train.sequence for source in stage.sources]
@@ -162,6 +161,8 @@ def _efficiency(run: Run, figures: Path) -> dict[str, Any] | None:
     if section is None:
         return None
     costs = efficiency({"base": run.base(), "hybrid": run.model("trained")}, section)
+    from surgery.report.figures.costs import costs_by_length  # matplotlib is slow to import
+
     costs_by_length(costs["arms"], figures, costs["where"])
     return costs
 
@@ -178,6 +179,8 @@ def _draw_attention(run: Run, figures: Path) -> None:
     tokens = [run.tokenizer().decode([i]) for i in batch.input_ids[0].tolist()]
     marks = {"segment end": batch.segment_end, "answer token": batch.answer_token, "query": batch.query}
     places = {name: int(position[0, 0]) for name, position in marks.items()}
+    from surgery.report.figures.attention import attention_map  # matplotlib is slow to import
+
     attention_map(rows, tokens, places, figures, str(plan.heads[0]))
 
 

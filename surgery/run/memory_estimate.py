@@ -27,7 +27,7 @@ from surgery.recipe.objectives import OBJECTIVES, needs_of
 from surgery.train.micro_batches import StepSplit
 from surgery.train.optimizer import mark_trainable
 from surgery.train.quantization import BITS_PER_WEIGHT, quantizable
-from surgery.train.targets import Targets, model_options
+from surgery.train.targets import Targets, logits_at, model_options
 from surgery.train.teacher import Teacher
 from surgery.types import Graft
 
@@ -233,7 +233,8 @@ def _source_cost(runner: _Runner, frozen: _Runner | None, targets: Targets, samp
     """Measure the model and the losses separately, since only the model's scan may need extrapolation."""
     names = [name for name in sample.source.weights.at(0.5) if targets.grafts or not OBJECTIVES[name].needs_splice]
     needs = frozenset(needs_of(names))
-    body, outputs = runner.cost(sample, needs)
+    rows = targets.logit_rows({0: sample.source}, sample.batch)
+    body, outputs = runner.cost(sample, needs, rows)
     base_cost, base_outputs = PassCost(0, 0, 0, 0, 0), None
     if "base.logits" in needs:
         assert frozen is not None
@@ -243,7 +244,9 @@ def _source_cost(runner: _Runner, frozen: _Runner | None, targets: Targets, samp
 
     def losses() -> list[Tensor]:
         batch = sample.batch.to("meta")  # inside `measure`, which keeps the values of integers
-        return [torch.stack(list(targets.weighted_losses(outputs, {0: sample.source}, batch).values())).sum()]
+        read = None if rows is None else rows.to("meta")
+        found = targets.weighted_losses(outputs, {0: sample.source}, batch, rows=read)
+        return [torch.stack(list(found.values())).sum()]
 
     teacher = targets.teacher.model if targets.teacher is not None else None
     with torch_scans(teacher):
@@ -292,22 +295,33 @@ class _Runner:
         self._lengths = SHORT if attends else SHORT[:2]
         self._widest = max(samples, key=lambda sample: sample.shape[0])
         self._needs = needs
-        self._short: list[PassCost] = []
+        self._short: dict[int | None, list[PassCost]] = {}  # by the number of tokens whose logits are computed
 
-    def cost(self, sample: SourceSample, needs: frozenset[str]) -> tuple[PassCost, _Outputs]:
-        """Measure the model on a batch. Also return a stand-in whose outputs have the same shapes."""
+    def cost(
+        self, sample: SourceSample, needs: frozenset[str], logit_rows: Tensor | None = None
+    ) -> tuple[PassCost, _Outputs]:
+        """Measure the model on a batch. Also return a stand-in whose outputs have the same shapes.
+
+        Args:
+            logit_rows: (M,) tokens whose logits are computed; None for all.
+        """
         rows, T = sample.shape
         if self._loops and max(SHORT) < T:
-            self._short = self._short or [self._measure(self._widest, n, self._needs) for n in self._lengths]
-            cost = extrapolate(self._lengths, self._short, T).times(rows / self._widest.shape[0])
+            share = rows / self._widest.shape[0]
+            read = None if logit_rows is None else round(len(logit_rows) / share)
+            if read not in self._short:
+                all_read = None if read is None else torch.zeros(read, dtype=torch.long)
+                self._short[read] = [self._measure(self._widest, n, self._needs, all_read) for n in self._lengths]
+            cost = extrapolate(self._lengths, self._short[read], T).times(share)
         else:
-            cost = self._measure(sample, T, needs)
+            cost = self._measure(sample, T, needs, logit_rows)
         queries = T if "model.full_attention" in needs else sample.batch.read_query.shape[1]
 
         def leaf(like: Tensor, *shape: int) -> Tensor:
             return torch.empty(shape, dtype=like.dtype, device="meta", requires_grad=self._output.logits.requires_grad)
 
-        output = ModelOutput(logits=leaf(self._output.logits, rows, T, self._output.logits.shape[2]))
+        tokens = (rows, T) if logit_rows is None else (1, len(logit_rows))
+        output = ModelOutput(logits=leaf(self._output.logits, *tokens, self._output.logits.shape[2]))
         if _OF_SPLICES & needs:
             attentions = self._output.splice_attentions
             output["splice_attentions"] = tuple(leaf(a, rows, a.shape[1], queries, T) for a in attentions)
@@ -315,7 +329,9 @@ class _Runner:
             output["hidden_states"] = tuple(leaf(h, rows, T, h.shape[2]) for h in self._output.hidden_states)
         return cost, _Outputs(output)
 
-    def _measure(self, sample: SourceSample, length: int, needs: frozenset[str]) -> PassCost:
+    def _measure(
+        self, sample: SourceSample, length: int, needs: frozenset[str], logit_rows: Tensor | None = None
+    ) -> PassCost:
         """Measure the last `length` columns, whose share of padding is that of the batch."""
         batch = sample.batch
         columns = {"input_ids": batch.input_ids[:, -length:], "attention_mask": batch.attention_mask[:, -length:]}
@@ -323,9 +339,10 @@ class _Runner:
         def run() -> list[Tensor]:
             shortened = replace(batch, **columns, read_query=batch.read_query.clamp(max=length - 1)).to("meta")
             options = model_options(needs, shortened)
-            self._output = self.model(
-                shortened.input_ids, attention_mask=shortened.attention_mask, use_cache=False, **options
-            )
+            with logits_at(self.model, None if logit_rows is None else logit_rows.to("meta")):
+                self._output = self.model(
+                    shortened.input_ids, attention_mask=shortened.attention_mask, use_cache=False, **options
+                )
             states = self._output.hidden_states if "model.hidden_states" in needs else ()
             return [self._output.logits, *(self._output.splice_attentions if _OF_SPLICES & needs else ()), *states]
 

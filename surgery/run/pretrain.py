@@ -37,7 +37,6 @@ from surgery.files.ownership import check_replaceable, mark
 from surgery.probes.registry import PROBES
 from surgery.recipe import PretrainRecipe, TinyMamba, TinyMamba2, TinyTransformer, to_yaml
 from surgery.recipe.inputs import inputs_of
-from surgery.report.figures.curves import training_curve
 from surgery.report.results import entries, label_of
 from surgery.train.training import make_accelerator, train_model
 
@@ -217,6 +216,8 @@ def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -
         if not any(steps.rglob("step_*")):
             shutil.rmtree(steps)
         raise
+    from surgery.report.figures.curves import training_curve  # matplotlib is slow to import
+
     scores = read_json(scores_file)
     with new_folder(folder) as new:
         model.save_pretrained(new)

@@ -23,7 +23,6 @@ from surgery.models.sizes import Sizes, meta_model, sizes_of
 from surgery.recipe import Base, Recipe, to_yaml
 from surgery.recipe.grid import Grid, GridPoint, naming
 from surgery.recipe.inputs import inputs_of
-from surgery.report.figures.by_value import results_by_value
 from surgery.report.sweep_report import PointResults, summarize, write_sweep_page
 from surgery.run.context import Reporter, Run
 from surgery.run.folder import RunDir
@@ -205,6 +204,8 @@ def _write(grid: Grid, folder: Path, diverged: dict[str, TrainingDiverged]) -> d
         raise SurgeryError("sweep", "no run is finished", f"Change the recipe: {next(iter(failures.values()))}")
     summary = summarize(grid.name, {axis.key: axis.values for axis in grid.axes}, points, failures)
     write_json(folder / "sweep.json", summary)
+    from surgery.report.figures.by_value import results_by_value  # matplotlib is slow to import
+
     with new_folder(folder / "figures") as figures:
         results_by_value(summary["rows"], [axis.key for axis in grid.axes], figures)
     write_sweep_page(summary, folder / "figures", folder / "sweep.html")

@@ -24,8 +24,6 @@ from surgery.recipe import Recipe, Splice, to_yaml
 from surgery.recipe.methods import METHODS
 from surgery.recipe.public import public_name, public_recipe
 from surgery.recipe.section import keys_of_0_1
-from surgery.report.figures.curves import training_curve
-from surgery.report.figures.heatmaps import head_maps
 from surgery.report.heads_page import PromptAttention, write_csv, write_page
 from surgery.report.run_report import ReportInputs, write_report
 from surgery.run.context import PLATEAU, STATE, Run
@@ -171,6 +169,8 @@ def _locate(run: Run, key: str) -> None:
 
 def write_heads(run: Run, heads: HeadSet) -> None:
     """Write the outputs of the stage locate."""
+    from surgery.report.figures.heatmaps import head_maps  # matplotlib is slow to import
+
     write_json(run.folder / "locate.json", heads.cost)
     write_json(run.folder / "heads.json", to_json(heads))  # first, since figures and the page could fail
     write_csv(heads, run.folder / "heads.csv")
@@ -246,6 +246,8 @@ def _train_arm(
     Returns:
         Seconds of the steps that earlier sessions trained and the checkpoint has kept. 0 if there was none.
     """
+    from surgery.report.figures.curves import training_curve  # matplotlib is slow to import
+
     is_control, steps = name == "no_splice", run.folder / "steps"
     section = run.as_trained() if is_control else run.recipe.train  # both train the same number of steps
     section = section.at_size(run.base_size)  # at the same rates

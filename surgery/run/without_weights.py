@@ -1,4 +1,8 @@
-"""Check a recipe as far as possible without weights and without the Hub (`surgery validate`)."""
+"""Check a recipe as far as possible without weights and without the Hub (`surgery validate`).
+
+torch and transformers are imported where the files of a model are checked. A recipe whose base is not on this machine
+needs neither.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from surgery.data.files import local_files
-from surgery.data.own_prompts import own_prompts
 from surgery.files.shipped import local_path
-from surgery.models.loading import check_vocabulary, load_config, open_checkpoint
 from surgery.recipe import Base, Checkpoint, Recipe, Teacher, as_base
 from surgery.recipe.public import is_hub_id, source_of
 from surgery.run.at_hand import at_hand, cached_folder
-from surgery.run.context import Run
-from surgery.run.pipeline import check_configs, check_documents, check_training_teacher
-from surgery.run.stages import stages_of
-from surgery.train.quantization import quantization_of
-from surgery.train.tracking import check_trackers
-from surgery.train.training import make_accelerator
 
 M = TypeVar("M", Checkpoint, Teacher)
 
@@ -28,9 +24,15 @@ def check_installed(recipe: Recipe) -> None:
     Raises:
         RecipeError: a stage quantizes, and bitsandbytes is missing; or a tracker is.
     """
-    check_trackers(recipe.train.trackers)
+    if recipe.train.trackers:
+        from surgery.train.tracking import check_trackers
+
+        check_trackers(recipe.train.trackers)
     for stage in recipe.train.sequence:
-        quantization_of(recipe.train, stage)
+        if stage.lora.quantization is not None:
+            from surgery.train.quantization import quantization_of
+
+            quantization_of(recipe.train, stage)
 
 
 def check_without_weights(recipe: Recipe, file: Path | None = None) -> list[str]:
@@ -49,16 +51,27 @@ def check_without_weights(recipe: Recipe, file: Path | None = None) -> list[str]
     own = [*recipe.train.own_data, *([recipe.locate.data] if recipe.locate.data is not None else [])]
     on_the_hub = [data.path for data in own if not local_files(data)]
     skipped = [f"data {path}, which is on the Hub" for path in on_the_hub]
-    is_folder, name = not is_hub_id(recipe.base.model), recipe.base.model
     base, shapes_from = _found(recipe.base, file)
     if base is None:
-        return [*skipped, _unavailable("base.model", name, "base, heads and tokens")]
-    recipe, others = _with_models_at_hand(recipe, base, file)
+        return [*skipped, _unavailable("base.model", recipe.base.model, "base, heads and tokens")]
+    return [*skipped, *_check_models(recipe, base, shapes_from, bool(on_the_hub), file)]
+
+
+def _check_models(recipe: Recipe, base: Base, shapes_from: str, has_hub_data: bool, file: Path | None) -> list[str]:
+    """Check what needs the config or the tokenizer of a model. Returns what was not checked."""
+    from surgery.data.own_prompts import own_prompts
+    from surgery.models.loading import check_vocabulary, load_config, open_checkpoint
+    from surgery.run.context import Run
+    from surgery.run.pipeline import check_configs, check_documents, check_training_teacher
+    from surgery.run.stages import stages_of
+    from surgery.train.training import make_accelerator
+
+    is_folder, name = not is_hub_id(recipe.base.model), recipe.base.model
+    recipe, skipped = _with_models_at_hand(recipe, base, file)
     run = Run(recipe, Path("runs") / recipe.name, make_accelerator(), stages=tuple(s.name for s in stages_of(recipe)))
     check_configs(run)
     if is_folder:
         open_checkpoint(base).weight_files()
-    skipped += others
     if not shapes_from and not is_folder:
         skipped.append(f"weight files of {name}, which is on the Hub")
     lacks_tokenizer = base.tokenizer is not None and is_hub_id(source_of(base.tokenizer, None)[0])
@@ -67,7 +80,7 @@ def check_without_weights(recipe: Recipe, file: Path | None = None) -> list[str]
     config = load_config(base)
     check_vocabulary(run.tokenizer(), config)
     check_training_teacher(run)
-    if on_the_hub:
+    if has_hub_data:
         return [*skipped, "tokens of data and prompts, since some data is not local"]
     check_documents(run, config)
     if recipe.locate.data is not None and recipe.splice is not None:
@@ -89,6 +102,8 @@ def _found(model: Base, file: Path | None) -> tuple[Base | None, str]:
 
 def _with_models_at_hand(recipe: Recipe, base: Base, file: Path | None) -> tuple[Recipe, list[str]]:
     """Replace models by their local copies. Teachers and controls that are not here are removed and listed."""
+    from surgery.models.loading import load_config
+
     skipped: list[str] = []
 
     def local(field: str, model: M | None) -> M | None:

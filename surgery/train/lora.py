@@ -17,11 +17,9 @@ import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -34,6 +32,9 @@ from surgery.models.inserted import new_modules
 from surgery.models.lookup import family_of, mixer_of
 from surgery.recipe import Lora
 from surgery.types import Graft
+
+if TYPE_CHECKING:
+    from peft import LoraConfig  # slow to import, and few runs use it
 
 
 class Adapters:
@@ -49,6 +50,9 @@ class Adapters:
     """
 
     def __init__(self, model: PreTrainedModel, section: Lora, grafts: Sequence[Graft] = ()) -> None:
+        from peft import inject_adapter_in_model
+        from peft.tuners.lora import LoraLayer
+
         self.model, self.section = model, section
         self._silent = [graft for graft in grafts if graft.unit == "head" and graft.mode == "replace"]
         self._hooks: list[RemovableHandle] = []
@@ -98,6 +102,8 @@ class Adapters:
         Args:
             unquantized: layers by name that take the place of quantized ones.
         """
+        from peft.tuners.lora import LoraLayer
+
         for name, module in list(self.model.named_modules()):
             if isinstance(module, LoraLayer):
                 layer = (unquantized or {}).get(name)
@@ -146,6 +152,8 @@ def refused_by_peft(model: PreTrainedModel, section: Lora) -> list[str]:
 
 
 def _peft_config(model: PreTrainedModel, section: Lora) -> LoraConfig:
+    from peft import LoraConfig
+
     return LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,

@@ -18,8 +18,10 @@ model width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.data.encoding import EncodedBatch
@@ -29,6 +31,24 @@ from surgery.types import Reads
 
 # Attention below this counts as this, without a gradient. Down to here the logarithm's gradient is finite in fp32.
 LEAST_ATTENTION = 1e-30
+
+
+@dataclass(frozen=True)
+class LogitRows:
+    """Logits of some tokens of a batch.
+
+    Attributes:
+        values: (M,V).
+        rows: (M,) indices of the tokens in the flattened batch, in order.
+    """
+
+    values: Tensor
+    rows: Tensor
+
+
+def answer_rows(batch: EncodedBatch) -> Tensor:
+    """(M,) indices in the flattened batch of the tokens before answer tokens, whose logits the answer loss reads."""
+    return F.pad(answer_tokens(batch), (0, 1)).flatten().nonzero()[:, 0]
 
 
 def answer_tokens(batch: EncodedBatch) -> Tensor:
@@ -46,26 +66,40 @@ def _next_token_loss(
 ) -> Tensor:
     """Sum of -log p(token t + 1 | tokens up to t) over the tokens where `included_BT` (B,T-1) is True, over `count`."""
     document, place = included_BT.nonzero(as_tuple=True)
-    targets_M1 = batch.input_ids[document, place + 1][:, None]
+    targets_M = batch.input_ids[document, place + 1]
     logits_NV, rows_M = logits_BTV.flatten(0, 1), document * logits_BTV.shape[1] + place
     if 2 * len(rows_M) < len(logits_NV):  # keep only these rows for the backward pass
-        events_M2 = grouped(logits_NV.index_select(0, rows_M), targets_M1)
+        losses_M = _cross_entropy(logits_NV.index_select(0, rows_M), targets_M, None)
     else:
-        events_M2 = grouped(logits_NV, targets_M1, rows_M)
-    losses_M = events_M2.logsumexp(-1) - events_M2[:, 0]  # two events: the token, and any other token
+        losses_M = _cross_entropy(logits_NV, targets_M, rows_M)
     if weights_BT is not None:
         losses_M = losses_M * weights_BT[document, place]
     return losses_M.sum() / (len(rows_M) if count is None else count)
 
 
+def _cross_entropy(logits_NV: Tensor, targets_M: Tensor, rows_M: Tensor | None) -> Tensor:
+    """(M,) -log p of the targets, from logits of all rows or of some."""
+    events_M2 = grouped(logits_NV, targets_M[:, None], rows_M)
+    return events_M2.logsumexp(-1) - events_M2[:, 0]  # two events: the token, and any other token
+
+
 def answer_loss(
-    logits_BTV: Tensor, batch: EncodedBatch, count: float | None = None, weights: Tensor | None = None
+    logits_BTV: Tensor | LogitRows, batch: EncodedBatch, count: float | None = None, weights: Tensor | None = None
 ) -> Tensor:
     """Retrieval cross-entropy: -log p of every answer token.
+
+    Args:
+        logits_BTV: or the rows of `answer_rows`.
 
     Raises:
         ValueError: no document of the batch has an answer, and `count` is None.
     """
+    if isinstance(logits_BTV, LogitRows):
+        rows_M = logits_BTV.rows
+        losses_M = _cross_entropy(logits_BTV.values, batch.input_ids.flatten()[rows_M + 1], None)
+        if weights is not None:
+            losses_M = losses_M * weights.flatten()[rows_M]
+        return losses_M.sum() / (len(rows_M) if count is None else count)
     included = answer_tokens(batch)
     if count is None and not bool(included.any()):
         raise ValueError("answer: no document has an answer. Set the weight to 0.")

@@ -28,7 +28,8 @@ class Outputs:
     """Outputs of one model on a batch. Outputs that no objective needs are empty.
 
     Attributes:
-        logits: (B,T,V). With `distil.cache`, the teacher's logits are a `TopK`.
+        logits: (B,T,V). With `distil.cache`, the teacher's logits are a `TopK`. Where no objective reads the model's
+            logits of all tokens, they are a `LogitRows`.
         attention: for each spliced layer, (B,H,R,T) rows at `batch.read_query`. For a teacher, those of the aligned
             heads.
         full_attention: for each spliced layer, (B,H,T,T).
@@ -121,6 +122,7 @@ def num_tokens(batch: EncodedBatch) -> int:
 class Answer(Objective):
     description = "Cross-entropy on the tokens of answers."
     needs = ("answers",)
+    reads_logits = "answers"
     in_nats = takes_weights = True
 
     def count(self, batch: EncodedBatch) -> int:
@@ -138,6 +140,7 @@ class Answer(Objective):
 class Attention(Objective):
     description = "Cross-entropy of the new heads' attention at the gold position of every answer token."
     needs = ("gold_positions", "model.attention")
+    reads_logits = "none"
     takes_weights = True
 
     def count(self, batch: EncodedBatch) -> int:
@@ -203,6 +206,7 @@ class AttentionKL(Objective):
         "KL divergence of the new heads' attention from that of the teacher's heads, before every answer token."
     )
     needs = ("answers", "model.attention", "teacher.attention")
+    reads_logits = "none"
     takes_weights = True
 
     def count(self, batch: EncodedBatch) -> int:
@@ -218,6 +222,7 @@ class AttentionKL(Objective):
 class AttentionMSE(Objective):
     description = "Squared distance of the new heads' attention matrices from the teacher's (MOHAWK, stage 1)."
     needs = ("model.full_attention", "teacher.full_attention")
+    reads_logits = "none"
 
     def count(self, batch: EncodedBatch) -> int:
         return num_tokens(batch)
@@ -232,6 +237,7 @@ class AttentionMSE(Objective):
 class HiddenMSE(Objective):
     description = "Distance of the output of every layer from that of the teacher's layer (MOHAWK, stage 2)."
     needs = ("model.hidden_states", "teacher.hidden_states")
+    reads_logits = "none"
 
     def count(self, batch: EncodedBatch) -> int:
         return num_tokens(batch)

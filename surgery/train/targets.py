@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from surgery.recipe.objectives import OBJECTIVES, needs_of
 from surgery.registry import plugin_errors
 from surgery.train.divergence import TopK
 from surgery.train.logits_cache import LogitsCache
-from surgery.train.losses import rows_at_queries
+from surgery.train.losses import LogitRows, answer_rows, rows_at_queries
 from surgery.train.micro_batches import Counts
 from surgery.train.objectives import ObjectiveInputs, Outputs
 from surgery.train.packing import of_tokens, separate_documents
@@ -59,6 +59,7 @@ class Targets:
         batch: EncodedBatch,
         counts: Counts | None = None,
         progress: float = 0.5,
+        rows: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Compute the losses of the objectives that have a weight on these sources, multiplied by their weights.
 
@@ -68,6 +69,7 @@ class Targets:
             batch: documents on the model's device.
             counts: number of terms by which each loss is divided. By default those of the batch, of one source.
             progress: position in the stage, from 0 to 1.
+            rows: those of `logit_rows`, if the model computes no other logits: inside `logits_at`.
 
         Returns:
             The sum over the sources, by objective.
@@ -92,6 +94,8 @@ class Targets:
         for objective in objectives:
             name = objective.name
             outputs = self._model_outputs(output, objective.needs, batch, full="model.full_attention" in needs)
+            if rows is not None:
+                outputs = replace(outputs, logits=LogitRows(output.logits[0], rows))
             factors = dict.fromkeys(sources, 0.0)
             for index, given in weights.items():
                 if name in given:
@@ -101,6 +105,16 @@ class Targets:
         if all(objective.needs_splice for objective in objectives):
             losses["none"] = output.logits.sum() * 0  # DDP requires that every parameter takes part
         return losses
+
+    def logit_rows(self, sources: Mapping[int, Source], batch: EncodedBatch) -> Tensor | None:
+        """Return the tokens whose logits the objectives of these sources read, as (M,) indices in the flattened batch.
+
+        On the CPU, if the batch is there: then no GPU has to be waited for. None for all tokens.
+        """
+        names = {name for source in sources.values() for name in source.weights.at(0.5)}
+        if any(objective.reads_logits == "all" for objective in self._objectives(names)):
+            return None
+        return answer_rows(batch)
 
     def _objectives(self, names: Iterable[str]) -> list[Any]:
         """Return the objectives of these names. Without spliced heads, those that need them are left out."""
@@ -170,6 +184,27 @@ def _weighted(objective: Any, inputs: ObjectiveInputs, factors: Mapping[int, flo
         hint = "Return a tensor with one number: the sum over the terms."
         raise RunError(f"objective {objective.name}", f"its loss returned {kind}", hint)
     return loss * scale
+
+
+@contextmanager
+def logits_at(model: nn.Module, rows_M: Tensor | None) -> Iterator[None]:
+    """Let a causal language model compute the logits of these tokens of the flattened batch only, as (1,M,V).
+
+    The logits of all tokens may take more memory and time than the layers, if the vocabulary is large.
+
+    Args:
+        model: may be wrapped by Accelerate.
+        rows_M: None for the logits of all tokens.
+    """
+    if rows_M is None:
+        yield
+        return
+    head = next(module for module in model.modules() if isinstance(module, PreTrainedModel)).get_output_embeddings()
+    handle = head.register_forward_pre_hook(lambda _, given: (given[0].flatten(0, 1)[rows_M][None], *given[1:]))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def model_options(needs: Collection[str], batch: EncodedBatch) -> dict[str, Any]:

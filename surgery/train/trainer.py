@@ -52,7 +52,7 @@ from surgery.train.resuming import identities_of, resume
 from surgery.train.sharded import full, gather, trainable_parameters, twin
 from surgery.train.shared_prefix import SharedPrefix, share_weights, unshare_bases
 from surgery.train.step_losses import StepLosses
-from surgery.train.targets import Targets
+from surgery.train.targets import Targets, logits_at
 
 History = list[dict[str, float]]
 OnStep = Callable[[int, History], None]
@@ -354,8 +354,12 @@ def accumulate_gradients(
                     nullcontext() if last else accelerator.no_sync(prepared.wrapped),
                 ):
                     with autocast(prepared.precision, accelerator):
+                        rows = None if section.compile else targets.logit_rows(sources, part.batch)
+                        if rows is not None and accelerator.device.type == "cuda":
+                            rows = rows.pin_memory().to(accelerator.device, non_blocking=True)
                         batch = part.batch.to(accelerator.device)
-                        losses = targets.weighted_losses(prepared.wrapped, sources, batch, counts, progress)
+                        with logits_at(prepared.wrapped, rows):
+                            losses = targets.weighted_losses(prepared.wrapped, sources, batch, counts, progress, rows)
                         total = torch.stack(list(losses.values())).sum() * float(part.real)
                     accelerator.backward(total)
             except (RuntimeError, torch.OutOfMemoryError) as error:

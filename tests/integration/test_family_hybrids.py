@@ -264,7 +264,7 @@ RELOADS = """
 import sys
 script, sample, *triples = sys.argv[1:]
 while triples:
-    sys.argv, triples = ["-c", *triples[:3], sample, "yes", "auto"], triples[3:]
+    sys.argv, triples = ["-c", *triples[:3], sample, "", "auto"], triples[3:]
     exec(script)
 """
 

@@ -147,6 +147,7 @@ def test_a_dry_run_at_true_size_is_quick_and_light(name: str, tmp_path: Path) ->
         "GiB left",
         "128k tokens",
         "locating",
+        "scan by",
     ):
         assert word in done.stdout
 

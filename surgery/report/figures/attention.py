@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
+from surgery.errors import require
 from surgery.report.figures.canvas import (
     BLUE,
     FAINT,
@@ -23,7 +24,6 @@ from surgery.report.figures.canvas import (
     add_axes,
     add_heading,
     new_figure,
-    require,
     save,
     style,
 )

@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
+from surgery.errors import require
 from surgery.recipe.grid import has_seeds
 from surgery.report.figures.canvas import (
     BLUE,
@@ -24,7 +25,6 @@ from surgery.report.figures.canvas import (
     add_axes,
     add_heading,
     new_figure,
-    require,
     save,
     style,
 )

@@ -20,7 +20,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from surgery.errors import SurgeryError
 from surgery.files.atomic import write_text
 
 DPI = 150
@@ -162,9 +161,3 @@ def save(figure: Figure, folder: Path, stem: str, header: Sequence[str], rows: S
     writer.writerows(rows)
     write_text(table, text.getvalue())
     return [png, svg, table]
-
-
-def require(condition: bool, field: str, value: object, hint: str) -> None:
-    """Raise SurgeryError (a ValueError) with this field, value and hint if `condition` is False."""
-    if not condition:
-        raise SurgeryError(field, value, hint)

@@ -8,6 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter
 
+from surgery.errors import require
 from surgery.report.figures.canvas import (
     ARM_LOOKS,
     FAINT,
@@ -17,7 +18,6 @@ from surgery.report.figures.canvas import (
     add_heading,
     new_figure,
     plain_log_ticks,
-    require,
     save,
     style,
 )

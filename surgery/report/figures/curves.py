@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
+from surgery.errors import require
 from surgery.recipe.objectives import OBJECTIVES
 from surgery.recipe.sources import Weights
 from surgery.report.figures.canvas import (
@@ -30,7 +31,6 @@ from surgery.report.figures.canvas import (
     add_heading,
     label_ends,
     new_figure,
-    require,
     save,
     style,
 )

@@ -20,9 +20,10 @@ from matplotlib.patheffects import withStroke
 from matplotlib.transforms import ScaledTranslation
 from numpy.typing import NDArray
 
+from surgery.errors import require
 from surgery.recipe import Locate
 from surgery.recipe.methods import METHODS, Column, all_columns, unit_of
-from surgery.report.figures.canvas import INK, MUTED, POINTS, add_axes, add_heading, new_figure, require, save, style
+from surgery.report.figures.canvas import INK, MUTED, POINTS, add_axes, add_heading, new_figure, save, style
 from surgery.types import HeadId, HeadSet
 
 Point = NDArray[np.float64]  # (x, y)

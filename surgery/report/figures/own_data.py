@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from surgery.errors import require
 from surgery.report.figures.canvas import (
     ARM_LOOKS,
     FAINT,
@@ -13,7 +14,6 @@ from surgery.report.figures.canvas import (
     add_axes,
     add_heading,
     new_figure,
-    require,
     save,
     style,
 )

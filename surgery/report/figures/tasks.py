@@ -12,6 +12,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from surgery.errors import require
 from surgery.probes.registry import PROBES
 from surgery.report.figures.canvas import (
     BLUE,
@@ -28,7 +29,6 @@ from surgery.report.figures.canvas import (
     add_heading,
     label_ends,
     new_figure,
-    require,
     save,
     style,
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,9 +13,10 @@ from torch import Tensor, nn
 from transformers.models.mamba import modeling_mamba
 from transformers.models.mamba2 import modeling_mamba2
 
+from surgery.models import torch_scans as module_of_scans
 from surgery.models.lookup import family_of
 from surgery.models.meters import Meter
-from surgery.models.torch_scans import chunk_scan, packed_convolution, torch_scans
+from surgery.models.torch_scans import chunk_scan, code_text, packed_convolution, torch_scans
 from surgery.testing.pico import pico_family, pico_hybrid, random_site, tokens
 from tests.support.battery import cache_of
 from tests.support.kernels import OnCuda
@@ -267,3 +270,26 @@ def test_a_kernel_runs_on_cuda_tensors_and_our_scan_on_others(
     with torch_scans(pico_family("mamba2")):
         found = [modeling_mamba2.mamba2_chunk_scan(*given, 8) for given in (on_cpu, on_cuda)]
     assert isinstance(found[0], Tensor) and (found[1] == "kernel" if has_kernel else isinstance(found[1], Tensor))
+
+
+@pytest.mark.parametrize("name", MAMBA1 + MAMBA2)
+def test_what_runs_on_a_cpu_is_named(name: str) -> None:
+    said = code_text(pico_family(name), torch.device("cpu"))
+    assert said.startswith("on cpu: scan by this library's PyTorch code; convolution by transformers'")
+    assert code_text(pico_family(name), torch.device("cpu"), compiled=True).startswith("on cpu: scan by transformers'")
+
+
+def test_what_runs_on_a_gpu_is_named_with_its_version_or_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = ModuleType("mamba_ssm")
+    package.__version__ = "2.3"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mamba_ssm", package)
+    missing = {"mamba2_chunk_scan": None, "causal_conv1d_fn": "causal_conv1d is not installed: pip install it"}
+    monkeypatch.setattr(module_of_scans, "missing_kernel", missing.get)
+    assert code_text(pico_family("mamba2"), torch.device("cuda")) == (
+        "on cuda: scan by kernels of mamba_ssm 2.3; "
+        "convolution by transformers' PyTorch code (causal_conv1d is not installed: pip install it)"
+    )
+
+
+def test_a_transformer_has_no_recurrence() -> None:
+    assert code_text(pico_family("llama"), torch.device("cuda")) == ""

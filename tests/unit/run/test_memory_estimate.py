@@ -23,7 +23,9 @@ from surgery.run.memory_estimate import SourceSample, StepCost, sample_sources, 
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
 from surgery.testing.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, pico_tokenizer
+from surgery.train.losses import answer_rows
 from surgery.train.optimizer import spliced_parameters
+from surgery.train.targets import logits_at
 from surgery.train.teacher import Teacher
 from surgery.train.training import train_model
 from surgery.types import HeadSet, Plan, ScoredHead
@@ -121,7 +123,7 @@ def test_a_scan_that_loops_is_extrapolated_exactly(name: str) -> None:
         ids, mask = micro.batch.input_ids.to("meta"), micro.batch.attention_mask.to("meta")
         return [model(ids, attention_mask=mask, use_cache=False).logits]
 
-    with torch_scans(model):
+    with torch_scans(model), logits_at(model, answer_rows(micro.batch).to("meta")):
         direct = measure(whole, model)
     found = estimated(name, asked)
     loss = estimated("mamba2", asked).memory.activations - _body_of_mamba2(micro)
@@ -132,7 +134,7 @@ def test_a_scan_that_loops_is_extrapolated_exactly(name: str) -> None:
 def _body_of_mamba2(micro: SourceSample) -> int:
     model = copy.deepcopy(spliced("mamba2")[1]).train().to("meta")
     ids, mask = micro.batch.input_ids, micro.batch.attention_mask
-    with torch_scans(model):
+    with torch_scans(model), logits_at(model, answer_rows(micro.batch).to("meta")):
         cost = measure(lambda: [model(ids.to("meta"), attention_mask=mask.to("meta"), use_cache=False).logits], model)
     return cost.saved
 

@@ -13,6 +13,7 @@ import pytest
 
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Recipe, check_recipe
+from surgery.report.figures import curves
 from surgery.run import pipeline, stages
 from surgery.run.context import Run, Silent
 from surgery.testing.pico import pico_base, pico_config, pico_hybrid, pico_site, pico_tokenizer
@@ -56,7 +57,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(Run, "untrained_control", loading(lambda: pico_base(**SHAPE)))
     monkeypatch.setattr(Run, "plan", lambda _: Plan("base", geometry_of(config), (graft,), 0))
     monkeypatch.setattr(Run, "save", lambda *_: None)
-    monkeypatch.setattr(stages, "training_curve", lambda *_: None)
+    monkeypatch.setattr(curves, "training_curve", lambda *_: None)
     return clock
 
 

@@ -12,6 +12,7 @@ from surgery.files.atomic import write_json
 from surgery.recipe import Recipe, load_recipe
 from surgery.recipe.section import keys_of_0_1
 from surgery.registry import load_plugins
+from surgery.report.figures import curves
 from surgery.run import stages
 from surgery.run.context import Run
 from surgery.testing.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
@@ -253,7 +254,7 @@ def test_a_new_training_of_the_hybrid_removes_the_adapters_of_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumes: bool, name: str, kept: bool
 ) -> None:
     monkeypatch.setattr(stages, "train_model", lambda *_, **__: [])
-    monkeypatch.setattr(stages, "training_curve", lambda *_: None)
+    monkeypatch.setattr(curves, "training_curve", lambda *_: None)
     monkeypatch.setattr(Run, "plan", lambda self: None)
     monkeypatch.setattr(Run, "save", lambda *_: None)
     adapters = tmp_path / "adapters" / "adapter_config.json"

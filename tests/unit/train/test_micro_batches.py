@@ -20,7 +20,7 @@ from surgery.models.torch_scans import torch_scans
 from surgery.recipe import Source
 from surgery.testing.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 from surgery.train.micro_batches import MicroBatch, StepSplit, step_counts
-from surgery.train.targets import Targets
+from surgery.train.targets import Targets, logits_at
 from surgery.types import Graft
 from tests.support import training_worker as worker
 
@@ -162,6 +162,25 @@ def _only(index: int) -> list[MicroBatch]:
     source = Source.model_validate(SOURCES[index])
     (part,) = StepSplit([source], pass_cost=10**6)([step_documents(source, 0, index, 0)], pico_tokenizer())
     return [replace(part, sources=(index,), counts={(index, name): n for (_, name), n in part.counts.items()})]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_answers_alone_need_the_logits_before_them_only(packing: bool) -> None:
+    """The same loss and gradient, from a fraction of the rows of the head."""
+    sources, (part,) = split_of(
+        SOURCES[0], {**SOURCES[4], "weights": {"answer": 2.0}}, pass_cost=10**6, packing=packing
+    )
+    given, counts = dict(enumerate(sources)), step_counts(sources, [part], False, Accelerator(cpu=True))
+    model, targets, found = pico_base(vocab_size=1024, layers=2), Targets(), []
+    for rows in (None, targets.logit_rows(given, part.batch)):
+        model.zero_grad()
+        with torch_scans(model), logits_at(model, rows):
+            loss = targets.weighted_losses(model, given, part.batch, counts, rows=rows)["answer"]
+            loss.backward()
+        found.append((loss, [p.grad.clone() for p in model.parameters() if p.grad is not None]))
+    assert rows is not None and 0 < len(rows) < part.batch.input_ids.numel() / 10
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+    assert Targets().logit_rows({0: Source.model_validate(SOURCES[4])}, part.batch) is None, "lm reads all"
 
 
 def found_in_prompts(tmp_path: Path, prompts: list[str], span: str | None = "auto") -> tuple[Source, list[Any]]:

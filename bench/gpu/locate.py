@@ -46,7 +46,8 @@ def run(item: str, options: Options) -> list[Row]:
     torch.manual_seed(0)
     with torch.device(options.device):
         model = AutoModelForCausalLM.from_config(config).eval()  # in fp32, as recipes load it by default
-    section = Locate(examples=examples, pairs=pairs, batch_size=examples, **({"methods": methods} if methods else {}))
+    given = {"examples": examples, "pairs": pairs, "batch_size": examples}
+    section = Locate.model_validate({**given, **({"methods": methods} if methods else {})})
     seconds: list[float] = []
     with watch(model) as ran:
         while len(seconds) < 2 and sum(seconds) < LONG:

@@ -2,7 +2,7 @@
 
     python -m bench.speed.steps [--tokenizer FOLDER] [--text FILE] [--out FILE] [--quick]
 
-The sources are a text and eight tasks of a pretraining, 21,000 to 27,000 tokens a step. Time is CPU milliseconds of one
+The sources are a text and eight tasks of a pretraining. Time is CPU milliseconds of one
 thread, median over steps. `encode` includes tokenizing, which is also timed alone.
 """
 

@@ -2,8 +2,8 @@
 
     python -m bench.speed.steps [--tokenizer FOLDER] [--text FILE] [--out FILE] [--quick]
 
-The sources are a text and eight tasks of a pretraining, 21,000 to 27,000 tokens a step. Time is CPU milliseconds of one
-thread, median over steps. Encoding includes tokenizing, which is also timed alone.
+The sources are a text and eight tasks of a pretraining. Time is CPU milliseconds of one thread, median over steps.
+Encoding includes tokenizing, which is also timed alone.
 """
 
 from __future__ import annotations

@@ -255,6 +255,14 @@ class Train(TrainStage):
         False, description="Recompute activations in the backward pass: less memory, more time."
     )
     compile: bool = Field(False, description="Compile the model with torch.compile.")
+    workers: int | None = Field(
+        None,
+        ge=0,
+        le=256,
+        strict=True,
+        description="Processes that prepare the documents of the next steps; 0 prepares each when it is needed. By "
+        "default none on a CPU, and on a GPU the free cores less one, at most 8. Does not change the weights.",
+    )
     save_every: Positive = Field(50, description="Steps between checkpoints to resume from.")
     check_every: Positive | None = Field(
         None, description="Steps between measurements of held-out KV accuracy. By default it is not measured."
@@ -264,6 +272,7 @@ class Train(TrainStage):
     )
     control: bool = Field(True, description="Also train the control: the base without a splice, for the same steps.")
     renamed: ClassVar[dict[str, str]] = {**TrainStage.renamed, "no_splice": "control"}
+    new_keys: ClassVar[dict[str, Any]] = {**TrainStage.new_keys, "workers": None}
 
     @model_validator(mode="before")
     @classmethod

@@ -77,8 +77,8 @@ class Stage:
         """
         settings = settings or run.recipe
         recipe = keys_of_0_1(Recipe, settings.model_dump(mode="json"))
-        for unused in ("no_splice", "save_every"):
-            recipe["train"].pop(unused)
+        for unused in ("no_splice", "save_every", "workers"):
+            recipe["train"].pop(unused, None)
         recipe["train"]["control"] = settings.has_control and self.name in ("control", "evaluate", "export")
         parts = {}
         for part in ("seed", *self.sections):

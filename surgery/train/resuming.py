@@ -18,7 +18,13 @@ from surgery.recipe.sources import Weights
 from surgery.train.checkpoints import load_checkpoint, save_checkpoint
 from surgery.types import Graft
 
-_NOT_IN_IDENTITY = ("save_every", "no_splice", "trackers", "check_every")  # keys of 0.1 that change no weights
+_NOT_IN_IDENTITY = (
+    "save_every",
+    "no_splice",
+    "trackers",
+    "check_every",
+    "workers",
+)  # keys of 0.1 that change no weights
 
 
 def resume(

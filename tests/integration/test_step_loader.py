@@ -1,0 +1,63 @@
+"""Steps that are prepared ahead by worker processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from surgery.errors import DataError, RunError
+from surgery.train.step_loader import steps_of
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Makes the number of the step, unless something fails at `fails`."""
+
+    fails: int = -1
+    killed: bool = False
+
+    def __call__(self, step: int) -> torch.Tensor:
+        if step == self.fails and self.killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == self.fails:
+            raise DataError("rows.jsonl, line 3", "no JSON", "Remove the line.")
+        return torch.tensor([step, torch.get_num_threads()])
+
+
+def numbers(steps: range, workers: int) -> list[int]:
+    return [int(step[0]) for step in steps_of(Prepared(), steps, workers)]
+
+
+def test_steps_come_in_order_from_any_start() -> None:
+    assert numbers(range(3, 8), 0) == numbers(range(3, 8), 2) == [3, 4, 5, 6, 7]
+    assert numbers(range(5, 5), 2) == []
+
+
+def test_a_worker_computes_on_one_thread() -> None:
+    assert [int(step[1]) for step in steps_of(Prepared(), range(2), 1)] == [1, 1]
+
+
+def test_an_error_of_the_data_keeps_its_words() -> None:
+    steps = steps_of(Prepared(fails=1), range(3), 1)
+    next(steps)
+    with pytest.raises(DataError) as raised:
+        next(steps)
+    assert str(raised.value) == "rows.jsonl, line 3: no JSON. Remove the line."
+
+
+def test_a_killed_worker_gives_one_error_that_names_the_setting() -> None:
+    with pytest.raises(RunError, match=r"train\.workers: 1\. A process .* was killed"):
+        list(steps_of(Prepared(fails=0, killed=True), range(2), 1))
+
+
+def test_closing_ends_the_workers() -> None:
+    steps = steps_of(Prepared(), range(100), 1)
+    next(steps)
+    assert multiprocessing.active_children()
+    steps.close()  # type: ignore[attr-defined]
+    assert not multiprocessing.active_children()

@@ -23,6 +23,9 @@ class SurgeryError(ValueError):
         self.field, self.value, self.hint = field, value, hint
         super().__init__(f"{field}: {value}. {hint}" if value is not None else f"{field}: {hint}")
 
+    def __reduce__(self) -> tuple[type[SurgeryError], tuple[str, str | None, str]]:
+        return type(self), (self.field, None if self.value is None else str(self.value), self.hint)  # across processes
+
 
 class RecipeError(SurgeryError):
     """The recipe is invalid: unknown key, wrong type, bad value or duplicate key."""

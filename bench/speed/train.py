@@ -28,8 +28,8 @@ from surgery.models.loading import load_tokenizer
 from surgery.models.meters import Meter
 from surgery.recipe import Base, Train
 from surgery.train.micro_batches import step_counts
+from surgery.train.preparing import PreparedStage, prepare_stage
 from surgery.train.targets import Targets
-from surgery.train.trainer import PreparedStage, prepare_stage
 from surgery.train.training import make_accelerator
 from surgery.types import HeadId, Plan
 

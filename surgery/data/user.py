@@ -10,7 +10,6 @@ from array import array
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import chain, count, islice
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -153,19 +152,9 @@ class IndexedDocuments:
             raise reader.empty_error()
         self._pieces_N4 = np.array(pieces, dtype=np.int64).reshape(-1, 4)
         self.skipped = reader.skipped
-        self._remember()
-        self._starts = [0]  # place of the first document of each step, if steps are sized in tokens
-
-    def _remember(self) -> None:
         self._order = lru_cache(maxsize=2)(self._order_of)
         self._tokens_before = lru_cache(maxsize=2)(self._tokens_before_of)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_order", "_tokens_before")}  # do not pickle
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._remember()
+        self._starts = [0]  # place of the first document of each step, if steps are sized in tokens
 
     def __len__(self) -> int:
         return len(self._pieces_N4)
@@ -226,14 +215,11 @@ class StreamedDocuments:
 
     def __init__(self, source: Source, reader: Reader, seed: int, index: int) -> None:
         assert source.data is not None
-        self.source, self.reader, self.skipped, self._key = source, reader, 0, (seed, index)
+        self.source, self.reader, self.skipped = source, reader, 0
         self._epochs = ShuffledEpochs(source.data, rng_of("stream", seed, index).getrandbits(32))
         self._steps, self._at = self._grouped(), -1
         self._ready: list[Document] = []
         self.step(0)  # reports unusable first rows before training
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StreamedDocuments, (self.source, self.reader, *self._key)  # another process reads from the beginning
 
     def step(self, step: int) -> list[Document]:
         """`rows` documents, or as many as fit into `tokens`. The next step starts where this one ends."""

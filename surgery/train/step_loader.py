@@ -8,9 +8,8 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import pickle
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -18,16 +17,6 @@ from torch.utils.data import DataLoader, Dataset
 from surgery.errors import RunError, SurgeryError
 
 Prepare = Callable[[int], Any]
-_AHEAD = 2  # steps that each worker prepares ahead
-
-
-class _Failed(NamedTuple):
-    """An error of a worker: it crosses processes as what it was made of."""
-
-    kind: type[SurgeryError]
-    field: str
-    value: str | None
-    hint: str
 
 
 class _Steps(Dataset[Any]):
@@ -40,42 +29,36 @@ class _Steps(Dataset[Any]):
         try:
             return self.prepare(step)
         except SurgeryError as error:  # the loader would raise its traceback as text
-            value = None if error.value is None else str(error.value)
-            return _Failed(type(error), error.field, value, error.hint)
+            return error
 
 
-def steps_of(prepare: Prepare, steps: range, workers: int = 0, pin: bool = False) -> Iterator[Any]:
+def steps_of(prepare: Prepare, steps: range, workers: int = 0, pin: bool = False) -> Generator[Any, None, None]:
     """Yield the prepared steps in order. Close the iterator to stop early: its workers end.
 
-    Workers are started by `spawn`, since a process that uses CUDA must not be forked. They never touch the GPU.
+    Workers are forked, as those of torch's DataLoader are by default on Linux. They have the plugins and data of this
+    process, start at once, and do not use the GPU.
 
     Args:
-        prepare: makes one step, on the CPU. It and what it returns must pickle, unless `workers` is 0.
+        prepare: makes one step, on the CPU.
         steps: numbers of the steps; after a resume they start later.
         workers: number of processes; with 0 each step is prepared in this process when it is needed.
         pin: put the tensors into pinned memory, for a CUDA device. Objects of other classes need a method `pin_memory`.
 
     Raises:
-        RunError: a worker was killed, or `prepare` does not pickle.
+        RunError: a worker was killed.
         SurgeryError: the one that `prepare` raised.
     """
     if workers == 0 or not steps:
         yield from map(prepare, steps)
         return
-    try:
-        pickle.dumps(prepare)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        hint = f"Its data cannot be sent to other processes ({error}). Set it to 0."
-        raise RunError("train.workers", workers, hint) from error
     loader = DataLoader(
         _Steps(prepare),
         batch_size=None,
         sampler=steps,
         num_workers=min(workers, len(steps)),
-        prefetch_factor=_AHEAD,
         pin_memory=pin,
         worker_init_fn=_start,
-        multiprocessing_context=multiprocessing.get_context("spawn"),
+        multiprocessing_context=multiprocessing.get_context("fork"),
     )
     batches = iter(loader)
     try:
@@ -89,18 +72,15 @@ def steps_of(prepare: Prepare, steps: range, workers: int = 0, pin: bool = False
                     raise
                 hint = "A process that prepares steps was killed, often for lack of memory. Set fewer, or 0."
                 raise RunError("train.workers", workers, hint) from error
-            if isinstance(step, _Failed):
-                raise step.kind(step.field, step.value, step.hint)
+            if isinstance(step, SurgeryError):
+                raise step
             yield step
     finally:
-        shut_down = getattr(batches, "_shutdown_workers", None)  # the DataLoader has no public way
-        if shut_down is not None:
-            shut_down()
+        batches._shutdown_workers()  # type: ignore[attr-defined]  # the DataLoader has no public way
 
 
 def _start(worker: int) -> None:
-    """Compute on one thread, and leave messages to the first process."""
-    torch.set_num_threads(1)
+    """Leave messages to the first process. The DataLoader computes on one thread in a worker."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     logging.disable(logging.WARNING)
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from surgery.recipe import TrainStage
+from surgery.train.growth import diverged, growing_loss
 
 
 class StepLosses:
@@ -52,3 +57,44 @@ class StepLosses:
     def entry(self) -> dict[str, float]:
         """Entry of the step in the history. Waits for the step."""
         return {"step": self.step, **self.losses, "tokens": round(self._read[-2]), "seconds": round(self.seconds, 4)}
+
+
+class StepLog:
+    """The history of a stage, with the steps whose losses were not read yet.
+
+    Args:
+        entries: those of all steps so far, earlier stages included; new ones are appended.
+        before: number of steps of earlier stages.
+        stage: with the weights of the losses.
+        vocab_size: of the model.
+        folder: folder of checkpoints, which errors name.
+    """
+
+    def __init__(
+        self, entries: list[dict[str, float]], before: int, stage: TrainStage, vocab_size: int, folder: Path | None
+    ) -> None:
+        self.entries, self.before, self.stage, self.vocab_size, self.folder = entries, before, stage, vocab_size, folder
+        self._unread: deque[StepLosses] = deque()
+
+    @property
+    def of_stage(self) -> list[dict[str, float]]:
+        """Entries of this stage."""
+        return [entry for entry in self.entries if entry["step"] > self.before]
+
+    def add(self, losses: StepLosses) -> None:
+        """Append a finished step."""
+        self._unread.append(losses)
+
+    def check(self, losses: StepLosses) -> None:
+        """Raise TrainingDiverged if losses or gradient are not finite. Waits for the step."""
+        if not losses.is_finite:
+            raise diverged(self.folder, losses.step, str(losses.losses["loss"]))
+
+    def read(self, keep: int = 0) -> None:
+        """Append the entries of all but the last `keep` steps. Raises TrainingDiverged."""
+        while len(self._unread) > keep:
+            losses = self._unread.popleft()
+            self.check(losses)
+            self.entries.append(losses.entry())
+            if (growing := growing_loss(self.of_stage, self.stage, self.vocab_size)) is not None:
+                raise diverged(self.folder, losses.step, growing)

@@ -7,57 +7,37 @@ weights as an uninterrupted one.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from accelerate.utils.memory import release_memory, should_reduce_batch_size
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.data.encoding import encode
-from surgery.data.user import open_source
-from surgery.errors import RunError
 from surgery.models.torch_scans import torch_scans
-from surgery.probes.documents import Document
 from surgery.recipe import Train, TrainStage
-from surgery.recipe.objectives import OBJECTIVES
-from surgery.recipe.train import Precision
 from surgery.train.checkpoints import save_checkpoint
 from surgery.train.compiling import compiling
-from surgery.train.growth import diverged, growing_loss
+from surgery.train.growth import diverged
 from surgery.train.lora import Adapters
-from surgery.train.micro_batches import (
-    PASS_COST,
-    PASS_COST_ON_CPU,
-    MicroBatch,
-    PassBudget,
-    StepMaker,
-    StepSplit,
-    step_counts,
-)
-from surgery.train.optimizer import adamw, mark_trainable, set_learning_rates
-from surgery.train.packing import packing_fault
+from surgery.train.micro_batches import MicroBatch, step_counts
+from surgery.train.optimizer import set_learning_rates
 from surgery.train.plateau import LAST_STEP, is_at_plateau, num_steps_from, stage_lengths
-from surgery.train.precision import autocast, precision_of
-from surgery.train.resuming import identities_of, resume
-from surgery.train.sharded import full, gather, trainable_parameters, twin
-from surgery.train.shared_prefix import SharedPrefix, share_weights, unshare_bases
-from surgery.train.step_losses import StepLosses
+from surgery.train.precision import autocast
+from surgery.train.preparing import PreparedStage, log_missing_reads, prepare_stage
+from surgery.train.sharded import full, gather, trainable_parameters
+from surgery.train.step_loader import steps_of
+from surgery.train.step_losses import StepLog, StepLosses
 from surgery.train.targets import Targets, logits_at
 
 History = list[dict[str, float]]
 OnStep = Callable[[int, History], None]
-_LOG = logging.getLogger(__name__)
-_SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
 @dataclass(frozen=True)
@@ -73,41 +53,6 @@ class StageResult:
     history: History
     adapters: Adapters | None = None
     packing: bool = False
-
-
-@dataclass(frozen=True)
-class PreparedStage:
-    """A stage that is ready to train. Only `budget` changes during the stage.
-
-    Attributes:
-        stage: its part of the recipe.
-        targets: base, teacher and settings that objectives compare with.
-        student: the model that is trained and saved. With FSDP2 it is a sharded twin.
-        wrapped: the student, wrapped by Accelerate.
-        optimizer: wrapped by Accelerate.
-        make: prepares the micro-batches of a step.
-        adapters: LoRA adapters.
-        budget: tokens in a pass. Lowered after an out-of-memory error.
-        packing: True if documents share rows.
-        precision: of matrix products: the recipe's, and always `bf16` for a model in half precision.
-        identity: hash of the training, which its checkpoints have.
-        start: number of steps that a checkpoint has finished.
-        entries: those of all finished steps, earlier stages included.
-    """
-
-    stage: TrainStage
-    targets: Targets
-    student: PreTrainedModel
-    wrapped: nn.Module
-    optimizer: Any
-    make: StepMaker
-    adapters: Adapters | None
-    budget: PassBudget
-    packing: bool
-    precision: Precision
-    identity: str
-    start: int
-    entries: History
 
 
 def train_stage(
@@ -150,177 +95,62 @@ def train_stage(
     start, entries = prepared.start, prepared.entries
     lengths = stage_lengths(entries, section)
     before, num_steps = sum(lengths[:number]), lengths[number]
-    pending: deque[StepLosses] = deque()
-
-    def read_losses(keep: int = 0) -> None:
-        """Append the entries of all but the last `keep` steps. Raises TrainingDiverged."""
-        while len(pending) > keep:
-            done = pending.popleft()
-            check(done)
-            entries.append(done.entry())
-            of_stage = [entry for entry in entries if entry["step"] > before]
-            if (growing := growing_loss(of_stage, stage, model.config.vocab_size)) is not None:
-                raise diverged(folder, done.step, growing)
-
-    def check(losses: StepLosses) -> None:
-        if not losses.is_finite:
-            raise diverged(folder, losses.step, str(losses.losses["loss"]))
-
+    log = StepLog(entries, before, stage, model.config.vocab_size, folder)
     # A GPU computes a step while the host prepares the next one: its losses are read one step later.
-    waits = accelerator.device.type != "cuda" or stage.plateau is not None
+    on_gpu = accelerator.device.type == "cuda"
+    waits = not on_gpu or stage.plateau is not None
     began = time.perf_counter()
-    for step in range(start, num_steps):
-        if step == num_steps:  # after a plateau
-            break
-        micro_batches = prepared.make(step)
-        if step == 0 and accelerator.is_main_process:
-            _log_missing_reads(stage, [stream.step(0) for stream in prepared.make.streams], tokenizer)
-        torch.manual_seed(hash((seed, number, step, accelerator.process_index)))  # for dropout
-        set_learning_rates(optimizer, stage.optimizer, step, num_steps)
-        with torch_scans(model, *targets.frozen_models):
-            names, means = accumulate_gradients(prepared, micro_batches, section, accelerator, step)
-        norm = accelerator.clip_grad_norm_(trainable_parameters(prepared.wrapped), stage.optimizer.max_grad_norm)
-        losses = StepLosses(before + step + 1, names, means[:-1], means[-1], full(torch.as_tensor(norm)))
-        saves = folder is not None and step > start and step % section.save_every == 0
-        if waits or saves or step == start:
-            read_losses()
-            check(losses)  # before the weights are updated
-        if step == start and adapters is not None:
-            adapters.check_gradients()
-        if folder is not None and saves:  # these weights have a finite loss
-            state = {"of": prepared.identity, "history": entries}
-            save_checkpoint(folder, student, optimizer, step, state, accelerator)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.seconds = time.perf_counter() - began
-        pending.append(losses)
-        read_losses(keep=0 if waits or step == start else 1)
-        if waits and num_steps == stage.num_steps and is_at_plateau(entries[-step - 1 :], stage):
-            num_steps = num_steps_from(step + 1, stage)
-            entries[-1][LAST_STEP] = before + num_steps
-        if on_step is not None:
-            on_step(before + step + 1, entries)
-        began = time.perf_counter()
-    read_losses()
-    if student is not model:
-        gather(student, model)
-        if adapters is not None:
-            adapters.model = model
+    with closing(steps_of(prepared.make, range(start, num_steps), prepared.workers, pin=on_gpu)) as steps:
+        for step, micro_batches in enumerate(steps, start):
+            if step == num_steps:  # after a plateau
+                break
+            if step == 0 and accelerator.is_main_process:
+                log_missing_reads(stage, [stream.step(0) for stream in prepared.make.streams], tokenizer)
+            torch.manual_seed(hash((seed, number, step, accelerator.process_index)))  # for dropout
+            set_learning_rates(optimizer, stage.optimizer, step, num_steps)
+            with torch_scans(model, *targets.frozen_models):
+                names, means = accumulate_gradients(prepared, micro_batches, section, accelerator, step)
+            norm = accelerator.clip_grad_norm_(trainable_parameters(prepared.wrapped), stage.optimizer.max_grad_norm)
+            losses = StepLosses(before + step + 1, names, means[:-1], means[-1], full(torch.as_tensor(norm)))
+            saves = folder is not None and step > start and step % section.save_every == 0
+            if waits or saves or step == start:
+                log.read()
+                log.check(losses)  # before the weights are updated
+            if step == start and adapters is not None:
+                adapters.check_gradients()
+            if folder is not None and saves:  # these weights have a finite loss
+                state = {"of": prepared.identity, "history": entries}
+                save_checkpoint(folder, student, optimizer, step, state, accelerator)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.seconds = time.perf_counter() - began
+            log.add(losses)
+            log.read(keep=0 if waits or step == start else 1)
+            if waits and num_steps == stage.num_steps and is_at_plateau(log.of_stage, stage):
+                num_steps = num_steps_from(step + 1, stage)
+                entries[-1][LAST_STEP] = before + num_steps
+            if on_step is not None:
+                on_step(before + step + 1, entries)
+            began = time.perf_counter()
+    log.read()
+    _finish(prepared, model, section, accelerator)
     if not all(bool(p.isfinite().all()) for p in trainable_parameters(model)):
         raise diverged(folder, before + num_steps, "not finite")
-    accelerator.free_memory()
-    model.eval()
-    if targets.cache is not None:
-        targets.cache.flush()
-    if section.gradient_checkpointing:
-        model.gradient_checkpointing_disable()
     return StageResult(entries, adapters, prepared.packing)
 
 
-def prepare_stage(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    section: Train,
-    seed: int,
-    accelerator: Accelerator,
-    targets: Targets,
-    number: int = 0,
-    layers: Sequence[int] = (),
-    folder: Path | None = None,
-    history: Sequence[dict[str, float]] = (),
-) -> PreparedStage:
-    """Open the sources, add adapters, freeze what does not train, wrap model and optimizer, and load a checkpoint.
-
-    Args:
-        model: changed in place. The other arguments are those of `train_stage`.
-
-    Raises:
-        RunError: the launch does not support the recipe, or a base or teacher is missing.
-    """
-    stage = section.sequence[number]
-    check_stage(section, stage, targets, accelerator)
-    context, vocab_size = getattr(model.config, "max_position_embeddings", None), model.config.vocab_size
-    streams = [
-        open_source(source, tokenizer, seed, 1000 * number + index, context, vocab_size)
-        for index, source in enumerate(stage.sources)
-    ]
-    adapters = None
-    if stage.trainable == "lora":
-        torch.manual_seed(hash((seed, number)))  # the same adapters on every process and in every run
-        adapters = Adapters(model, stage.lora, targets.grafts)
-    unshare_bases(model)  # weights that an earlier stage shared may be trained in this one
-    trained = mark_trainable(model, stage, layers)
-    precision = precision_of(section, model)
-    for parameter in trained:
-        parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+def _finish(prepared: PreparedStage, model: PreTrainedModel, section: Train, accelerator: Accelerator) -> None:
+    """Put trained weights into the model, and undo what the stage has set."""
+    if prepared.student is not model:
+        gather(prepared.student, model)
+        if prepared.adapters is not None:
+            prepared.adapters.model = model
+    accelerator.free_memory()
+    model.eval()
+    if prepared.targets.cache is not None:
+        prepared.targets.cache.flush()
     if section.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    for frozen in (targets.base, targets.teacher.model if targets.teacher else None):
-        if frozen is not None:
-            frozen.eval().requires_grad_(False).to(accelerator.device)
-    student, prefix = model, None
-    if accelerator.is_fsdp2:
-        student = twin(model, accelerator)
-        if adapters is not None:
-            adapters.model = student
-    if section.compile:
-        student.compile()
-    wrapped, optimizer = accelerator.prepare(student, adamw(student, trainable_parameters(student), stage.optimizer))
-    wrapped.train()
-    identities = identities_of(model, section, number, seed, targets.grafts)
-    start, entries = resume(folder, student, optimizer, identities, accelerator, number, list(history))
-    if targets.base is not None and not accelerator.is_fsdp2:
-        share_weights(model, targets.base)  # not before a checkpoint has been read into the model's weights
-        prefix = SharedPrefix.of(model, targets.base) if not section.compile else None
-    targets = replace(targets, distil=stage.distil, prefix=prefix)
-    packing = section.packing if section.packing is not None else accelerator.device.type == "cuda"
-    packing = packing and supports_packing(wrapped, section, stage, targets, accelerator)
-    split = StepSplit(
-        stage.sources,
-        accelerator.process_index,
-        accelerator.num_processes,
-        section.micro_batch,
-        packing,
-        accelerator.is_fsdp2,
-        PASS_COST_ON_CPU if accelerator.device.type == "cpu" else PASS_COST,
-    )
-    return PreparedStage(
-        stage=stage,
-        targets=targets,
-        student=student,
-        wrapped=wrapped,
-        optimizer=optimizer,
-        make=StepMaker(streams, split, tokenizer),
-        adapters=adapters,
-        budget=PassBudget(),
-        packing=packing,
-        precision=precision,
-        identity=identities[0],
-        start=start,
-        entries=entries,
-    )
-
-
-def check_stage(section: Train, stage: TrainStage, targets: Targets, accelerator: Accelerator) -> None:
-    """Raise RunError if the launch does not support the recipe, or a base or teacher is missing."""
-    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise RunError("fsdp_version", 1, "Set fsdp_version: 2, as recipes/accelerate/fsdp2.yaml does.")
-    if accelerator.is_fsdp2 and section.check_every is not None:
-        hint = "One process cannot evaluate alone while weights are sharded. Remove it."
-        raise RunError("train.check_every", section.check_every, hint)
-    if stage.lora.quantization is not None and accelerator.distributed_type in _SHARDING:
-        hint = "Weights of 4 bits are not sharded. Launch with recipes/accelerate/ddp.yaml, or set it to null."
-        raise RunError("train.lora.quantization", stage.lora.quantization, hint)
-    for index, source in enumerate(stage.sources):
-        if source.rows is not None and source.rows < accelerator.num_processes:
-            hint = f"Set at least one row for each of the {accelerator.num_processes} processes."
-            raise RunError(f"train.sources.{index}.rows", source.rows, hint)
-        for name in source.weights.at(0.5):
-            field = f"train.sources.{index}.weights.{name}"
-            if "base.logits" in OBJECTIVES[name].needs and targets.base is None:
-                raise RunError(field, 1.0, "It compares with the frozen base. Pass `base`.")
-            if OBJECTIVES[name].needs_teacher and targets.teacher is None:
-                raise RunError("train.teacher", None, f"{name} compares with a teacher. Set train.teacher.")
+        model.gradient_checkpointing_disable()
 
 
 def accumulate_gradients(
@@ -376,22 +206,6 @@ def accumulate_gradients(
         release_memory()
 
 
-def _log_missing_reads(
-    stage: TrainStage, documents: Sequence[Sequence[Document]], tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Log how many answer tokens of a step have no gold position, for the sources that need them."""
-    for index, (source, drawn) in enumerate(zip(stage.sources, documents, strict=True)):
-        marked = [d for d in drawn if d.questions and all(q.segment and q.value for q in d.questions)]
-        if not marked or not source.weights.needs("gold_positions"):
-            continue
-        batch = encode(marked, tokenizer)
-        reads = batch.read_query >= 0
-        missing = int((reads & (batch.read_answer_token < 0)).sum())
-        if missing:
-            text = "train.sources.%d: no token of the segment holds %d of %d answer tokens of the first step. %s"
-            _LOG.warning(text, index, missing, int(reads.sum()), "Attention is not supervised there.")
-
-
 def _reduced(
     sums: dict[str, Tensor], stage: TrainStage, parts: Sequence[MicroBatch], progress: float, accelerator: Accelerator
 ) -> tuple[list[str], Tensor]:
@@ -400,22 +214,3 @@ def _reduced(
     tokens = sum(float(part.batch.attention_mask.sum()) for part in parts if part.real) * accelerator.num_processes
     values = [*(sums[name].float() for name in names), torch.tensor(tokens).to(accelerator.device)]
     return names, accelerator.reduce(torch.stack(values), "mean")
-
-
-def supports_packing(
-    model: nn.Module,
-    section: Train,
-    stage: TrainStage,
-    targets: Targets,
-    accelerator: Accelerator,
-) -> bool:
-    """True if all models of the stage keep the documents of a row separate. Otherwise logs why, if packing is set."""
-    models = {"the model": model}
-    if targets.base is not None and "base.logits" in stage.needs:
-        models["the frozen base"] = targets.base
-    if targets.teacher is not None:
-        models["the teacher"] = targets.teacher.model
-    fault = "not supported with torch.compile" if section.compile else packing_fault(models)
-    if fault is not None and section.packing and accelerator.is_main_process:
-        _LOG.warning("train.packing: every document of %s has its own padded row (%s)", stage.name, fault)
-    return fault is None

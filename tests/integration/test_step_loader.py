@@ -6,12 +6,16 @@ import multiprocessing
 import os
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
 from surgery.errors import DataError, RunError
+from surgery.recipe import Train
+from surgery.testing.pico import pico_base, pico_tokenizer
 from surgery.train.step_loader import steps_of
+from surgery.train.training import train_model
 
 
 @dataclass(frozen=True)
@@ -61,3 +65,34 @@ def test_closing_ends_the_workers() -> None:
     assert multiprocessing.active_children()
     steps.close()  # type: ignore[attr-defined]
     assert not multiprocessing.active_children()
+
+
+def test_a_training_is_the_same_with_any_number_of_workers(tmp_path: Path) -> None:
+    """Weights and history bit for bit, also where a resumed run has another number."""
+    rates = {"warmup": 1}
+    sources = [
+        {"task": "kv_retrieval", "pairs": (2, 4), "rows": 3, "weights": {"answer": 1.0}},
+        {"task": "sentence", "rows": 4, "weights": {"lm": 1.0}},
+    ]
+    found = []
+    for workers, resumed in ((0, None), (2, None), (0, 1)):
+        model, folder = pico_base(vocab_size=1024, layers=1), tmp_path / f"{workers}{resumed}"
+        section = Train.model_validate(
+            {"steps": 4, "save_every": 2, "workers": workers, "sources": sources, "optimizer": rates, "packing": True}
+        )
+        if resumed is not None:
+            with pytest.raises(InterruptedError):
+                train_model(model, pico_tokenizer(), section, folder=folder, on_step=stop_after_three)
+            section = section.model_copy(update={"workers": resumed})
+            model = pico_base(vocab_size=1024, layers=1)
+        history = train_model(model, pico_tokenizer(), section, folder=folder)
+        losses = [{k: v for k, v in entry.items() if k != "seconds"} for entry in history]
+        found.append((losses, model.state_dict()))
+    for losses, weights in found[1:]:
+        assert losses == found[0][0]
+        assert all(torch.equal(weights[name], value) for name, value in found[0][1].items())
+
+
+def stop_after_three(step: int, _: object) -> None:
+    if step == 3:
+        raise InterruptedError

@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.recipe import Train
+from surgery.train.preparing import PreparedStage, prepare_stage
 from surgery.train.sharded import full
 from surgery.train.targets import Targets
-from surgery.train.trainer import OnStep, PreparedStage, StageResult, prepare_stage, train_stage
+from surgery.train.trainer import OnStep, StageResult, train_stage
 
 
 @dataclass

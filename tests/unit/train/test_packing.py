@@ -26,9 +26,9 @@ from surgery.train.divergence import TopK
 from surgery.train.logits_cache import LogitsCache
 from surgery.train.objectives import Outputs, counts
 from surgery.train.packing import pack, packing_fault, separate_documents
+from surgery.train.preparing import packs as stage_packs
 from surgery.train.targets import Targets
 from surgery.train.teacher import Teacher, _shifted
-from surgery.train.trainer import supports_packing
 from surgery.types import Graft
 from tests.support.battery import base as base_of
 from tests.support.battery import trained
@@ -86,7 +86,7 @@ def trainer(train: Train, control: bool = False, **more: Any) -> StageRun:
 
 
 def packs(run: StageRun) -> bool:
-    return supports_packing(run.model, run.section, run.section.sequence[0], run.targets, run.accelerator)
+    return stage_packs(run.model, run.section, run.section.sequence[0], run.targets, run.accelerator)
 
 
 def first_step(train: Train, monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[dict, dict[str, Tensor], list]:

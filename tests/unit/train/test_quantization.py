@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from pydantic import ValidationError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
@@ -35,9 +36,9 @@ from surgery.testing.pico import (
     prompts,
 )
 from surgery.train import lora
+from surgery.train.preparing import check_stage
 from surgery.train.quantization import BITS_PER_WEIGHT, quantizable, quantization_of, quantized, resume_unquantized
 from surgery.train.targets import Targets
-from surgery.train.trainer import check_stage
 from surgery.train.training import train_model
 from surgery.types import Graft, HeadId, HeadSet, Plan, ScoredHead
 from tests.support import four_bits
@@ -167,7 +168,7 @@ class TestTraining:
 
         def recorded(self: lora.Adapters, *args: Any) -> None:
             for name, module in self.model.named_modules():
-                if isinstance(module, lora.LoraLayer):
+                if isinstance(module, LoraLayer):
                     deltas[f"{name}.weight"] = module.get_delta_weight("default").detach()
             merge(self, *args)
 

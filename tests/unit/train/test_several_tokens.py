@@ -19,7 +19,7 @@ from surgery.models.lookup import family_of
 from surgery.probes.documents import Document, Question
 from surgery.recipe import Data, Train
 from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
-from surgery.train import trainer as loop
+from surgery.train import preparing as loop
 from surgery.train.objectives import counts
 from surgery.train.targets import Targets
 from surgery.train.teacher import Teacher

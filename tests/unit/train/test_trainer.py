@@ -19,7 +19,7 @@ from surgery.errors import RunError, TrainingDiverged
 from surgery.recipe import Optimizer, Train
 from surgery.testing.pico import HEAD_DIM, HEADS, STATE, pico_base, pico_hybrid, pico_site, pico_tokenizer
 from surgery.train import losses as formulas
-from surgery.train import trainer as loop
+from surgery.train import preparing as loop
 from surgery.train.checkpoints import checkpoints
 from surgery.train.optimizer import adamw, learning_rate_factor, mark_trainable, spliced_parameters
 from surgery.train.targets import Targets

@@ -174,7 +174,7 @@ def _weighted(objective: Any, inputs: ObjectiveInputs, factors: Mapping[int, flo
     else:
         assert inputs.batch.sources is not None
         table = torch.tensor([factors.get(index, 0.0) for index in range(max(factors) + 1)])
-        weights = table.to(inputs.batch.sources.device)[inputs.batch.sources]
+        weights = table.to(inputs.batch.sources.device, non_blocking=True)[inputs.batch.sources]
         batch = of_tokens(inputs.batch, weights != 0) if 0.0 in factors.values() else inputs.batch
         inputs = replace(inputs, batch=batch, weights=weights)
     with plugin_errors(f"objective {objective.name}", objective):

@@ -212,5 +212,5 @@ def _reduced(
     """Losses and tokens of all processes."""
     names = sorted({name for source in stage.sources for name in source.weights.at(progress)} & set(sums))
     tokens = sum(float(part.batch.attention_mask.sum()) for part in parts if part.real) * accelerator.num_processes
-    values = [*(sums[name].float() for name in names), torch.tensor(tokens).to(accelerator.device)]
+    values = [*(sums[name].float() for name in names), torch.full((), tokens, device=accelerator.device)]
     return names, accelerator.reduce(torch.stack(values), "mean")

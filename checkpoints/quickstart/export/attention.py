@@ -19,10 +19,10 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers import initialization as init
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 from transformers.utils.versions import require_version
 
+from .backends import attend, is_decoding, projected
 from .branches import register_branch
 from .packing import convolved, masked
 from .sites import FLAG, Check, at_least, wrong
@@ -53,25 +53,6 @@ CONV_STATE = 1  # the branch's own convolution state; state 0 is the SSM's
 RANDOM_KERNEL = 4  # width of a random branch's convolution; the one of Mamba-2
 
 
-def eager_attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """Softmax attention in plain torch: (B,H,T,K), (B,G,S,K), (B,G,S,V) -> (B,T,H,V) and the weights (B,H,T,S)."""
-    key, value = (x.repeat_interleave(module.num_key_value_groups, dim=1) for x in (key, value))
-    scores = query @ key.transpose(2, 3) * scaling
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    return (weights @ value).transpose(1, 2), weights
-
-
 @register_branch("ssm")
 class SplicedAttention(nn.Module):
     """The attention heads of one layer, as copies of SSM heads; the base class of every branch.
@@ -93,6 +74,7 @@ class SplicedAttention(nn.Module):
         unit_scale: whether queries start unscaled, as the linear attention does that SSM heads are; else 1/sqrt(K).
         needs_teacher: whether it is built from a Transformer (`splice.teacher`).
         reads_streams: whether it reads the input and the output of the mixer's `x_proj`.
+        reads_positions: whether it reads the positions of the tokens.
     """
 
     fields: Mapping[str, Check] = {"conv_kernel": at_least(1), "conv_bias": FLAG}
@@ -100,6 +82,7 @@ class SplicedAttention(nn.Module):
     unit_scale = True
     needs_teacher = False
     reads_streams = False
+    reads_positions = False
 
     is_causal = True
     num_key_value_groups = 1
@@ -223,6 +206,7 @@ class SplicedAttention(nn.Module):
         streams: tuple[Tensor, Tensor] | None = None,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
+        onto: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """(B,T,D) -> (B,T,D), and the weights (B,H,T,S) where the attention implementation returns them.
 
@@ -232,8 +216,9 @@ class SplicedAttention(nn.Module):
             causal_mask: as made by transformers' `create_causal_mask` for the implementation in use.
             rows: collects the attention rows that the caller requested.
             streams: input and output of the mixer's `x_proj`, for a branch with `reads_streams`.
-            positions: (B or 1,T) of the new tokens, for a branch with positions.
+            positions: (B or 1,T) of the new tokens, for a branch with `reads_positions`.
             documents: (B,T) index of the document that each token belongs to; None where a row holds one document.
+            onto: (B,T,D) to add the output to.
         """
         u_BTD = masked(u_BTD, padding_mask)
         query, key, value = self.project(u_BTD, cache, streams, positions, documents, padding_mask)
@@ -242,25 +227,23 @@ class SplicedAttention(nn.Module):
             rows.collect(self.layer_idx, query, whole_key, padding_mask, documents)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        implementation = self.config._attn_implementation
-        if "flash" in implementation or (implementation == "sdpa" and query.shape[2] > 1):
-            # Fused kernels take keys and values of one width. Zeros change no score; the output is cropped.
-            width = max(self.qk_width, self.v_width)
-            query, key = (F.pad(x, (0, width - self.qk_width)) for x in (query, key))
-            value = F.pad(value, (0, width - self.v_width))
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
-        mixed_BTHV, weights = attend(self, query, key, value, causal_mask, scaling=1.0, dropout=0.0)
-        return self.put_out(mixed_BTHV[..., : self.v_width], u_BTD), weights
+        mixed_BTHV, weights = attend(self, query, key, value, causal_mask)
+        if onto is None:
+            return self.put_out(mixed_BTHV, u_BTD), weights
+        return self.put_out(mixed_BTHV, u_BTD, onto), weights
 
-    def put_out(self, mixed_BTHV: Tensor, u_BTD: Tensor) -> Tensor:
-        """Gate, normalise and project the heads' outputs: (B,T,H,V) -> (B,T,D)."""
+    def put_out(self, mixed_BTHV: Tensor, u_BTD: Tensor, onto: Tensor | None = None) -> Tensor:
+        """Gate, normalise and project the heads' outputs: (B,T,H,V) -> (B,T,D), and add them to `onto` (B,T,D)."""
         if self.gate_proj is not None:
             gate = self.gate_proj(u_BTD).view(mixed_BTHV.shape)
             mixed_BTHV = mixed_BTHV * F.silu(gate)
         # RMSNorm of every head by itself, in fp32, without a weight: `o_proj` can hold it.
-        x = mixed_BTHV.float()
-        normed = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.norm_eps)).to(mixed_BTHV.dtype)
-        return self.o_proj(normed.flatten(2))
+        if is_decoding(u_BTD):
+            normed = F.rms_norm(mixed_BTHV, mixed_BTHV.shape[-1:], eps=self.norm_eps)
+        else:
+            x = mixed_BTHV.float()
+            normed = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.norm_eps)).to(mixed_BTHV.dtype)
+        return projected(self.o_proj, normed.flatten(2), onto)
 
     def project(
         self,
@@ -298,9 +281,12 @@ class SplicedAttention(nn.Module):
         activated_BCT = F.silu(x_BCT)
         if self.copied_width == self.qk_width:
             return activated_BCT
-        is_new_C = torch.zeros(x_BCT.shape[1], dtype=torch.bool, device=x_BCT.device)
-        self.new_channels(is_new_C).fill_(True)
-        return torch.where(is_new_C[:, None], x_BCT, activated_BCT)
+        if torch.is_grad_enabled():
+            is_new_C = torch.zeros(x_BCT.shape[1], dtype=torch.bool, device=x_BCT.device)
+            self.new_channels(is_new_C).fill_(True)
+            return torch.where(is_new_C[:, None], x_BCT, activated_BCT)
+        self.new_channels(activated_BCT.transpose(0, 1)).copy_(self.new_channels(x_BCT.transpose(0, 1)))
+        return activated_BCT
 
     def scale_query(self, query_BHTK: Tensor) -> Tensor:
         """Multiply by the learned scale of each head, and M new channels also by 1/sqrt(M)."""
@@ -308,7 +294,10 @@ class SplicedAttention(nn.Module):
         if self.copied_width == self.qk_width:
             return query_BHTK
         copied, new = query_BHTK.tensor_split([self.copied_width], dim=-1)
-        return torch.cat([copied, new * new.shape[-1] ** -0.5], dim=-1)
+        if torch.is_grad_enabled():
+            return torch.cat([copied, new * new.shape[-1] ** -0.5], dim=-1)
+        new.mul_(new.shape[-1] ** -0.5)
+        return query_BHTK
 
 
 @register_branch("random")

@@ -17,6 +17,7 @@ from transformers import initialization as init
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
 from .attention import SplicedAttention
+from .backends import projected
 from .branches import register_branch
 from .cache_name import take_cache
 from .sites import FLAG, Check, at_least, wrong
@@ -53,6 +54,7 @@ class DonorAttention(SplicedAttention):
     }
     unit_scale = False
     needs_teacher = True
+    reads_positions = True
 
     @classmethod
     def check_site(cls, name: str, site: Mapping[str, Any]) -> None:
@@ -128,9 +130,9 @@ class DonorAttention(SplicedAttention):
         rotated = rotated * cos_BTR[:, None] + rotate_half(rotated) * sin_BTR[:, None]
         return torch.cat([rotated, rest], dim=-1)
 
-    def put_out(self, mixed_BTHV: Tensor, u_BTD: Tensor) -> Tensor:
-        """Project the heads' outputs: (B,T,H,V) -> (B,T,D)."""
-        return self.o_proj(mixed_BTHV.flatten(2))
+    def put_out(self, mixed_BTHV: Tensor, u_BTD: Tensor, onto: Tensor | None = None) -> Tensor:
+        """Project the heads' outputs: (B,T,H,V) -> (B,T,D), and add them to `onto` (B,T,D)."""
+        return projected(self.o_proj, mixed_BTHV.flatten(2), onto)
 
 
 class DonorMixer(nn.Module):

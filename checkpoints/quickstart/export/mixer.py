@@ -5,13 +5,18 @@ Shipped with every exported checkpoint, so it imports the standard library, torc
 Shape legend: B batch, T new tokens, D model width, I inner width.
 """
 
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
+from .backends import is_decoding, is_plain
 from .cache_name import cache_name, take_cache
+from .kernels import kernels_by_device
 from .sites import splice_sites
 from .splice_pass import SplicePass
 
@@ -24,22 +29,19 @@ class Watched:
     It wraps the module that is there at the call, so that adapters and quantisers may replace it.
 
     Args:
-        silenced: heads and their width, or None.
+        keep: returns the factors of an input's channels, or None.
         seen: a list that collects each input with its output, or None.
     """
 
-    def __init__(self, module: nn.Module, silenced: tuple[list[int], int] | None = None, seen: Any = None) -> None:
-        self.module, self.silenced, self.seen = module, silenced, seen
+    def __init__(self, module: nn.Module, keep: Callable[[Tensor], Tensor] | None = None, seen: Any = None) -> None:
+        self.module, self.keep, self.seen = module, keep, seen
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
 
     def __call__(self, x_BTI: Tensor) -> Tensor:
-        if self.silenced is not None:
-            heads, width = self.silenced
-            keep_H = torch.ones(x_BTI.shape[-1] // width, dtype=x_BTI.dtype, device=x_BTI.device)
-            keep_H[heads] = 0
-            x_BTI = x_BTI * keep_H.repeat_interleave(width)
+        if self.keep is not None:
+            x_BTI = x_BTI * self.keep(x_BTI)
         output = self.module(x_BTI)
         if self.seen is not None:
             self.seen.append((x_BTI, output))
@@ -61,6 +63,10 @@ class HybridMixerMixin:
     one_by_one = False
     norm_by_group = False
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        kernels_by_device(cls)
+
     @classmethod
     def take_over(cls, mixer: nn.Module, config: Any) -> None:
         """Turn a mixer that the family has built into one of this class, so that none is built twice."""
@@ -74,7 +80,10 @@ class HybridMixerMixin:
         """Build the branch that `config.splice` has for this layer, if any."""
         site = splice_sites(config.splice).get(layer_idx)
         self.attention = config.branch_class(site["init"])(config, site, layer_idx) if site else None
+        methods = [getattr(self.attention, name) for name in ("forward", "put_out")] if site else []
+        self.takes_sum = all("onto" in inspect.signature(method).parameters for method in methods)
         self.silenced = (list(site["heads"]), site["head_dim"]) if site and site["mode"] == "replace" else None
+        self.kept_I: Tensor | None = None
         self.seen: list[tuple[Tensor, Tensor]] | None = None  # a list while the mixer runs
         for name, parameter in self.named_parameters(recurse=False):
             if name in IN_FP32:
@@ -87,7 +96,20 @@ class HybridMixerMixin:
     def out_proj(self) -> Any:
         """The output projection. It ignores a replaced head's channels, also where it has an adapter."""
         module = nn.Module.__getattr__(self, "out_proj")
-        return module if self.seen is None or self.silenced is None else Watched(module, self.silenced)
+        return module if self.seen is None or self.silenced is None else Watched(module, self._kept)
+
+    def _kept(self, x_BTI: Tensor) -> Tensor:
+        """Return (I,): 0 for channels of silenced heads, else 1. It is made once, since indices wait for the device."""
+        if self.kept_I is not None and (self.kept_I.dtype, self.kept_I.device) == (x_BTI.dtype, x_BTI.device):
+            return self.kept_I
+        heads, width = self.silenced
+        with nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False):
+            keep_H = torch.ones(x_BTI.shape[-1] // width, dtype=x_BTI.dtype, device=x_BTI.device)
+            keep_H[heads] = 0
+            kept_I = keep_H.repeat_interleave(width)
+        if type(x_BTI) is Tensor and not torch.compiler.is_compiling():
+            self.kept_I = kept_I
+        return kept_I
 
     def forward(
         self,
@@ -110,18 +132,22 @@ class HybridMixerMixin:
             output = self._scan(hidden_states, cache, attention_mask, **kwargs)
         finally:
             self.training, self.seen = training, None
-        streams = tuple(torch.cat(parts, dim=1) for parts in zip(*seen, strict=True)) or None
+        if seen and not is_decoding(hidden_states):
+            seen = [tuple(torch.cat(parts, dim=1) for parts in zip(*seen, strict=True))]
+        # One operator less for each token, where nothing looks at what the branch returns.
+        sums = self.takes_sum and is_decoding(hidden_states) and is_plain(self.attention)
         added, _ = self.attention(
             hidden_states,
             cache,
             attention_mask,
             splice_pass.causal,
             splice_pass.rows,
-            streams,
+            seen[0] if seen else None,
             splice_pass.positions,
             splice_pass.documents,
+            **({"onto": output} if sums else {}),
         )
-        return output + added
+        return added if sums else output + added
 
     def _scan(self, hidden_states: Tensor, cache: Any, padding: Tensor | None, **kwargs: Any) -> Tensor:
         """Run the family's own forward."""

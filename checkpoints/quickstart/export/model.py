@@ -17,6 +17,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .attention import SplicedAttention
 from .cache_name import RENAMED, cache_name, take_cache
+from .growing_cache import let_grow
 from .mixer import IN_FP32
 from .packing import documents_of, packed_masks, positions_of
 from .splice_pass import SplicePass, SpliceRows
@@ -89,7 +90,8 @@ class HybridModelMixin(HybridInitMixin):
             splice_queries: (B,Q) token indices, -1 for none; their attention rows are returned as
                 `splice_attentions`. A `SpliceRows` collects them for the caller instead.
             seq_idx: (B,T) index of the document that each token belongs to, where rows hold several documents.
-                Documents do not see one another. Padding is one more document. It needs the scan's kernels.
+                Documents do not see one another. Padding is one more document. It needs the scan's kernels, or
+                this library's training, which has a scan in PyTorch for it.
             attention_mask: (B,S), or (B,T) where no token in the cache is padding.
             output_attentions: return the weights (B,H,T,S) of every attention layer and branch, from below, as
                 `attentions`; with eager attention only.
@@ -108,6 +110,7 @@ class HybridModelMixin(HybridInitMixin):
         cache = take_cache(cache, kwargs)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
+        let_grow(cache)
         attention_mask = self._whole_mask(attention_mask, inputs_embeds.shape[1], cache)
         rows = SpliceRows(splice_queries) if isinstance(splice_queries, Tensor) else splice_queries
         if rows is not None:
@@ -157,9 +160,11 @@ class HybridModelMixin(HybridInitMixin):
         if isinstance(attention_mask, dict):  # of packed documents, or by `generate` for a cache that compiles
             causal, padding = attention_mask.get("full_attention"), attention_mask.get("linear_attention")
         else:
-            causal = create_causal_mask(self.config, embeds, attention_mask, cache)
+            causal = self._causal_mask(embeds, attention_mask, cache)
             padding = create_recurrent_attention_mask(self.config, embeds, attention_mask, cache)
-        positions = self._positions(embeds, attention_mask, cache, kwargs)
+        branches = [self.config.branch_class(site["init"]) for site in self.config.splice or ()]
+        rotates = any(branch.reads_positions for branch in branches)
+        positions = self._positions(embeds, attention_mask, cache, kwargs) if rotates else None
         carrier = SplicePass(padding, causal, rows, positions, kwargs.get("seq_idx"))
         if not self.passes_kwargs:
             return carrier, {name: value for name, value in kwargs.items() if name != "position_ids"}
@@ -167,6 +172,20 @@ class HybridModelMixin(HybridInitMixin):
             kwargs = {**kwargs, "position_ids": self._positions(embeds, None, cache, kwargs)}
         family_mask = padding if self.cache_argument == "cache_params" else attention_mask
         return family_mask, {**kwargs, "splice_pass": carrier}
+
+    def _causal_mask(self, embeds: Tensor, attention_mask: Tensor | None, cache: Any) -> Any:
+        """Return the mask of attention layers and branches.
+
+        One new token sees all tokens before it but padding. transformers would wait for the device to look for padding.
+        """
+        one_of_a_growing_cache = embeds.shape[1] == 1 and (cache is None or isinstance(cache, DynamicCache))
+        if not one_of_a_growing_cache or self.config._attn_implementation not in ("eager", "sdpa"):
+            return create_causal_mask(self.config, embeds, attention_mask, cache)
+        if attention_mask is None or attention_mask.ndim != 2:
+            return attention_mask
+        hidden_B11S = (attention_mask == 0)[:, None, None]
+        least = torch.finfo(embeds.dtype).min
+        return torch.zeros(hidden_B11S.shape, dtype=embeds.dtype, device=embeds.device).masked_fill_(hidden_B11S, least)
 
     def _packed_arguments(
         self, seq_idx: Tensor, embeds: Tensor, attention_mask: Any, cache: Any, kwargs: dict[str, Any]
@@ -201,6 +220,8 @@ class HybridModelMixin(HybridInitMixin):
         if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
             return (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -T:]
         past = cache.get_seq_length() if cache is not None else 0
+        if isinstance(past, int):
+            return torch.arange(past, past + T, device=embeds.device)[None]
         return torch.arange(T, device=embeds.device)[None] + past
 
     def _check_rows(self, cache: Any) -> None:

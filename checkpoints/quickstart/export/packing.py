@@ -19,15 +19,18 @@ def documents_of(seq_idx_BT: Tensor) -> Tensor:
     A document ends where the index changes. Kernels compare the indices of any two tokens, so documents of a row must
     have different ones.
     """
-    begins_BT = F.pad(seq_idx_BT[:, 1:] != seq_idx_BT[:, :-1], (1, 0))
-    return begins_BT.cumsum(1).to(torch.int32)
+    return begins_of(seq_idx_BT).cumsum(1).to(torch.int32)
+
+
+def begins_of(seq_idx_BT: Tensor) -> Tensor:
+    """Return (B,T) bool: whether a token is the first one of its document. False for the first token of a row."""
+    return F.pad(seq_idx_BT[:, 1:] != seq_idx_BT[:, :-1], (1, 0))
 
 
 def positions_of(documents_BT: Tensor) -> Tensor:
     """Return (B,T): how many tokens of its document come before each token."""
     index_BT = torch.arange(documents_BT.shape[1], device=documents_BT.device).expand(documents_BT.shape)
-    begins_BT = F.pad(documents_BT[:, 1:] != documents_BT[:, :-1], (1, 0))
-    return index_BT - index_BT.where(begins_BT, 0).cummax(1).values
+    return index_BT - index_BT.where(begins_of(documents_BT), 0).cummax(1).values
 
 
 def packed_masks(config: Any, embeds_BTD: Tensor, positions_BT: Tensor) -> dict[str, Any]:
@@ -50,6 +53,8 @@ def convolved(conv1d: nn.Module, kernel: int, x_BCT: Tensor, length: int, docume
     It calls the module, so that hooks which load offloaded weights run.
     """
     past = kernel - 1
+    if length == 1 and x_BCT.shape[-1] > past:  # one new token after a cache: its inputs are all there
+        return conv1d(x_BCT[..., -kernel:])
     if documents_BT is None:
         return conv1d(F.pad(x_BCT, (past, 0)))[..., -length:]
     place_BT = torch.arange(length, device=x_BCT.device) + past * (documents_BT.long() + 1)

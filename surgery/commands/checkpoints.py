@@ -30,9 +30,9 @@ def inspect(
 
     base = Base(model=model, revision=revision, trust_remote_code=trust_remote_code)
     config = load_config(base.named("MODEL"))
+    geometry, family = geometry_of(config), family_of(config)
     built = meta_model(config, trust_remote_code)
-    code = code_text(built, run_device())
-    print_model(model, geometry_of(config), config, family_of(config), sizes_of(built), code)
+    print_model(model, geometry, config, family, sizes_of(built), code_text(built, run_device()))
 
 
 def generate(

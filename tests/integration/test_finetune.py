@@ -132,19 +132,19 @@ def test_another_content_is_trained_on_anew_and_the_same_is_not(place: Path, fin
 
 def test_rows_that_are_held_out_are_never_trained_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the pipeline, over several passes."""
-    seen: list[Document] = []
+    drawn: dict[int, list[Document]] = {}  # by step: the first one is drawn again for a message
     step: Callable[..., list[Document]] = IndexedDocuments.step
 
     def spy(self: IndexedDocuments, number: int) -> list[Document]:
-        documents = step(self, number)
-        seen.extend(documents)
-        return documents
+        drawn[number] = step(self, number)
+        return drawn[number]
 
     monkeypatch.setattr(IndexedDocuments, "step", spy)
     monkeypatch.chdir(place)
     given = ["base.model=./hybrid", "train.sources.0.data.path=rows.jsonl", *SMALL, "train.steps=14"]
     recipe = load_recipe(shipped("finetune"), given)
     run_pipeline(recipe, Path("spied"), last="train")
+    seen = [document for documents in drawn.values() for document in documents]
     prompts = {d.text[: d.questions[0].answer[0]] for d in seen}
     everything = {line(i)["prompt"] for i in range(60)}
     assert len(seen) == 56 and prompts == {p for p in everything if not is_held_out(p, 0.3)}

@@ -44,11 +44,14 @@ def test_shipped_modules_are_the_librarys_own_byte_for_byte(folder: Path) -> Non
     shipped = sorted(p.name for p in folder.glob("*.py"))
     assert shipped == [
         "attention.py",
+        "backends.py",
         "branches.py",
         "cache_name.py",
         "causal_lm.py",
         "configuration.py",
         "donor.py",
+        "growing_cache.py",
+        "kernels.py",
         "mixer.py",
         "model.py",
         "modeling_mamba2_hybrid.py",

@@ -59,7 +59,18 @@ def tracked(
             accelerator.trackers, accelerator.log_with = [], []
 
 
-def log(accelerator: Accelerator, step: int, entry: Mapping[str, float]) -> None:
-    """Send the entry of one step to the trackers."""
-    if accelerator.trackers:
-        accelerator.log({f"train/{k}": v for k, v in entry.items() if k != "step"}, step=step)
+class SentEntries:
+    """Sends each entry of a history to the trackers once. A resumed training sends no earlier one."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self._count: int | None = None
+
+    def log_new(self, entries: Sequence[Mapping[str, float]]) -> None:
+        """Send the entries that were added since the last call; at the first one, the last entry."""
+        first = len(entries) - 1 if self._count is None else self._count
+        self._count = len(entries)
+        if self.accelerator.trackers:
+            for entry in entries[first:]:
+                values = {f"train/{k}": v for k, v in entry.items() if k != "step"}
+                self.accelerator.log(values, step=int(entry["step"]))

@@ -24,7 +24,7 @@ from surgery.train.precision import precision_of
 from surgery.train.quantization import quantization_of, quantized, resume_unquantized
 from surgery.train.targets import Targets
 from surgery.train.teacher import Teacher, check_tokenizers
-from surgery.train.tracking import log, tracked
+from surgery.train.tracking import SentEntries, tracked
 from surgery.train.trainer import History, OnStep, train_stage
 from surgery.types import Graft, Plan
 
@@ -106,17 +106,10 @@ def train_model(
     folders = {n: _stage_folder(folder, section, n) for n in numbers}
     history: History = []
 
-    logged = -1  # of the entries; a resumed training logs no earlier one
-
-    def log_new(entries: History) -> None:
-        nonlocal logged
-        logged = len(entries) - 1 if logged < 0 else logged
-        for entry in entries[logged:]:
-            log(accelerator, int(entry["step"]), entry)
-        logged = len(entries)
+    sent = SentEntries(accelerator)
 
     def log_step(step: int, entries: History) -> None:
-        log_new(entries)
+        sent.log_new(entries)
         if on_step is not None:
             on_step(step, entries)
 
@@ -136,7 +129,7 @@ def train_model(
             with quantized((model, *frozen), settings, accelerator.device) as unquantized:
                 result = train_stage(*arguments, history, log_step, layers)
                 history = result.history
-                log_new(history)
+                sent.log_new(history)
                 if result.adapters is not None:
                     if outputs is not None and accelerator.is_main_process and not control and not has_changed:
                         adapters = outputs / ADAPTERS / (stage.name if section.stages else "")

@@ -26,7 +26,7 @@ from surgery.registry import plugin_errors
 from surgery.train.packing import pack, trimmed
 
 _LOG = logging.getLogger(__name__)
-# The fixed cost of a pass, in tokens: launching its operators. So much padding saves a pass.
+# Tokens of padding that may save a pass, whose operators cost time to launch. Both are estimates, not measured.
 PASS_COST_ON_CPU, PASS_COST = 128, 2048
 
 Counts = Mapping[tuple[int, str], float]  # index of a source, objective -> number of terms

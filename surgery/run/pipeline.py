@@ -328,7 +328,10 @@ def _run_stage(run: Run, stage: Stage, forced: bool) -> None:
         return
     began = time.perf_counter()
     is_empty = stage.name == "control" and not run.recipe.has_control
-    run.reporter.start(stage.name, "the recipe has no control" if is_empty else stage.what)
+    if is_empty:
+        run.reporter.note(stage.name, "the recipe has none")
+    else:
+        run.reporter.start(stage.name, stage.what)
     if run.accelerator.is_main_process:
         run.rundir.forget(stage.name)
     earlier = None
@@ -338,7 +341,8 @@ def _run_stage(run: Run, stage: Stage, forced: bool) -> None:
     seconds = time.perf_counter() - began
     if run.accelerator.is_main_process:
         run.rundir.finish(stage.name, key, stage.outputs(run), seconds + (earlier or 0.0))
-    run.reporter.finish(stage.name, seconds)
+    if not is_empty:
+        run.reporter.finish(stage.name, seconds)
 
 
 def _skip(run: Run, stage: Stage, key: str) -> str:

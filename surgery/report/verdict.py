@@ -291,7 +291,10 @@ def _advice(results: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
         if first := entry.get("first_token", {}).get("accuracy"):
             text += f" The hybrid's first token is right in {100 * first:.3g}% of them."
         tips = [longer, *_span_tips(recipe, results.get("answer_spans", {}).get(name))]
-        tips.append("check the format: compare wanted and generated text, and the space or newline before the answer")
+        if none_right:
+            tips.append(
+                "check the format: compare wanted and generated text, and the space or newline before the answer"
+            )
         yield f"{text} What to try: {'; '.join(tips)}."
 
 
@@ -305,8 +308,8 @@ def _span_tips(recipe: Recipe, counts: Mapping[str, int] | None) -> list[str]:
         ]
     if counts is None:
         return []
-    rows = sum(counts[key] for key in ("found", "ambiguous", "missing")) + counts.get("marked", 0)
     located = counts["found"] + counts.get("marked", 0)
+    rows = located + counts["ambiguous"]  # an answer that is missing from its prompt cannot be marked
     if located >= _FEW * rows:
         return []
     found = f"found it in {located} of {rows} rows"

@@ -47,13 +47,11 @@ from surgery.run.context import Reporter, Run, Silent
 from surgery.run.log import logged
 from surgery.run.sharing import find_origin, take_stage
 from surgery.run.stages import Stage, stages_of
-from surgery.splice.inserted import check_inserts
-from surgery.splice.plan import check_in_range, check_not_spliced, check_splices, check_state_size
+from surgery.run.without_weights import check_installed
+from surgery.splice.plan import check_base, check_in_range, check_not_spliced
 from surgery.train.compiling import check_compiler
 from surgery.train.lora import adapter_targets
-from surgery.train.quantization import quantization_of
 from surgery.train.teacher import check_teacher, check_tokenizers
-from surgery.train.tracking import check_trackers
 from surgery.train.training import make_accelerator
 from surgery.types import HeadId
 
@@ -139,9 +137,7 @@ def check_inputs(run: Run) -> None:
     """Check models, heads and data before anything is written or measured."""
     check_configs(run)
     if "train" in run.stages:
-        check_trackers(run.recipe.train.trackers)
-        for stage in run.recipe.train.sequence:
-            quantization_of(run.recipe.train, stage)
+        check_installed(run.recipe)
     check_vocabulary(run.tokenizer(), run.base().config)
     check_training_teacher(run)
     _check_other_models(run)
@@ -266,17 +262,15 @@ def _check_base(run: Run, splice: Splice) -> None:
     """Check that the base can be spliced, if this run splices, and that it has the requested heads."""
     recipe = run.recipe
     config = load_config(recipe.base)
-    check_unquantized(config)
-    check_not_spliced(config)
     only_locate = run.stages[-1] == "locate"  # a model that cannot be spliced can still be located
-    if not only_locate:
-        check_splices(config)
-        check_state_size(splice.state_size, config)
-        if splice.form != "head":
-            dtype = config.dtype if recipe.base.dtype == "auto" else getattr(torch, recipe.base.dtype)
-            check_inserts(config, splice, dtype)
-    if only_locate and not family_of(config).sites(config):
-        return
+    if only_locate:
+        check_unquantized(config)
+        check_not_spliced(config)
+        if not family_of(config).sites(config):
+            return
+    else:
+        dtype = config.dtype if recipe.base.dtype == "auto" else getattr(torch, recipe.base.dtype)
+        check_base(config, splice, dtype)
     measures_reads = [name for name, method in METHODS.items() if method.measures_reads]
     if not only_locate and "locate" in run.stages and not set(measures_reads) & set(recipe.locate.methods):
         names = " or ".join(measures_reads)

@@ -148,12 +148,18 @@ def test_few_exact_answers_get_advice() -> None:
     assert text.startswith(
         "rows.jsonl: the hybrid generates 15.0% of the 200 held-out answers exactly. The hybrid's first"
     )
-    assert "83% of them. What to try: train longer (now 5 steps): repeat the command with train.steps=10;" in text
+    assert "83% of them. What to try: train longer (now 5 steps): repeat the command with train.steps=10." in text
     (text,) = advice(0.0, 0.0, tuned())
     assert text.startswith("rows.jsonl: no model generates any of the 200 held-out answers exactly. What to try: train")
     assert "check the format" in text and "answer_span" not in text
-    for counts, tip in ((COUNTS, True), ({**COUNTS, "marked": 30}, False), ({**COUNTS, "found": 200}, False)):
-        assert ("found it in 40 of 95 rows" in advice(0.0, 0.0, tuned(), answer_spans={"rows.jsonl": counts})[0]) == tip
+    absent = {"found": 0, "ambiguous": 0, "missing": 95}
+    for counts, tip in (
+        (COUNTS, True),
+        ({**COUNTS, "marked": 30}, False),
+        ({**COUNTS, "found": 200}, False),
+        (absent, False),
+    ):
+        assert ("found it in 40 of 90 rows" in advice(0.0, 0.0, tuned(), answer_spans={"rows.jsonl": counts})[0]) == tip
     (text,) = advice(0.0, 0.0, tuned(), training={"finetune": {"steps": 5, "plateau": 4}})
     assert "(now 5 steps): a plateau ended a stage early, so increase `plateau.patience`" in text and "=10" not in text
     source = tuned().train.sources[0].model_copy(update={"weights": RECIPE.train.sources[0].weights})

@@ -263,14 +263,18 @@ def _print_end(folder: Path, verdict: Verdict, example: Mapping[str, Any] | None
         # A hybrid with inserted layers is no `transformers` export, and `gguf` needs the place of llama.cpp.
         same = "" if form == "transformers" else " export.format=nemotron_h"
         say("next:")
-        # `generate` reads \n as a line end, and a dash as an option
-        if example is None or "\\" in example["prompt"] or example["prompt"].startswith("-"):
+        prompt = example["prompt"].replace("\n", " ") if example is not None else ""
+        # `generate` reads \n as a line end, and a dash as an option; other characters could change the terminal
+        if example is None or "\\" in prompt or prompt.startswith("-") or not prompt.isprintable():
             say(f"  surgery generate {name} 'PROMPT'")
         else:
             prompt = example["prompt"].replace("\n", "\\n")
-            texts = [f"{arm_label(arm, recipe)} {visible(example['generated'][arm], 40)}" for arm in ("hybrid", "base")]
+            texts = [
+                f"{arm_label(arm, recipe)} {visible(example['generated'][arm].strip(), 40)}"
+                for arm in ("hybrid", "base")
+            ]
             say(f"  surgery generate {name} {shlex.quote(prompt)}")
-            say(f"    wanted {visible(example['wanted'], 40)}; {'; '.join(texts)}")
+            say(f"    wanted {visible(example['wanted'].strip(), 40)}; {'; '.join(texts)}")
         for command in (f"finetune {name} DATA.jsonl{same}", f"publish {name} OWNER/NAME"):
             say(f"  surgery {command}")
 

@@ -72,7 +72,13 @@ def test_the_last_lines_are_the_verdict_the_report_and_what_is_next(
     print_results(folder, spliced("m"))
     lines = capsys.readouterr().out.splitlines()[-4:]
     assert shlex.split(lines[0]) == ["surgery", "generate", str(export), "it's\\n1: "], "read back by `generate`"
-    assert lines[1].strip() == "wanted 42; hybrid  42; base \\x1b[2J"
+    assert lines[1].strip() == "wanted 42; hybrid 42; base \\x1b[2J"
+    for prompt in ("-1", "a\\b", "\x1b[2J"):
+        (folder / "results.json").write_text(
+            json.dumps({**results, "example": {**results["example"], "prompt": prompt}})
+        )
+        print_results(folder, spliced("m"))
+        assert shlex.split(capsys.readouterr().out.splitlines()[-3])[-1] == "PROMPT", "not what a shell would pass on"
     (export / "export.json").write_text('{"format": "nemotron_h"}')  # inserted layers have no other format
     print_results(folder, spliced("m"))
     assert "DATA.jsonl export.format=nemotron_h" in capsys.readouterr().out

@@ -189,7 +189,8 @@ def test_lines_without_spans_are_searched_counted_and_shown(place: Path) -> None
     entry = results["arms"]["hybrid"]["held_out"]["plain.jsonl"]
     assert entry["loss"]["nats"] > 0 and entry["loss"]["tokens"] > entry["n"] == entry["first_token"]["n"]
     assert all(arm["held_out"]["plain.jsonl"]["accuracy"] == 0 for arm in results["arms"].values()), "of 3 steps"
-    for shown in ((folder / "report.html").read_text(), " ".join(done.stdout.split())):
+    report = (folder / "report.html").read_text()
+    for shown in (report, " ".join(done.stdout.split())):
         assert f"no model generates any of the {entry['n']} held-out answers" in shown
         assert "train longer (now 3 steps): repeat the command with train.steps=6" in shown
 

@@ -13,6 +13,7 @@ from huggingface_hub import ModelCard
 from surgery.export.model_card import card_of, model_card
 from surgery.recipe import Locate, Recipe, Splice, check_recipe, to_yaml
 from surgery.recipe.public import public_name, public_recipe
+from surgery.types import Interval
 from tests.support.reports import head_set, plan, spliced
 
 SHARE = {"accuracy": 0.5, "low": 0.4, "high": 0.6, "n": 100}
@@ -295,3 +296,18 @@ def test_a_bar_in_a_name_does_not_end_a_cell(recipe: Recipe) -> None:
 def test_heads_without_a_ranking_were_not_selected_by_scores(method: str, how: str) -> None:
     card = model_card(spliced("owner/base"), replace(head_set(3, 4), method=method), plan(), RESULTS)
     assert f"Heads were {how} (`splice.select: {method}`, seed 0)." in card and "selected by" not in card
+
+
+def test_retrieval_is_claimed_only_for_located_heads_with_a_measured_effect_in_a_base_that_retrieves() -> None:
+    def claims(method: str, low: float, right: float) -> bool:
+        heads = head_set(3, 4)
+        chosen = tuple(replace(s, scores={"patching": Interval(1.0, low, 2.0, 50)}) for s in heads.chosen)
+        kv = {"accuracy": right, "low": right - 0.05, "high": right + 0.05, "n": 200, "chance": 0.125}
+        results = {"arms": {name: {"kv_retrieval": {"8": kv}} for name in ("base", "hybrid")}}
+        card = model_card(spliced("owner/base"), replace(heads, method=method, chosen=chosen), plan(), results)
+        assert ("as an untrained model is" in card) == (right < 0.2)
+        return "retrieval depends on" in card.replace("\n", " ")
+
+    assert claims("patching", 0.5, 0.9)
+    assert not any((claims("random", 0.5, 0.9), claims("patching", -0.5, 0.9), claims("patching", 0.5, 0.13)))
+    assert "retrieval depends on" not in model_card(spliced("owner/base"), None, plan(), RESULTS).replace("\n", " ")

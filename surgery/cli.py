@@ -90,6 +90,7 @@ app = typer.Typer(
 )
 
 _DEBUG = "SURGERY_DEBUG"
+_STOPPED = "stopped; run the same command to go on"
 
 
 @app.command()
@@ -325,11 +326,13 @@ def main() -> None:
     try:
         _check_arguments(sys.argv[1:])
         app()
-    except SystemExit:
+    except SystemExit as end:
+        if end.code in (128 + signal.SIGINT, 128 + signal.SIGTERM):  # typer exits so after an interrupt
+            print(_STOPPED, file=sys.stderr)
         raise
     except KeyboardInterrupt:
-        print("interrupted. A run resumes when its command is repeated.", file=sys.stderr)
-        raise SystemExit(130) from None
+        print(_STOPPED, file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None
     except BaseException as error:
         if os.environ.get(_DEBUG, "0") != "0":
             traceback.print_exc()

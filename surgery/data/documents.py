@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from surgery.data.answer_spans import find_answer
 from surgery.data.columns import names_of_columns
 from surgery.data.files import Row, rows_in_order
-from surgery.data.offsets import Tokens, tokenized
+from surgery.data.offsets import Tokens, before_text, tokenized
 from surgery.data.pieces import Piece, cut, part
 from surgery.errors import DataError, short_repr
 from surgery.probes.documents import Document, Question, Span
@@ -229,7 +229,14 @@ class Reader:
         if document.questions:
             reason = "The model takes at most" if limit == self.context else "`max_tokens` is"
             raise DataError(row.where, f"{len(ids)} tokens", f"{reason} {limit}. Shorten the row, or remove it.")
-        return cut(document.text, ids, tokens.offsets, limit, lambda text: tokenized(self.tokenizer, [text])[0].ids)
+        begun = len(before_text(self.tokenizer))  # tokens before each piece
+        (inner,) = tokenized(self.tokenizer, [document.text], whole=False)
+
+        def tokens_of(text: str) -> list[int]:
+            return tokenized(self.tokenizer, [text], whole=False)[0].ids
+
+        pieces = cut(document.text, inner.ids, inner.offsets, limit - begun, tokens_of)
+        return [(span, length + begun) for span, length in pieces]
 
 
 def is_held_out(prompt: str, share: float) -> bool:

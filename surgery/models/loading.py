@@ -302,15 +302,6 @@ def has_tokenizer(base: Base) -> bool:
     return not folder.is_dir() or any(folder.glob("*token*"))
 
 
-SAMPLE_TEXT = "The value of 'key12' is 3.5%.\n\n\tNaïve: {'a': [1, 20, 300]}"
-
-
-def encode_alike(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    """Whether two tokenizers have the same tokens and split `SAMPLE_TEXT` in the same way."""
-    ids = [tokenizer(SAMPLE_TEXT, add_special_tokens=False)["input_ids"] for tokenizer in (one, other)]
-    return one.get_vocab() == other.get_vocab() and ids[0] == ids[1]
-
-
 @_names_its_field
 def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
     """Load the tokenizer from `base.tokenizer`, or from the model. Sets a padding token if it has none.

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 
 from surgery import __version__
+from surgery.data.offsets import encode_alike
 from surgery.evaluate.efficiency import efficiency
 from surgery.evaluate.evaluation import Arm, compare_arms, evaluate_model, held_out_documents, mark_seen, p_values
 from surgery.evaluate.held_out import advice_of, side_by_side
@@ -24,7 +25,7 @@ from surgery.evaluate.prompts import make_prompts
 from surgery.evaluate.read_twice import READ_TWICE, prompts_twice
 from surgery.files.atomic import new_folder, read_json, write_json
 from surgery.interventions.heads_off import HEADS_OFF, heads_off
-from surgery.models.loading import encode_alike, load_model, load_tokenizer
+from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.sizes import sizes_of
 from surgery.recipe import as_base
 from surgery.report.results import arm_label, ordered_arms

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 from torch import Tensor
 
+from surgery.data.offsets import encode_alike
 from surgery.errors import ModelError
 from surgery.files.atomic import digest
 from surgery.models import config_checks
 from surgery.models.loading import (
     check_finite,
     check_vocabulary,
-    encode_alike,
     has_tokenizer,
     load_config,
     load_model,

@@ -23,15 +23,13 @@ from surgery.data.encoding import EncodedBatch
 from surgery.hybrid.model import HybridModelMixin
 from surgery.hybrid.packing import packed_masks, positions_of
 from surgery.models.lookup import family_of
+from surgery.models.runtime import rounding
 from surgery.models.torch_scans import torch_scans
 
 _TOKENS = ("input_ids", "attention_mask", "answers", "sources")
 _QUESTIONS = ("query", "segment_start", "segment_end", "answer_token")  # indices into T
 _READS = ("read_query", "read_segment_end", "read_answer_token")  # indices into T
 _VALUES = ("target", "gold", "choice_ids", "choice_rest")
-# Relative difference of logits that is rounding. Kernels multiply in tf32, which changes logits by 1e-4 at most (on an
-# H200). A leak changes them by .14 to .38. The bound for weights in half precision was not measured.
-_ROUNDING, _ROUNDING_IN_HALF = 1e-3, 3e-2
 
 
 def row_length(tokens: int) -> int:
@@ -209,9 +207,8 @@ def _leaks(model: nn.Module) -> bool:
             ids = ids_BT.where(second_BT, ids_BT + shift)
             output = model(ids, attention_mask=torch.ones_like(ids_BT), use_cache=False)
         logits_by_shift.append(output.logits[second_BT].float())
-    least = _ROUNDING if parameter.dtype in (torch.float32, torch.float64) else _ROUNDING_IN_HALF
     apart, changed = logits_by_shift
-    return float((apart - changed).abs().max()) > least * float(apart.abs().max())
+    return float((apart - changed).abs().max()) > rounding(parameter.dtype) * float(apart.abs().max())
 
 
 def trimmed(batch: EncodedBatch) -> EncodedBatch:

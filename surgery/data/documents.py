@@ -31,6 +31,7 @@ from surgery.errors import DataError, short_repr
 from surgery.probes.documents import Document, Question, Span
 from surgery.recipe import Data
 
+_LONGEST = 2**23  # characters of a row
 _TOKENIZE_TOGETHER = 64  # rows to tokenize at once
 
 
@@ -185,6 +186,10 @@ class Reader:
         """End a text with the end token. Raise DataError if the text is empty or cannot be encoded."""
         if not text.strip():
             raise DataError(row.where, "the text is empty", "Remove the row.")
+        if len(text) > _LONGEST:  # a tokenizer that runs out of memory ends the process
+            raise DataError(
+                row.where, f"a text of {len(text):,} characters", f"Cut it into rows of at most {_LONGEST:,}."
+            )
         try:
             text.encode()
         except UnicodeEncodeError as error:

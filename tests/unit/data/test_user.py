@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
+import os
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -564,6 +567,21 @@ def bad_paths(root: Path) -> Iterator[tuple[dict[str, str], str]]:
     yield {"path": f"{root}/chats.jsonl"}, "such as train.sources.0.data.columns.messages=messages or"
     write(root / "short.jsonl", [{"prompt": "a", "answer_span": [0, 1]}])
     yield {"path": f"{root}/short.jsonl"}, "such as train.sources.0.data.columns.answer=NAME or"
+    (root / "hole.jsonl").write_bytes(json.dumps(GOOD).encode() + b"\n\0\0\n")
+    yield {"path": f"{root}/hole.jsonl"}, f"{root}/hole.jsonl:2: NUL bytes"
+    write(root / "long.jsonl", [{"prompt": "a" * 2**23, "answer": "b"}])
+    yield {"path": f"{root}/long.jsonl"}, f"{root}/long.jsonl:1: a text of 8,388,6"
+    for name, begins in (("lines.jsonl", f"{json.dumps(GOOD)}\n"), ("list.json", "[")):
+        (root / name).write_text(begins)
+        os.truncate(root / name, 2**40)  # without blocks on the disk
+        yield (
+            {"path": f"{root}/{name}"},
+            "a JSON list of more than 1024 MiB" if begins == "[" else ":2: a line of more than",
+        )
+    (root / "pipes").mkdir()
+    os.mkfifo(root / "pipes" / "a.jsonl")
+    for path in (root / "pipes", root / "pipes" / "a.jsonl"):
+        yield {"path": str(path)}, "a.jsonl. It is no regular file"
     write(root / "mixed" / "a.jsonl", numbered(1))
     write(root / "mixed" / "b.json", numbered(1))
     yield {"path": f"{root}/mixed"}, ".json and .jsonl"
@@ -584,6 +602,36 @@ def test_what_cannot_be_read_is_one_clear_error(tmp_path: Path, streaming: bool)
         with pytest.raises(DataError) as error:
             opened(data.pop("path"), streaming=streaming, **data)
         assert said in str(error.value)
+
+
+def test_rows_inside_an_object_are_refused_with_a_command_that_unwraps_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    wrapped = [
+        {"data": numbered(3)},
+        {"version": 1, 'of "us"': {"train": numbered(3)}},
+        {"a": {"prompt": []}, "b": numbered(3)},
+    ]
+    for number, (rows, suffix, indent) in enumerate(itertools.product(wrapped, ("json", "jsonl"), (None, 1))):
+        Path(f"it's {number}.{suffix}").write_text(json.dumps(rows, indent=indent))
+        with pytest.raises(DataError, match="one JSON object, whose list") as error:
+            opened(f"it's {number}.{suffix}")
+    command = error.value.hint.removeprefix("Write one row a line: ").partition(". Then")[0]
+    subprocess.run(command, shell=True, check=True)
+    assert len(open_rows(Data(path="rows.jsonl"))) == 3
+    one = {"prompt": "a\n", "answer": "b", "options": [{"x": 1}]}, {"messages": [{"role": "user", "content": "a"}]}
+    for row in one:
+        assert len(open_rows(Data(path=str(write(tmp_path / "one.jsonl", [row]))))) == 1
+
+
+def test_a_key_twice_in_a_row_is_noted_once_for_each_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    twice = json.dumps(GOOD)[:-1] + ', "n": 2}'
+    path = write(tmp_path / "a.jsonl", [GOOD, twice, twice])
+    assert len(opened(path, rows=9).step(1)) == 9
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{path}:2: the key 'n' is there 2 times, and the last value counts. Keep one."
+    ]
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -24,7 +24,9 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.encoding import EncodedBatch, encode
+from surgery.errors import ModelError
 from surgery.probes.documents import Document, Question
+from surgery.scoring.choices import row_bytes
 from surgery.scoring.ranking import ChoiceScores, check_logits, choice_scores, query_batches, ranked
 
 _SEPARATORS = " ,"  # between the answers of one list
@@ -229,6 +231,24 @@ def generate_greedy(model: PreTrainedModel, prompts: EncodedBatch, max_tokens: i
         model.generation_config = own
     new_BN = ids[:, prompts.input_ids.shape[1] :]
     return torch.nn.functional.pad(new_BN, (0, max_tokens - new_BN.shape[1]), value=fill)
+
+
+def check_beams(model: PreTrainedModel, tokens: int, memory: int) -> None:
+    """Check that the beams, or the texts, that generation_config.json asks for fit: each has its own states and logits.
+
+    Args:
+        tokens: of prompt and new text.
+        memory: free bytes.
+
+    Raises:
+        ModelError: they do not.
+    """
+    settings = model.generation_config
+    for name in ("num_beams", "num_return_sequences"):
+        rows, most = getattr(settings, name) or 1, memory // row_bytes(model, tokens)
+        if rows > most:
+            hint = f"They need more than the free {memory / 2**30:.1f} GiB. Set at most {most}."
+            raise ModelError(f"generation_config.json {name}", rows, hint)
 
 
 def _greedy_beginnings(

@@ -11,12 +11,12 @@ import torch
 from tokenizers import normalizers
 from transformers import GenerationConfig, PreTrainedModel
 
-from surgery.errors import ProbeError
+from surgery.errors import ModelError, ProbeError
 from surgery.evaluate.evaluation import evaluate_model, p_values
 from surgery.evaluate.prompts import PromptSet
 from surgery.probes.documents import Document, Question
 from surgery.recipe import Evaluate
-from surgery.scoring.generation import exact_answers, exact_matches, generate_greedy
+from surgery.scoring.generation import check_beams, exact_answers, exact_matches, generate_greedy
 from surgery.scoring.ranking import answer_nats, perplexity
 from surgery.stats import wilson
 from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts, randomise
@@ -197,3 +197,15 @@ def test_held_out_documents_stand_in_the_summary_beside_the_rest() -> None:
     assert torch.equal(arm.correct["held_out/rows.jsonl"], correct) and len(arm.correct) == 1
     assert calls == [(1, 2), (2, 2)]
     assert p_values({"base": arm, "other": arm}, "base")["other"] == {"held_out/rows.jsonl": 1.0}
+
+
+@pytest.mark.parametrize("name", ["num_beams", "num_return_sequences"])
+def test_more_beams_than_memory_are_refused_before_generation(name: str) -> None:
+    model = pico_base()
+    setattr(model.generation_config, name, 10**6)
+    with pytest.raises(
+        ModelError, match=rf"generation_config\.json {name}: 1000000\. They need more .* at most \d+\."
+    ) as error:
+        check_beams(model, 20, 2**30)
+    setattr(model.generation_config, name, int(error.value.hint.split()[-1].rstrip(".")))
+    check_beams(model, 20, 2**30)

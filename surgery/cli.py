@@ -79,7 +79,7 @@ class _Commands(TyperGroup):
                 hint = f"Put it before the command: surgery {option} {ctx.invoked_subcommand} ..."
             elif option is not None and ctx.invoked_subcommand == "generate":
                 near = "".join(f" Did you mean {name}?" for name in getattr(error, "possibilities", None) or ())
-                hint = f"There is no such option.{near} Before a prompt with a dash write --: generate CHECKPOINT -- PROMPT"
+                hint = f"No such option.{near} Before a prompt with a dash write --: generate CHECKPOINT -- PROMPT"
             else:
                 raise
             raise SurgeryError(option, None, hint) from error

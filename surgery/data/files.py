@@ -14,7 +14,6 @@ import re
 import shlex
 from array import array
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count, islice
@@ -61,8 +60,7 @@ class Row:
         def columns_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             found = dict(pairs)
             if len(found) < len(pairs):
-                (key, times), *_ = Counter(key for key, _ in pairs).most_common(1)
-                _note_repeated(self.where.rpartition(":")[0], self.where, key, times)
+                _note_repeated(self.where, next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i])))
             return found
 
         try:
@@ -78,10 +76,11 @@ class Row:
 _REPEATED: set[str] = set()  # files whose repeated keys were noted
 
 
-def _note_repeated(file: str, where: str, key: str, times: int) -> None:
-    """Note the first row of a file that has a key several times. Rows are parsed again in every epoch."""
+def _note_repeated(where: str, key: str) -> None:
+    """Note the first row of a file that has a key twice. Rows are parsed again in every epoch."""
+    file = where.rpartition(":")[0]
     if file not in _REPEATED:
-        _LOG.warning("%s: the key %r is there %d times, and the last value counts. Keep one.", where, key, times)
+        _LOG.warning("%s: the key %r is there twice, and the last value counts. Keep one.", where, key)
     _REPEATED.add(file)
 
 

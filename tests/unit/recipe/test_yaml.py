@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from surgery.errors import RecipeError
-from surgery.recipe import AnalysisRecipe, PretrainRecipe, Recipe, check_recipe, load_any, to_yaml
+from surgery.recipe import AnalysisRecipe, PretrainRecipe, Recipe, check_recipe, to_yaml
 from surgery.recipe.yaml import apply, load_yaml, read_mapping
 
 
@@ -137,14 +137,6 @@ def test_a_key_of_many_parts_is_refused() -> None:
         apply({}, f"{'a.' * 100_000}b=1")
     with pytest.raises(RecipeError, match=r"is not an index of this list\. Use 0 to 0"):
         apply({"a": [1]}, f"a.{'9' * 5_000}=1")
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_the_kind_of_a_hostile_file_is_not_guessed(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(HOSTILE[name], encoding="utf-8")
-    with pytest.raises(RecipeError):
-        load_any(path)
 
 
 @pytest.mark.parametrize("kind", [Recipe, PretrainRecipe, AnalysisRecipe])

@@ -53,7 +53,7 @@ def evaluate_run(run: Run, before: Sequence[str]) -> None:
     models: dict[str, Callable[[], PreTrainedModel]] = {"base": run.base}
     if recipe.has_control:
         models["no_splice"] = lambda: run.model("no_splice")
-    twice = prompts_twice(prompts) if recipe.evaluate.read_twice else None
+    twice = prompts_twice(prompts, run.tokenizer().bos_token) if recipe.evaluate.read_twice else None
     if twice is not None:
         models |= {f"{name}{READ_TWICE}": load for name, load in models.items()}
     models |= {name: lambda: run.model("trained") for name in (HEADS_OFF, "hybrid")}

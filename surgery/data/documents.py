@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -235,12 +236,12 @@ class Reader:
             reason = "The model takes at most" if limit == self.context else "`max_tokens` is"
             raise DataError(row.where, f"{len(ids)} tokens", f"{reason} {limit}. Shorten the row, or remove it.")
         begun = len(before_text(self.tokenizer))  # tokens before each piece
-        (inner,) = tokenized(self.tokenizer, [document.text], whole=False)
+        skip = min(begun, bisect_right(tokens.ends, 0))  # those before the text, if it does not have them itself
 
         def tokens_of(text: str) -> list[int]:
             return tokenized(self.tokenizer, [text], whole=False)[0].ids
 
-        pieces = cut(document.text, inner.ids, inner.offsets, limit - begun, tokens_of)
+        pieces = cut(document.text, ids[skip:], tokens.offsets[skip:], limit - begun, tokens_of)
         return [(span, length + begun) for span, length in pieces]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import json
@@ -21,6 +22,7 @@ from pyarrow.parquet import write_table
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, WordPiece
 from tokenizers.pre_tokenizers import ByteLevel, Whitespace
+from tokenizers.processors import TemplateProcessing
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from surgery.data.documents import Reader, check_documents
@@ -249,6 +251,12 @@ def test_long_texts_are_cut_and_all_of_them_is_seen(tmp_path: Path) -> None:
     assert max(map(length, read)) <= 20
     steps = -(-len(read) // 3)
     assert {d.text for d in read} <= {t for step in range(steps) for t in texts(stream, step)}
+    begins = copy.deepcopy(TOKENIZER)
+    special = [(END, TOKENIZER.eos_token_id)]
+    begins.backend_tokenizer.post_processor = TemplateProcessing(single=f"{END} $A", special_tokens=special)
+    read, _ = read_documents(Data.model_validate({"path": str(path), "columns": {"text": "t"}}), begins, max_tokens=20)
+    assert "".join(d.text for d in read) == "".join(row["t"] + END for row in long)
+    assert max(len(begins(d.text)["input_ids"]) for d in read) <= 20, "with BOS before each piece"
 
 
 # what is refused

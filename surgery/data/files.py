@@ -9,86 +9,28 @@ from __future__ import annotations
 import codecs
 import glob
 import json
-import logging
 import re
 import shlex
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, count, islice
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from surgery.data.columns import column_names, wrapped_rows
+from surgery.data.columns import Row, column_names, not_json, wrapped_rows
 from surgery.errors import DataError, reading
 from surgery.recipe import Columns, Data
 from surgery.recipe.sources import DATA_FORMATS
 
-_LOG = logging.getLogger(__name__)
 _SPLITS = {"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"}
 _TOKEN = re.compile(r"hf_\w+")
 _DAMAGED = "The file has a Parquet header, but its rows cannot be read. Write it again."
 _HEAD = 4096  # bytes in which a file's first character is looked for
 _LINE, _WHOLE = 2**26, 2**30  # largest line, and largest file that is parsed at once, in bytes
 _BATCH = 256  # rows of a streamed Parquet file to hold in memory
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row: a line of JSON, or a mapping.
-
-    Attributes:
-        where: file and line, or data set and row, for messages.
-        raw: bytes of JSON, or columns with values.
-    """
-
-    where: str
-    raw: bytes | Mapping[str, Any]
-
-    def fields(self) -> Mapping[str, Any]:
-        """Parse the row into values by column. Raise DataError if the line is not a JSON object."""
-        if not isinstance(self.raw, bytes):
-            return self.raw
-        if b"\0" in self.raw:
-            raise DataError(
-                self.where, "NUL bytes", "The file is damaged, or not UTF-8. Save it in UTF-8 without them."
-            )
-
-        def columns_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-            found = dict(pairs)
-            if len(found) < len(pairs):
-                _note_repeated(self.where, next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i])))
-            return found
-
-        try:
-            columns = json.loads(self.raw, object_pairs_hook=columns_of)
-        except (ValueError, RecursionError) as error:
-            raise _not_json(self.where, error, "Write one JSON object per line.") from None
-        if not isinstance(columns, dict):
-            hint = 'Write one JSON object per line, such as {"prompt": ..., "answer": ...}.'
-            raise DataError(self.where, f"a JSON {type(columns).__name__}, not an object", hint)
-        return columns
-
-
-_REPEATED: set[str] = set()  # files whose repeated keys were noted
-
-
-def _note_repeated(where: str, key: str) -> None:
-    """Note the first row of a file that has a key twice. Rows are parsed again in every epoch."""
-    file = where.rpartition(":")[0]
-    if file not in _REPEATED:
-        _LOG.warning("%s: the key %r is there twice, and the last value counts. Keep one.", where, key)
-    _REPEATED.add(file)
-
-
-def _not_json(where: str, error: Exception, hint: str) -> DataError:
-    """The error for text that cannot be parsed."""
-    if isinstance(error, UnicodeDecodeError):
-        return DataError(where, "not UTF-8", "Save the file in UTF-8.")
-    return DataError(where, f"not JSON: {error}", hint)
 
 
 class Rows(Protocol):
@@ -328,7 +270,7 @@ def _listed(path: Path) -> ArrowRows:
         rows = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise _not_json(f"{path}{line}", error, "Write a list of objects, or one object per line.") from None
+        raise not_json(f"{path}{line}", error, "Write a list of objects, or one object per line.") from None
     return ArrowRows(_Packed(pyarrow.array([json.dumps(row) for row in rows], pyarrow.large_binary())), str(path))
 
 

@@ -43,15 +43,6 @@ def stays_in_fp32(model: PreTrainedModel, name: str) -> bool:
     return any(f".{name}".endswith(f".{kept}") for kept in model._keep_in_fp32_modules_strict or ())
 
 
-def rounding(dtype: torch.dtype) -> float:
-    """Largest difference of two logits that is rounding, as a fraction of the largest logit.
-
-    Kernels multiply in tf32, which changes logits by 1e-4 at most (on an H200). Documents that leak into each other
-    change them by .14 to .38. The bound for half precision was not measured.
-    """
-    return 1e-3 if dtype in (torch.float32, torch.float64) else 3e-2
-
-
 def run_device() -> torch.device:
     """Return the device that commands run models on: the GPU if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -20,7 +20,7 @@ from surgery.hybrid.attention import SplicedAttention
 from surgery.hybrid.sites import is_whole
 from surgery.interventions.silence import silence
 from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of, structure_of
-from surgery.models.runtime import requires_grad, rounding, stays_in_fp32
+from surgery.models.runtime import requires_grad, stays_in_fp32
 from surgery.models.spliced import BASE_STATE_SIZE
 from surgery.recipe import Splice
 from surgery.splice.inserted import insert_layers
@@ -28,6 +28,10 @@ from surgery.splice.plan import check_state_size, hybrid_config, splice_field
 from surgery.splice.source import HeadSource, donor_of
 from surgery.splice.state_size import StateCut
 from surgery.types import Graft, Plan
+
+# Differences of logits that may be rounding, as fractions of the largest one. Kernels that differ change them by up to
+# 3e-3 in fp32 (tf32), and 3e-2 in bf16 (mamba2-24m, H100).
+_ROUNDING, _ROUNDING_IN_HALF = 1e-2, 0.1
 
 
 @torch.no_grad()
@@ -202,8 +206,8 @@ def check_kept(
     if getattr(hybrid.config, BASE_STATE_SIZE, None) is not None:
         layers = {spec.layer for spec in family_of(base.config).mixers(base.config) if spec.is_ssm}
     a, b = _logits_of_both(base, hybrid, input_ids, attention_mask, layers)
-    apart, least = float((a - b).abs().max()), rounding(base.dtype) * float(a.abs().max())
-    if not apart <= least:
+    apart, rounding = float((a - b).abs().max()), _ROUNDING if base.dtype == torch.float32 else _ROUNDING_IN_HALF
+    if not apart <= rounding * float(a.abs().max()):
         value = f"its logits differ from the base's by up to {apart:.2g} before training, which rounding does not"
         hint = "The weights and config.json of base.model disagree, such as lm_head.weight and tie_word_embeddings."
         raise PlanError("the hybrid", value, f"{hint} Correct them.")

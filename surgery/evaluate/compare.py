@@ -179,6 +179,3 @@ def _evaluate(
         },
     }
     return results, models
-
-
-__all__ = ["Comparison", "compare_models", "load_comparison"]

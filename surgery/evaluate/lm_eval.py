@@ -136,6 +136,3 @@ def _metrics(lm: HFLM, manager: TaskManager, task: str, section: LmEval) -> dict
         numbers = {key: value for key, value in row.items() if isinstance(value, (int, float))}
         metrics[name] = numbers | ({"n": counts[name]["effective"]} if name in counts else {})
     return metrics
-
-
-__all__ = ["check_tasks", "run_lm_eval"]

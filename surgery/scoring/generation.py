@@ -158,13 +158,6 @@ def max_answer_tokens(document: Document) -> int:
     return len(document.text[questions[0].answer[0] : questions[-1].answer[1]].encode()) + 1
 
 
-def exact_matches(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], batch_size: int
-) -> Tensor:
-    """Generate the last answer of each document: (N,) bool, True if the text equals the answer. See `exact_answers`."""
-    return exact_answers(model, tokenizer, documents, batch_size).correct
-
-
 def exact_answers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], batch_size: int
 ) -> ExactAnswers:
@@ -303,18 +296,3 @@ def _choice_scores(
 def _has_end_token(document: Document, tokenizer: PreTrainedTokenizerBase) -> bool:
     """True if the end token follows the document's answer."""
     return tokenizer.eos_token is not None and document.text.endswith(str(tokenizer.eos_token))
-
-
-__all__ = [
-    "ExactAnswers",
-    "GeneratedAnswers",
-    "answer_batches",
-    "answer_list",
-    "exact_answers",
-    "exact_matches",
-    "expected_answers",
-    "generate_answers",
-    "generate_greedy",
-    "is_match",
-    "max_answer_tokens",
-]

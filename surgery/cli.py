@@ -75,9 +75,13 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except Exception as error:  # typer has no public name for the error of an unknown option
             option = getattr(error, "option_name", None)
-            if option is None or not any(option in parameter.opts for parameter in self.params):
+            if option is not None and any(option in parameter.opts for parameter in self.params):
+                hint = f"Put it before the command: surgery {option} {ctx.invoked_subcommand} ..."
+            elif option is not None and ctx.invoked_subcommand == "generate":
+                near = "".join(f" Did you mean {name}?" for name in getattr(error, "possibilities", None) or ())
+                hint = f"No such option.{near} Before a prompt with a dash write --: generate CHECKPOINT -- PROMPT"
+            else:
                 raise
-            hint = f"Put it before the command: surgery {option} {ctx.invoked_subcommand} ..."
             raise SurgeryError(option, None, hint) from error
 
 

@@ -44,18 +44,27 @@ def generate(
 ) -> None:
     """Generate text with a checkpoint."""
     use_free_cores()
+    import torch
+
+    from surgery.data.offsets import tokenized
     from surgery.models.loading import check_vocabulary, load_model, load_tokenizer
     from surgery.models.runtime import run_device
+    from surgery.run.machine import find_machine
+    from surgery.scoring.generation import check_beams
 
     base = Base(model=checkpoint, dtype="auto", trust_remote_code=trust_remote_code).named("CHECKPOINT")
     model, tokenizer = load_model(base).to(run_device()), load_tokenizer(base)  # type: ignore[arg-type]
     with naming("CHECKPOINT", "base.tokenizer"):
         check_vocabulary(tokenizer, model.config)
-    inputs = tokenizer(prompt.replace("\\n", "\n"), return_tensors="pt", add_special_tokens=False).to(model.device)
-    if inputs["input_ids"].shape[1] == 0:
+    (prompt_tokens,) = tokenized(tokenizer, [prompt.replace("\\n", "\n")])
+    if not prompt_tokens.ids:
         raise SurgeryError("PROMPT", repr(prompt), "The prompt has no tokens. Pass some text.")
+    ids_BT = torch.tensor([prompt_tokens.ids], device=model.device)
+    check_beams(model, ids_BT.shape[1] + max_new_tokens, find_machine().memory)
     with reading("CHECKPOINT", checkpoint, "Generation failed. Correct config.json and generation_config.json."):
-        tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=sample)
+        tokens = model.generate(
+            ids_BT, attention_mask=torch.ones_like(ids_BT), max_new_tokens=max_new_tokens, do_sample=sample
+        )
     print(tokenizer.decode(tokens[0], skip_special_tokens=True))
 
 

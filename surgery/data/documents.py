@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,12 +26,13 @@ from transformers import PreTrainedTokenizerBase
 from surgery.data.answer_spans import find_answer
 from surgery.data.columns import names_of_columns
 from surgery.data.files import Row, rows_in_order
-from surgery.data.offsets import Tokens, tokenized
+from surgery.data.offsets import Tokens, before_text, tokenized
 from surgery.data.pieces import Piece, cut, part
 from surgery.errors import DataError, short_repr
 from surgery.probes.documents import Document, Question, Span
 from surgery.recipe import Data
 
+_LONGEST = 2**23  # characters of a row
 _TOKENIZE_TOGETHER = 64  # rows to tokenize at once
 
 
@@ -185,6 +187,10 @@ class Reader:
         """End a text with the end token. Raise DataError if the text is empty or cannot be encoded."""
         if not text.strip():
             raise DataError(row.where, "the text is empty", "Remove the row.")
+        if len(text) > _LONGEST:  # a tokenizer that runs out of memory ends the process
+            raise DataError(
+                row.where, f"a text of {len(text):,} characters", f"Cut it into rows of at most {_LONGEST:,}."
+            )
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -229,7 +235,14 @@ class Reader:
         if document.questions:
             reason = "The model takes at most" if limit == self.context else "`max_tokens` is"
             raise DataError(row.where, f"{len(ids)} tokens", f"{reason} {limit}. Shorten the row, or remove it.")
-        return cut(document.text, ids, tokens.offsets, limit, lambda text: tokenized(self.tokenizer, [text])[0].ids)
+        begun = len(before_text(self.tokenizer))  # tokens before each piece
+        skip = min(begun, bisect_right(tokens.ends, 0))  # those before the text, if it does not have them itself
+
+        def tokens_of(text: str) -> list[int]:
+            return tokenized(self.tokenizer, [text], whole=False)[0].ids
+
+        pieces = cut(document.text, ids[skip:], tokens.offsets[skip:], limit - begun, tokens_of)
+        return [(span, length + begun) for span, length in pieces]
 
 
 def is_held_out(prompt: str, share: float) -> bool:

@@ -10,17 +10,17 @@ import codecs
 import glob
 import json
 import re
+import shlex
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, count
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, count, islice
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from surgery.data.columns import column_names
+from surgery.data.columns import Row, column_names, not_json, wrapped_rows
 from surgery.errors import DataError, reading
 from surgery.recipe import Columns, Data
 from surgery.recipe.sources import DATA_FORMATS
@@ -28,40 +28,9 @@ from surgery.recipe.sources import DATA_FORMATS
 _SPLITS = {"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"}
 _TOKEN = re.compile(r"hf_\w+")
 _DAMAGED = "The file has a Parquet header, but its rows cannot be read. Write it again."
+_HEAD = 4096  # bytes in which a file's first character is looked for
+_LINE, _WHOLE = 2**26, 2**30  # largest line, and largest file that is parsed at once, in bytes
 _BATCH = 256  # rows of a streamed Parquet file to hold in memory
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row: a line of JSON, or a mapping.
-
-    Attributes:
-        where: file and line, or data set and row, for messages.
-        raw: bytes of JSON, or columns with values.
-    """
-
-    where: str
-    raw: bytes | Mapping[str, Any]
-
-    def fields(self) -> Mapping[str, Any]:
-        """Parse the row into values by column. Raise DataError if the line is not a JSON object."""
-        if not isinstance(self.raw, bytes):
-            return self.raw
-        try:
-            columns = json.loads(self.raw)
-        except (ValueError, RecursionError) as error:
-            raise _not_json(self.where, error, "Write one JSON object per line.") from None
-        if not isinstance(columns, dict):
-            hint = 'Write one JSON object per line, such as {"prompt": ..., "answer": ...}.'
-            raise DataError(self.where, f"a JSON {type(columns).__name__}, not an object", hint)
-        return columns
-
-
-def _not_json(where: str, error: Exception, hint: str) -> DataError:
-    """The error for text that cannot be parsed."""
-    if isinstance(error, UnicodeDecodeError):
-        return DataError(where, "not UTF-8", "Save the file in UTF-8.")
-    return DataError(where, f"not JSON: {error}", hint)
 
 
 class Rows(Protocol):
@@ -194,7 +163,10 @@ def local_files(data: Data) -> list[Path]:
         hint = "It is a local path. Remove `name` and `revision`, which apply to Hub data sets."
         raise DataError("data.path", data.path, hint)
     inside = sorted(path.rglob("*")) if path.is_dir() else [path]
-    files = [f for f in inside if f.is_file() and f.suffix.lower() in DATA_FORMATS and not _is_hidden(f, path)]
+    files = [f for f in inside if f.suffix.lower() in DATA_FORMATS and not f.is_dir() and not _is_hidden(f, path)]
+    for file in files:
+        if not file.is_file():
+            raise DataError("data.path", file, "It is no regular file, but a pipe, a device or a dangling link.")
     if not files:
         hint = f"It has no {', '.join(DATA_FORMATS)} file. Set another path."
         if path.is_file() and path.suffix.lower() not in DATA_FORMATS:
@@ -243,29 +215,62 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
     """Yield number, byte offset and text of every line that is not blank. Raise DataError for UTF-16."""
     start = 0
     with open(path, "rb") as file:
-        for line, text in enumerate(file, 1):
+        for line in count(1):
+            text = file.readline(_LINE + 1)
+            if not text:
+                return
             if line == 1 and text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 raise DataError(str(path), "UTF-16, not UTF-8", "Save the file in UTF-8.")
+            if len(text) > _LINE:
+                hint = "Write one JSON object per line, and cut long texts into several rows."
+                raise DataError(f"{path}:{line}", f"a line of more than {_LINE >> 20} MiB", hint)
             if text.strip():
                 yield line, start, text
             start += len(text)
 
 
-def _is_list(path: Path) -> bool:
-    """Whether a .json file is one list instead of one object per line."""
-    first = next((text for _, _, text in _lines(path)), b"")
-    return path.suffix.lower() == ".json" and first.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+def _json_rows(path: Path, columns: Columns) -> Rows:
+    """Open a JSON file: one list of objects (.json only), or one object per line.
+
+    Raises:
+        DataError: it is one object that has the rows in a list, as `{"data": [...]}`.
+    """
+    with open(path, "rb") as file:
+        first = file.read(_HEAD).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+    if first == b"[" and path.suffix.lower() == ".json":
+        return _listed(path)
+    if first == b"{":
+        lines = [text for _, _, text in islice(_lines(path), 2)]
+        is_one = len(lines) == 1 or not _is_json(lines[0])
+        whole = _is_json(path.read_bytes()) if is_one and path.stat().st_size <= _WHOLE else None
+        place = wrapped_rows(whole, columns)
+        if place:
+            code = f"import json; [print(json.dumps(row)) for row in json.load(open({json.dumps(str(path))})){place}]"
+            hint = f"Write one row a line: python3 -c {shlex.quote(code)} > rows.jsonl. Then use rows.jsonl."
+            raise DataError(str(path), f"one JSON object, whose list {place} has the rows", hint)
+    return JsonLines(path)
+
+
+def _is_json(text: bytes) -> Any:
+    """Parse JSON. None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _listed(path: Path) -> ArrowRows:
     """Read a .json file that is one list into an Arrow array. Parsing needs the whole file in memory."""
     import pyarrow
 
+    if path.stat().st_size > _WHOLE:
+        hint = "Write one JSON object per line into a .jsonl file, which is not read at once."
+        raise DataError(str(path), f"a JSON list of more than {_WHOLE >> 20} MiB", hint)
     try:
         rows = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise _not_json(f"{path}{line}", error, "Write a list of objects, or one object per line.") from None
+        raise not_json(f"{path}{line}", error, "Write a list of objects, or one object per line.") from None
     return ArrowRows(_Packed(pyarrow.array([json.dumps(row) for row in rows], pyarrow.large_binary())), str(path))
 
 
@@ -288,7 +293,7 @@ class _Packed:
 def _open_file(path: Path, columns: Columns) -> Rows:
     """Open one file for random access. Parquet becomes an Arrow table in the cache of `datasets`."""
     if path.suffix.lower() != ".parquet":
-        return _listed(path) if _is_list(path) else JsonLines(path)
+        return _json_rows(path, columns)
     import datasets
     from pyarrow.parquet import read_metadata
 
@@ -303,7 +308,7 @@ def _open_file(path: Path, columns: Columns) -> Rows:
 def _read_file(path: Path, columns: Columns) -> Iterator[Row]:
     """Stream the rows of one file."""
     if path.suffix.lower() != ".parquet":
-        yield from _listed(path) if _is_list(path) else JsonLines(path)
+        yield from _json_rows(path, columns)
         return
     from pyarrow.parquet import ParquetFile
 

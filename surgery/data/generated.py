@@ -13,6 +13,7 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from surgery.data.offsets import tokenized
 from surgery.probes.documents import Document, Question, rng_of
 from surgery.probes.registry import Options
 from surgery.recipe import Source
@@ -64,9 +65,8 @@ class GeneratedStream:
         room = self.source.tokens
         while True:
             batch = [make() for _ in range(_TOKENIZE_TOGETHER)]
-            ids = self.tokenizer([d.text for d in batch], add_special_tokens=False)["input_ids"]
-            for document, tokens in zip(batch, map(len, ids), strict=True):
-                room -= tokens
+            for document, tokens in zip(batch, tokenized(self.tokenizer, [d.text for d in batch]), strict=True):
+                room -= len(tokens.ids)
                 if documents and room < 0:
                     return documents
                 documents.append(document)

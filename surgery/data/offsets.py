@@ -1,12 +1,17 @@
-"""Tokenize texts, with the characters that each token covers."""
+"""Tokenize texts, with the characters that each token covers.
+
+`tokenized` is the one place that decides how a text becomes ids. Every prompt, document and length goes through it.
+"""
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_right
 from collections.abc import Sequence
 from operator import gt
 from typing import NamedTuple
 
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
 from surgery.probes.documents import Span
@@ -14,6 +19,8 @@ from surgery.probes.documents import Span
 
 class Tokens(NamedTuple):
     """Tokens of a text. Token i covers the characters [starts[i], ends[i]). Both are sorted.
+
+    Tokens that the tokenizer puts before the text cover none: [0, 0).
 
     Attributes:
         ids: token ids.
@@ -38,21 +45,60 @@ class Tokens(NamedTuple):
         return self.starts[token], self.ends[token]
 
 
-def tokenized(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Tokens]:
-    """Tokenize texts without special tokens.
+def tokenized(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], whole: bool = True) -> list[Tokens]:
+    """Tokenize texts as `tokenizer(text)` does, up to the last token of each text.
+
+    So a text gets the tokens that the tokenizer puts before one, such as BOS; only one, if it begins with it already,
+    as a rendered chat template may. lm-eval does the same. Tokens that the tokenizer puts after a text, such as EOS,
+    are left out: an answer may follow.
 
     A tokenizer whose post-processor trims offsets (`trim_offsets` of byte-level BPE) leaves the space before a word out
     of its token. Such spaces are given back to the token. A tokenizer that drops spaces has no token for them.
+
+    Args:
+        whole: the texts begin a sequence. False for those that continue one, which get no token before them.
     """
     encoded = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True)
     starts_ends = [tuple(zip(*offsets, strict=True)) or ((), ()) for offsets in encoded["offset_mapping"]]
-    whole = [_with_spaces(text, *offsets) for text, offsets in zip(texts, starts_ends, strict=True)]
-    if any(starts is not trimmed for starts, (trimmed, _) in zip(whole, starts_ends, strict=True)):
-        alone, spaced = tokenizer(["b", " b"], add_special_tokens=False)["input_ids"]
-        if alone == spaced:
-            whole = [starts for starts, _ in starts_ends]
-    ends = (ends for _, ends in starts_ends)
-    return [Tokens(*tokens) for tokens in zip(encoded["input_ids"], whole, ends, strict=True)]
+    spaced = [_with_spaces(text, *offsets) for text, offsets in zip(texts, starts_ends, strict=True)]
+    if any(starts is not trimmed for starts, (trimmed, _) in zip(spaced, starts_ends, strict=True)):
+        alone, after_space = tokenizer(["b", " b"], add_special_tokens=False)["input_ids"]
+        if alone == after_space:
+            spaced = [starts for starts, _ in starts_ends]
+    rows = [Tokens(*tokens) for tokens in zip(encoded["input_ids"], spaced, (e for _, e in starts_ends), strict=True)]
+    before = before_text(tokenizer) if whole else []
+    none = (0,) * len(before)
+    return [
+        Tokens(before + row.ids, (*none, *row.starts), (*none, *row.ends)) if row.ids[:1] != before[:1] else row
+        for row in rows
+    ]
+
+
+def before_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids of the tokens that the tokenizer puts before a text, such as BOS. Most put none."""
+    encoded = tokenizer("a 7", return_special_tokens_mask=True)
+    return list(encoded["input_ids"][: [*encoded["special_tokens_mask"], 0].index(0)])
+
+
+def for_prompts(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return a tokenizer whose `tokenizer(text)` has the ids of `tokenized`: a copy, if it puts tokens after a text."""
+    before, (plain,) = before_text(tokenizer), tokenized(tokenizer, ["a 7"])
+    if tokenizer("a 7")["input_ids"] == plain.ids:
+        return tokenizer
+    tokenizer = copy.deepcopy(tokenizer)
+    names = tokenizer.convert_ids_to_tokens(before)
+    special = list(zip(names, before, strict=True))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=[*names, "$A"], special_tokens=special)
+    return tokenizer
+
+
+SAMPLE_TEXT = "The value of 'key12' is 3.5%.\n\n\tNaïve: {'a': [1, 20, 300]}"
+
+
+def encode_alike(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+    """Whether two tokenizers have the same tokens and turn `SAMPLE_TEXT` into the same ids."""
+    ids = [tokenized(tokenizer, [SAMPLE_TEXT])[0].ids for tokenizer in (one, other)]
+    return one.get_vocab() == other.get_vocab() and ids[0] == ids[1]
 
 
 def _with_spaces(text: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[int]:

@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import Field, field_validator
 from transformers import PreTrainedModel
 
+from surgery.data.offsets import encode_alike
 from surgery.errors import RecipeError
 from surgery.evaluate.contrasts import contrasts
 from surgery.evaluate.efficiency import efficiency
@@ -24,7 +25,6 @@ from surgery.files.secret_scan import refuse_tokens
 from surgery.models.loading import (
     check_finite,
     check_vocabulary,
-    encode_alike,
     load_config,
     load_model,
     load_tokenizer,
@@ -179,6 +179,3 @@ def _evaluate(
         },
     }
     return results, models
-
-
-__all__ = ["Comparison", "compare_models", "load_comparison"]

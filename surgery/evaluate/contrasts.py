@@ -95,6 +95,3 @@ def gap_closed(hybrid_N: Flags, control_N: Flags, teacher_N: Flags, seed: int = 
     above = leads_R > 0
     low, high = np.percentile(gains_R[above] / leads_R[above], [2.5, 97.5])
     return {"value": float(gain.mean() / lead.mean()), "low": float(low), "high": float(high), "n": N}
-
-
-__all__ = ["LEVEL", "contrast", "contrasts", "gap_closed"]

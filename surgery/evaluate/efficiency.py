@@ -231,6 +231,3 @@ def transformer_like(config: PreTrainedConfig, parameters: int, seed: int = 0) -
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(llama, dtype=shape.dtype)
     return model.eval()
-
-
-__all__ = ["TRANSFORMER", "Cost", "costs", "efficiency", "spread_of", "transformer_like"]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.data.offsets import for_prompts
 from surgery.errors import RecipeError
 from surgery.lm_eval_tasks import FOLDER
 from surgery.recipe import LmEval
@@ -73,7 +74,8 @@ def run_lm_eval(
     from lm_eval.tasks import TaskManager
 
     length = section.max_length or getattr(model.config, "max_position_embeddings", None) or _NO_LIMIT
-    lm = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=section.batch_size, max_length=length)
+    given = {"backend": "causal", "batch_size": section.batch_size, "max_length": length}
+    lm = HFLM(pretrained=model, tokenizer=for_prompts(tokenizer), **given)  # it would send an EOS after a prompt
     managers: dict[str, TaskManager] = {}  # by metadata: making one reads the files of all tasks
     results: dict[str, dict[str, Any]] = {}
     for task in section.tasks:
@@ -134,6 +136,3 @@ def _metrics(lm: HFLM, manager: TaskManager, task: str, section: LmEval) -> dict
         numbers = {key: value for key, value in row.items() if isinstance(value, (int, float))}
         metrics[name] = numbers | ({"n": counts[name]["effective"]} if name in counts else {})
     return metrics
-
-
-__all__ = ["check_tasks", "run_lm_eval"]

@@ -104,6 +104,3 @@ def _write_task(folder: Path, name: str, documents: Sequence[Document]) -> list[
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(yaml.safe_dump(dict(content), sort_keys=False), encoding="utf-8")
-
-
-__all__ = ["lm_eval_groups", "row_of", "write_tasks"]

@@ -122,6 +122,3 @@ def _sizes(
             yield f"{task}/{pairs}", f"{key}{pairs}", replace(options, pairs=pairs)
     else:
         yield task, key, options
-
-
-__all__ = ["PromptSet", "make_prompts"]

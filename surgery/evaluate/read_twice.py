@@ -16,12 +16,12 @@ from surgery.scoring.generation import answer_list
 READ_TWICE = "_read_twice"  # end of an arm's name
 
 
-def prompts_twice(prompts: PromptSet) -> PromptSet:
-    """Repeat every prompt with an answer. Texts for perplexity are left out."""
+def prompts_twice(prompts: PromptSet, begin: str | None = None) -> PromptSet:
+    """Repeat every prompt with an answer. Texts for perplexity are left out. `begin`: as of `read_twice`."""
 
     def twice(tasks: Mapping[str, Sequence[Document]]) -> dict[str, list[Document]]:
         return {
-            task: [read_twice(document) for document in documents]
+            task: [read_twice(document, begin) for document in documents]
             for task, documents in tasks.items()
             if documents[0].questions
         }
@@ -29,12 +29,17 @@ def prompts_twice(prompts: PromptSet) -> PromptSet:
     return PromptSet(twice(prompts.choices), {}, twice(prompts.held_out), twice(prompts.generation))
 
 
-def read_twice(document: Document) -> Document:
-    """Put the prompt of a document, its question included, and a newline before its text."""
-    prompt = document.text[: answer_list(document)[0].answer[0]] + "\n"
+def read_twice(document: Document, begin: str | None = None) -> Document:
+    """Put the prompt of a document, its question included, and a newline before its text.
+
+    Args:
+        begin: BOS, which a chat template may write at the start of a text. It stays there alone.
+    """
+    prompt, text = document.text[: answer_list(document)[0].answer[0]] + "\n", document.text.removeprefix(begin or "")
+    shift = len(prompt) + len(text) - len(document.text)
 
     def moved(span: Span) -> Span:
-        return span[0] + len(prompt), span[1] + len(prompt)
+        return span[0] + shift, span[1] + shift
 
     questions = tuple(
         replace(
@@ -45,4 +50,4 @@ def read_twice(document: Document) -> Document:
         )
         for question in document.questions
     )
-    return Document(document.task, prompt + document.text, questions)
+    return Document(document.task, prompt + text, questions)

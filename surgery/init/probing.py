@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.data.offsets import tokenized
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document
 from surgery.probes.registry import PROBES, Options, Probe, prompts_of
@@ -132,7 +133,7 @@ class Prober:
             raise ProbeError("pairs", pairs, f"{form.task} takes {low} to {high}.")
         documents = prompts_of(form.probe, "init", 0, count, form.options(pairs, self.tokenizer))
         longest = max(documents, key=lambda document: len(document.text))
-        tokens = len(self.tokenizer(longest.text, add_special_tokens=False)["input_ids"])
+        tokens = len(tokenized(self.tokenizer, [longest.text])[0].ids)
         if self.context is not None and tokens > self.context:
             raise ProbeError("pairs", pairs, f"{tokens} tokens are more than the model's context of {self.context}.")
         return documents

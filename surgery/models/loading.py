@@ -31,6 +31,7 @@ from transformers.quantizers import AutoHfQuantizer
 import surgery.hybrid  # noqa: F401  (registers the hybrid classes)
 from surgery.errors import ModelError, SurgeryError, reading
 from surgery.files.atomic import digest
+from surgery.files.ownership import kind_of
 from surgery.files.shipped import close_models, local_path
 from surgery.models import mamba_ssm_format, tensor_files
 from surgery.models.config_checks import CONFIG_HINT, check_kernels, check_sizes, check_splice_version
@@ -41,6 +42,7 @@ from surgery.models.tensor_faults import refuse_faults, refuse_not_finite
 from surgery.models.torch_scans import choose_by_device
 from surgery.recipe import Base
 from surgery.recipe.public import is_hub_id, source_of
+from surgery.recipe.yaml import read_mapping
 from surgery.registry import load_plugins
 
 T = TypeVar("T")
@@ -302,22 +304,27 @@ def has_tokenizer(base: Base) -> bool:
     return not folder.is_dir() or any(folder.glob("*token*"))
 
 
-SAMPLE_TEXT = "The value of 'key12' is 3.5%.\n\n\tNaïve: {'a': [1, 20, 300]}"
-
-
-def encode_alike(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    """Whether two tokenizers have the same tokens and split `SAMPLE_TEXT` in the same way."""
-    ids = [tokenizer(SAMPLE_TEXT, add_special_tokens=False)["input_ids"] for tokenizer in (one, other)]
-    return one.get_vocab() == other.get_vocab() and ids[0] == ids[1]
+def _of_run(base: Base) -> Base:
+    """Name the tokenizer for a model in the folder of a run, which has none: that of the run's export, or its base."""
+    run = Path(local_path(base.model)).parent
+    if base.tokenizer is not None or has_tokenizer(base) or kind_of(run) != "run":
+        return base
+    with reading(f"{run / 'recipe.yaml'}", None, "Set the tokenizer instead."):
+        given = read_mapping(run / "recipe.yaml")["base"]
+        of_base = given["tokenizer"] or "@".join(filter(None, (given["model"], given["revision"])))
+    return base.model_copy(update={"tokenizer": str(run / "export") if (run / "export").is_dir() else of_base})
 
 
 @_names_its_field
 def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
     """Load the tokenizer from `base.tokenizer`, or from the model. Sets a padding token if it has none.
 
+    For a model in the folder of a run, such as `runs/NAME/trained`, it is the run's.
+
     Raises:
         ModelError: there is no tokenizer, or it is not a fast one (probes need character offsets).
     """
+    base = _of_run(base)
     source = base.tokenizer or base.model
     name, revision = source_of(source, None if base.tokenizer else base.revision)
     hint = "There is no tokenizer. Set base.tokenizer to the folder or Hub id of one."

@@ -88,8 +88,8 @@ def needle_document(
 
 
 def token_count(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
-    """Return a function from a text to its number of tokens, without special tokens."""
-    return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    """Return a function from a text to its number of tokens, with those that the tokenizer adds."""
+    return lambda text: len(tokenizer(text)["input_ids"])
 
 
 def fill_with_sentences(
@@ -108,7 +108,7 @@ def fill_with_sentences(
     while room > 0:
         drawn = [sentence(rng, split).text for _ in range(16)]
         hay += drawn
-        room -= size(" ".join(drawn))
+        room -= size(" ".join(drawn)) - size("")  # without BOS
     low, high = 0, len(hay)  # `low` sentences fit; more than `high` do not
     while low < high:
         middle = (low + high + 1) // 2

@@ -60,7 +60,7 @@ class _RecipeLoader(yaml.SafeLoader):
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         if _NOT_DECIMAL.match(node.value):
-            raise _another_number(node)
+            raise _read_otherwise(node, "another number", "Write a decimal number, or text in quotes.")
         number: int = super().construct_yaml_int(node)  # type: ignore[no-untyped-call]
         if number.bit_length() > 64:
             raise fault(node.start_mark, "an integer of more than 64 bits", "Write a smaller one, or text in quotes.")
@@ -68,30 +68,32 @@ class _RecipeLoader(yaml.SafeLoader):
 
     def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
         if ":" in node.value:
-            raise _another_number(node)
+            raise _read_otherwise(node, "another number", "Write a decimal number, or text in quotes.")
         number: float = super().construct_yaml_float(node)  # type: ignore[no-untyped-call]
         return number
 
+    def construct_yaml_bool(self, node: yaml.ScalarNode) -> bool:
+        if node.value.lower() not in ("true", "false"):
+            raise _read_otherwise(node, "true or false", "Write true or false, or text in quotes.")
+        return node.value.lower() == "true"
 
-def _another_number(node: yaml.ScalarNode) -> Exception:
-    """Error for a number of base 8 or 60, which most users did not mean."""
-    what = f"{node.value[:40]}, which YAML reads as another number"
-    return fault(node.start_mark, what, "Write a decimal number, or text in quotes.")
+    def construct_yaml_timestamp(self, node: yaml.ScalarNode) -> Any:
+        raise _read_otherwise(node, "a date", "Put it in quotes.")
 
 
-_RecipeLoader.add_constructor("tag:yaml.org,2002:int", _RecipeLoader.construct_yaml_int)
-_RecipeLoader.add_constructor("tag:yaml.org,2002:float", _RecipeLoader.construct_yaml_float)
+def _read_otherwise(node: yaml.ScalarNode, what: str, instead: str) -> Exception:
+    """Error for a value that YAML 1.1 does not read as most users mean it: 0100, 1:30, `on`, 2026-11-24."""
+    return fault(node.start_mark, f"{node.value[:40]}, which YAML reads as {what}", instead)
+
+
+for _kind in ("int", "float", "bool", "timestamp"):
+    _RecipeLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", getattr(_RecipeLoader, f"construct_yaml_{_kind}"))
 # YAML 1.1 reads 1e-3 as a string. Read it as a number.
 _RecipeLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
     list("-+0123456789"),
 )
-# Dates, such as a name 2026-11-24, are text. No key takes a date.
-_RecipeLoader.yaml_implicit_resolvers = {
-    first: [resolver for resolver in resolvers if resolver[0] != "tag:yaml.org,2002:timestamp"]
-    for first, resolvers in _RecipeLoader.yaml_implicit_resolvers.items()
-}
 
 
 def read_mapping(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 
 from surgery import __version__
+from surgery.data.offsets import encode_alike
 from surgery.evaluate.efficiency import efficiency
 from surgery.evaluate.evaluation import Arm, compare_arms, evaluate_model, held_out_documents, mark_seen
 from surgery.evaluate.held_out import side_by_side
@@ -24,7 +25,7 @@ from surgery.evaluate.prompts import PromptSet, make_prompts
 from surgery.evaluate.read_twice import READ_TWICE, prompts_twice
 from surgery.files.atomic import new_folder, read_json, write_json
 from surgery.interventions.heads_off import HEADS_OFF, heads_off
-from surgery.models.loading import encode_alike, load_model, load_tokenizer
+from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.sizes import sizes_of
 from surgery.probes.registry import PROBES
 from surgery.recipe import as_base
@@ -54,7 +55,7 @@ def evaluate_run(run: Run, before: Sequence[str]) -> None:
     models: dict[str, Callable[[], PreTrainedModel]] = {"base": run.base}
     if recipe.has_control:
         models["no_splice"] = lambda: run.model("no_splice")
-    twice = prompts_twice(prompts) if recipe.evaluate.read_twice else None
+    twice = prompts_twice(prompts, run.tokenizer().bos_token) if recipe.evaluate.read_twice else None
     if twice is not None:
         models |= {f"{name}{READ_TWICE}": load for name, load in models.items()}
     models |= {name: lambda: run.model("trained") for name in (HEADS_OFF, "hybrid")}

@@ -16,6 +16,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedConfig
 
+from surgery.data.offsets import encode_alike
 from surgery.data.user import IndexedDocuments, named_data, open_source
 from surgery.errors import PlanError, RecipeError, RunError
 from surgery.evaluate.evaluation import held_out_documents
@@ -30,7 +31,6 @@ from surgery.models.inserted import has_inserted
 from surgery.models.loading import (
     check_finite,
     check_vocabulary,
-    encode_alike,
     has_tokenizer,
     load_config,
     load_tokenizer,

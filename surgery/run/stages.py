@@ -30,7 +30,7 @@ from surgery.run.context import PLATEAU, STATE, Run
 from surgery.run.evaluate_stage import evaluate_run
 from surgery.run.located_prompts import located_prompts, page_prompts, sample_batch
 from surgery.run.watch import Watch
-from surgery.splice.graft import splice_model, step_zero_gap
+from surgery.splice.graft import check_kept, splice_model, step_zero_gap
 from surgery.splice.plan import make_plan
 from surgery.splice.state_size import StateCut, choose_channels, cut_to_json, state_contributions
 from surgery.train.lora import refused_by_peft
@@ -199,10 +199,11 @@ def _plan(run: Run, key: str) -> None:
 
 
 def _splice(run: Run, key: str) -> None:
-    hybrid = splice_model(run.base(), run.plan(), run.recipe.splice, run.teacher(), _choose_state(run))
-    batch = sample_batch(run, 8)
+    plan = run.plan()
+    run.save(splice_model(run.base(), plan, run.recipe.splice, run.teacher(), _choose_state(run)), "spliced")
+    hybrid, batch = run.model("spliced"), sample_batch(run, 8)  # from its files, as it will be trained
+    check_kept(run.base(), hybrid, plan, batch.input_ids, batch.attention_mask)
     gap = step_zero_gap(run.base(), hybrid, batch.input_ids, batch.attention_mask)
-    run.save(hybrid, "spliced")
     write_json(run.folder / "splice.json", {"max_logit": gap.max_logit, "kl": gap.kl, "same_top": gap.same_top})
 
 

@@ -24,7 +24,9 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.encoding import EncodedBatch, encode
+from surgery.errors import ModelError
 from surgery.probes.documents import Document, Question
+from surgery.scoring.choices import row_bytes
 from surgery.scoring.ranking import ChoiceScores, check_logits, choice_scores, query_batches, ranked
 
 _SEPARATORS = " ,"  # between the answers of one list
@@ -156,13 +158,6 @@ def max_answer_tokens(document: Document) -> int:
     return len(document.text[questions[0].answer[0] : questions[-1].answer[1]].encode()) + 1
 
 
-def exact_matches(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], batch_size: int
-) -> Tensor:
-    """Generate the last answer of each document: (N,) bool, True if the text equals the answer. See `exact_answers`."""
-    return exact_answers(model, tokenizer, documents, batch_size).correct
-
-
 def exact_answers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], batch_size: int
 ) -> ExactAnswers:
@@ -231,6 +226,24 @@ def generate_greedy(model: PreTrainedModel, prompts: EncodedBatch, max_tokens: i
     return torch.nn.functional.pad(new_BN, (0, max_tokens - new_BN.shape[1]), value=fill)
 
 
+def check_beams(model: PreTrainedModel, tokens: int, memory: int) -> None:
+    """Check that the beams, or the texts, that generation_config.json asks for fit: each has its own states and logits.
+
+    Args:
+        tokens: of prompt and new text.
+        memory: free bytes.
+
+    Raises:
+        ModelError: they do not.
+    """
+    settings = model.generation_config
+    for name in ("num_beams", "num_return_sequences"):
+        rows, most = getattr(settings, name) or 1, memory // row_bytes(model, tokens)
+        if rows > most:
+            hint = f"They need more than the free {memory / 2**30:.1f} GiB. Set at most {most}."
+            raise ModelError(f"generation_config.json {name}", rows, hint)
+
+
 def _greedy_beginnings(
     ids_BT: Tensor, likeliest_BN: Tensor, right_BN: Tensor, start_B: Tensor, tokenizer: PreTrainedTokenizerBase
 ) -> list[str]:
@@ -283,18 +296,3 @@ def _choice_scores(
 def _has_end_token(document: Document, tokenizer: PreTrainedTokenizerBase) -> bool:
     """True if the end token follows the document's answer."""
     return tokenizer.eos_token is not None and document.text.endswith(str(tokenizer.eos_token))
-
-
-__all__ = [
-    "ExactAnswers",
-    "GeneratedAnswers",
-    "answer_batches",
-    "answer_list",
-    "exact_answers",
-    "exact_matches",
-    "expected_answers",
-    "generate_answers",
-    "generate_greedy",
-    "is_match",
-    "max_answer_tokens",
-]

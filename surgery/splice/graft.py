@@ -7,7 +7,9 @@ these rows and their short convolutions. In Mamba-1 it reads the mixer's B, C an
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +21,17 @@ from surgery.hybrid.sites import is_whole
 from surgery.interventions.silence import silence
 from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of, structure_of
 from surgery.models.runtime import requires_grad, stays_in_fp32
+from surgery.models.spliced import BASE_STATE_SIZE
 from surgery.recipe import Splice
 from surgery.splice.inserted import insert_layers
 from surgery.splice.plan import check_state_size, hybrid_config, splice_field
 from surgery.splice.source import HeadSource, donor_of
 from surgery.splice.state_size import StateCut
 from surgery.types import Graft, Plan
+
+# Differences of logits that may be rounding, as fractions of the largest one. Kernels that differ change them by up to
+# 3e-3 in fp32 (tf32), and 3e-2 in bf16 (mamba2-24m, H100).
+_ROUNDING, _ROUNDING_IN_HALF = 1e-2, 0.1
 
 
 @torch.no_grad()
@@ -171,11 +178,78 @@ def step_zero_gap(base: PreTrainedModel, hybrid: PreTrainedModel, input_ids: Ten
     Args:
         input_ids, attention_mask: (B,T) the prompts.
     """
-    real = attention_mask.bool()
-    with requires_grad(False, base, hybrid):
-        a = base(input_ids, attention_mask=attention_mask, use_cache=False).logits[real].float()
-        b = hybrid(input_ids, attention_mask=attention_mask, use_cache=False).logits[real].float()
+    a, b = _logits_of_both(base, hybrid, input_ids, attention_mask)
     log_a, log_b = a.log_softmax(-1), b.log_softmax(-1)
     kl = (log_a.exp() * (log_a - log_b)).sum(-1).mean()
     same = (a.argmax(-1) == b.argmax(-1)).float().mean()
     return Gap(float((a - b).abs().max()), float(kl), float(same))
+
+
+@torch.no_grad()
+def check_kept(
+    base: PreTrainedModel, hybrid: PreTrainedModel, plan: Plan, input_ids: Tensor, attention_mask: Tensor
+) -> None:
+    """Check that the hybrid computes what the base does, apart from what the splice changes on purpose.
+
+    Heads that replace others, and a state that is cut, change what their layers add to the stream. These layers add
+    what the base's do instead, so that all else is compared: embeddings, other layers, norms and head.
+
+    Args:
+        base, hybrid: as loaded from their folders.
+        plan: of the splice.
+        input_ids, attention_mask: (B,T) real prompts.
+
+    Raises:
+        PlanError: a logit differs by more than rounding.
+    """
+    layers = {graft.site.layer for graft in plan.grafts if graft.form == "head" and graft.mode == "replace"}
+    if getattr(hybrid.config, BASE_STATE_SIZE, None) is not None:
+        layers = {spec.layer for spec in family_of(base.config).mixers(base.config) if spec.is_ssm}
+    a, b = _logits_of_both(base, hybrid, input_ids, attention_mask, layers)
+    apart, rounding = float((a - b).abs().max()), _ROUNDING if base.dtype == torch.float32 else _ROUNDING_IN_HALF
+    if not apart <= rounding * float(a.abs().max()):
+        value = f"its logits differ from the base's by up to {apart:.2g} before training, which rounding does not"
+        hint = "The weights and config.json of base.model disagree, such as lm_head.weight and tie_word_embeddings."
+        raise PlanError("the hybrid", value, f"{hint} Correct them.")
+
+
+def _logits_of_both(
+    base: PreTrainedModel,
+    hybrid: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    layers: Collection[int] = (),
+) -> tuple[Tensor, Tensor]:
+    """Logits of base and hybrid on the N real tokens, (N,V) in fp32.
+
+    Args:
+        layers: the hybrid's blocks that add to the stream what the base's do.
+    """
+    added: dict[int, Tensor] = {}
+
+    def keep(layer: int, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        added[layer] = (output[0] if isinstance(output, tuple) else output) - _stream(args, kwargs)
+
+    def add(layer: int, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        stream = _stream(args, kwargs) + added[layer]
+        return (stream, *output[1:]) if isinstance(output, tuple) else stream
+
+    spec = family_of(base.config).mixers(base.config)[0]
+    hooks = [
+        block_of(model, layer, spec).register_forward_hook(lambda _, *a, i=layer, f=call: f(i, *a), with_kwargs=True)
+        for model, call in ((base, keep), (hybrid, add))
+        for layer in layers
+    ]
+    real = attention_mask.bool()
+    try:
+        with requires_grad(False, base, hybrid):
+            a, b = (m(input_ids, attention_mask=attention_mask, use_cache=False).logits for m in (base, hybrid))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return a[real].float(), b[real].float()
+
+
+def _stream(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """The residual stream that enters a block."""
+    return args[0] if args else kwargs["hidden_states"]

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.encoding import EncodedBatch
+from surgery.data.offsets import SAMPLE_TEXT, tokenized
 from surgery.errors import PlanError, RecipeError
 from surgery.hybrid.packing import positions_of
 from surgery.models.donors import donor_mixers
-from surgery.models.loading import SAMPLE_TEXT
 from surgery.models.lookup import family_of
 from surgery.recipe import Align
 from surgery.train.losses import rows_at_queries
@@ -50,7 +50,7 @@ def check_tokenizers(student: PreTrainedTokenizerBase, teacher: PreTrainedTokeni
     if special[0] != special[1]:
         odd = student.convert_ids_to_tokens(min(special[0] ^ special[1]))
         raise _different_tokenizer(f"{odd!r} is a special token in one of them only")
-    ids = [x(SAMPLE_TEXT, add_special_tokens=False)["input_ids"] for x in (student, teacher)]
+    ids = [tokenized(x, [SAMPLE_TEXT])[0].ids for x in (student, teacher)]
     if ids[0] != ids[1]:
         raise _different_tokenizer(
             f"{SAMPLE_TEXT!r} is {len(ids[0])} tokens in the base's, {len(ids[1])} in the teacher's"

@@ -46,6 +46,8 @@ def test_quiet_and_verbose(finished: Path, tmp_path: Path) -> None:
     command = ("generate", str(finished / "export"), prompt, "--max-new-tokens", "3")
     assert surgery("-q", *command, cwd=tmp_path).stdout == surgery("-v", *command, cwd=tmp_path).stdout
     assert_refused(surgery("-q", "-v", *command, cwd=tmp_path), "--quiet", "--verbose")
+    said = "Before a prompt with a dash write --: generate CHECKPOINT -- PROMPT"
+    assert_refused(surgery("generate", "none", "-5 + 3", cwd=tmp_path), said)
     for option in ("-q", "--verbose", "--debug"):
         done = surgery(*command, option, cwd=tmp_path)
         assert_refused(done, f"{option}: Put it before the command: surgery {option} {command[0]}")

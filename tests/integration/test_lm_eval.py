@@ -10,8 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
+from typer.testing import CliRunner
 
+from surgery.cli import app
+from surgery.data.offsets import for_prompts, tokenized
 from surgery.errors import RecipeError
 from surgery.evaluate import lm_eval as harness
 from surgery.evaluate.lm_eval import _lengths_of, check_tasks, run_lm_eval
@@ -24,6 +29,7 @@ from surgery.scoring.generation import answer_batches, generate_answers
 from tests.support.processes import stock
 
 harness_tasks = pytest.importorskip("lm_eval.tasks")
+HFLM = pytest.importorskip("lm_eval.models.huggingface").HFLM
 EXPORT = Path(__file__).parents[2] / "checkpoints" / "quickstart" / "export"
 LIMIT = 16
 NAME = "kv_retrieval_64"
@@ -87,6 +93,40 @@ def test_what_can_be_had_is_run_and_the_rest_says_why_not() -> None:
     assert "no task" in found["no_such_task"]["skipped"]
     assert found["winogrande"]["skipped"].startswith("its data is not available")
     json.dumps(found)
+
+
+@pytest.mark.parametrize("template", ["<|endoftext|> $A", "<|endoftext|> $A <|endoftext|>"])
+def test_lm_eval_the_pipeline_and_the_command_send_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    """One BOS, also if the text has it. An EOS after the prompt, which the others send, is left out."""
+    base, sent = Base(model=str(tmp_path / "model")), []
+    shutil.copytree(EXPORT, base.model)
+    tokenizer = load_tokenizer(base)
+    special = [("<|endoftext|>", 1)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
+    tokenizer.save_pretrained(base.model)
+    model, after = load_model(base).eval(), template.endswith(">")
+
+    def record(self: Any, ids: torch.Tensor, **rest: Any) -> torch.Tensor:
+        sent.append(ids[0].tolist())
+        return ids
+
+    monkeypatch.setattr(type(model), "generate", record)
+    stock_lm = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=1)
+    ours = HFLM(pretrained=model, tokenizer=for_prompts(tokenizer), backend="causal", batch_size=1)
+    for text in ("The value", " of\n\n12", "<|endoftext|>The value"):
+        assert CliRunner().invoke(app, ["generate", base.model, text]).exit_code == 0
+        expected = sent[-1]
+        assert expected.count(1) == 1
+        assert ours.tok_encode(text) == ours.tok_batch_encode([text])[0][0].tolist() == expected
+        if text.startswith("<"):
+            continue
+        assert stock_lm.tok_encode(text) == [*expected, 1][: len(expected) + after]
+        assert tokenizer(text)["input_ids"] == stock_lm.tok_encode(text), "as the pipeline of transformers"
+    context, answer = ours._encode_pair("The value of", " 12")
+    (whole,) = tokenized(tokenizer, ["The value of 12"])
+    assert context + answer == whole.ids and tokenizer.decode(answer) == " 12"
 
 
 def test_a_task_that_lm_eval_does_not_have_is_refused_with_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,24 +122,6 @@ def test_what_does_not_exist_is_minus_one(name: str) -> None:
                 assert (getattr(batch, column)[row, q] == -1) == missing
 
 
-@pytest.mark.parametrize("until_answer", [False, True])
-@pytest.mark.parametrize("name", WITH_QUESTIONS)
-def test_left_and_right_padding_say_the_same(name: str, until_answer: bool) -> None:
-    documents = BATCHES[name]
-    left = encode(documents, pico_tokenizer(), "left", until_answer)
-    right = encode(documents, pico_tokenizer(), "right", until_answer)
-    shift = left.input_ids.shape[1] - left.attention_mask.sum(1)
-    for row, by in enumerate(shift.tolist()):
-        for column in POSITIONS:
-            here, there = getattr(left, column)[row], getattr(right, column)[row]
-            assert torch.equal(here, torch.where(there >= 0, there + by, there))
-        for column in ("input_ids", "attention_mask", "answers"):
-            width = left.input_ids.shape[1]
-            assert torch.equal(getattr(left, column)[row, by:], getattr(right, column)[row, : width - by])
-    for column in ("target", "gold", "choice_ids"):
-        assert torch.equal(getattr(left, column), getattr(right, column))
-
-
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("name", WITH_QUESTIONS)
 def test_until_answer_ends_at_the_last_query(name: str, side: Side) -> None:

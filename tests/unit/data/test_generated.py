@@ -12,11 +12,10 @@ from surgery.data import generated as data
 from surgery.data.encoding import encode
 from surgery.data.generated import GeneratedStream
 from surgery.errors import ProbeError
-from surgery.probes.documents import Document, rng_of, split_of
+from surgery.probes.documents import Document, split_of
 from surgery.probes.knowledge import fact_half, fact_question, fact_statement, facts
 from surgery.probes.mqar import mqar_words
 from surgery.probes.registry import PROBES
-from surgery.probes.sentences import sentence_half
 from surgery.probes.words import key_words
 from surgery.recipe import Source
 from surgery.testing.pico import pico_tokenizer
@@ -51,20 +50,6 @@ def texts(source: Source, seed: int = 0, index: int = 0, step: int = 0) -> list[
 
 
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("rows", [1, 5])
-def test_a_source_gives_its_rows_of_its_task(task: str, rows: int) -> None:
-    documents = step_documents(source(task, rows), 0, 0, 0)
-    assert [d.task for d in documents] == [task] * rows
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_the_order_of_asking_does_not_matter(task: str) -> None:
-    forward = {step: step_documents(source(task), 7, 1, step) for step in range(4)}
-    backward = {step: step_documents(source(task), 7, 1, step) for step in reversed(range(4))}
-    assert forward == backward
-
-
-@pytest.mark.parametrize("task", TASKS)
 def test_seed_index_and_step_each_matter(task: str) -> None:
     keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 1, 0), (0, 0, 11), (0, 11, 0)]
     assert len({tuple(texts(source(task, rows=8), *key)) for key in keys}) == len(keys)
@@ -90,14 +75,6 @@ def test_fact_halves_make_up_the_whole() -> None:
     assert set(fact_half(0)) | set(fact_half(1)) == set(fact_half(None)) == set(facts())
     assert {f.half for f in fact_half(0)} == {0}
     assert {f.half for f in fact_half(1)} == {1}
-
-
-def test_sentence_halves_keep_their_split() -> None:
-    for split in ("train", "eval"):
-        rng = rng_of("halves", split)
-        made = [{sentence_half(rng, half, split).text for _ in range(60)} for half in (0, 1)]
-        assert not made[0] & made[1]
-        assert {split_of(t) for half in made for t in half} == {split}
 
 
 @pytest.mark.parametrize("task", [t for t in TASKS if t not in HALVED])

@@ -11,10 +11,10 @@ import pytest
 
 from surgery.data.documents import is_held_out
 from surgery.data.user import open_source, read_documents
-from surgery.errors import DataError, RecipeError
+from surgery.errors import DataError
 from surgery.evaluate.evaluation import held_out_documents
 from surgery.probes.documents import Document
-from surgery.recipe import Data, Source, Train, check_recipe
+from surgery.recipe import Source, Train
 from surgery.testing.pico import pico_tokenizer
 
 TOKENIZER = pico_tokenizer()
@@ -110,11 +110,3 @@ def test_evaluation_asks_them_by_name(tmp_path: Path, rows: Path) -> None:
     assert {name: len(documents) for name, documents in found.items()} == {"rows.jsonl": 5, "rows.jsonl (2)": 5}
     assert {prompt(d) for d in found["rows.jsonl"]} <= held_out(source(rows, 0.2))
     assert held_out_documents(train_of(rows, holdout=0.0), TOKENIZER, limit=5) == {}
-
-
-def test_one_share_for_one_file() -> None:
-    """Or a second listing would train on what the first holds out."""
-    sources = [{"data": {"path": "a.jsonl", "holdout": h}, "rows": 2, "weights": {"answer": 1}} for h in (0.1, 0.2)]
-    with pytest.raises(RecipeError, match=r"a\.jsonl is listed twice"):
-        check_recipe({"name": "x", "base": {"model": "m"}, "train": {"sources": sources}})
-    assert Data(path="a.jsonl").holdout == 0.0

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from surgery.data.encoding import encode
-from surgery.data.offsets import Tokens, tokenized
+from surgery.data.offsets import Tokens, for_prompts, tokenized
 from surgery.testing.pico import pico_tokenizer
 from tests.support.samples import sample
 
@@ -45,6 +47,49 @@ def test_a_tokenizer_that_drops_spaces_has_no_token_for_them() -> None:
     backend = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     assert tokenized(PreTrainedTokenizerFast(tokenizer_object=backend), ["a  b"]) == [Tokens([0, 1], (0, 3), (1, 4))]
+
+
+@pytest.mark.parametrize("like_sentencepiece", [False, True])
+@pytest.mark.parametrize("template", [None, "<|endoftext|> $A", "<|endoftext|> $A <|endoftext|>", "$A <|endoftext|>"])
+def test_a_text_has_the_tokens_of_the_tokenizer_up_to_its_last_one(
+    template: str | None, like_sentencepiece: bool
+) -> None:
+    tokenizer = texts_begin_with(template, like_sentencepiece)
+    bos, puts = tokenizer.bos_token, (template or "").startswith("<")
+    for text, tokens in zip(TEXTS, tokenized(tokenizer, TEXTS), strict=True):
+        after = (template or "").endswith(">")
+        assert tokens.ids == tokenizer(text)["input_ids"][: -1 if after else None]
+        assert tokens.ids == for_prompts(tokenizer)(text)["input_ids"]
+        inner = tokenized(tokenizer, [text], whole=False)[0]
+        assert tokens.ids == [tokenizer.bos_token_id] * puts + inner.ids
+        for char in range(len(text)):
+            assert [i - puts for i in tokens.covering(char)] == list(inner.covering(char))
+        (twice,) = tokenized(tokenizer, [bos + text])
+        assert twice.ids[0] == tokenizer.bos_token_id not in twice.ids[1:], "one, also if the text has it"
+    plain, batch = (
+        encode(sample("kv_retrieval", 2), t) for t in (texts_begin_with(None, like_sentencepiece), tokenizer)
+    )
+    assert ((batch.input_ids == tokenizer.bos_token_id).sum(1) == puts).all()
+    for name in ("query", "segment_start", "segment_end", "answer_token", "read_query", "read_answer_token"):
+        places = getattr(plain, name)
+        assert getattr(batch, name).equal(places + puts * (places >= 0)), name
+    assert batch.target.equal(plain.target) and batch.choice_tokens.equal(plain.choice_tokens)
+
+
+def texts_begin_with(template: str | None, like_sentencepiece: bool) -> PreTrainedTokenizerFast:
+    """A tokenizer with this template of special tokens; with Metaspace instead of bytes, as Llama's."""
+    tokenizer = copy.deepcopy(pico_tokenizer())
+    if like_sentencepiece:
+        characters = [chr(i) for i in range(32, 127)] + list("\n\u2581\u5317\u4eac")
+        vocabulary = {token: i for i, token in enumerate(["<|pad|>", "<|endoftext|>", "?", *characters])}
+        backend = Tokenizer(models.BPE(vocabulary, [], unk_token="?"))
+        backend.pre_tokenizer = pre_tokenizers.Metaspace()
+        names = {"pad_token": "<|pad|>", "eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    if template is not None:
+        special = [("<|endoftext|>", 1)]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
+    return tokenizer
 
 
 @pytest.mark.parametrize("make", [trimming, pico_tokenizer])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import itertools
 import json
+import os
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -18,6 +22,7 @@ from pyarrow.parquet import write_table
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, WordPiece
 from tokenizers.pre_tokenizers import ByteLevel, Whitespace
+from tokenizers.processors import TemplateProcessing
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from surgery.data.documents import Reader, check_documents
@@ -139,11 +144,6 @@ def test_an_end_token_that_the_answer_has_is_not_doubled() -> None:
     assert plain == ended and plain.text.count(END) == 1 and ended.questions[0].value == (2, 4)
 
 
-def test_plain_text_has_no_question() -> None:
-    data = Data.model_validate({"path": "none", "columns": {"text": "prompt"}})
-    assert Reader(data, TOKENIZER).document(Row("here", GOOD)) == Document("none", f"{GOOD['prompt']}{END}")
-
-
 def test_a_chat_is_the_template_and_the_last_message(chat_tokenizer: PreTrainedTokenizerFast) -> None:
     messages = [
         {"role": "user", "content": "hi"},
@@ -251,6 +251,12 @@ def test_long_texts_are_cut_and_all_of_them_is_seen(tmp_path: Path) -> None:
     assert max(map(length, read)) <= 20
     steps = -(-len(read) // 3)
     assert {d.text for d in read} <= {t for step in range(steps) for t in texts(stream, step)}
+    begins = copy.deepcopy(TOKENIZER)
+    special = [(END, TOKENIZER.eos_token_id)]
+    begins.backend_tokenizer.post_processor = TemplateProcessing(single=f"{END} $A", special_tokens=special)
+    read, _ = read_documents(Data.model_validate({"path": str(path), "columns": {"text": "t"}}), begins, max_tokens=20)
+    assert "".join(d.text for d in read) == "".join(row["t"] + END for row in long)
+    assert max(len(begins(d.text)["input_ids"]) for d in read) <= 20, "with BOS before each piece"
 
 
 # what is refused
@@ -417,15 +423,6 @@ def test_the_model_sets_limits_too(tmp_path: Path) -> None:
     assert open_source(source(path), TOKENIZER, 0, 0, context=100, vocab_size=highest + 1).skipped == 0
 
 
-def test_generated_documents_are_checked_as_well() -> None:
-    generated = Source.model_validate({"task": "kv_retrieval", "rows": 2, "weights": {"base_kl": 1.0}})
-    assert len(open_source(generated, TOKENIZER, 0, 0, 1000, len(TOKENIZER)).step(3)) == 2
-    with pytest.raises(DataError, match="The model takes at most 5"):
-        open_source(generated, TOKENIZER, 0, 0, context=5)
-    with pytest.raises(DataError, match="outside the vocabulary"):
-        open_source(generated, TOKENIZER, 0, 0, vocab_size=300)
-
-
 def refused(document: Document, tokenizer: PreTrainedTokenizerFast = TOKENIZER) -> tuple[bool, bool]:
     """Whether the check refuses it, and whether encoding does."""
     found = []
@@ -564,6 +561,21 @@ def bad_paths(root: Path) -> Iterator[tuple[dict[str, str], str]]:
     yield {"path": f"{root}/chats.jsonl"}, "such as train.sources.0.data.columns.messages=messages or"
     write(root / "short.jsonl", [{"prompt": "a", "answer_span": [0, 1]}])
     yield {"path": f"{root}/short.jsonl"}, "such as train.sources.0.data.columns.answer=NAME or"
+    (root / "hole.jsonl").write_bytes(json.dumps(GOOD).encode() + b"\n\0\0\n")
+    yield {"path": f"{root}/hole.jsonl"}, f"{root}/hole.jsonl:2: NUL bytes"
+    write(root / "long.jsonl", [{"prompt": "a" * 2**23, "answer": "b"}])
+    yield {"path": f"{root}/long.jsonl"}, f"{root}/long.jsonl:1: a text of 8,388,6"
+    for name, begins in (("lines.jsonl", f"{json.dumps(GOOD)}\n"), ("list.json", "[")):
+        (root / name).write_text(begins)
+        os.truncate(root / name, 2**40)  # without blocks on the disk
+        yield (
+            {"path": f"{root}/{name}"},
+            "a JSON list of more than 1024 MiB" if begins == "[" else ":2: a line of more than",
+        )
+    (root / "pipes").mkdir()
+    os.mkfifo(root / "pipes" / "a.jsonl")
+    for path in (root / "pipes", root / "pipes" / "a.jsonl"):
+        yield {"path": str(path)}, "a.jsonl. It is no regular file"
     write(root / "mixed" / "a.jsonl", numbered(1))
     write(root / "mixed" / "b.json", numbered(1))
     yield {"path": f"{root}/mixed"}, ".json and .jsonl"
@@ -584,6 +596,36 @@ def test_what_cannot_be_read_is_one_clear_error(tmp_path: Path, streaming: bool)
         with pytest.raises(DataError) as error:
             opened(data.pop("path"), streaming=streaming, **data)
         assert said in str(error.value)
+
+
+def test_rows_inside_an_object_are_refused_with_a_command_that_unwraps_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    wrapped = [
+        {"data": numbered(3)},
+        {"version": 1, 'of "us"': {"train": numbered(3)}},
+        {"a": {"prompt": []}, "b": numbered(3)},
+    ]
+    for number, (rows, suffix, indent) in enumerate(itertools.product(wrapped, ("json", "jsonl"), (None, 1))):
+        Path(f"it's {number}.{suffix}").write_text(json.dumps(rows, indent=indent))
+        with pytest.raises(DataError, match="one JSON object, whose list") as error:
+            opened(f"it's {number}.{suffix}")
+    command = error.value.hint.removeprefix("Write one row a line: ").partition(". Then")[0]
+    subprocess.run(command, shell=True, check=True)
+    assert len(open_rows(Data(path="rows.jsonl"))) == 3
+    one = {"prompt": "a\n", "answer": "b", "options": [{"x": 1}]}, {"messages": [{"role": "user", "content": "a"}]}
+    for row in one:
+        assert len(open_rows(Data(path=str(write(tmp_path / "one.jsonl", [row]))))) == 1
+
+
+def test_a_key_twice_in_a_row_is_noted_once_for_each_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    twice = json.dumps(GOOD)[:-1] + ', "n": 2}'
+    path = write(tmp_path / "a.jsonl", [GOOD, twice, twice])
+    assert len(opened(path, rows=9).step(1)) == 9
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{path}:2: the key 'n' is there twice, and the last value counts. Keep one."
+    ]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -819,9 +861,3 @@ def test_data_that_is_marked_throughout_is_not_counted(tmp_path: Path) -> None:
     assert counted(searched(path)) == {}
     text = source(path, columns={"text": "prompt", "answer_span": "auto"})
     assert counted(text) == {}
-
-
-def test_data_sets_of_one_name_are_counted_apart(tmp_path: Path) -> None:
-    paths = [write(tmp_path / name / "a.jsonl", [row]) for name, row in (("x", FOX), ("y", TWICE))]
-    found = counted(*map(searched, paths))
-    assert {name: counts["found"] for name, counts in found.items()} == {"a.jsonl": 1, "a.jsonl (2)": 0}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from surgery.evaluate.evaluation import evaluate_model
 from surgery.evaluate.prompts import make_prompts
 from surgery.evaluate.read_twice import prompts_twice, read_twice
-from surgery.probes.documents import rng_of
+from surgery.probes.documents import Document, rng_of
 from surgery.probes.registry import PROBES, Options
 from surgery.recipe import Evaluate
 from surgery.testing.pico import pico_base, pico_tokenizer
@@ -32,6 +34,16 @@ def test_the_question_is_that_of_the_second_reading(task: str) -> None:
         assert moved.choices == question.choices and moved.gold == question.gold
     first = min(question.answer[0] for question in once.questions)
     assert shift == first + 1 or len(once.questions) > 1, "no answer stands in the first reading"
+    assert read_twice(begun(once), "<s>") == begun(twice), "one BOS"
+
+
+def begun(document: Document) -> Document:
+    """As a chat template may write it."""
+    moved = [
+        replace(q, **{n: s and (s[0] + 3, s[1] + 3) for n in ("answer", "segment", "value") for s in [getattr(q, n)]})
+        for q in document.questions
+    ]
+    return Document(document.task, f"<s>{document.text}", tuple(moved))
 
 
 def test_every_task_with_answers_is_measured_and_no_text() -> None:

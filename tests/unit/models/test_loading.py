@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 from torch import Tensor
 
+from surgery.data.offsets import encode_alike
 from surgery.errors import ModelError
 from surgery.files.atomic import digest
 from surgery.models import config_checks
 from surgery.models.loading import (
     check_finite,
     check_vocabulary,
-    encode_alike,
     has_tokenizer,
     load_config,
     load_model,
@@ -30,9 +30,9 @@ from surgery.models.loading import (
 )
 from surgery.models.lookup import family_of
 from surgery.models.sizes import meta_model
-from surgery.recipe import Base
+from surgery.recipe import Base, Recipe, to_yaml
 from surgery.recipe.public import source_of
-from surgery.testing.pico import FAMILY_NAMES, pico_family, pico_family_config, pico_tokenizer
+from surgery.testing.pico import FAMILY_NAMES, pico_base, pico_family, pico_family_config, pico_tokenizer
 from tests.integration.conftest import BASE
 from tests.support.mamba2attn import CASES, attn_model
 from tests.support.mamba_ssm_files import (
@@ -535,6 +535,19 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
         assert not has_tokenizer(base)
         with pytest.raises(ModelError, match=says):
             load_tokenizer(base)
+
+
+def test_a_model_of_a_run_has_the_tokenizer_of_the_run(tmp_path: Path) -> None:
+    """That of the base before the export is written, and that of the export then, which may be all that is left."""
+    trained = tmp_path / "run" / "trained"
+    pico_base().save_pretrained(trained)
+    pico_tokenizer().save_pretrained(tmp_path / "base")
+    (tmp_path / "run" / ".stages").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text(to_yaml(Recipe(name="run", base={"model": str(tmp_path / "base")})))
+    for name in ("base", "run/export"):
+        assert Path(load_tokenizer(Base(model=str(trained))).name_or_path) == tmp_path / name
+        (tmp_path / "base").rename(tmp_path / "run" / "export") if name == "base" else None
+    assert not has_tokenizer(Base(model=str(trained)))
 
 
 def test_tokenizers_with_equal_tokens_that_split_differently_do_not_encode_alike() -> None:

@@ -11,12 +11,12 @@ import torch
 from tokenizers import normalizers
 from transformers import GenerationConfig, PreTrainedModel
 
-from surgery.errors import ProbeError
+from surgery.errors import ModelError, ProbeError
 from surgery.evaluate.evaluation import evaluate_model, p_values
 from surgery.evaluate.prompts import PromptSet
 from surgery.probes.documents import Document, Question
 from surgery.recipe import Evaluate
-from surgery.scoring.generation import exact_answers, exact_matches, generate_greedy
+from surgery.scoring.generation import check_beams, exact_answers, generate_greedy
 from surgery.scoring.ranking import answer_nats, perplexity
 from surgery.stats import wilson
 from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts, randomise
@@ -73,7 +73,7 @@ def test_settings_of_the_model_s_own_do_not_count() -> None:
 def test_the_batch_does_not_matter() -> None:
     model, tokenizer = pico_hybrid([pico_site(1, [1, 3])], vocab_size=1024, layers=2), pico_tokenizer()
     documents = [document(p, said(model, p, n), end="") for p in TEXT_PROMPTS for n in (1, 2, 3)]
-    alone, together = (exact_matches(model, tokenizer, documents, size) for size in (1, len(documents)))
+    alone, together = (exact_answers(model, tokenizer, documents, size).correct for size in (1, len(documents)))
     assert torch.equal(alone, together) and alone.any()
 
 
@@ -106,13 +106,13 @@ class Parrot(torch.nn.Module):
 def test_right_is_the_whole_answer_and_no_more(says: str, answer: str, right: bool) -> None:
     """A long answer beside it leaves room for more tokens than this one has."""
     documents = [document("Who?\n", answer), document("Who?\n", "the old baker of the market")]
-    found = exact_matches(Parrot(says), pico_tokenizer(), documents, 2)  # type: ignore[arg-type]
+    found = exact_answers(Parrot(says), pico_tokenizer(), documents, 2).correct  # type: ignore[arg-type]
     assert found.tolist() == [right, False]
 
 
 def test_without_an_end_token_what_follows_the_answer_does_not_count() -> None:
     short, long = document("Who?\n", "42", end=""), document("Who?\n", "the old baker of the market", end="")
-    found = exact_matches(Parrot("42 and more"), pico_tokenizer(), [short, long], 2)  # type: ignore[arg-type]
+    found = exact_answers(Parrot("42 and more"), pico_tokenizer(), [short, long], 2).correct  # type: ignore[arg-type]
     assert found.tolist() == [True, False]
     ends = exact_answers(Parrot(f"42{END} and"), pico_tokenizer(), [document("Who?\n", "42\n", end=""), long], 2)  # type: ignore[arg-type]
     assert ends.correct.tolist() == [True, False] and ends.generated == ["42", "42"], "a text ends at the end token"
@@ -122,7 +122,7 @@ def test_without_an_end_token_what_follows_the_answer_does_not_count() -> None:
 def test_the_batch_does_not_decide_whether_an_answer_must_end(size: int) -> None:
     documents = [document("Who?\n", answer) for answer in ("42", "17", "the old baker")]
     for text, correct in (("42 and more", [False] * 3), (f"42{END} and more", [True, False, False])):
-        found = exact_matches(Parrot(text), pico_tokenizer(), documents, size)  # type: ignore[arg-type]
+        found = exact_answers(Parrot(text), pico_tokenizer(), documents, size).correct  # type: ignore[arg-type]
         assert found.tolist() == correct
 
 
@@ -132,7 +132,7 @@ def test_an_answer_that_the_tokenizer_normalises_can_be_right() -> None:
     decomposed = document("Who?\n", "cafe\u0301")
     for text, correct in ((f"caf\u00e9{END}", True), (f"cafe{END}", False)):
         parrot = Parrot(text)
-        assert exact_matches(parrot, tokenizer, [decomposed], 1).tolist() == [correct]  # type: ignore[arg-type]
+        assert exact_answers(parrot, tokenizer, [decomposed], 1).correct.tolist() == [correct]  # type: ignore[arg-type]
 
 
 def test_texts_and_first_tokens_are_kept() -> None:
@@ -182,7 +182,7 @@ def test_held_out_documents_stand_in_the_summary_beside_the_rest() -> None:
         prompts=PromptSet({}, {}, held_out),
         progress=lambda done, total: calls.append((done, total)),
     )
-    correct = exact_matches(model, tokenizer, asked, 64)
+    correct = exact_answers(model, tokenizer, asked, 64).correct
     interval = wilson(int(correct.sum()), len(asked))
     entry = {"accuracy": interval.value, "low": interval.low, "high": interval.high, "n": len(asked)}
     found = arm.summary["held_out"]["rows.jsonl"]
@@ -197,3 +197,15 @@ def test_held_out_documents_stand_in_the_summary_beside_the_rest() -> None:
     assert torch.equal(arm.correct["held_out/rows.jsonl"], correct) and len(arm.correct) == 1
     assert calls == [(1, 2), (2, 2)]
     assert p_values({"base": arm, "other": arm}, "base")["other"] == {"held_out/rows.jsonl": 1.0}
+
+
+@pytest.mark.parametrize("name", ["num_beams", "num_return_sequences"])
+def test_more_beams_than_memory_are_refused_before_generation(name: str) -> None:
+    model = pico_base()
+    setattr(model.generation_config, name, 10**6)
+    with pytest.raises(
+        ModelError, match=rf"generation_config\.json {name}: 1000000\. They need more .* at most \d+\."
+    ) as error:
+        check_beams(model, 20, 2**30)
+    setattr(model.generation_config, name, int(error.value.hint.split()[-1].rstrip(".")))
+    check_beams(model, 20, 2**30)

@@ -12,12 +12,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import surgery.hybrid.backends as branch_module
+from surgery.errors import PlanError
 from surgery.hybrid.attention import SplicedAttention
 from surgery.interventions.hooks import record
 from surgery.interventions.silence import silence
 from surgery.models.lookup import mixer_of, structure_of
 from surgery.recipe import Splice
-from surgery.splice.graft import splice_model, step_zero_gap
+from surgery.splice.graft import check_kept, splice_model, step_zero_gap
 from surgery.testing.pico import SPLICED_FAMILIES, pico_base, pico_family, prompts, tokens
 from surgery.types import Plan
 from tests.support.battery import base, columns, every_mode, every_spliced, logits, plan_of, spliced, stays_fp32
@@ -130,6 +131,23 @@ class TestRandom:
 
 
 class TestGap:
+    @every_mode
+    @pytest.mark.parametrize("name", SPLICED_FAMILIES)
+    def test_all_but_the_splice_is_kept_or_the_run_stops(self, name: str, mode: str) -> None:
+        """What the splice does not change on purpose: embeddings or a head that differ are found."""
+        model, plan, batch = base(name), plan_of(base(name), mode), prompts()
+        prompt = batch.input_ids, batch.attention_mask
+        hybrid = spliced(model, mode)
+        check_kept(model, hybrid, plan, *prompt)
+        for module in (hybrid.get_input_embeddings(), hybrid.get_output_embeddings()):
+            weight = module.weight
+            kept = weight.detach().clone()
+            weight.data += 0.3 * torch.randn_like(weight)
+            with pytest.raises(PlanError, match=r"the hybrid: its logits differ from the base's by up to"):
+                check_kept(model, hybrid, plan, *prompt)
+            weight.data = kept
+        check_kept(model, hybrid, plan, *prompt)
+
     @every_mode
     def test_is_zero_for_add_alone(self, mode: str) -> None:
         batch = prompts()

@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 
 from surgery.errors import fitting
 from surgery.models.cache import cache_tensors
-from surgery.models.lookup import family_of
 from surgery.models.meters import Meter, belongings
 from surgery.recipe import Efficiency
 from surgery.scoring.choices import arguments
@@ -147,18 +146,17 @@ class _Timer:
 
     def __init__(self, model: PreTrainedModel, ids_BT: Tensor) -> None:
         self.model, self.ids_BT = model, ids_BT
-        self.argument = family_of(model.config).cache_name
 
     def prefill(self) -> tuple[Tensor, Any]:
         """(B,1) likeliest next token of each row, and the cache."""
         output = self.model(**arguments(self.model, self.ids_BT, None), use_cache=True, logits_to_keep=1)
-        return output.logits[:, -1:].argmax(-1), output[self.argument]
+        return output.logits[:, -1:].argmax(-1), output.cache
 
     def decode(self, token_B1: Tensor, cache: Any, count: int) -> Tensor:
         """(B,1) the last of `count` further tokens."""
         for past in range(count):
             inputs = arguments(self.model, token_B1, None, self.ids_BT.shape[1] + past)
-            output = self.model(**inputs, **{self.argument: cache}, use_cache=True)
+            output = self.model(**inputs, cache=cache, use_cache=True)
             token_B1 = output.logits[:, -1:].argmax(-1)
         return token_B1
 

@@ -12,13 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from .backends import is_decoding, is_plain
-from .cache_name import cache_name, take_cache
 from .kernels import kernels_by_device
+from .packing import SplicePass
 from .sites import splice_sites
-from .splice_pass import SplicePass
 
 IN_FP32 = {"A_log", "dt_bias", "D"}  # parameters of the recurrence, also in a model of half precision
 
@@ -56,12 +54,9 @@ class HybridMixerMixin:
     Attributes:
         one_by_one: set where the family's scan takes no initial state: several new tokens after a cache then run one
             by one.
-        norm_by_group: set where the family's gated norm takes one mean square over all groups before transformers
-            5.23.
     """
 
     one_by_one = False
-    norm_by_group = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -71,9 +66,6 @@ class HybridMixerMixin:
     def take_over(cls, mixer: nn.Module, config: Any) -> None:
         """Turn a mixer that the family has built into one of this class, so that none is built twice."""
         mixer.__class__ = cls
-        if cls.norm_by_group:
-            width = mixer.intermediate_size
-            mixer.norm = Zamba2RMSNormGated(width, width // mixer.n_groups, eps=mixer.norm.variance_epsilon)
         mixer.splice_attention(config, mixer.layer_idx)
 
     def splice_attention(self, config: Any, layer_idx: int) -> None:
@@ -120,7 +112,6 @@ class HybridMixerMixin:
         **kwargs: Any,
     ) -> Tensor:
         """(B,T,D) -> (B,T,D): `ssm(u) + attention(u)`."""
-        cache = take_cache(cache, kwargs)
         if isinstance(attention_mask, SplicePass):  # Mamba-1's model passes no other argument down
             splice_pass, attention_mask = attention_mask, attention_mask.padding
         if self.attention is None:
@@ -151,7 +142,7 @@ class HybridMixerMixin:
 
     def _scan(self, hidden_states: Tensor, cache: Any, padding: Tensor | None, **kwargs: Any) -> Tensor:
         """Run the family's own forward."""
-        T, kwargs = hidden_states.shape[1], {**kwargs, cache_name("cache_params"): cache}
+        T, kwargs = hidden_states.shape[1], {**kwargs, "cache": cache}
         # State 0 is the scan's; the cache has a second one, which not every branch fills.
         continues = cache is not None and cache.has_previous_state(self.layer_idx, state_idx=0)
         if not (self.one_by_one and T > 1 and continues):

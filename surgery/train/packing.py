@@ -154,7 +154,7 @@ def _packing_arguments(body: nn.Module, documents_BT: Tensor) -> dict[str, Any]:
     if isinstance(body, HybridModelMixin):  # it makes masks and positions itself
         return {"attention_mask": None, "seq_idx": documents_BT}
     family, positions_BT = family_of(body.config), positions_of(documents_BT)
-    if family.cache_argument == "cache_params":
+    if not family.reads_positions:
         return {"attention_mask": None, "seq_idx": documents_BT}
     if not any(spec.is_ssm for spec in family.mixers(body.config)):
         return {"attention_mask": None, "position_ids": positions_BT}

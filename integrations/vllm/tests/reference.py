@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 from inserted import inserted_case, trained_case
+from surgery.hybrid.cache_name import cache_name
 from transformers import AutoModelForCausalLM, AutoTokenizer, Mamba2Config, Mamba2ForCausalLM
 
 import surgery.hybrid
@@ -35,7 +36,6 @@ from surgery.hybrid import (
     NemotronHHybridConfig,
     Zamba2HybridConfig,
 )
-from surgery.hybrid.cache_name import cache_name
 from surgery.probes.kv_retrieval import kv_prompts
 from surgery.testing.pico import randomise
 

@@ -14,8 +14,8 @@ from torch import Tensor
 import surgery.hybrid.attention as attention_module
 from surgery.hybrid.attention import RandomAttention, SplicedAttention
 from surgery.hybrid.mixer import HybridMixerMixin
+from surgery.hybrid.packing import SpliceRows
 from surgery.hybrid.sites import splice_sites
-from surgery.hybrid.splice_pass import SpliceRows
 from surgery.hybrid.streams import StreamAttention
 from surgery.recipe import Splice
 from surgery.splice.plan import splice_field

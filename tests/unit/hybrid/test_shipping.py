@@ -12,8 +12,8 @@ import pytest
 
 from surgery.errors import ModelError, PlanError
 from surgery.export.folder import export_model
-from surgery.hybrid.branches import BRANCHES, BUILT_IN, register_branch
-from surgery.hybrid.shipping import ENTRY, auto_map, module_of, outside_modules
+from surgery.hybrid.configuration import ENTRY, auto_map, module_of, outside_modules
+from surgery.hybrid.sites import BRANCHES, BUILT_IN, register_branch
 from surgery.recipe import Splice
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
@@ -23,7 +23,7 @@ from tests.unit.splice.test_plan import chosen
 
 BRANCH = """
 from surgery.hybrid.attention import RandomAttention
-from surgery.hybrid.branches import register_branch
+from surgery.hybrid.sites import register_branch
 
 
 @register_branch("planted")

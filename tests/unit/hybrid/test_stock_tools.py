@@ -25,7 +25,7 @@ import surgery.hybrid
 from surgery.hybrid.streams import StreamAttention
 from surgery.models.lookup import family_of, mixer_of
 from surgery.testing.pico import tokens
-from tests.support.battery import base, cache_of, every_mode, every_spliced, logits, trained
+from tests.support.battery import base, every_mode, every_spliced, logits, trained
 
 CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-5}
 READ_DIRECTLY = ("dt_proj",)  # plain Mamba-1 multiplies with its weight, past the module
@@ -163,7 +163,7 @@ class TestMasksOfACache:
             with torch.no_grad():
                 before = model(ids[:, :9], use_cache=True)
                 mask = None if width is None else torch.ones(2, width, dtype=torch.long)
-                given = {family_of(model.config).cache_argument: cache_of(model, before), "use_cache": True}
+                given = {"cache": before.cache, "use_cache": True}
                 found = model(ids[:, 9:], attention_mask=mask, **given).logits
             torch.testing.assert_close(found, whole, **CLOSE, msg=lambda text, w=width: f"{w}: {text}")
 
@@ -173,14 +173,14 @@ class TestMasksOfACache:
         mask[1, 2:] = False
         with torch.no_grad():
             before = model(ids[:, :9], use_cache=True)
-            given = {family_of(model.config).cache_argument: cache_of(model, before), "use_cache": True}
+            given = {"cache": before.cache, "use_cache": True}
             found = model(ids[:, 9:], attention_mask=mask, **given).logits
         torch.testing.assert_close(found[mask], logits(model, ids)[:, 9:][mask], **CLOSE)
 
     def test_any_other_width_is_refused(self, name: str) -> None:
         model, ids = trained(name), tokens(2, 12)
         before = model(ids[:, :9], use_cache=True)
-        given = {family_of(model.config).cache_argument: cache_of(model, before)}
+        given = {"cache": before.cache}
         for width in (1, 2, 4, 11):
             with pytest.raises(ValueError, match=rf"^attention_mask: {width} columns\. It needs 12, .* or 3, "):
                 model(ids[:, 9:], attention_mask=torch.ones(2, width), **given)
@@ -193,7 +193,7 @@ def test_masks_of_a_cache_in_a_compiled_model(kind: Any) -> None:
     """The same mask as without compiling; with a cache of fixed size an error for another width than the text's."""
     model = trained("mamba2")
     cache = kind(config=model.config) if kind is DynamicCache else kind(config=model.config, max_cache_len=24)
-    given: dict[str, Any] = {family_of(model.config).cache_argument: cache, "use_cache": True}
+    given: dict[str, Any] = {"cache": cache, "use_cache": True}
     with torch.no_grad():
         model(tokens(2, 9), **given)
 

@@ -21,6 +21,7 @@ from .donor import DonorAttention  # noqa: F401  (registers its branch)
 from .sites import BRANCHES, BUILT_IN, check_entries, check_places, is_whole, splice_sites
 
 ENTRY = "hybrid_with_branches"
+LORA_TARGETS = ("in_proj", "out_proj")  # projections of every mixer
 _HERE = Path(__file__).parent
 _RELATIVE = re.compile(rb"^[ \t]*from[ \t]+\.(\w+)[ \t]+import\b", re.MULTILINE)
 _ABSOLUTE = re.compile(rb"^([ \t]*from[ \t]+)surgery\.hybrid(\.\w+[ \t]+import\b)", re.MULTILINE)
@@ -103,6 +104,13 @@ class HybridConfigMixin:
             for name, text in modules.items():
                 Path(json_file_path).parent.joinpath(name).write_bytes(text)
         super().to_json_file(json_file_path, use_diff=use_diff)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As transformers'. PEFT asks for it before it looks the model type up among its default targets."""
+        peft = sys.modules.get("peft.utils.constants")
+        if peft is not None:
+            peft.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(self.model_type, list(LORA_TARGETS))
+        return super().to_dict()
 
     def cache_types(self, plain: list[str]) -> list[str]:
         """Return what the cache keeps for each layer: keys and values too where spliced, or only in a whole layer."""

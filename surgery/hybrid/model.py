@@ -137,18 +137,20 @@ class HybridModelMixin(HybridInitMixin):
         documents = marked_documents(kwargs, seq_idx, inputs_embeds, attention_mask)
         kwargs = {name: value for name, value in kwargs.items() if name not in (*BORDERS, "cache_position")}
         rows = SpliceRows(splice_queries) if isinstance(splice_queries, Tensor) else splice_queries
-        if documents is not None and (cache is not None or use_cache):
-            raise ValueError("seq_idx: documents are packed without a cache only. Set use_cache=False.")
-        if documents is not None or (self.gradient_checkpointing and self.training):
+        if (rows is not None or documents is not None) and (cache is not None or use_cache):
+            what = "splice_queries: rows are computed" if documents is None else "seq_idx: documents are packed"
+            raise ValueError(f"{what} without a cache only. Set use_cache=False.")
+        if rows is not None or documents is not None or (self.gradient_checkpointing and self.training):
             use_cache = False
         use_cache = use_cache if use_cache is not None else (self.config.use_cache and not self.training)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         let_grow(cache)
         if rows is not None:
-            self._check_rows(cache)
+            self._check_checkpointing()
+            rows.documents = documents
         unpacked = None
-        if documents is not None and self._keeps_apart(inputs_embeds):
+        if documents is not None and self.keeps_apart(inputs_embeds.is_cuda):
             attention_mask, kwargs = self._packed_arguments(documents, inputs_embeds, attention_mask, kwargs)
         elif documents is not None:
             unpacked = Unpacked(documents)
@@ -158,8 +160,6 @@ class HybridModelMixin(HybridInitMixin):
             if rows is not None or output_attentions:
                 name = "output_attentions" if output_attentions else "splice_queries"
                 raise ValueError(f"{name}: not with packed documents, without the scan's kernels. Give each a row.")
-        if rows is not None:
-            rows.documents = documents
         attention_mask, kwargs = self._splice_arguments(inputs_embeds, attention_mask, cache, rows, kwargs)
         if output_attentions is not None:
             kwargs["output_attentions"] = output_attentions
@@ -209,10 +209,10 @@ class HybridModelMixin(HybridInitMixin):
         """Return whether layers need the masks made here."""
         return bool(self.config.splice)
 
-    def _keeps_apart(self, embeds: Tensor) -> bool:
+    def keeps_apart(self, on_cuda: bool) -> bool:
         """Return whether scan and attention keep the documents of a row apart by `seq_idx` and masks."""
         takes_mask = self.config._attn_implementation in ("eager", "sdpa", "flex_attention")
-        return takes_mask and keeps_documents_apart(type(self), embeds.is_cuda)
+        return takes_mask and keeps_documents_apart(type(self), on_cuda)
 
     def _packed_arguments(
         self, documents: Tensor, embeds: Tensor, attention_mask: Any, kwargs: dict[str, Any]
@@ -274,9 +274,7 @@ class HybridModelMixin(HybridInitMixin):
             return torch.arange(past, past + T, device=embeds.device)[None]
         return torch.arange(T, device=embeds.device)[None] + past
 
-    def _check_rows(self, cache: Any) -> None:
-        if cache is not None:
-            raise ValueError("splice_queries: rows are computed without a cache only. Set use_cache=False.")
+    def _check_checkpointing(self) -> None:
         if not (self.gradient_checkpointing and self.training):
             return
         blocks = [m for m in self.modules() if getattr(m, "gradient_checkpointing", False) and m is not self]
@@ -364,9 +362,12 @@ class HybridCausalLMMixin(HybridInitMixin):
 class LogitsMixin:
     """Put between `HybridCausalLMMixin` and a causal language model whose forward passes no keyword arguments."""
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: Any = None, **kwargs: Any) -> dict:
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, attention_mask: Any = None, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict:
         """As the family's, which drops the padding mask after prefill; attention needs it on every step."""
-        inputs = super().prepare_inputs_for_generation(input_ids, attention_mask=attention_mask, **kwargs)
+        kwargs |= {"attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
         return {**inputs, "attention_mask": attention_mask} if inputs.get("attention_mask") is None else inputs
 
     def forward(self, labels: Tensor | None = None, logits_to_keep: int | Tensor = 0, **kwargs: Any) -> dict[str, Any]:

@@ -219,6 +219,8 @@ class LlambaMixer(nn.Module):
 class LlambaHybridMixer(HybridMixerMixin, LlambaMixer):
     """`LlambaMixer` with a branch where the config splices one."""
 
+    bypassed = ()
+
     def __init__(self, config: LlambaConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.splice_attention(config, layer_idx)

@@ -179,6 +179,9 @@ def packing_fault(models: Mapping[str, nn.Module]) -> str | None:
     for name, model in models.items():
         try:
             with torch_scans(_unwrapped(model)):
+                body = _unwrapped(model).base_model
+                if isinstance(body, HybridModelMixin) and not body.keeps_apart(body.device.type == "cuda"):
+                    return f"{name}: the scan of {body.config.model_type} takes no seq_idx"
                 leaks = _leaks(model)
         except (ValueError, RuntimeError) as error:  # kernels raise either for arguments that they do not support
             return f"{name}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"

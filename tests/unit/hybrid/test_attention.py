@@ -318,7 +318,7 @@ def test_no_branch_where_none_is_spliced() -> None:
 def test_the_cache_holds_as_many_numbers_as_the_class_states(site: dict) -> None:
     """Keys and values of each token, and the last inputs of the branch's convolution."""
     output = pico_hybrid([site])(tokens(1, 9), use_cache=True)
-    layer = output.cache_params.layers[0]
+    layer = output.cache.layers[0]
     assert layer.keys.numel() + layer.values.numel() == 9 * SplicedAttention.kv_numel(site)
     assert layer.conv_states[1].numel() == SplicedAttention.state_numel(site)
 

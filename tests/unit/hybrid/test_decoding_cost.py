@@ -146,8 +146,8 @@ def test_hooks_of_a_branch_run_and_see_its_own_output() -> None:
     model, ids = pico_hybrid([pico_site(1, [2])]), tokens(2, 12)
 
     def step() -> Tensor:
-        cache = model(ids[:, :11], use_cache=True).cache_params
-        return model(ids[:, 11:], use_cache=True, cache_params=cache).logits
+        cache = model(ids[:, :11], use_cache=True).cache
+        return model(ids[:, 11:], use_cache=True, cache=cache).logits
 
     expected, branch = step(), model.backbone.layers[1].mixer.attention
     for module in (branch, branch.o_proj):

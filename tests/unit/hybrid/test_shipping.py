@@ -79,7 +79,7 @@ def test_a_branch_travels_with_an_entry_module(plant: Any) -> None:
     entry = modules[f"{ENTRY}.py"].decode()
     assert "from .planted_branch import PlantedAttention" in entry
     assert "from .modeling_bamba_hybrid import BambaHybridConfig, BambaHybridForCausalLM, BambaHybridModel" in entry
-    assert {"planted_branch.py", "attention.py", "branches.py", "mixer.py", "modeling_bamba_hybrid.py"} <= set(modules)
+    assert {"planted_branch.py", "attention.py", "sites.py", "mixer.py", "modeling_bamba_hybrid.py"} <= set(modules)
     assert not any(b"surgery.hybrid" in text for name, text in modules.items() if name == "planted_branch.py")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as LORA_DEFAULTS
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -26,6 +27,7 @@ from surgery.hybrid.streams import StreamAttention
 from surgery.models.lookup import family_of, mixer_of
 from surgery.testing.pico import tokens
 from tests.support.battery import base, every_mode, every_spliced, logits, trained
+from tests.support.kernels import with_kernels
 
 CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-5}
 READ_DIRECTLY = ("dt_proj",)  # plain Mamba-1 multiplies with its weight, past the module
@@ -64,6 +66,26 @@ def replace_projections(model: nn.Module, make: Any) -> None:
         parent, _, last = key.rpartition(".")
         if isinstance(module, nn.Linear) and last not in ("lm_head", *READ_DIRECTLY):
             setattr(model.get_submodule(parent), last, make(module))
+
+
+@every_spliced
+def test_default_adapters_train_and_others_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT finds targets by itself, and no fused kernel bypasses one. An adapter that the scan bypasses raises."""
+    monkeypatch.delitem(LORA_DEFAULTS, trained(name).config.model_type, raising=False)
+    with_kernels(monkeypatch)
+    adapted = get_peft_model(copy.deepcopy(trained(name)), LoraConfig(task_type="CAUSAL_LM", r=2)).train()
+    adapted(tokens(), labels=tokens()).loss.backward()
+    gradients = {key: parameter.grad for key, parameter in adapted.named_parameters() if "lora_B" in key}
+    mixers = [m for m in trained(name).modules() if hasattr(m, "splice_attention")]
+    assert len(gradients) >= 2 * len(mixers) and all(g is not None and g.any() for g in gradients.values())
+    if name != "llamba":  # which calls its convolution
+        path = family_of(trained(name).config).sites(trained(name).config)[0].path
+        channels = trained(name).get_submodule(path).conv1d.groups
+        adapted = get_peft_model(
+            copy.deepcopy(trained(name)), LoraConfig(r=channels, target_modules=[f"{path}.conv1d"])
+        )
+        with pytest.raises(ValueError, match=r"^target_modules: conv1d has an adapter"):
+            adapted.train()(tokens())
 
 
 @every_spliced

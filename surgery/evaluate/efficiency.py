@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 from surgery.errors import fitting
 from surgery.models.cache import cache_tensors
 from surgery.models.meters import Meter, belongings
+from surgery.models.torch_scans import code_text
 from surgery.recipe import Efficiency
 from surgery.scoring.choices import arguments
 
@@ -79,7 +80,7 @@ def efficiency(
 
     Returns:
         Keys as in `results.json`: `arms` (arm -> costs by size), `parameters` (arm -> count), `device`, `dtype`,
-        `threads`, and `where`, a text of the last three.
+        `threads`, and `where`, a text of the last three that also says if scans had no kernels.
 
     Raises:
         RunError: out of memory.
@@ -101,13 +102,14 @@ def efficiency(
     device = torch.cuda.get_device_name(first.device) if cuda else "cpu"
     threads = None if cuda else torch.get_num_threads()
     cores = f", {threads} thread{'s' if threads > 1 else ''}" if threads else ""
+    code = ", scans without kernels" if any("PyTorch" in code_text(m, m.device) for m in models.values()) else ""
     return {
         "arms": arms,
         "parameters": {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()},
         "device": device,
         "threads": threads,
         "dtype": dtype,
-        "where": f"{device}{cores}, {dtype}",
+        "where": f"{device}{cores}, {dtype}{code}",
         "new_tokens": section.new_tokens,
         "repeats": section.repeats,
     }

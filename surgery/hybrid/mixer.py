@@ -58,7 +58,7 @@ class HybridMixerMixin:
     """
 
     one_by_one = False
-    bypassed = ("conv1d", "dt_proj")
+    bypassed: tuple[str, ...] = ("conv1d", "dt_proj")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

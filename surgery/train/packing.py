@@ -178,10 +178,11 @@ def packing_fault(models: Mapping[str, nn.Module]) -> str | None:
     """
     for name, model in models.items():
         try:
-            with torch_scans(_unwrapped(model)):
-                body = _unwrapped(model).base_model
-                if isinstance(body, HybridModelMixin) and not body.keeps_apart(body.device.type == "cuda"):
-                    return f"{name}: the scan of {body.config.model_type} takes no seq_idx"
+            inner = _unwrapped(model)
+            with torch_scans(inner):
+                body = inner.base_model
+                if isinstance(body, HybridModelMixin) and not body.keeps_apart(inner.device.type == "cuda"):
+                    return f"{name}: the scan of {inner.config.model_type} takes no seq_idx"
                 leaks = _leaks(model)
         except (ValueError, RuntimeError) as error:  # kernels raise either for arguments that they do not support
             return f"{name}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"

@@ -331,7 +331,6 @@ def test_random_heads_have_no_gate() -> None:
 @pytest.mark.parametrize(
     ("installed", "untested"),
     [
-        ("5.21.0", False),
         ("5.24.0", False),
         ("5.24.3.dev0", False),
         ("5.25.0", True),

@@ -137,18 +137,15 @@ class HybridModelMixin(HybridInitMixin):
         documents = marked_documents(kwargs, seq_idx, inputs_embeds, attention_mask)
         kwargs = {name: value for name, value in kwargs.items() if name not in (*BORDERS, "cache_position")}
         rows = SpliceRows(splice_queries) if isinstance(splice_queries, Tensor) else splice_queries
-        if (rows is not None or documents is not None) and (cache is not None or use_cache):
-            what = "splice_queries: rows are computed" if documents is None else "seq_idx: documents are packed"
-            raise ValueError(f"{what} without a cache only. Set use_cache=False.")
-        if rows is not None or documents is not None or (self.gradient_checkpointing and self.training):
+        if rows is not None or documents is not None:
+            self._check_alone(rows, documents, cache is not None or bool(use_cache))
+            use_cache = False
+        elif self.gradient_checkpointing and self.training:
             use_cache = False
         use_cache = use_cache if use_cache is not None else (self.config.use_cache and not self.training)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         let_grow(cache)
-        if rows is not None:
-            self._check_checkpointing()
-            rows.documents = documents
         unpacked = None
         if documents is not None and self.keeps_apart(inputs_embeds.is_cuda):
             attention_mask, kwargs = self._packed_arguments(documents, inputs_embeds, attention_mask, kwargs)
@@ -172,10 +169,7 @@ class HybridModelMixin(HybridInitMixin):
             **kwargs,
         )
         if unpacked is not None:
-            for name in ("last_hidden_state", "hidden_states", "router_logits"):
-                if (value := output.get(name)) is not None:
-                    joined = tuple(map(unpacked.join, value)) if isinstance(value, tuple) else unpacked.join(value)
-                    output[name] = joined
+            output = unpacked.joined(output)
         taken = rows.take() if rows is not None and rows is not splice_queries else None
         result = HybridOutput(**output, splice_attentions=taken)
         return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
@@ -274,7 +268,14 @@ class HybridModelMixin(HybridInitMixin):
             return torch.arange(past, past + T, device=embeds.device)[None]
         return torch.arange(T, device=embeds.device)[None] + past
 
-    def _check_checkpointing(self) -> None:
+    def _check_alone(self, rows: SpliceRows | None, documents: Tensor | None, caches: bool) -> None:
+        """Check what attention rows and packed documents need, and tell the rows the documents. Raises ValueError."""
+        if caches:
+            what = "splice_queries: rows are computed" if documents is None else "seq_idx: documents are packed"
+            raise ValueError(f"{what} without a cache only. Set use_cache=False.")
+        if rows is None:
+            return
+        rows.documents = documents
         if not (self.gradient_checkpointing and self.training):
             return
         blocks = [m for m in self.modules() if getattr(m, "gradient_checkpointing", False) and m is not self]

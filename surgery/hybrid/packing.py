@@ -64,7 +64,9 @@ def marked_documents(given: Mapping[str, Any], seq_idx: Tensor | None, embeds: T
         begins_BT = again_BT if begins_BT is not None or again_BT.any() else None
     if begins_BT is None:
         return None
-    if isinstance(mask, Tensor) and mask.ndim == 2:
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            raise ValueError("attention_mask: with several documents in a row it needs to be (B,T), or None.")
         begins_BT = begins_BT | begins_of(mask)
     return begins_BT.cumsum(1).to(torch.int32)
 
@@ -88,6 +90,11 @@ class Unpacked:
     def split(self, x_BTD: Tensor) -> Tensor:
         """(B,T,...) -> (N,L,...), with padding on the right."""
         return x_BTD.expand(*self.shape, *x_BTD.shape[2:]).flatten(0, 1)[self.place_NL]
+
+    def joined(self, output: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the output of a model with the rows of the caller. The cache is None."""
+        values = {name: value for name, value in output.items() if value is not None}
+        return {n: tuple(map(self.join, v)) if isinstance(v, tuple) else self.join(v) for n, v in values.items()}
 
     def join(self, x_NLD: Tensor) -> Tensor:
         """(N,L,...) -> (B,T,...); a router's logits (N L,...) -> (B T,...)."""

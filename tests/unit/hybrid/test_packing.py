@@ -132,11 +132,15 @@ class TestPlaces:
     )
     def test_positions_that_start_again_mark_documents(self, positions: list, mask: list | None, expected: Any) -> None:
         mask = None if mask is None else torch.tensor([mask])
-        for masks in (mask, {"linear_attention": mask}):
-            found = marked_documents({"position_ids": torch.tensor([positions])}, None, torch.empty(1, 6, 0), masks)
-            if isinstance(masks, dict) and expected is not None:
-                expected = [0, 0, 1, 1, 1, 1] if mask is not None and not mask.all() else expected
-            assert (found if found is None else found[0].tolist()) == expected
+        given = {"position_ids": torch.tensor([positions])}, None, torch.empty(1, 6, 0)
+        found = marked_documents(*given, mask)
+        assert (found if found is None else found[0].tolist()) == expected
+        masks = {"linear_attention": mask}  # made by `generate`, which packs none
+        if expected is None:
+            assert marked_documents(*given, masks) is None
+        else:
+            with pytest.raises(ValueError, match=r"^attention_mask: .* needs to be \(B,T\), or None"):
+                marked_documents(*given, masks)
 
     @pytest.mark.parametrize("kernel", [1, 2, 4])
     def test_a_convolution_begins_again(self, kernel: int) -> None:
@@ -320,6 +324,7 @@ class TestWithoutKernels:
             ({"seq_idx": index, "position_ids": torch.arange(T)[None]}, ValueError, "start at 0 in every document"),
             ({"seq_idx": torch.zeros_like(index), **borders}, ValueError, "other documents than seq_idx"),
             ({"cu_seq_lens_q": borders["cu_seq_lens_q"][:-1]}, ValueError, f"go from 0 to .* {2 * T}"),
+            ({"seq_idx": index, "attention_mask": torch.ones(2, 1, T, T)}, ValueError, r"attention_mask: .* \(B,T\)"),
             ({"max_length_q": 7}, ValueError, "max_length_q: it says nothing without cu_seq_lens_q"),
             ({"seq_idx": index, "output_attentions": True}, ValueError, "output_attentions: not with packed documents"),
             ({"token_type_ids": index}, TypeError, "unexpected keyword argument 'token_type_ids'"),

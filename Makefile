@@ -49,7 +49,7 @@ rounding: $(VENV)/.installed
 
 ## Test the hybrid classes, locating and all families on the oldest supported transformers.
 compat: $(VENV)/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .compat "transformers==5.21.*"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .compat "transformers==5.24.*"
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.compat $(BIN)/python -m pytest -n $(JOBS) tests/unit/hybrid tests/unit/models \
 		tests/unit/locate tests/unit/interventions tests/unit/splice/test_graft.py tests/integration/test_famil*.py
 

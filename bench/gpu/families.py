@@ -30,7 +30,7 @@ from bench.gpu.models import (
 from bench.gpu.runner import Options
 from surgery.errors import ModelError
 from surgery.interventions.hooks import record
-from surgery.models.lookup import family_of, mixer_of, structure_of
+from surgery.models.lookup import mixer_of, structure_of
 from surgery.testing.pico import SPLICED_FAMILIES
 from surgery.train.packing import packing_fault
 from surgery.types import Mode
@@ -124,12 +124,11 @@ def _decode(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """(B,STEPS+1,V): the last logits of a prompt whose second row is padded, and those of the tokens after it."""
     mask = torch.ones_like(ids)
     mask[1, :PADS] = 0
-    argument, start = family_of(model.config).cache_name, ids.shape[1] - STEPS
+    start = ids.shape[1] - STEPS
     output = model.eval()(ids[:, :start], attention_mask=mask[:, :start], use_cache=True)
     logits = [output.logits[:, -1:]]
     for t in range(start, ids.shape[1]):
-        cache = {argument: output[argument]}
-        output = model(ids[:, t : t + 1], attention_mask=mask[:, : t + 1], use_cache=True, **cache)
+        output = model(ids[:, t : t + 1], attention_mask=mask[:, : t + 1], use_cache=True, cache=output.cache)
         logits.append(output.logits)
     return torch.cat(logits, dim=1)
 

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 
 from surgery.errors import fitting
 from surgery.models.cache import cache_tensors
-from surgery.models.lookup import family_of
 from surgery.models.meters import Meter, belongings
+from surgery.models.torch_scans import code_text
 from surgery.recipe import Efficiency
 from surgery.scoring.choices import arguments
 
@@ -80,7 +80,7 @@ def efficiency(
 
     Returns:
         Keys as in `results.json`: `arms` (arm -> costs by size), `parameters` (arm -> count), `device`, `dtype`,
-        `threads`, and `where`, a text of the last three.
+        `threads`, and `where`, a text of the last three that also says if scans had no kernels.
 
     Raises:
         RunError: out of memory.
@@ -102,13 +102,14 @@ def efficiency(
     device = torch.cuda.get_device_name(first.device) if cuda else "cpu"
     threads = None if cuda else torch.get_num_threads()
     cores = f", {threads} thread{'s' if threads > 1 else ''}" if threads else ""
+    code = ", scans without kernels" if any("PyTorch" in code_text(m, m.device) for m in models.values()) else ""
     return {
         "arms": arms,
         "parameters": {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()},
         "device": device,
         "threads": threads,
         "dtype": dtype,
-        "where": f"{device}{cores}, {dtype}",
+        "where": f"{device}{cores}, {dtype}{code}",
         "new_tokens": section.new_tokens,
         "repeats": section.repeats,
     }
@@ -147,18 +148,17 @@ class _Timer:
 
     def __init__(self, model: PreTrainedModel, ids_BT: Tensor) -> None:
         self.model, self.ids_BT = model, ids_BT
-        self.argument = family_of(model.config).cache_name
 
     def prefill(self) -> tuple[Tensor, Any]:
         """(B,1) likeliest next token of each row, and the cache."""
         output = self.model(**arguments(self.model, self.ids_BT, None), use_cache=True, logits_to_keep=1)
-        return output.logits[:, -1:].argmax(-1), output[self.argument]
+        return output.logits[:, -1:].argmax(-1), output.cache
 
     def decode(self, token_B1: Tensor, cache: Any, count: int) -> Tensor:
         """(B,1) the last of `count` further tokens."""
         for past in range(count):
             inputs = arguments(self.model, token_B1, None, self.ids_BT.shape[1] + past)
-            output = self.model(**inputs, **{self.argument: cache}, use_cache=True)
+            output = self.model(**inputs, cache=cache, use_cache=True)
             token_B1 = output.logits[:, -1:].argmax(-1)
         return token_B1
 

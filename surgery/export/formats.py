@@ -187,7 +187,7 @@ class TransformersFormat(ExportFormat):
     limits = (
         "transformers refuses assisted decoding for stateful models.",
         "vLLM needs the plugin ssm-surgery-vllm, which serves six families. SGLang loads no head-level hybrid.",
-        "Requires transformers 5.21 or newer: older releases decode the spliced layers incorrectly.",
+        "Requires transformers 5.24 or newer: older releases have other names of the cache.",
     )
     usage = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -30,7 +30,7 @@ from surgery.export.reload import (
 )
 from surgery.export.shipped_code import check_code, private_copy
 from surgery.hybrid.attention import SplicedAttention
-from surgery.hybrid.branches import BRANCHES
+from surgery.hybrid.sites import BRANCHES
 from surgery.models.config_checks import SPLICE_VERSION
 from surgery.models.loading import load_config
 from surgery.models.lookup import family_of, structure_of

@@ -28,7 +28,7 @@ def verify_folder(folder: Path | str, trust_remote_code: bool = False, plugins: 
       and the text of the reference within `reload.TOLERANCE`, with the weights in fp32.
 
     By default only known code runs: the folder must name this library's classes, and its modules must equal those of
-    this library, of an earlier version, or of a plugin. They are loaded from a private copy.
+    this library or of a plugin. They are loaded from a private copy.
 
     Args:
         trust_remote_code: run any modelling files that the folder holds, in a process of their own.

@@ -12,10 +12,9 @@ from transformers.models.bamba.modeling_bamba import (
     BambaPreTrainedModel,
 )
 
-from .causal_lm import HybridCausalLMMixin
 from .configuration import HybridConfigMixin
 from .mixer import HybridMixerMixin
-from .model import HybridInitMixin, HybridModelMixin, recorded
+from .model import HybridCausalLMMixin, HybridInitMixin, HybridModelMixin, recorded
 
 
 class BambaHybridConfig(HybridConfigMixin, BambaConfig):
@@ -38,8 +37,6 @@ class BambaHybridConfig(HybridConfigMixin, BambaConfig):
 
 class BambaHybridMixer(HybridMixerMixin, BambaMixer):
     """`BambaMixer` with a branch where the config splices one."""
-
-    norm_by_group = True
 
 
 class BambaHybridPreTrainedModel(HybridInitMixin, BambaPreTrainedModel):

@@ -13,9 +13,8 @@ from transformers.models.falcon_mamba.modeling_falcon_mamba import (
     FalconMambaPreTrainedModel,
 )
 
-from .causal_lm import MambaHybridCausalLMMixin
 from .configuration import HybridConfigMixin
-from .model import HybridInitMixin, HybridModelMixin, RecordingMixin
+from .model import HybridCausalLMMixin, HybridInitMixin, HybridModelMixin, LogitsMixin, RecordingMixin
 from .streams import StreamAttention, StreamMixerMixin
 
 
@@ -54,9 +53,8 @@ class FalconMambaHybridPreTrainedModel(HybridInitMixin, FalconMambaPreTrainedMod
 class FalconMambaHybridModel(HybridModelMixin, RecordingMixin, FalconMambaHybridPreTrainedModel, FalconMambaModel):
     """`FalconMambaModel` whose mixers may have a branch."""
 
-    cache_argument = "cache_params"
+    reads_positions = False
     passes_kwargs = False
-    packs = False
 
     def __init__(self, config: FalconMambaHybridConfig) -> None:
         super().__init__(config)
@@ -66,7 +64,7 @@ class FalconMambaHybridModel(HybridModelMixin, RecordingMixin, FalconMambaHybrid
 
 
 class FalconMambaHybridForCausalLM(
-    MambaHybridCausalLMMixin, FalconMambaHybridPreTrainedModel, FalconMambaForCausalLM, GenerationMixin
+    HybridCausalLMMixin, LogitsMixin, FalconMambaHybridPreTrainedModel, FalconMambaForCausalLM, GenerationMixin
 ):
     """Falcon-Mamba language model with spliced attention heads."""
 

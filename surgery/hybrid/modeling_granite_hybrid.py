@@ -14,10 +14,9 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
     GraniteMoeHybridPreTrainedModel,
 )
 
-from .causal_lm import HybridCausalLMMixin
 from .configuration import HybridConfigMixin
 from .mixer import HybridMixerMixin
-from .model import HybridInitMixin, HybridModelMixin, recorded
+from .model import HybridCausalLMMixin, HybridInitMixin, HybridModelMixin, recorded
 
 
 class GraniteHybridConfig(HybridConfigMixin, GraniteMoeHybridConfig):
@@ -47,8 +46,6 @@ class GraniteHybridConfig(HybridConfigMixin, GraniteMoeHybridConfig):
 
 class GraniteHybridMixer(HybridMixerMixin, GraniteMoeHybridMambaLayer):
     """`GraniteMoeHybridMambaLayer` with a branch where the config splices one."""
-
-    norm_by_group = True
 
 
 class GraniteHybridPreTrainedModel(HybridInitMixin, GraniteMoeHybridPreTrainedModel):

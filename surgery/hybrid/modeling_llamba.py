@@ -22,17 +22,15 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import create_recurrent_attention_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.utils.generic import maybe_autocast
 
-from .cache_name import cache_name, take_cache
-from .causal_lm import HybridCausalLMMixin
 from .configuration import HybridConfigMixin
 from .discrete_scan import chunked_scan, scan_step
 from .donor import DonorMixer
 from .mixer import HybridMixerMixin
-from .model import HybridInitMixin, HybridModelMixin, RecordingMixin
+from .model import HybridCausalLMMixin, HybridInitMixin, HybridModelMixin, LogitsMixin, RecordingMixin
 from .packing import masked
 from .sites import is_whole, splice_sites
 
@@ -70,7 +68,7 @@ class LlambaConfig(HybridConfigMixin, PreTrainedConfig):
 
     model_type = "llamba"
     takes_layers = True
-    keys_to_ignore_at_inference = [cache_name("past_key_values")]
+    keys_to_ignore_at_inference = ["cache"]
     attribute_map = {
         "hidden_size": "d_model",
         "num_hidden_layers": "n_layer",
@@ -170,7 +168,6 @@ class LlambaMixer(nn.Module):
             cache: a transformers Cache; updated in place. Any number of new tokens may follow a filled one.
             attention_mask: (B,T) of the new tokens, 0 on padding; None when there is none.
         """
-        cache = take_cache(cache, kwargs)
         u_BTD = masked(hidden_states, attention_mask)
         state = cache.get_recurrent_state(self.layer_idx) if cache is not None else None
         mixed, gate, decay = self.in_proj(u_BTD).split([self.conv_dim, self.intermediate_size, self.num_heads], dim=-1)
@@ -221,6 +218,8 @@ class LlambaMixer(nn.Module):
 
 class LlambaHybridMixer(HybridMixerMixin, LlambaMixer):
     """`LlambaMixer` with a branch where the config splices one."""
+
+    bypassed = ()
 
     def __init__(self, config: LlambaConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -299,7 +298,6 @@ class PlainLlambaModel(LlambaPreTrainedModel):
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """(B,T,D) -> (B,T,D). There are no positions; `generate` passes `position_ids` all the same."""
-        cache = take_cache(cache, kwargs)
         if isinstance(attention_mask, dict):  # made by `generate` for a cache that compiles
             mask = attention_mask.get("linear_attention")
         else:
@@ -313,7 +311,7 @@ class PlainLlambaModel(LlambaPreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
-            **{cache_name("past_key_values"): cache if use_cache else None},
+            cache=cache if use_cache else None,
             hidden_states=(*block_inputs, hidden) if output_hidden_states else None,
         )
 
@@ -321,11 +319,9 @@ class PlainLlambaModel(LlambaPreTrainedModel):
 class LlambaModel(HybridModelMixin, RecordingMixin, PlainLlambaModel):
     """Llamba without its head."""
 
-    packs = False
 
-
-class PlainLlambaForCausalLM(LlambaPreTrainedModel):
-    """The forward below `LlambaForCausalLM`, which prepares its arguments."""
+class LlambaForCausalLM(HybridCausalLMMixin, LogitsMixin, LlambaPreTrainedModel, GenerationMixin):
+    """The Llamba language model; with `config.splice`, a hybrid."""
 
     _tied_weights_keys = {"lm_head.weight": "backbone.embedding.weight"}
 
@@ -355,35 +351,6 @@ class PlainLlambaForCausalLM(LlambaPreTrainedModel):
     def _supports_default_dynamic_cache(self) -> bool:
         """Return False without attention layers: `generate` would ask its cache for a length, which raises."""
         return bool(self.config.splice)
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Any = None,
-        labels: Tensor | None = None,
-        logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
-        """Logits (B,T,V) in fp32. `labels` are shifted here; -100 is ignored."""
-        output = self.backbone(input_ids, attention_mask=attention_mask, **kwargs)
-        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        hidden = output.last_hidden_state[:, positions]
-        logits = self.lm_head(hidden.to(self.lm_head.weight.dtype)).float()
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        name = cache_name("past_key_values")
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            **{name: getattr(output, name)},
-            hidden_states=output.hidden_states,
-            attentions=output.attentions,
-        )
-
-
-class LlambaForCausalLM(HybridCausalLMMixin, PlainLlambaForCausalLM, GenerationMixin):
-    """The Llamba language model; with `config.splice`, a hybrid."""
 
 
 __all__ = ["LlambaConfig", "LlambaForCausalLM", "LlambaModel", "LlambaPreTrainedModel"]

@@ -16,20 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin
-from transformers.models.mamba2.modeling_mamba2 import Mamba2Block, Mamba2ForCausalLM, Mamba2Model, Mamba2RMSNorm
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Block, Mamba2ForCausalLM, Mamba2RMSNorm
 from transformers.utils.output_capturing import OutputRecorder
 
 from .attention import SplicedAttention
 from .backends import attend
-from .cache_name import cache_name, take_cache
 from .modeling_mamba2_hybrid import (
     Mamba2HybridConfig,
     Mamba2HybridForCausalLM,
     Mamba2HybridModel,
     Mamba2HybridPreTrainedModel,
 )
-from .packing import convolved, masked
-from .splice_pass import SplicePass
+from .packing import SplicePass, convolved, masked
 
 # The keys of mamba_ssm's `attn_cfg` that are kept, and its defaults. `causal` has to be true and is not kept.
 ATTENTION_DEFAULTS = {
@@ -116,7 +114,6 @@ class MambaSsmAttention(nn.Module):
             attention_mask: (B,T), 0 on padding; None when there is none.
             splice_pass: has the causal mask; without it no token may be padding.
         """
-        cache = take_cache(cache, kwargs)
         past = 0 if cache is None else cache.get_seq_length(self.layer_idx)
         qkv_BTC = self.in_proj(hidden_states)
         if self.conv_kernel:
@@ -191,31 +188,11 @@ class Mamba2AttnBlock(Mamba2Block):
         return residual + self.mlp(self.norm2(residual.to(self.norm2.weight.dtype)))
 
 
-class MaskedMamba2Model(Mamba2Model):
-    """Below `HybridModelMixin`, which makes masks only where there is a splice. Attention layers always need them."""
-
-    def forward(
-        self,
-        inputs_embeds: Tensor,
-        attention_mask: Any = None,
-        cache: Any = None,
-        splice_pass: SplicePass | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """As `Mamba2Model.forward`, from embeddings."""
-        cache = take_cache(cache, kwargs)
-        if splice_pass is None:
-            attention_mask, kwargs = self._splice_arguments(inputs_embeds, attention_mask, cache, None, kwargs)
-        else:
-            kwargs["splice_pass"] = splice_pass
-        kwargs[cache_name("cache_params")] = cache
-        return super().forward(inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)
-
-
-class Mamba2AttnModel(Mamba2HybridModel, MaskedMamba2Model):
+class Mamba2AttnModel(Mamba2HybridModel):
     """`Mamba2HybridModel` whose layers may be attention, and may have MLPs."""
 
     config_class = Mamba2AttnConfig
+    _makes_masks = True
     _can_record_outputs = {"attentions": [SplicedAttention, OutputRecorder(AttentionWeights)]}
 
     def __init__(self, config: Mamba2AttnConfig) -> None:

@@ -13,9 +13,8 @@ from transformers.models.mamba.modeling_mamba import (
     MambaPreTrainedModel,
 )
 
-from .causal_lm import MambaHybridCausalLMMixin
 from .configuration import HybridConfigMixin
-from .model import HybridInitMixin, HybridModelMixin, RecordingMixin
+from .model import HybridCausalLMMixin, HybridInitMixin, HybridModelMixin, LogitsMixin, RecordingMixin
 from .streams import StreamAttention, StreamMixerMixin
 
 
@@ -54,9 +53,8 @@ class MambaHybridPreTrainedModel(HybridInitMixin, MambaPreTrainedModel):
 class MambaHybridModel(HybridModelMixin, RecordingMixin, MambaHybridPreTrainedModel, MambaModel):
     """`MambaModel` whose mixers may have a branch."""
 
-    cache_argument = "cache_params"
+    reads_positions = False
     passes_kwargs = False
-    packs = False
 
     def __init__(self, config: MambaHybridConfig) -> None:
         super().__init__(config)
@@ -65,7 +63,9 @@ class MambaHybridModel(HybridModelMixin, RecordingMixin, MambaHybridPreTrainedMo
         self.post_init()
 
 
-class MambaHybridForCausalLM(MambaHybridCausalLMMixin, MambaHybridPreTrainedModel, MambaForCausalLM, GenerationMixin):
+class MambaHybridForCausalLM(
+    HybridCausalLMMixin, LogitsMixin, MambaHybridPreTrainedModel, MambaForCausalLM, GenerationMixin
+):
     """Mamba-1 language model with spliced attention heads."""
 
     def __init__(self, config: MambaHybridConfig) -> None:

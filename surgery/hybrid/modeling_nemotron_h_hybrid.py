@@ -12,10 +12,9 @@ from transformers.models.nemotron_h.modeling_nemotron_h import (
     NemotronHPreTrainedModel,
 )
 
-from .causal_lm import HybridCausalLMMixin
 from .configuration import HybridConfigMixin
 from .mixer import HybridMixerMixin
-from .model import HybridInitMixin, HybridModelMixin, recorded
+from .model import HybridCausalLMMixin, HybridInitMixin, HybridModelMixin, recorded
 
 
 class NemotronHHybridConfig(HybridConfigMixin, NemotronHConfig):

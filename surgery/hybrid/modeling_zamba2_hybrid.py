@@ -13,10 +13,9 @@ from transformers.models.zamba2.modeling_zamba2 import (
     Zamba2PreTrainedModel,
 )
 
-from .causal_lm import HybridCausalLMMixin
 from .configuration import HybridConfigMixin
 from .mixer import HybridMixerMixin
-from .model import HybridInitMixin, HybridModelMixin, recorded
+from .model import HybridCausalLMMixin, HybridInitMixin, HybridModelMixin, recorded
 
 
 class Zamba2HybridConfig(HybridConfigMixin, Zamba2Config):

@@ -131,8 +131,8 @@ def run_clean(model: PreTrainedModel, batch: EncodedBatch, stepwise: bool = Fals
     def run_before_query() -> Cache:
         inputs = arguments(model, batch.input_ids[:, :-1], None if mask is None else mask[:, :-1])
         if (all_tokens := cache_of_all_tokens(model.config)) is not None:
-            inputs[family.cache_name] = all_tokens  # an oracle read may lie before the sliding window
-        cache: Cache = getattr(model(**inputs, use_cache=True, logits_to_keep=1), family.cache_name)
+            inputs["cache"] = all_tokens  # an oracle read may lie before the sliding window
+        cache: Cache = model(**inputs, use_cache=True, logits_to_keep=1).cache
         return cache
 
     if stepwise:
@@ -184,14 +184,13 @@ def run_pass(
     Returns:
         (W*rows,U) or (W*rows,V) logits at the last token, and the cache; None without `use_cache`.
     """
-    name = family_of(model.config).cache_name
     mask = None if part.mask is None else part.mask.repeat(variants, 1)
     inputs = arguments(model, part.batch.input_ids.repeat(variants, 1), mask, part.past)
     if cache is not None:
-        inputs[name] = cache
+        inputs["cache"] = cache
     with nullcontext() if tokens is None else only_logits(model, tokens):
         output = model(**inputs, use_cache=use_cache, logits_to_keep=1)
-    return output.logits[:, -1], getattr(output, name) if use_cache else None
+    return output.logits[:, -1], output.cache if use_cache else None
 
 
 def scores_by_variant(logits: list[Tensor], batch: EncodedBatch, paths: Paths | None) -> list[ChoiceScores]:

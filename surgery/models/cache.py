@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from surgery.models.lookup import family_of
 from surgery.models.meters import FusedAttention, Meter
 
 
@@ -99,7 +98,7 @@ def cache_bytes(model: PreTrainedModel, tokens: int = 4) -> CacheBytes:
     with torch.no_grad(), FusedAttention(), Meter():
         ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
         output = model(ids, use_cache=True)
-    cache = output[family_of(model.config).cache_name]
+    cache = output.cache
     states, keys_values = cache_tensors(cache)
     return CacheBytes(sum(t.nbytes for t in states), sum(t.nbytes for t in keys_values) // tokens)
 

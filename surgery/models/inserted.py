@@ -19,13 +19,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Mamba2Config, NemotronHConfig, NemotronHForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    Mamba2Config,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    NemotronHModel,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from surgery.errors import ModelError
 from surgery.hybrid.attention import SplicedAttention
-from surgery.hybrid.cache_name import take_cache
-from surgery.hybrid.causal_lm import HybridCausalLMOutput
-from surgery.hybrid.splice_pass import SpliceRows
+from surgery.hybrid.model import HybridCausalLMMixin, HybridModelMixin
+from surgery.hybrid.packing import SpliceRows
 from surgery.types import Graft, MixerSpec
 
 FIELD = "inserted"  # field of the config: one entry for each graft, from below
@@ -246,37 +253,22 @@ def held_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [model.get_submodule(f"model.layers.{layer}.mixer.norm").weight for layer in copying]
 
 
-class InsertedForCausalLM(NemotronHForCausalLM):
-    """`NemotronHForCausalLM` in memory. It is saved as transformers' own class."""
+class InsertedModel(HybridModelMixin, NemotronHModel):
+    """`NemotronHModel` in memory: it keeps packed documents apart, and collects rows of its inserted blocks."""
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Any = None,
-        splice_queries: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """As Nemotron-H's own forward.
+    _makes_masks = False
+    _keep_in_fp32_modules_strict = NemotronHModel._keep_in_fp32_modules_strict
 
-        Args:
-            splice_queries: (B,Q) token indices, -1 for none. Their attention rows (B,H,Q,T) in the inserted blocks are
-                returned as `splice_attentions`.
-        """
+    def forward(self, *args: Any, splice_queries: SpliceRows | None = None, **kwargs: Any) -> Any:
+        """As Nemotron-H's own forward; `splice_queries` collects the attention rows of the inserted blocks."""
         if splice_queries is None:
-            return super().forward(input_ids, attention_mask=attention_mask, **kwargs)
-        if take_cache(kwargs.get("cache"), {**kwargs}) is not None or kwargs.get("use_cache"):
-            raise ValueError("splice_queries: rows are computed without a cache only. Set use_cache=False.")
+            return super().forward(*args, **kwargs)
         projected: dict[str, Tensor] = {}
-        documents: list[Tensor | None] = []
-        handles = [
-            self.model.register_forward_pre_hook(
-                lambda _, __, arguments: documents.append(arguments.get("seq_idx")), with_kwargs=True
-            )
-        ]
+        handles = []
         # Queries and keys are recorded inside the blocks and compared outside: gradient checkpointing runs a block
         # again, and its second run must save the same tensors.
         for layer in attention_layers(self.config):
-            mixer = self.model.layers[layer].mixer
+            mixer = self.layers[layer].mixer
             for name in ("q_proj", "k_proj"):
 
                 def record(_: nn.Module, __: Any, output: Tensor, key: str = f"{layer}.{name}") -> None:
@@ -284,22 +276,27 @@ class InsertedForCausalLM(NemotronHForCausalLM):
 
                 handles.append(getattr(mixer, name).register_forward_hook(record))
         try:
-            output = super().forward(input_ids, attention_mask=attention_mask, **kwargs)
+            output = super().forward(*args, splice_queries=splice_queries, **kwargs)
         finally:
             for handle in handles:
                 handle.remove()
-        rows = SpliceRows(splice_queries)
         for entry in inserted_entries(self.config):
             layer = entry["layers"][-1]
-            mixer = self.model.layers[layer].mixer
+            mixer = self.layers[layer].mixer
             heads = head_slots(len(entry["heads"]), mixer)
             query, key = (
                 projected[f"{layer}.{name}"].unflatten(-1, (-1, mixer.head_dim)).transpose(1, 2)
                 for name in ("q_proj", "k_proj")
             )
-            key = key.repeat_interleave(mixer.num_key_value_groups, dim=1)
-            rows.collect(layer, query[:, heads] * mixer.scaling, key[:, heads], attention_mask, documents[0])
-        return HybridCausalLMOutput(**output, splice_attentions=rows.take())
+            key = key.repeat_interleave(mixer.num_key_value_groups, dim=1)[:, heads]
+            splice_queries.collect(layer, query[:, heads] * mixer.scaling, key, kwargs.get("attention_mask"))
+        return output
+
+
+class InsertedForCausalLM(HybridCausalLMMixin, NemotronHForCausalLM):
+    """`NemotronHForCausalLM` in memory. It is saved as transformers' own class."""
+
+    _keep_in_fp32_modules_strict = NemotronHForCausalLM._keep_in_fp32_modules_strict
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Save as transformers' own class, without code of this library."""
@@ -337,7 +334,8 @@ def as_inserted(model: PreTrainedModel) -> PreTrainedModel:
             for number, block in enumerate(model.model.layers):
                 if number not in gathers:
                     block.mixer.register_forward_hook(partial(_train_base_channels_only, side))
-    model.__class__ = InsertedForCausalLM
+    model.__class__, model.model.__class__ = InsertedForCausalLM, InsertedModel
+    _CAN_RECORD_REGISTRY[model.model] = model.model._can_record_outputs  # transformers goes by the class at building
     return model
 
 

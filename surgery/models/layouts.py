@@ -8,14 +8,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import PlanError
-from surgery.hybrid.cache_name import cache_name
 from surgery.registry import Registry
 from surgery.types import MixerSpec
 
@@ -152,7 +151,6 @@ def register_structure(structure: S) -> S:
     return structure
 
 
-CacheArgument = Literal["cache_params", "past_key_values"]
 HybridClasses = tuple[type[PreTrainedConfig], type[PreTrainedModel], type[PreTrainedModel]]
 
 
@@ -164,7 +162,7 @@ class Family:
         model_types: model types of plain models and of hybrids.
         layout: function from a config to its mixers, from the lowest layer up. Within a layer, the SSM mixer comes
             before attention.
-        cache_argument: name of the cache in the model's forward before transformers 5.24, which renamed it to `cache`.
+        reads_positions: whether the model's forward takes `position_ids`, and masks by kind of layer.
         hybrid: classes of its hybrids (config, model, causal language model); None if nothing can be spliced.
         refuses: the reason if nothing can be spliced.
         branch_fields: function from a config to the fields that a branch copies: `bias`, `conv_bias`, `norm_eps`, ...
@@ -175,14 +173,12 @@ class Family:
         state_field: field of the config that holds the width of B and C, if the state can be cut; `field.key` for a
             key of a mapping. Rows of B and C must be in `in_proj` and in the short convolution. Empty if it cannot be
             cut.
-        computed_wrongly: function from the config of a plain model to (first right release of transformers, what of the
-            config needs it, what older releases do); None if all supported releases are right.
     """
 
     name: str
     model_types: tuple[str, ...]
     layout: Callable[[PreTrainedConfig], list[MixerSpec]]
-    cache_argument: CacheArgument = "past_key_values"
+    reads_positions: bool = True
     hybrid: HybridClasses | None = None
     refuses: str = ""
     branch_fields: Callable[[PreTrainedConfig], dict[str, Any]] = lambda config: {}
@@ -190,12 +186,6 @@ class Family:
     is_donor: bool = False
     groups_channels: bool = False
     state_field: str = ""
-    computed_wrongly: Callable[[PreTrainedConfig], tuple[str, str, str] | None] = lambda config: None
-
-    @property
-    def cache_name(self) -> str:
-        """Name of the cache in the model's forward and its output, in the installed transformers."""
-        return cache_name(self.cache_argument)
 
     def is_hybrid(self, config: PreTrainedConfig) -> bool:
         """Return whether the config, of this family, is of its hybrids."""

@@ -37,7 +37,6 @@ from surgery.models import mamba_ssm_format, tensor_files
 from surgery.models.config_checks import CONFIG_HINT, check_kernels, check_sizes, check_splice_version
 from surgery.models.inserted import as_inserted
 from surgery.models.lookup import family_of, has_family, unknown_type
-from surgery.models.runtime import check_release
 from surgery.models.tensor_faults import refuse_faults, refuse_not_finite
 from surgery.models.torch_scans import choose_by_device
 from surgery.recipe import Base
@@ -237,7 +236,6 @@ def load_model(base: Base) -> PreTrainedModel:
             names); or the installed transformers computes this model wrongly.
     """
     stored = open_checkpoint(base)
-    check_release(stored.config)
     if stored.config.is_encoder_decoder:
         raise ModelError(
             "config.json: is_encoder_decoder",

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from surgery import hybrid as h
 from surgery.errors import ModelError
 from surgery.hybrid.sites import is_whole
-from surgery.models.layouts import CacheArgument, Family, HybridClasses
+from surgery.models.layouts import Family, HybridClasses
 from surgery.registry import Registry
 from surgery.types import Letter, MixerSpec
 
@@ -29,7 +29,6 @@ def families() -> tuple[Family, ...]:
 def register_family(
     name: str,
     *model_types: str,
-    cache_argument: CacheArgument = "past_key_values",
     hybrid: HybridClasses | None = None,
     refuses: str = "",
     **fields: Any,
@@ -39,10 +38,9 @@ def register_family(
     Args:
         name: name of the family.
         model_types: model types of the plain models. That of the hybrid is added.
-        cache_argument: name of the cache in the model's forward before transformers 5.24, which renamed it to `cache`.
         hybrid: classes of its hybrids (config, model, causal language model). They are registered with transformers.
         refuses: without `hybrid`, the reason why nothing can be spliced.
-        fields: other fields of `Family`: `branch_fields`, `tiny`, ...
+        fields: other fields of `Family`: `reads_positions`, `branch_fields`, `tiny`, ...
 
     Raises:
         ModelError: another family has this name or one of the model types. Registering a layout again replaces it.
@@ -62,7 +60,7 @@ def register_family(
                 )
         if hybrid is not None:
             h.register_classes(*hybrid)
-        FAMILIES.register(name, Family(name, types, layout, cache_argument, hybrid, refuses, **fields))
+        FAMILIES.register(name, Family(name, types, layout, hybrid=hybrid, refuses=refuses, **fields))
         return layout
 
     return register
@@ -73,11 +71,6 @@ _NO_SSM = "it has no SSM heads. It can be a teacher (splice.init: teacher)."
 _OWN_SLOT = "all its layers have attention, which uses the cache slot that a spliced branch needs."
 
 Fields = Callable[[PreTrainedConfig], dict[str, Any]]
-
-
-def _one_norm_for_all_groups(config: PreTrainedConfig) -> tuple[str, str, str] | None:
-    groups = getattr(config, "n_groups", getattr(config, "mamba_n_groups", 1))
-    return ("5.23", f"{groups} groups", "normalise all groups as one") if groups > 1 else None
 
 
 def _classes(name: str) -> HybridClasses:
@@ -120,7 +113,7 @@ def _mamba_ssm_attention(config: PreTrainedConfig, layer: int, path: str) -> Mix
 
 @register_family(
     "mamba2attn",
-    cache_argument="cache_params",
+    reads_positions=False,
     hybrid=_classes("Mamba2Attn"),
     branch_fields=_MAMBA_FIELDS,
     state_field="state_size",
@@ -128,11 +121,10 @@ def _mamba_ssm_attention(config: PreTrainedConfig, layer: int, path: str) -> Mix
 @register_family(
     "mamba2",
     "mamba2",
-    cache_argument="cache_params",
+    reads_positions=False,
     hybrid=_classes("Mamba2Hybrid"),
     branch_fields=_MAMBA_FIELDS,
     state_field="state_size",
-    computed_wrongly=_one_norm_for_all_groups,
 )
 def _mamba2(config: PreTrainedConfig) -> list[MixerSpec]:
     """Every layer has one mixer: an SSM, or mamba_ssm's attention."""
@@ -151,7 +143,7 @@ def _mamba2(config: PreTrainedConfig) -> list[MixerSpec]:
 @register_family(
     "falcon_mamba",
     "falcon_mamba",
-    cache_argument="cache_params",
+    reads_positions=False,
     hybrid=_classes("FalconMambaHybrid"),
     branch_fields=_stream_fields,
     groups_channels=True,
@@ -159,7 +151,7 @@ def _mamba2(config: PreTrainedConfig) -> list[MixerSpec]:
 @register_family(
     "mamba",
     "mamba",
-    cache_argument="cache_params",
+    reads_positions=False,
     hybrid=_classes("MambaHybrid"),
     branch_fields=_stream_fields,
     groups_channels=True,
@@ -250,7 +242,6 @@ def _zamba2(config: PreTrainedConfig) -> list[MixerSpec]:
     hybrid=_classes("GraniteHybrid"),
     branch_fields=_BAMBA_FIELDS,
     state_field="mamba_d_state",
-    computed_wrongly=_one_norm_for_all_groups,
 )
 @register_family(
     "bamba",
@@ -258,7 +249,6 @@ def _zamba2(config: PreTrainedConfig) -> list[MixerSpec]:
     hybrid=_classes("BambaHybrid"),
     branch_fields=_BAMBA_FIELDS,
     state_field="mamba_d_state",
-    computed_wrongly=_one_norm_for_all_groups,
 )
 def _bamba(config: PreTrainedConfig) -> list[MixerSpec]:
     """Every layer has one mixer: an SSM, or attention."""
@@ -290,13 +280,7 @@ def _nemotron_h(config: PreTrainedConfig) -> list[MixerSpec]:
     return mixers
 
 
-def _norm_of_one_token(config: PreTrainedConfig) -> tuple[str, str, str] | None:
-    """A decode step gates (B,1,D) with (B,D), so the norm returns (B,B,D)."""
-    fault = "decode the prompts of a batch as one"
-    return ("5.23", "a gated norm (mamba_rms_norm)", fault) if config.mamba_rms_norm else None
-
-
-@register_family("falcon_h1", "falcon_h1", refuses=_OWN_SLOT, computed_wrongly=_norm_of_one_token)
+@register_family("falcon_h1", "falcon_h1", refuses=_OWN_SLOT)
 def _falcon_h1(config: PreTrainedConfig) -> list[MixerSpec]:
     """Every layer has an SSM and attention side by side."""
     mixers = []

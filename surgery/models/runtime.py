@@ -1,4 +1,4 @@
-"""Settings of a loaded model that its checkpoint does not store: precision, `requires_grad`, release checks."""
+"""Settings of a loaded model that its checkpoint does not store: precision, `requires_grad`."""
 
 from __future__ import annotations
 
@@ -7,32 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils.versions import require_version
-
-from surgery.errors import ModelError
-from surgery.models.lookup import family_of, has_family
-
-
-def check_release(config: PreTrainedConfig) -> None:
-    """Refuse a plain model that the installed transformers would compute wrongly without an error.
-
-    Raises:
-        ModelError: the model's family has a fault in this release that this config meets.
-    """
-    if not has_family(config.model_type):
-        return
-    family = family_of(config)
-    wrong = None if family.is_hybrid(config) else family.computed_wrongly(config)
-    if wrong is None:
-        return
-    release, what, fault = wrong
-    needed = f"transformers>={release},<6"
-    try:
-        require_version(needed)
-    except ImportError:
-        hint = f"Older transformers {fault}. Install {needed}: pip install '{needed}'."
-        raise ModelError("base.model", f"{config.model_type} with {what}", hint) from None
+from transformers import PreTrainedModel
 
 
 def stays_in_fp32(model: PreTrainedModel, name: str) -> bool:

@@ -13,8 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import reading
-from surgery.hybrid.branches import BRANCHES
-from surgery.hybrid.sites import is_whole
+from surgery.hybrid.sites import BRANCHES, is_whole
 from surgery.models.inserted import new_modules
 from surgery.models.lookup import family_of, structure_of
 from surgery.models.torch_scans import choose_by_device

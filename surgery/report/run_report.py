@@ -106,6 +106,7 @@ def write_report(inputs: ReportInputs, path: Path) -> Path:
         "spliced": _spliced(inputs.plan, inputs.heads),
         "attention_maps": [embedded_svg(map_, alt.format(map_.stem.removeprefix("attention_"))) for map_ in maps],
         "costs": _costs(results, recipe),
+        "costs_where": results.get("efficiency", {}).get("where", ""),
         "seed": results.get("seed", recipe.seed),
         "times": ", ".join(f"{name} {time}" for name, time in seconds.items()),
         "versions": ", ".join(f"{name} {version}" for name, version in results.get("versions", {}).items()),

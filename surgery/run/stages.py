@@ -33,7 +33,7 @@ from surgery.run.watch import Watch
 from surgery.splice.graft import check_kept, splice_model, step_zero_gap
 from surgery.splice.plan import make_plan
 from surgery.splice.state_size import StateCut, choose_channels, cut_to_json, state_contributions
-from surgery.train.lora import refused_by_peft
+from surgery.train.lora import adapter_targets, refused_by_peft
 from surgery.train.optimizer import learning_rates_text
 from surgery.train.plateau import plateau_to_json
 from surgery.train.training import ADAPTERS, train_model
@@ -255,6 +255,8 @@ def _train_arm(
     if not is_control:
         run.reporter.note("rates", learning_rates_text(section))
         for stage in (stage for stage in section.sequence if stage.trainable == "lora"):
+            count = len(adapter_targets(model, stage.lora))
+            run.reporter.note("adapters", f"LoRA on {count} linear layers ({', '.join(stage.lora.targets)})")
             if refused := refused_by_peft(model, stage.lora):
                 hint = "Use the export, which has them merged, or remove these targets from train.lora.targets."
                 kind = f"{', '.join(refused)} for a {model.config.model_type}"

@@ -107,7 +107,7 @@ def arguments(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, pa
         past: number of tokens in the cache.
     """
     family = family_of(model.config)
-    if family.cache_argument == "cache_params":
+    if not family.reads_positions:
         # While decoding, a plain Mamba-1 would multiply its one new token by the whole mask.
         reads_keys = getattr(model.config, "splice", None) or not all(s.is_ssm for s in family.mixers(model.config))
         stateless = past > 0 and not reads_keys
@@ -194,10 +194,10 @@ def scored_choices(model: PreTrainedModel, batch: EncodedBatch, paths: Paths, me
         batch: left-padded, ending at the query.
         memory: bytes for the paths that are decoded together.
     """
-    name, T = family_of(model.config).cache_name, batch.input_ids.shape[1]
+    T = batch.input_ids.shape[1]
     prompt = arguments(model, batch.input_ids, batch.attention_mask)
     output = model(**prompt, use_cache=True, logits_to_keep=1)
-    logits, cache = output.logits[:, -1], getattr(output, name)
+    logits, cache = output.logits[:, -1], output.cache
     steps: list[list[Tensor]] = []
     for part in torch.arange(len(paths), device=paths.owner.device).split(max(1, memory // row_bytes(model, T))):
         branch = branched(cache, paths.owner[part])
@@ -205,6 +205,6 @@ def scored_choices(model: PreTrainedModel, batch: EncodedBatch, paths: Paths, me
         after = []
         for c, token in enumerate(paths.ids[part].split(1, dim=1)):
             mask = torch.cat([mask, torch.ones_like(token)], 1)
-            after.append(model(**arguments(model, token, mask, T + c), **{name: branch}, use_cache=True).logits[:, -1])
+            after.append(model(**arguments(model, token, mask, T + c), cache=branch, use_cache=True).logits[:, -1])
         steps.append(after)
     return likelihoods(paths, [logits, *(torch.cat(parts) for parts in zip(*steps, strict=True))])[0]

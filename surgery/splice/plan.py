@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from surgery.errors import PlanError
-from surgery.hybrid.branches import BRANCHES
-from surgery.hybrid.shipping import module_of
+from surgery.hybrid.configuration import module_of
+from surgery.hybrid.sites import BRANCHES
 from surgery.models.config_checks import check_unquantized
 from surgery.models.donors import donor_mixers
 from surgery.models.inserted import has_inserted

@@ -36,7 +36,6 @@ from transformers import (
     Qwen2Config,
     Zamba2Config,
 )
-from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from surgery.data.encoding import EncodedBatch
 from surgery.data.tokenizer import build_tokenizer
@@ -63,7 +62,7 @@ def pico_config(n_groups: int = 1, layers: int = 3, vocab_size: int = VOCAB, **m
 
 def pico_base(seed: int = 0, **config: Any) -> Mamba2ForCausalLM:
     """A plain Mamba-2 with random weights, in eval mode."""
-    return randomise(_normed_by_group(Mamba2ForCausalLM(pico_config(**config))), seed).eval()
+    return randomise(Mamba2ForCausalLM(pico_config(**config)), seed).eval()
 
 
 def pico_site(
@@ -200,16 +199,7 @@ def pico_family(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
-    return randomise(_normed_by_group(model), seed).eval()
-
-
-def _normed_by_group(model: PreTrainedModel) -> Any:
-    """Normalise by group, as hybrids and later releases do. Before 5.23 some classes normalised all groups as one."""
-    for mixer in [m for m in model.modules() if "RMSNormGated" in type(getattr(m, "norm", None)).__name__]:
-        if not {"group_size", "n_groups"} & set(vars(mixer.norm)):
-            width = mixer.intermediate_size
-            mixer.norm = Zamba2RMSNormGated(width, width // mixer.n_groups, eps=mixer.norm.variance_epsilon)
-    return model
+    return randomise(model, seed).eval()
 
 
 @cache

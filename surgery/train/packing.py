@@ -154,7 +154,7 @@ def _packing_arguments(body: nn.Module, documents_BT: Tensor) -> dict[str, Any]:
     if isinstance(body, HybridModelMixin):  # it makes masks and positions itself
         return {"attention_mask": None, "seq_idx": documents_BT}
     family, positions_BT = family_of(body.config), positions_of(documents_BT)
-    if family.cache_argument == "cache_params":
+    if not family.reads_positions:
         return {"attention_mask": None, "seq_idx": documents_BT}
     if not any(spec.is_ssm for spec in family.mixers(body.config)):
         return {"attention_mask": None, "position_ids": positions_BT}
@@ -178,7 +178,11 @@ def packing_fault(models: Mapping[str, nn.Module]) -> str | None:
     """
     for name, model in models.items():
         try:
-            with torch_scans(_unwrapped(model)):
+            inner = _unwrapped(model)
+            with torch_scans(inner):
+                body = inner.base_model
+                if isinstance(body, HybridModelMixin) and not body.keeps_apart(inner.device.type == "cuda"):
+                    return f"{name}: the scan of {inner.config.model_type} takes no seq_idx"
                 leaks = _leaks(model)
         except (ValueError, RuntimeError) as error:  # kernels raise either for arguments that they do not support
             return f"{name}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"

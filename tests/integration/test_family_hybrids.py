@@ -24,10 +24,10 @@ from surgery.export import transformers_folder
 from surgery.export.folder import export_model
 from surgery.export.reload import RELOAD, SAMPLE
 from surgery.hybrid.attention import SplicedAttention
-from surgery.hybrid.shipping import outside_modules
+from surgery.hybrid.configuration import outside_modules
 from surgery.interventions.hooks import record
 from surgery.models.loading import load_model
-from surgery.models.lookup import family_of, geometry_of, mixer_of, structure_of
+from surgery.models.lookup import geometry_of, mixer_of, structure_of
 from surgery.models.runtime import requires_grad
 from surgery.recipe import Base, Optimizer, Train
 from surgery.testing.pico import SPLICED_FAMILIES, pad, pico_family, pico_tokenizer, prompts, randomise, tokens
@@ -37,7 +37,6 @@ from surgery.train.trainer import train_stage
 from tests.support.battery import (
     assert_cache_is_as_large_as_said,
     base,
-    cache_of,
     columns,
     every_init,
     every_mode,
@@ -203,13 +202,13 @@ class TestRows:
 def decoded(model: Any, ids: Tensor, borders: tuple[int, ...], mask: Tensor | None = None) -> Tensor:
     """(B,T,V) from cached forward passes over the pieces between the borders."""
     kept, found, start = None, [], 0
-    argument = family_of(model.config).cache_name
+    argument = "cache"
     for end in (*borders, ids.shape[1]):
         seen = None if mask is None else mask[:, :end]
         with torch.no_grad(), requires_grad(True, model):
             given = {"attention_mask": seen, argument: kept, "use_cache": True}
             output = model(input_ids=ids[:, start:end], **given)
-        kept, start = cache_of(model, output), end
+        kept, start = output.cache, end
         found.append(output.logits)
     return torch.cat(found, 1)
 

@@ -31,9 +31,8 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
         "surgery.hybrid.attention": _HYBRIDS,
         "surgery.hybrid.mixer": _HYBRIDS,
         "surgery.hybrid.streams": _HYBRIDS,
-        "surgery.hybrid.splice_pass": _HYBRIDS,
+        "surgery.hybrid.packing": _HYBRIDS,
         "surgery.hybrid.model": _HYBRIDS,
-        "surgery.hybrid.causal_lm": _HYBRIDS,
         "surgery.hybrid.configuration": _HYBRIDS,
     },
     "losses": {

@@ -88,10 +88,6 @@ def shared(model: Any) -> set[frozenset[str]]:
     return {frozenset(names) for names in groups.values() if len(names) > 1}
 
 
-def cache_of(model: Any, output: Any) -> Any:
-    return getattr(output, family_of(model.config).cache_name)
-
-
 def assert_cache_is_as_large_as_said(model: Any) -> None:
     """Bytes of every tensor in the cache, at two lengths, two prompts at once."""
     size = sizes_of(model)
@@ -100,7 +96,7 @@ def assert_cache_is_as_large_as_said(model: Any) -> None:
     assert size.kv_bytes_per_token == own_kv_bytes_per_token(model.config) + kv_bytes_per_token(sites)
     for length in (5, 11):
         with torch.no_grad():
-            cache = cache_of(model, model(tokens(2, length), use_cache=True))
+            cache = model(tokens(2, length), use_cache=True).cache
         held = 0
         for layer in cache.layers:
             for value in vars(layer).values():

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import transformers
-from packaging import version
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedModel
@@ -22,7 +20,6 @@ from surgery.testing.pico import randomise
 Kind = Literal["bin", "legacy bin", "sharded bin", "safetensors"]
 KINDS: tuple[Kind, ...] = ("bin", "legacy bin", "sharded bin", "safetensors")
 VOCAB, PADDED = 61, 64
-GROUPS = 2 if version.parse(transformers.__version__) >= version.parse("5.23") else 1  # older ones are refused with 2
 
 
 def tiny(layer: str, tied: bool = True, **fields: Any) -> PreTrainedModel:
@@ -32,7 +29,7 @@ def tiny(layer: str, tied: bool = True, **fields: Any) -> PreTrainedModel:
     if layer == "Mamba1":
         config = MambaConfig(**{**common, "state_size": 4, **fields})
         return randomise(MambaForCausalLM(config), seed=0).eval()
-    shape = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": GROUPS, "chunk_size": 8}
+    shape = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8}
     return randomise(Mamba2ForCausalLM(Mamba2Config(**{**common, **shape, **fields})), seed=0).eval()
 
 

@@ -110,20 +110,19 @@ def random_models() -> dict[str, PreTrainedModel]:
 @torch.no_grad()
 def prefill(model: PreTrainedModel, ids_BT: Tensor, segment: int) -> tuple[Tensor, Any]:
     """Run a prompt in segments. Returns the likeliest next token (B,1) and the cache."""
-    name, cache = family_of(model.config).cache_name, None
+    cache = None
     for start in range(0, ids_BT.shape[1], segment):
         given = arguments(model, ids_BT[:, start : start + segment], None, start)
-        output = model(**given, **{name: cache}, use_cache=True, logits_to_keep=1)
-        cache = output[name]
+        output = model(**given, cache=cache, use_cache=True, logits_to_keep=1)
+        cache = output.cache
     return output.logits[:, -1:].argmax(-1), cache
 
 
 @torch.no_grad()
 def decode(model: PreTrainedModel, token_B1: Tensor, cache: Any, past: int) -> None:
     """Decode greedily after a prompt of `past` tokens."""
-    name = family_of(model.config).cache_name
     for step in range(NEW_TOKENS):
-        output = model(**arguments(model, token_B1, None, past + step), **{name: cache}, use_cache=True)
+        output = model(**arguments(model, token_B1, None, past + step), cache=cache, use_cache=True)
         token_B1 = output.logits[:, -1:].argmax(-1)
 
 

@@ -35,7 +35,6 @@ from surgery.hybrid import (
     NemotronHHybridConfig,
     Zamba2HybridConfig,
 )
-from surgery.hybrid.cache_name import cache_name
 from surgery.probes.kv_retrieval import kv_prompts
 from surgery.testing.pico import randomise
 
@@ -191,9 +190,7 @@ def answer(model: Any, prompt: list[int], new_tokens: int) -> dict[str, Any]:
     ids = torch.tensor([prompt])
     for _ in range(new_tokens):
         output = model(ids, **cache, use_cache=True, logits_to_keep=1)
-        # Before transformers 5.24, families differ in the name of the cache.
-        names = {cache_name("cache_params"), cache_name("past_key_values")}
-        cache = {key: output[key] for key in names if output.get(key) is not None}
+        cache = {"cache": output.cache}
         best = output.logits[0, -1].double().log_softmax(-1).topk(2)
         tokens.append(int(best.indices[0]))
         logprobs.append(float(best.values[0]))

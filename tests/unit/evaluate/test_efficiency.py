@@ -30,7 +30,9 @@ def test_state_stays_and_keys_and_values_grow_with_the_prompt() -> None:
 
 
 def test_every_size_is_measured_and_speeds_are_the_seconds_turned_round() -> None:
-    found = efficiency({"base": pico_base()}, SMALL)["arms"]["base"]
+    measured = efficiency({"base": pico_base()}, SMALL)
+    found = measured["arms"]["base"]
+    assert measured["where"].endswith(", float32, scans without kernels")
     assert [(c["rows"], c["tokens"]) for c in found] == [(1, 6), (1, 12), (3, 6), (3, 12)]
     for cost in found:
         assert cost["prefill_tokens_per_second"] * cost["time_to_first_token"] == pytest.approx(

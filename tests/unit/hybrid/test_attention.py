@@ -14,8 +14,8 @@ from torch import Tensor
 import surgery.hybrid.attention as attention_module
 from surgery.hybrid.attention import RandomAttention, SplicedAttention
 from surgery.hybrid.mixer import HybridMixerMixin
+from surgery.hybrid.packing import SpliceRows
 from surgery.hybrid.sites import splice_sites
-from surgery.hybrid.splice_pass import SpliceRows
 from surgery.hybrid.streams import StreamAttention
 from surgery.recipe import Splice
 from surgery.splice.plan import splice_field
@@ -318,7 +318,7 @@ def test_no_branch_where_none_is_spliced() -> None:
 def test_the_cache_holds_as_many_numbers_as_the_class_states(site: dict) -> None:
     """Keys and values of each token, and the last inputs of the branch's convolution."""
     output = pico_hybrid([site])(tokens(1, 9), use_cache=True)
-    layer = output.cache_params.layers[0]
+    layer = output.cache.layers[0]
     assert layer.keys.numel() + layer.values.numel() == 9 * SplicedAttention.kv_numel(site)
     assert layer.conv_states[1].numel() == SplicedAttention.state_numel(site)
 
@@ -331,7 +331,6 @@ def test_random_heads_have_no_gate() -> None:
 @pytest.mark.parametrize(
     ("installed", "untested"),
     [
-        ("5.21.0", False),
         ("5.24.0", False),
         ("5.24.3.dev0", False),
         ("5.25.0", True),

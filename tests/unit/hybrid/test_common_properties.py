@@ -18,11 +18,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
 
 from surgery.hybrid import CLASSES
-from surgery.hybrid.cache_name import RENAMED, cache_name
-from surgery.models.lookup import family_of
 from surgery.models.runtime import requires_grad, stays_in_fp32
 from surgery.testing.pico import HIDDEN, VOCAB, pad, tokens
-from tests.support.battery import base, cache_of, every_spliced, logits, shared, stays_fp32, trained
+from tests.support.battery import base, every_spliced, logits, shared, stays_fp32, trained
 
 CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-5}  # logits of these models are up to 30
 every_class = pytest.mark.parametrize("classes", CLASSES, ids=[c[0].model_type for c in CLASSES])
@@ -61,13 +59,11 @@ class TestConfig:
         assert classes[0].from_pretrained(tmp_path).to_dict() == config.to_dict()
 
     def test_names_agree(self, classes: Any) -> None:
-        """The classes find one another. Before 5.24, `generate` reads the name of the cache off that of the class."""
+        """The classes find one another."""
         config_class, model_class, causal_class = classes
         assert AutoModel._model_mapping[config_class] is model_class
         assert AutoModelForCausalLM._model_mapping[config_class] is causal_class
         assert model_class.config_class is causal_class.config_class is config_class
-        takes = family_of(config_class()).cache_argument
-        assert ("Mamba" in causal_class.__name__) == (takes == "cache_params")
 
 
 @every_spliced
@@ -367,42 +363,34 @@ def test_tokens_after_a_cache(name: str, new: int) -> None:
     model, ids = trained(name), tokens(2, 9 + new)
     with torch.no_grad():
         first = model(input_ids=ids[:, :9], use_cache=True)
-        second = model(
-            input_ids=ids[:, 9:], use_cache=True, **{family_of(model.config).cache_name: cache_of(model, first)}
-        )
+        second = model(input_ids=ids[:, 9:], use_cache=True, cache=first.cache)
     torch.testing.assert_close(second.logits, logits(model, ids)[:, 9:], **CLOSE)
 
 
 @every_spliced
 @pytest.mark.parametrize("argument", ["cache", "cache_params", "past_key_values"])
 def test_a_cache_has_three_names(name: str, argument: str) -> None:
-    """transformers 5.24 renamed it. A hybrid reads each name in each release, with its head and without."""
+    """transformers 5.24 renamed it; the old ones are deprecated. With the head and without."""
     model, ids = trained(name), tokens(2, 11)
     whole = logits(model, ids)[:, 9:]
     for part in (model, model.base_model):
         with torch.no_grad():
             first = part(input_ids=ids[:, :9], use_cache=True)
-            second = part(input_ids=ids[:, 9:], use_cache=True, **{argument: cache_of(model, first)})
+            second = part(input_ids=ids[:, 9:], use_cache=True, **{argument: first.cache})
         if part is model:
             torch.testing.assert_close(second.logits, whole, **CLOSE)
         else:
             hidden = part(input_ids=ids, use_cache=False).last_hidden_state[:, 9:]
             torch.testing.assert_close(second.last_hidden_state, hidden, **CLOSE)
-        assert cache_of(model, second) is cache_of(model, first)
+        assert second.cache is first.cache
 
 
 @pytest.mark.parametrize("argument", ["cache_params", "past_key_values"])
-@pytest.mark.skipif(not RENAMED, reason="before transformers 5.24 these are the names")
 def test_old_names_of_the_cache_are_deprecated(argument: str) -> None:
     for name in ("mamba2", "bamba"):
         model = trained(name)
         with torch.no_grad(), pytest.warns(FutureWarning, match=f"`{argument}` is deprecated"):
             model(tokens(), **{argument: DynamicCache(config=model.config)})
-
-
-def cache_of_answer(output: Any) -> Any:
-    """The cache that `generate` returns: before transformers 5.24 under one name for all families."""
-    return output[cache_name("past_key_values")]
 
 
 @every_spliced
@@ -412,8 +400,7 @@ class TestGenerate:
         model, ids = trained(name), tokens(2, 9)
         whole = generate(model, ids, max_new_tokens=8)
         first = generate(model, ids, max_new_tokens=3, return_dict_in_generate=True)
-        cache = {family_of(model.config).cache_name: cache_of_answer(first)}
-        second = generate(model, first.sequences, **cache, max_new_tokens=5)
+        second = generate(model, first.sequences, cache=first.cache, max_new_tokens=5)
         assert torch.equal(second, whole)
 
     @pytest.mark.parametrize("padding", [0, 2])
@@ -423,7 +410,7 @@ class TestGenerate:
         mask = torch.ones_like(ids)
         mask[1, :padding] = 0
         first = generate(model, ids[:, :9], mask[:, :9], max_new_tokens=1, return_dict_in_generate=True)
-        second = generate(model, ids, mask, **{family_of(model.config).cache_name: cache_of_answer(first)})
+        second = generate(model, ids, mask, cache=first.cache)
         assert torch.equal(second, generate(model, ids, mask))
 
     def test_scores_are_the_logits(self, name: str) -> None:

@@ -15,9 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from surgery.hybrid import backends
-from surgery.models.lookup import family_of
 from surgery.testing.pico import pico_base, pico_hybrid, pico_site, random_site, tokens
-from tests.support.battery import base, cache_of, every_mode, every_spliced, trained
+from tests.support.battery import base, every_mode, every_spliced, trained
 
 NO_KERNEL = (
     {"alias", "as_strided", "detach", "empty", "expand", "lift_fresh", "narrow", "new_empty", "permute", "select"}
@@ -63,15 +62,15 @@ def counted() -> Iterator[list[str]]:
 @torch.no_grad()
 def operators_of_a_step(model: Any, padded: bool = False) -> list[str]:
     """One token after a prompt of two rows and two tokens more."""
-    ids, name = tokens(2, 12), family_of(model.config).cache_name
+    ids = tokens(2, 12)
     mask = torch.ones(2, 14, dtype=torch.long)
     mask[0, :3] = 0
     given = [{"attention_mask": mask[:, :length]} if padded else {} for length in (11, 12, 13, 14)]
-    cache = cache_of(model, model(ids[:, :11], use_cache=True, **given[0]))
+    cache = model(ids[:, :11], use_cache=True, **given[0]).cache
     for more in given[1:3]:
-        model(ids[:, 11:], use_cache=True, **more, **{name: cache})
+        model(ids[:, 11:], use_cache=True, **more, cache=cache)
     with counted() as names:
-        model(ids[:, 11:], use_cache=True, **given[3], **{name: cache})
+        model(ids[:, 11:], use_cache=True, **given[3], cache=cache)
     return names
 
 
@@ -147,8 +146,8 @@ def test_hooks_of_a_branch_run_and_see_its_own_output() -> None:
     model, ids = pico_hybrid([pico_site(1, [2])]), tokens(2, 12)
 
     def step() -> Tensor:
-        cache = model(ids[:, :11], use_cache=True).cache_params
-        return model(ids[:, 11:], use_cache=True, cache_params=cache).logits
+        cache = model(ids[:, :11], use_cache=True).cache
+        return model(ids[:, 11:], use_cache=True, cache=cache).logits
 
     expected, branch = step(), model.backbone.layers[1].mixer.attention
     for module in (branch, branch.o_proj):

@@ -118,7 +118,6 @@ def test_cached_decode_is_the_forward_padded_or_not(base: str, fields: dict) -> 
     model, teacher, batch = pico_family(base), teacher_of("llama"), prompts([9, 14])
     chosen = section(mode="replace", **fields)
     hybrid = splice_model(model, plan_for(model, teacher, chosen, "L0H1"), chosen, teacher)
-    name = family_of(hybrid.config).cache_argument
     padded = hybrid.generate(batch.input_ids, attention_mask=batch.attention_mask, max_new_tokens=5, do_sample=False)
     for row, mask, given in zip(padded, batch.attention_mask, batch.input_ids, strict=True):
         alone = hybrid.generate(given[mask.bool()][None], max_new_tokens=5, do_sample=False)[0]
@@ -126,7 +125,7 @@ def test_cached_decode_is_the_forward_padded_or_not(base: str, fields: dict) -> 
     ids = tokens(2, 12)
     for mask in (None, torch.ones(2, 8)):  # positions are counted from the mask, and without one from the cache
         first = hybrid(ids[:, :8], attention_mask=mask, use_cache=True)
-        rest = hybrid(ids[:, 8:], use_cache=True, **{name: first[name]}).logits
+        rest = hybrid(ids[:, 8:], use_cache=True, cache=first.cache).logits
         torch.testing.assert_close(rest, hybrid(ids).logits[:, 8:], atol=1e-4, rtol=1e-4)
 
 

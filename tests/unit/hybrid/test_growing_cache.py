@@ -15,9 +15,8 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttenti
 
 from surgery.hybrid.growing_cache import GrowingHybridLayer, GrowingLayer, let_grow
 from surgery.models.cache import cache_tensors, expand_cache
-from surgery.models.lookup import family_of
 from surgery.testing.pico import tokens
-from tests.support.battery import cache_of, every_spliced, trained
+from tests.support.battery import every_spliced, trained
 
 PLAIN = {GrowingLayer: DynamicLayer, GrowingHybridLayer: LinearAttentionAndFullAttentionLayer}
 every_kind = pytest.mark.parametrize("kind", PLAIN)
@@ -170,10 +169,10 @@ def test_other_modes_and_dtypes() -> None:
 class TestModels:
     def test_layers_with_keys_grow(self, name: str) -> None:
         """In a cache that the model makes, and in one that it is given; of a fixed size they stay."""
-        model, argument = trained(name), family_of(trained(name).config).cache_name
-        made = cache_of(model, model(tokens(), use_cache=True))
+        model = trained(name)
+        made = model(tokens(), use_cache=True).cache
         given = DynamicCache(config=model.config)
-        model(tokens(), use_cache=True, **{argument: given})
+        model(tokens(), use_cache=True, cache=given)
         for cache in (made, given):
             kinds = {type(layer) for layer in cache.layers}
             assert kinds.isdisjoint(PLAIN.values()) and GrowingHybridLayer in kinds
@@ -186,14 +185,13 @@ class TestModels:
     def test_a_copied_cache_is_another(self, name: str) -> None:
         """Two continuations of one prompt, in turn, by each way of copying; what is copied counts no free rows."""
         model, ids = trained(name), tokens(2, 9)
-        argument = family_of(model.config).cache_name
 
         def step(cache: Any, seed: int) -> Tensor:
             new = torch.randint(1, 60, (2, 1), generator=torch.Generator().manual_seed(seed))
-            return model(new, use_cache=True, **{argument: cache}).logits
+            return model(new, use_cache=True, cache=cache).logits
 
         def prompt() -> Any:
-            cache = cache_of(model, model(ids, use_cache=True))
+            cache = model(ids, use_cache=True).cache
             step(cache, 1)
             return cache
 

@@ -80,7 +80,7 @@ class TestForward:
         model, ids = llamba(), tokens()
         output = model(ids, use_cache=False, logits_to_keep=2, output_hidden_states=True)
         torch.testing.assert_close(output.logits, full(model, ids)[:, -2:])
-        assert output.past_key_values is None and len(output.hidden_states) == 4
+        assert output.cache is None and len(output.hidden_states) == 4
         assert torch.equal(output.hidden_states[0], model.get_input_embeddings()(ids))
         assert torch.equal(model.lm_head(output.hidden_states[-1]), full(model, ids))
         assert torch.equal(model(ids, use_cache=False, return_dict=False)[0], full(model, ids))
@@ -92,8 +92,8 @@ class TestDecoding:
         model, ids = llamba(**config), tokens()
         cache, steps = None, []
         for t in range(ids.shape[1]):
-            output = model(ids[:, t : t + 1], past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+            output = model(ids[:, t : t + 1], cache=cache, use_cache=True)
+            cache = output.cache
             steps.append(output.logits)
         assert_close(torch.cat(steps, 1), loop_logits(model, ids))
 
@@ -102,7 +102,7 @@ class TestDecoding:
     def test_several_tokens_after_a_prefix(self, config: dict, border: int) -> None:
         model, ids = llamba(**config), tokens()
         first = model(ids[:, :border], use_cache=True)
-        second = model(ids[:, border:], past_key_values=first.past_key_values, use_cache=True)
+        second = model(ids[:, border:], cache=first.cache, use_cache=True)
         assert_close(torch.cat([first.logits, second.logits], 1), loop_logits(model, ids))
 
     @every_variant
@@ -121,8 +121,8 @@ class TestDecoding:
         ids, mask = pad(rows, "left")
         output, steps = model(ids[:, :12], attention_mask=mask[:, :12], use_cache=True), []
         for start, end in ((12, 13), (13, 14), (14, 17), (17, 18)):
-            cache = output.past_key_values
-            output = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+            cache = output.cache
+            output = model(ids[:, start:end], attention_mask=mask[:, :end], cache=cache, use_cache=True)
             steps.append(output.logits)
         for b, row in enumerate(rows):
             assert_close(torch.cat(steps, 1)[b], loop_logits(model, row[None])[0, -6:])
@@ -131,14 +131,14 @@ class TestDecoding:
         model, row = llamba(), tokens(1, 12)[0]
         ids, mask = pad([row, tokens(1, 16)[0]], "left")
         first = model(ids[:, :2], attention_mask=mask[:, :2], use_cache=True)
-        second = model(ids[:, 2:], attention_mask=mask, past_key_values=first.past_key_values, use_cache=True)
+        second = model(ids[:, 2:], attention_mask=mask, cache=first.cache, use_cache=True)
         assert_close(second.logits[0, -12:], loop_logits(model, row[None])[0])
 
     def test_state_does_not_grow(self) -> None:
         model = llamba()
         cache = DynamicCache(config=model.config)
         for length in (9, 5, 1):
-            model(tokens(2, length), past_key_values=cache, use_cache=True)
+            model(tokens(2, length), cache=cache, use_cache=True)
             states = [(slot.conv_states[0].shape, slot.recurrent_states[0].shape) for slot in cache.layers]
             assert states == [((2, HIDDEN + 2 * 2 * STATE, 4), (2, HEADS, HEAD_DIM, STATE))] * 3
 
@@ -179,7 +179,7 @@ class TestPrecision:
         model.save_pretrained(tmp_path)
         half = LlambaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
         assert half.backbone.layers[0].mixer.in_proj.weight.dtype == torch.bfloat16
-        cache = half(ids, use_cache=True).past_key_values
+        cache = half(ids, use_cache=True).cache
         assert {slot.recurrent_states[0].dtype for slot in cache.layers} == {torch.float32}
         logits = full(half, ids)
         assert logits.dtype == torch.float32
@@ -200,7 +200,7 @@ class TestPrecision:
         u = torch.zeros(1, 250, HIDDEN, dtype=torch.bfloat16)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             for part_of_u in [u] if at_once else u.split(1, dim=1):
-                mixer(part_of_u, cache_params=cache)
+                mixer(part_of_u, cache=cache)
         state = cache.layers[0].recurrent_states[0]
         assert state.dtype == torch.float32
         assert abs(state[0, 0, 0, 0] / ((1 - kept**250) / (1 - kept)) - 1) < 1e-4

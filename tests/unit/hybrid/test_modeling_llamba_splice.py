@@ -31,8 +31,8 @@ class TestDecoding:
         model, ids = llamba(splice=splice, attn_implementation=implementation), tokens()
         cache, steps = None, []
         for t in range(ids.shape[1]):
-            output = model(ids[:, t : t + 1], past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+            output = model(ids[:, t : t + 1], cache=cache, use_cache=True)
+            cache = output.cache
             steps.append(output.logits)
         torch.testing.assert_close(torch.cat(steps, 1), full(model, ids), **CLOSE)
 
@@ -42,7 +42,7 @@ class TestDecoding:
     def test_several_tokens_after_a_prefix(self, splice: list, implementation: str, border: int) -> None:
         model, ids = llamba(splice=splice, attn_implementation=implementation), tokens()
         first = model(ids[:, :border], use_cache=True)
-        second = model(ids[:, border:], past_key_values=first.past_key_values, use_cache=True)
+        second = model(ids[:, border:], cache=first.cache, use_cache=True)
         torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), full(model, ids), **CLOSE)
 
     @every_splice
@@ -63,8 +63,8 @@ class TestDecoding:
         ids, mask = pad(rows, "left")
         output, steps = model(ids[:, :12], attention_mask=mask[:, :12], use_cache=True), []
         for start, end in ((12, 13), (13, 14), (14, 17), (17, 18)):
-            cache = output.past_key_values
-            output = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+            cache = output.cache
+            output = model(ids[:, start:end], attention_mask=mask[:, :end], cache=cache, use_cache=True)
             steps.append(output.logits)
         for b, row in enumerate(rows):
             torch.testing.assert_close(torch.cat(steps, 1)[b], full(model, row[None])[0, -6:], **CLOSE)
@@ -82,7 +82,7 @@ class TestDecoding:
     @every_splice
     def test_keys_and_values_of_spliced_layers_alone(self, splice: list) -> None:
         model, ids = llamba(splice=splice), tokens(3, 17)
-        cache = model(ids, use_cache=True).past_key_values
+        cache = model(ids, use_cache=True).cache
         keys = {i: slot.keys for i, slot in enumerate(cache.layers) if isinstance(getattr(slot, "keys", None), Tensor)}
         assert {i: k.shape for i, k in keys.items()} == {
             s["layer"]: (3, len(s["heads"]), 17, s["qk_width"]) for s in splice
@@ -116,8 +116,8 @@ class TestGenerate:
 
     def test_goes_on_from_a_cache(self) -> None:
         model, ids = llamba(splice=SPLICES["first"]), tokens(length=9)
-        cache = model(ids[:, :6], use_cache=True).past_key_values
-        assert torch.equal(generate(model, ids, past_key_values=cache), generate(model, ids))
+        cache = model(ids[:, :6], use_cache=True).cache
+        assert torch.equal(generate(model, ids, cache=cache), generate(model, ids))
 
 
 class TestSplice:

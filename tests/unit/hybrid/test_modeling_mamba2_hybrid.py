@@ -58,8 +58,8 @@ class TestDecoding:
         model, ids = pico_hybrid(splice, n_groups=n_groups, attn_implementation=implementation), tokens()
         cache, steps = None, []
         for t in range(ids.shape[1]):
-            output = model(ids[:, t : t + 1], cache_params=cache, use_cache=True)
-            cache = output.cache_params
+            output = model(ids[:, t : t + 1], cache=cache, use_cache=True)
+            cache = output.cache
             steps.append(output.logits)
         torch.testing.assert_close(torch.cat(steps, 1), full(model, ids), **CLOSE)
 
@@ -69,7 +69,7 @@ class TestDecoding:
     def test_several_tokens_after_a_prefix(self, splice: list, implementation: str, border: int) -> None:
         model, ids = pico_hybrid(splice, attn_implementation=implementation), tokens()
         first = model(ids[:, :border], use_cache=True)
-        second = model(ids[:, border:], cache_params=first.cache_params, use_cache=True)
+        second = model(ids[:, border:], cache=first.cache, use_cache=True)
         torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), full(model, ids), **CLOSE)
 
     @every_splice
@@ -93,8 +93,8 @@ class TestDecoding:
         ids, mask = pad(rows, "left")
         output, steps = model(ids[:, :12], attention_mask=mask[:, :12], use_cache=True), []
         for start, end in ((12, 13), (13, 14), (14, 17), (17, 18)):
-            cache = output.cache_params
-            output = model(ids[:, start:end], attention_mask=mask[:, :end], cache_params=cache, use_cache=True)
+            cache = output.cache
+            output = model(ids[:, start:end], attention_mask=mask[:, :end], cache=cache, use_cache=True)
             steps.append(output.logits)
         for b, row in enumerate(rows):
             torch.testing.assert_close(torch.cat(steps, 1)[b], full(model, row[None])[0, -6:], **CLOSE)
@@ -136,7 +136,7 @@ class TestDecoding:
         model, ids = pico_hybrid(SPLICES["several"]), tokens()
         output = model(ids, use_cache=False, logits_to_keep=2, output_hidden_states=True)
         torch.testing.assert_close(output.logits, full(model, ids)[:, -2:])
-        assert len(output.hidden_states) == 4 and output.cache_params is None
+        assert len(output.hidden_states) == 4 and output.cache is None
         assert torch.equal(model(ids, use_cache=False, return_dict=False)[0], full(model, ids))
 
 
@@ -288,7 +288,7 @@ class TestCache:
     @every_splice
     def test_keys_and_values_of_spliced_layers_alone(self, splice: list) -> None:
         model, ids = pico_hybrid(splice), tokens(3, 17)
-        cache = model(ids, use_cache=True).cache_params
+        cache = model(ids, use_cache=True).cache
         held = {
             layer: sum(x.numel() * x.element_size() for x in (slot.keys, slot.values))
             for layer, slot in enumerate(cache.layers)
@@ -299,8 +299,8 @@ class TestCache:
 
     def test_growth_is_by_token(self) -> None:
         model, ids = pico_hybrid([pico_site(1, [0, 2])]), tokens(1, 5)
-        cache = model(ids, use_cache=True).cache_params
-        model(ids[:, :1], cache_params=cache, use_cache=True)
+        cache = model(ids, use_cache=True).cache
+        model(ids[:, :1], cache=cache, use_cache=True)
         assert cache.layers[1].keys.shape == (1, 2, 6, STATE) and cache.layers[1].values.shape == (1, 2, 6, HEAD_DIM)
 
     def test_layer_types_follow_the_splice(self) -> None:
@@ -365,7 +365,7 @@ class TestTraining:
 
     def test_rows_with_a_cache_are_refused(self) -> None:
         model, queries = pico_hybrid([pico_site(1)]), torch.tensor([[20], [20]])
-        for more in ({"use_cache": True}, {"cache_params": model(tokens()).cache_params}, {}):
+        for more in ({"use_cache": True}, {"cache": model(tokens()).cache}, {}):
             with pytest.raises(ValueError, match=r"splice_queries.*use_cache=False"):
                 model(tokens(), splice_queries=queries, **more)
 

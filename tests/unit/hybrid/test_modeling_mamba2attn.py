@@ -112,7 +112,7 @@ def test_the_layer_is_mamba_ssms(case: str) -> None:
     expected = torch.stack([naive_attention(u, layer.state_dict(), model.config.attn_cfg) for u in u_BTD])
     assert_close(layer(u_BTD), expected, atol=1e-12)
     cache = DynamicCache(config=model.config)
-    steps = [layer(u_BTD[:, t : t + 1], cache_params=cache) for t in range(9)]
+    steps = [layer(u_BTD[:, t : t + 1], cache=cache) for t in range(9)]
     assert_close(torch.cat(steps, dim=1), expected, atol=1e-12)
 
 
@@ -131,8 +131,8 @@ def test_cached_decoding_is_the_full_forward(case: str) -> None:
     full = model(ids, use_cache=False).logits
     cache, parts = None, []
     for begin, end in ((0, 5), (5, 9), *((t, t + 1) for t in range(9, 14))):
-        output = model(ids[:, begin:end], cache_params=cache, use_cache=True)
-        cache = output.cache_params
+        output = model(ids[:, begin:end], cache=cache, use_cache=True)
+        cache = output.cache
         parts.append(output.logits)
     assert_close(torch.cat(parts, dim=1), full)
 
@@ -149,7 +149,7 @@ def test_left_padding_changes_nothing(case: str, implementation: str) -> None:
     output = model(ids[:, :-2], attention_mask=mask[:, :-2], use_cache=True)
     for t in (-2, -1):
         seen = mask[:, : mask.shape[1] + t + 1]
-        output = model(ids[:, seen.shape[1] - 1 : seen.shape[1]], attention_mask=seen, cache_params=output.cache_params)
+        output = model(ids[:, seen.shape[1] - 1 : seen.shape[1]], attention_mask=seen, cache=output.cache)
     for b, row in enumerate(rows):
         alone = model(row[None]).logits[0]
         assert_close(padded[b, -len(row) :], alone)
@@ -182,7 +182,7 @@ def test_heads_can_be_spliced_into_its_mamba2_layers(case: str) -> None:
     assert not torch.equal(logits, base(ids, attention_mask=mask).logits)
     assert_close(logits[0, -7:], hybrid(ids[:1, -7:]).logits[0])
     first = hybrid(ids[:, :-1], attention_mask=mask[:, :-1], use_cache=True)
-    last = hybrid(ids[:, -1:], attention_mask=mask, cache_params=first.cache_params)
+    last = hybrid(ids[:, -1:], attention_mask=mask, cache=first.cache)
     assert_close(last.logits[:, -1], logits[:, -1])
 
 

@@ -13,23 +13,29 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import surgery.hybrid.attention
 import surgery.hybrid.model
-from surgery.hybrid.packing import convolved, documents_of, packed_masks, positions_of
-from surgery.hybrid.splice_pass import SpliceRows
+from surgery.hybrid.packing import SpliceRows, convolved, marked_documents, packed_masks, positions_of
 from surgery.models.torch_scans import torch_scans
-from surgery.testing.pico import PAD, pico_hybrid, pico_site, random_site, randomise, tokens
-from tests.support.battery import base, spliced, trained
+from surgery.testing.pico import PAD, SPLICED_FAMILIES, pico_hybrid, pico_site, random_site, randomise, tokens
+from tests.support.battery import trained
 from tests.support.kernels import with_kernels
+from tests.unit.splice.test_inserted import trained as inserted
 
 FAMILIES = ("mamba2", "mamba2attn", "bamba", "granite", "zamba2", "nemotron_h")
-EXPERTS = ("granite", "nemotron_h")  # torch multiplies theirs in fp32 at most
+EXPERTS = ("granite", "nemotron_h", "inserted")  # torch multiplies theirs in fp32 at most
 LENGTHS = ((9, 7, 5), (11, 1, 6))  # by row; the second has padding at its end
 T = 21
+CLOSE: dict[str, Any] = {"atol": 2e-5, "rtol": 0}
 every_family = pytest.mark.parametrize("name", FAMILIES)
 every_path = pytest.mark.parametrize("fuses", [True, False], ids=["fused", "unfused"])
+
+
+def hybrid(name: str) -> Any:
+    return inserted("pair") if name == "inserted" else trained(name)
 
 
 def documents(seed: int = 0) -> list[list[Tensor]]:
@@ -108,9 +114,33 @@ class TestStandIns:
 class TestPlaces:
     def test_documents_are_counted_from_zero_where_the_index_changes(self) -> None:
         index = torch.tensor([[4, 4, 4, 2, 2, 4], [0, 0, 1, 1, 1, 1]])
-        assert documents_of(index).tolist() == [[0, 0, 0, 1, 1, 2], [0, 0, 1, 1, 1, 1]]
-        assert documents_of(index).dtype == torch.int32, "kernels want that"
-        assert positions_of(documents_of(index)).tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 0, 1, 2, 3]]
+        found = marked_documents({}, index, torch.empty(2, 6, 0), None)
+        assert found.tolist() == [[0, 0, 0, 1, 1, 2], [0, 0, 1, 1, 1, 1]]
+        assert found.dtype == torch.int32, "kernels want that"
+        assert positions_of(found).tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 0, 1, 2, 3]]
+
+    @pytest.mark.parametrize(
+        ("positions", "mask", "expected"),
+        [
+            ([0, 1, 2, 0, 1, 0], None, [0, 0, 0, 1, 1, 2]),
+            ([2, 3, 4, 2, 3, 2], [1] * 6, [0, 0, 0, 1, 1, 2]),
+            ([0, 1, 0, 1, 0, 0], [1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 2, 2]),  # padding at the end
+            ([0, 1, 2, 9, 10, 30], None, None),  # positions that skip
+            ([1, 1, 1, 0, 1, 2], [0, 0, 0, 1, 1, 1], None),  # padding at the left, as `generate` counts
+            ([0, 0, 0, 0, 1, 2], [0, 0, 0, 1, 1, 1], None),
+        ],
+    )
+    def test_positions_that_start_again_mark_documents(self, positions: list, mask: list | None, expected: Any) -> None:
+        mask = None if mask is None else torch.tensor([mask])
+        given = {"position_ids": torch.tensor([positions])}, None, torch.empty(1, 6, 0)
+        found = marked_documents(*given, mask)
+        assert (found if found is None else found[0].tolist()) == expected
+        masks = {"linear_attention": mask}  # made by `generate`, which packs none
+        if expected is None:
+            assert marked_documents(*given, masks) is None
+        else:
+            with pytest.raises(ValueError, match=r"^attention_mask: .* needs to be \(B,T\), or None"):
+                marked_documents(*given, masks)
 
     @pytest.mark.parametrize("kernel", [1, 2, 4])
     def test_a_convolution_begins_again(self, kernel: int) -> None:
@@ -135,16 +165,16 @@ class TestBranch:
     @pytest.mark.parametrize("site", [pico_site(0, [1, 3]), random_site(0)], ids=["ssm", "random"])
     def test_a_document_sees_itself(self, site: dict, implementation: str) -> None:
         """Output and rows, without any scan."""
-        hybrid = exact(pico_hybrid([site], attn_implementation=implementation)).requires_grad_(False)
-        branch, index = hybrid.backbone.layers[0].mixer.attention, documents_of(packed(documents())[1])
+        model = exact(pico_hybrid([site], attn_implementation=implementation)).requires_grad_(False)
+        branch, index = model.backbone.layers[0].mixer.attention, packed(documents())[1]
         u_BTD = torch.randn(2, T, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        masks = packed_masks(hybrid.config, u_BTD, positions_of(index))
-        rows = SpliceRows(torch.arange(T).expand(2, T))
+        masks = packed_masks(model.config, u_BTD, positions_of(index))
+        rows = SpliceRows(torch.arange(T).expand(2, T), index)
         found = branch(u_BTD, causal_mask=masks["full_attention"], rows=rows, documents=index)[0]
         (attended,) = rows.take()
         for row, span in places():
             length, part = span.stop - span.start, u_BTD[row : row + 1, span]
-            causal = packed_masks(hybrid.config, part, torch.arange(length)[None])["full_attention"]
+            causal = packed_masks(model.config, part, torch.arange(length)[None])["full_attention"]
             single = SpliceRows(torch.arange(length)[None])
             expected = branch(part, causal_mask=causal, rows=single)[0]
             torch.testing.assert_close(found[row, span], expected[0], atol=1e-6, rtol=0)
@@ -227,37 +257,81 @@ class TestModels:
             model(ids, position_ids=torch.arange(T)[None], **given)
 
 
-class TestRefusals:
-    @pytest.mark.parametrize("name", ["mamba", "falcon_mamba", "llamba"])
-    def test_a_scan_that_takes_none(self, name: str) -> None:
-        ids, index = packed(documents())
-        with pytest.raises(ValueError, match=r"seq_idx: the scan of .* takes none"):
-            trained(name)(ids, seq_idx=index, use_cache=False)
+def ways(ids: Tensor, index: Tensor) -> dict[str, dict[str, Any]]:
+    """Each way in which callers mark the documents of rows; padding is one more."""
+    positions, starts = positions_of(index), index.new_tensor(range(len(index) * T + 1))
+    flat = F.pad((index + 10 * torch.arange(len(index))[:, None]).flatten(), (1, 1), value=-1)
+    borders = starts[flat.diff() != 0].int()
+    lengths = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": 11, "max_length_k": 11}
+    return {
+        "index": {"seq_idx": index},
+        "positions": {"position_ids": positions},
+        "lengths": lengths,
+        "all": {"seq_idx": index, "position_ids": positions, **lengths},
+        "positions and padding": {"position_ids": positions, "attention_mask": (ids != PAD).long()},
+    }
 
-    @every_family
-    def test_without_kernels(self, name: str) -> None:
-        """transformers' own code would let the state go on, and says so."""
-        ids, index = packed(documents())
-        for model in (trained(name), spliced(base(name))):
-            with pytest.raises(ValueError, match="can't keep packed sequences apart"):
-                model(ids, seq_idx=index, use_cache=False)
 
-    @every_family
-    def test_a_cache_a_mask_or_another_shape(self, name: str) -> None:
-        (ids, index), model = packed(documents()), trained(name)
-        with pytest.raises(ValueError, match="without a cache"):
-            model(ids, seq_idx=index, use_cache=True)
-        with pytest.raises(ValueError, match="padding is a document of its own"):
-            model(ids, seq_idx=index, use_cache=False, attention_mask=torch.ones_like(ids))
-        with pytest.raises(ValueError, match="one index a token"):
-            model(ids, seq_idx=index[:1], use_cache=False)
+@pytest.mark.parametrize("name", [*SPLICED_FAMILIES, "inserted"])
+class TestWithoutKernels:
+    """What callers of flash attention and `DataCollatorWithFlattening` pass, where no scan keeps documents apart."""
 
-    def test_an_attention_that_takes_no_mask(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        ids, index = packed(documents())
-        model = copy.deepcopy(trained("mamba2"))
-        model.config._attn_implementation = "flash_attention_2"
-        with pytest.raises(ValueError, match="flash_attention_2 takes no mask"):
-            model(ids, seq_idx=index, use_cache=False)
+    def test_documents_are_apart_however_they_are_marked(self, name: str) -> None:
+        model, (ids, index) = exact(hybrid(name), name), packed(documents())
+        expected = alone(model, documents())
+        with torch.no_grad():
+            for way, given in ways(ids, index).items():
+                found = model(ids, **given, output_hidden_states=True)
+                assert found.cache is None and found.hidden_states[0].shape[:2] == ids.shape, way
+                for (row, span), theirs in zip(places(), expected, strict=True):
+                    torch.testing.assert_close(found.logits[row, span], theirs, **close(name), msg=way)
+
+    def test_gradients_and_loss_are_those_of_the_documents(self, name: str) -> None:
+        model = copy.deepcopy(hybrid(name)).train().requires_grad_(True)
+        ids = torch.cat(documents()[0])[None]
+        positions = torch.cat([torch.arange(n) for n in LENGTHS[0]])[None]
+        model(
+            ids, position_ids=positions, labels=ids.where(positions > 0, -100), num_items_in_batch=T - 3
+        ).loss.backward()
+        packed_together = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        for part in documents()[0]:
+            model(part[None], labels=part[None], num_items_in_batch=T - 3).loss.backward()
+        for ours, parameter in zip(packed_together, model.parameters(), strict=True):
+            if parameter.grad is not None:
+                torch.testing.assert_close(ours, parameter.grad, atol=1e-4 * max(1, parameter.grad.abs().max()), rtol=0)
+
+    def test_left_padding_and_decoding_mark_none(self, name: str) -> None:
+        model, ids = hybrid(name), tokens(2, 12)
+        mask = torch.ones_like(ids)
+        mask[1, :3] = 0
+        with torch.no_grad():
+            expected = model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+            for positions in ((mask.cumsum(1) - 1).where(mask.bool(), 1), (mask.cumsum(1) - 1).clamp(min=0)):
+                first = model(ids[:, :9], attention_mask=mask[:, :9], position_ids=positions[:, :9], use_cache=True)
+                found = [first.logits]
+                for t in range(9, 12):
+                    given = {"position_ids": positions[:, t : t + 1], "cache": first.cache, "use_cache": True}
+                    found.append(model(ids[:, t : t + 1], attention_mask=mask[:, : t + 1], **given).logits)
+                torch.testing.assert_close(torch.cat(found, 1)[mask.bool()], expected, **CLOSE)
+
+    def test_what_contradicts_or_is_unknown_is_refused(self, name: str) -> None:
+        model, (ids, index) = hybrid(name), packed(documents())
+        borders = ways(ids, index)["lengths"]
+        for given, error, message in (
+            ({"seq_idx": index, "use_cache": True}, ValueError, "without a cache"),
+            ({"seq_idx": index[:1]}, ValueError, "one index a token"),
+            ({"seq_idx": index, "position_ids": torch.arange(T)[None]}, ValueError, "start at 0 in every document"),
+            ({"seq_idx": torch.zeros_like(index), **borders}, ValueError, "other documents than seq_idx"),
+            ({"cu_seq_lens_q": borders["cu_seq_lens_q"][:-1]}, ValueError, f"go from 0 to .* {2 * T}"),
+            ({"seq_idx": index, "attention_mask": torch.ones(2, 1, T, T)}, ValueError, r"attention_mask: .* \(B,T\)"),
+            ({"max_length_q": 7}, ValueError, "max_length_q: it says nothing without cu_seq_lens_q"),
+            ({"seq_idx": index, "output_attentions": True}, ValueError, "output_attentions: not with packed documents"),
+            ({"token_type_ids": index}, TypeError, "unexpected keyword argument 'token_type_ids'"),
+        ):
+            for part in (model, model.base_model):
+                with pytest.raises(error, match=message):
+                    part(ids, **given)
 
 
 def _plain_masks(config: Any, embeds: Tensor, positions: Tensor) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import pytest
 
 from surgery.errors import ModelError, PlanError
 from surgery.export.folder import export_model
-from surgery.hybrid.branches import BRANCHES, BUILT_IN, register_branch
-from surgery.hybrid.shipping import ENTRY, auto_map, module_of, outside_modules
+from surgery.hybrid.configuration import ENTRY, auto_map, module_of, outside_modules
+from surgery.hybrid.sites import BRANCHES, BUILT_IN, register_branch
 from surgery.recipe import Splice
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
@@ -23,7 +23,7 @@ from tests.unit.splice.test_plan import chosen
 
 BRANCH = """
 from surgery.hybrid.attention import RandomAttention
-from surgery.hybrid.branches import register_branch
+from surgery.hybrid.sites import register_branch
 
 
 @register_branch("planted")
@@ -79,7 +79,7 @@ def test_a_branch_travels_with_an_entry_module(plant: Any) -> None:
     entry = modules[f"{ENTRY}.py"].decode()
     assert "from .planted_branch import PlantedAttention" in entry
     assert "from .modeling_bamba_hybrid import BambaHybridConfig, BambaHybridForCausalLM, BambaHybridModel" in entry
-    assert {"planted_branch.py", "attention.py", "branches.py", "mixer.py", "modeling_bamba_hybrid.py"} <= set(modules)
+    assert {"planted_branch.py", "attention.py", "sites.py", "mixer.py", "modeling_bamba_hybrid.py"} <= set(modules)
     assert not any(b"surgery.hybrid" in text for name, text in modules.items() if name == "planted_branch.py")
 
 

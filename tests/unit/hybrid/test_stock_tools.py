@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as LORA_DEFAULTS
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -25,7 +26,8 @@ import surgery.hybrid
 from surgery.hybrid.streams import StreamAttention
 from surgery.models.lookup import family_of, mixer_of
 from surgery.testing.pico import tokens
-from tests.support.battery import base, cache_of, every_mode, every_spliced, logits, trained
+from tests.support.battery import base, every_mode, every_spliced, logits, trained
+from tests.support.kernels import with_kernels
 
 CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-5}
 READ_DIRECTLY = ("dt_proj",)  # plain Mamba-1 multiplies with its weight, past the module
@@ -64,6 +66,26 @@ def replace_projections(model: nn.Module, make: Any) -> None:
         parent, _, last = key.rpartition(".")
         if isinstance(module, nn.Linear) and last not in ("lm_head", *READ_DIRECTLY):
             setattr(model.get_submodule(parent), last, make(module))
+
+
+@every_spliced
+def test_default_adapters_train_and_others_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT finds targets by itself, and no fused kernel bypasses one. An adapter that the scan bypasses raises."""
+    monkeypatch.delitem(LORA_DEFAULTS, trained(name).config.model_type, raising=False)
+    with_kernels(monkeypatch)
+    adapted = get_peft_model(copy.deepcopy(trained(name)), LoraConfig(task_type="CAUSAL_LM", r=2)).train()
+    adapted(tokens(), labels=tokens()).loss.backward()
+    gradients = {key: parameter.grad for key, parameter in adapted.named_parameters() if "lora_B" in key}
+    mixers = [m for m in trained(name).modules() if hasattr(m, "splice_attention")]
+    assert len(gradients) >= 2 * len(mixers) and all(g is not None and g.any() for g in gradients.values())
+    if name != "llamba":  # which calls its convolution
+        path = family_of(trained(name).config).sites(trained(name).config)[0].path
+        channels = trained(name).get_submodule(path).conv1d.groups
+        adapted = get_peft_model(
+            copy.deepcopy(trained(name)), LoraConfig(r=channels, target_modules=[f"{path}.conv1d"])
+        )
+        with pytest.raises(ValueError, match=r"^target_modules: conv1d has an adapter"):
+            adapted.train()(tokens())
 
 
 @every_spliced
@@ -163,7 +185,7 @@ class TestMasksOfACache:
             with torch.no_grad():
                 before = model(ids[:, :9], use_cache=True)
                 mask = None if width is None else torch.ones(2, width, dtype=torch.long)
-                given = {family_of(model.config).cache_argument: cache_of(model, before), "use_cache": True}
+                given = {"cache": before.cache, "use_cache": True}
                 found = model(ids[:, 9:], attention_mask=mask, **given).logits
             torch.testing.assert_close(found, whole, **CLOSE, msg=lambda text, w=width: f"{w}: {text}")
 
@@ -173,14 +195,14 @@ class TestMasksOfACache:
         mask[1, 2:] = False
         with torch.no_grad():
             before = model(ids[:, :9], use_cache=True)
-            given = {family_of(model.config).cache_argument: cache_of(model, before), "use_cache": True}
+            given = {"cache": before.cache, "use_cache": True}
             found = model(ids[:, 9:], attention_mask=mask, **given).logits
         torch.testing.assert_close(found[mask], logits(model, ids)[:, 9:][mask], **CLOSE)
 
     def test_any_other_width_is_refused(self, name: str) -> None:
         model, ids = trained(name), tokens(2, 12)
         before = model(ids[:, :9], use_cache=True)
-        given = {family_of(model.config).cache_argument: cache_of(model, before)}
+        given = {"cache": before.cache}
         for width in (1, 2, 4, 11):
             with pytest.raises(ValueError, match=rf"^attention_mask: {width} columns\. It needs 12, .* or 3, "):
                 model(ids[:, 9:], attention_mask=torch.ones(2, width), **given)
@@ -193,7 +215,7 @@ def test_masks_of_a_cache_in_a_compiled_model(kind: Any) -> None:
     """The same mask as without compiling; with a cache of fixed size an error for another width than the text's."""
     model = trained("mamba2")
     cache = kind(config=model.config) if kind is DynamicCache else kind(config=model.config, max_cache_len=24)
-    given: dict[str, Any] = {family_of(model.config).cache_argument: cache, "use_cache": True}
+    given: dict[str, Any] = {"cache": cache, "use_cache": True}
     with torch.no_grad():
         model(tokens(2, 9), **given)
 

@@ -13,7 +13,6 @@ from surgery.interventions.oracle_read import values_at
 from surgery.locate.ablation_sweep import READS, Variant, change_at_query
 from surgery.locate.clean_run import run_clean
 from surgery.models.cache import cache_of_all_tokens
-from surgery.models.lookup import family_of
 from surgery.testing.pico import pico_family, pico_family_config, prompts
 from surgery.types import MixerSpec
 from tests.support.oracles import naive_change_at_query
@@ -60,8 +59,8 @@ def test_a_decode_step_keeps_the_sliding_window(lengths: tuple[int, ...]) -> Non
 def test_in_a_cache_of_the_window_alone_earlier_tokens_are_refused() -> None:
     """A model's own cache of 13 tokens holds the last four, which the next token attends to."""
     model, batch = pico_family("qwen2", **WINDOW), prompts((14, 14))
-    run, family = run_clean(model, batch), family_of(model.config)
-    cache = getattr(model(batch.input_ids[:, :-1], use_cache=True), family.cache_name)
+    run = run_clean(model, batch)
+    cache = model(batch.input_ids[:, :-1], use_cache=True).cache
     spec = run.specs[1]
     for place in range(13):
         arguments = (model, spec, run.prompt.activations, cache, torch.tensor([place, 12]))

@@ -14,14 +14,12 @@ from surgery.errors import ModelError
 from surgery.interventions.shared_states import from_shared_states, reading
 from surgery.locate.clean_run import CleanRun, run_clean
 from surgery.models.cache import copied_bytes, expand_cache
-from surgery.models.lookup import family_of, mixer_of, structure_of
-from surgery.models.runtime import check_release
+from surgery.models.lookup import mixer_of, structure_of
 from surgery.scoring.choices import arguments
 from surgery.testing.pico import (
     FAMILY_NAMES,
     pico_base,
     pico_family,
-    pico_family_config,
     pico_hybrid,
     pico_site,
     prompts,
@@ -34,15 +32,6 @@ NEITHER = ("mamba", "falcon_mamba", "llama", "qwen2", "gpt_neox")  # a decay for
 SHARED = [name for name in FAMILY_NAMES if reading(mixers(base(name)))]
 
 
-def right_here(name: str, **config: Any) -> Any:
-    """A tiny model, or a skipped test if the installed transformers computes it wrongly."""
-    try:
-        check_release(pico_family_config(name, **config))
-    except ModelError as error:
-        pytest.skip(str(error))
-    return pico_family(name, **config)
-
-
 MODELS: dict[str, Callable[[], Any]] = {
     **{name: lambda name=name: base(name) for name in SHARED},
     **{f"{name}-hybrid": lambda name=name: trained(name) for name in ("mamba2", "bamba", "llamba", "zamba2")},
@@ -51,7 +40,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "four-groups": lambda: pico_base(n_groups=4),
     "biases": lambda: pico_base(use_bias=True),
     "no-conv-bias": lambda: pico_base(use_conv_bias=False),
-    "falcon_h1-norm": lambda: right_here("falcon_h1", mamba_rms_norm=True),
+    "falcon_h1-norm": lambda: pico_family("falcon_h1", mamba_rms_norm=True),
     "falcon_h1-no-norm": lambda: pico_family("falcon_h1", mamba_rms_norm=False),
 }
 every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
@@ -71,7 +60,7 @@ def step(run: CleanRun, is_shared: bool, unchanged: MixerSpec | None = None) -> 
     if unchanged is None:
         ids = (ids + 7 * torch.arange(W).repeat_interleave(len(run.batch))[:, None]) % run.model.config.vocab_size
     inputs = arguments(run.model, ids, run.query.mask.repeat(W, 1), run.query.past)
-    inputs[family_of(run.model.config).cache_name] = cache
+    inputs["cache"] = cache
     change = from_shared_states(run.model, reads, cache, run.query.activations, unchanged) if reads else nullcontext()
     with change:
         return run.model(**inputs, use_cache=True).logits[:, -1]

@@ -17,7 +17,7 @@ def test_the_bytes_of_a_prompt_are_those_of_its_cache() -> None:
     model, batch = pico_family("bamba"), prompts((11, 11))  # states, and keys of its own
     run = run_clean(model, batch)
     with torch.no_grad():
-        cache = model(batch.input_ids, use_cache=True).past_key_values
+        cache = model(batch.input_ids, use_cache=True).cache
     held = 0
     for layer in cache.layers:
         tensors = [getattr(layer, name, None) for name in ("keys", "values")]

@@ -14,11 +14,9 @@ from transformers.models.mamba import modeling_mamba
 from transformers.models.mamba2 import modeling_mamba2
 
 from surgery.models import torch_scans as module_of_scans
-from surgery.models.lookup import family_of
 from surgery.models.meters import Meter
 from surgery.models.torch_scans import chunk_scan, code_text, packed_convolution, torch_scans
 from surgery.testing.pico import pico_family, pico_hybrid, random_site, tokens
-from tests.support.battery import cache_of
 from tests.support.kernels import OnCuda
 
 MAMBA1 = ("mamba", "falcon_mamba")
@@ -62,7 +60,7 @@ def prompt_and_more(model: Any, ids: Tensor) -> Tensor:
     logits, cache = [], {}
     for part in ids.split([12, 1, ids.shape[1] - 13], dim=1):
         output = model(part, use_cache=True, **cache)
-        cache = {family_of(model.config).cache_name: cache_of(model, output)}
+        cache = {"cache": output.cache}
         logits.append(output.logits)
     return torch.cat(logits, dim=1)
 

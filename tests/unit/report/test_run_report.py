@@ -178,9 +178,14 @@ def test_nothing_is_asked_of_the_network_and_nothing_runs(page: str) -> None:
 
 def test_what_was_not_measured_is_left_out(page: str, tmp_path: Path) -> None:
     assert "Cost at inference" not in page and "Gap closed" not in page and "Attention of the new heads" not in page
-    more = {"efficiency": {"arms": {"base": COSTS["base"], "hybrid": COSTS["hybrid"]}}}
+    more = {
+        "efficiency": {
+            "arms": {"base": COSTS["base"], "hybrid": COSTS["hybrid"]},
+            "where": "cpu, scans without kernels",
+        }
+    }
     with_costs = write_report(inputs(tmp_path / "figures", **more), tmp_path / "costs.html").read_text()
-    assert "Cost at inference" in with_costs and "1.00x" in with_costs
+    assert "Cost at inference" in with_costs and "1.00x" in with_costs and "on cpu, scans without kernels" in with_costs
 
 
 def test_contrasts_and_the_gap_are_shown(tmp_path: Path) -> None:

@@ -208,11 +208,10 @@ def test_cache_bytes_of_hybrids(name: str, init: str) -> None:
 def check_cache(model: PreTrainedModel) -> None:
     """After a prefill of 5 tokens and 3 decode steps."""
     found = cache_bytes(copy.deepcopy(model).to("meta"))
-    argument = family_of(model.config).cache_name
     ids = torch.randint(3, 60, (1, 8), generator=torch.Generator().manual_seed(0))
-    kept = model(ids[:, :5], use_cache=True)[argument]
+    kept = model(ids[:, :5], use_cache=True).cache
     for step in range(5, 8):
-        kept = model(ids[:, step : step + 1], use_cache=True, **{argument: kept})[argument]
+        kept = model(ids[:, step : step + 1], use_cache=True, cache=kept).cache
     states, grown = cache_tensors(kept)
     assert found.state == sum(t.nbytes for t in states)
     assert found.at(8) == sum(t.nbytes for t in (*states, *grown))

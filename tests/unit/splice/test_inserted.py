@@ -21,6 +21,7 @@ from surgery.models.inserted import InsertedForCausalLM, as_inserted, inserted_e
 from surgery.models.lookup import family_of, geometry_of
 from surgery.models.sizes import sizes_of
 from surgery.models.spliced import plan_of_hybrid
+from surgery.models.torch_scans import torch_scans
 from surgery.recipe import Splice, Train
 from surgery.splice.graft import splice_model, step_zero_gap
 from surgery.splice.inserted import insert_layers
@@ -365,7 +366,7 @@ class TestStock:
         model, ids = trained(form), tokens(2, 23)
         with torch.no_grad():
             first = model(ids[:, :9], use_cache=True)
-            second = model(ids[:, 9:], past_key_values=first.past_key_values, use_cache=True)
+            second = model(ids[:, 9:], cache=first.cache, use_cache=True)
         assert torch.allclose(torch.cat([first.logits, second.logits], 1), logits(model, ids), atol=1e-5)
 
     @every_form
@@ -417,13 +418,7 @@ class TestRows:
     def test_they_stay_inside_a_document(self) -> None:
         model, ids = copy.deepcopy(trained("block")), tokens(1, 12)
         documents = (torch.arange(12) >= 5).int()[None]
-        for block in model.model.layers:  # the scan refuses `seq_idx` without its kernels
-            if block.block_type == "linear_attention":
-                block.mixer.register_forward_pre_hook(
-                    lambda _, args, kwargs: (args, {k: v for k, v in kwargs.items() if k != "seq_idx"}),
-                    with_kwargs=True,
-                )
-        with separate_documents(model, documents), torch.no_grad():
+        with torch_scans(model), separate_documents(model, documents), torch.no_grad():
             output = model(ids, use_cache=False, splice_queries=torch.tensor([[9]]))
         for rows in output.splice_attentions:
             assert not rows[..., :5].any() and torch.allclose(rows[..., 5:10].sum(-1), torch.ones(1, rows.shape[1], 1))

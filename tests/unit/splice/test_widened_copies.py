@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from surgery.hybrid.attention import SplicedAttention
-from surgery.models.lookup import family_of
 from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Splice
 from surgery.splice.graft import splice_model
@@ -113,10 +112,9 @@ class TestFirstStep:
 class TestAsAModel:
     def test_cache_and_generation_agree_with_the_forward(self, name: str) -> None:
         model, ids = trained(name), tokens(2, 12)
-        argument = family_of(model.config).cache_name
         with torch.no_grad():
             first = model(input_ids=ids[:, :9], use_cache=True)
-            second = model(input_ids=ids[:, 9:], use_cache=True, **{argument: first[argument]})
+            second = model(input_ids=ids[:, 9:], use_cache=True, cache=first.cache)
         torch.testing.assert_close(second.logits, logits(model, ids)[:, 9:], atol=1e-4, rtol=1e-5)
         text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
         assert torch.equal(text[:, 12:], logits(model, text)[:, 11:-1].argmax(-1))

@@ -36,7 +36,6 @@ def projected_values(mixer: Any, spec: MixerSpec, u_BTD: Tensor) -> Tensor:
 @torch.no_grad()
 def test_values_are_those_of_the_cache_at_each_prompts_place(name: str) -> None:
     model, ids, places = pico_family(name), tokens(2, 9), torch.tensor([3, 7])
-    argument = family_of(model.config).cache_name
     for spec in attention_of(model):
         mixer, seen = mixer_of(model, spec), []
         handle = mixer.register_forward_pre_hook(
@@ -44,7 +43,7 @@ def test_values_are_those_of_the_cache_at_each_prompts_place(name: str) -> None:
             with_kwargs=True,
         )
         with record(model, [spec]) as trace:
-            cache = getattr(model(input_ids=ids, use_cache=True), argument)
+            cache = model(input_ids=ids, use_cache=True).cache
         handle.remove()
         found = values_at(model, spec, trace, cache, places)
         if not getattr(model.config, "use_shared_attention_adapter", False):  # its value has an adapter on top

@@ -175,6 +175,8 @@ class Family:
         state_field: field of the config that holds the width of B and C, if the state can be cut; `field.key` for a
             key of a mapping. Rows of B and C must be in `in_proj` and in the short convolution. Empty if it cannot be
             cut.
+        lower_limit: field of the config that the class of transformers limits dt with, from below, if that is not
+            `time_step_limit`.
         computed_wrongly: function from the config of a plain model to (first right release of transformers, what of the
             config needs it, what older releases do); None if all supported releases are right.
     """
@@ -190,6 +192,7 @@ class Family:
     is_donor: bool = False
     groups_channels: bool = False
     state_field: str = ""
+    lower_limit: str = ""
     computed_wrongly: Callable[[PreTrainedConfig], tuple[str, str, str] | None] = lambda config: None
 
     @property
@@ -210,6 +213,12 @@ class Family:
         mixers = self.mixers(config)
         taken = {spec.layer for spec in mixers if not spec.is_ssm}
         return tuple(spec for spec in mixers if spec.is_ssm and spec.layer not in taken) if self.hybrid else ()
+
+    def why_not(self, config: PreTrainedConfig) -> str:
+        """Return why attention cannot be spliced into a model of this config; empty if it can."""
+        if self.refuses or self.sites(config):
+            return self.refuses
+        return "it has no layer with an SSM and no attention. It needs one to splice into."
 
     def hybrid_config(self, config: PreTrainedConfig, splice: list[dict[str, Any]]) -> PreTrainedConfig:
         """Return the config of a hybrid with these spliced sites. Raises PlanError if nothing can be spliced."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.configuration_utils import remap_legacy_layer_types
 
 from surgery.errors import ModelError
@@ -56,17 +56,28 @@ def check_sizes(data: Any) -> None:
 # Letters of Nemotron-H's patterns, of which a config has one or the list.
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _PATTERNS = ("hybrid_override_pattern", "mtp_hybrid_override_pattern")
-_ATTENDING = {"attn_layer_indices": "full_attention", "attn_layer_idx": "hybrid", "hybrid_layer_ids": "hybrid"}
+_ATTENDING = {"attn_layer_indices": "full_attention", "hybrid_layer_ids": "hybrid"}
 STEP_MIN = 1e-30  # as a lower limit of dt: none. The initialisation of the classes that read it takes the logarithm
 
 
 def check_patterns(data: Mapping[str, Any]) -> None:
-    """Raise ModelError for a letter in a pattern of layers that transformers does not know."""
+    """Refuse layers that the config's class cannot take, for which transformers raises bare exceptions.
+
+    Raises:
+        ModelError: a pattern has a letter that transformers does not know, or the class computes a list that is given.
+    """
     for key in _PATTERNS:
         unknown = sorted(set(str(data.get(key) or "")) - _LETTERS.keys())
         if unknown:
             known = ", ".join(f"{letter} ({kind})" for letter, kind in _LETTERS.items())
-            hint = f"This transformers does not know the letter {unknown[0]!r}, only {known}. Install a newer one."
+            hint = f"transformers does not know {unknown[0]!r}, only {known}. Correct it, or update transformers."
+            raise ModelError(f"config.json: {key}", data[key], hint)
+    model_type = str(data.get("model_type"))
+    for key in data.keys() & set(_LAYER_LISTS) if model_type in CONFIG_MAPPING else ():
+        of_class = CONFIG_MAPPING[model_type]
+        computed = getattr(of_class, of_class.attribute_map.get(key, key), None)
+        if isinstance(computed, property) and computed.fset is None:
+            hint = "Its class computes this list from other keys. Remove the key."
             raise ModelError(f"config.json: {key}", data[key], hint)
 
 

@@ -19,10 +19,9 @@ from surgery.models.config_checks import CONFIG_HINT, quantization_of
 from surgery.models.inserted import has_inserted, portable_config
 from surgery.models.loading import open_checkpoint
 from surgery.models.runtime import stays_in_fp32
-from surgery.models.sizes import meta_model
 from surgery.models.stored import StoredModel
-from surgery.models.tensor_faults import agreed_tensors, refuse_faults
-from surgery.models.tensor_files import Stored, write_shards
+from surgery.models.tensor_faults import checked_model
+from surgery.models.tensor_files import check_small, write_shards
 from surgery.recipe import Base
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -76,7 +75,13 @@ def convert(base: Base, folder: Path, dtype: str | None = None, overwrite: bool 
 
 
 def _convert(source: StoredModel, folder: Path, dtype: str | None) -> Converted:
-    model, tensors = _checked(source)
+    model: PreTrainedModel | None = None
+    if source.is_mamba_ssm or (
+        type(source.config) in MODEL_FOR_CAUSAL_LM_MAPPING and not quantization_of(source.config)
+    ):
+        model, tensors = checked_model(source)
+    else:
+        tensors = source.tensors()
 
     def dtype_of(name: str, stored: torch.dtype) -> torch.dtype:
         if dtype is None or not stored.is_floating_point:
@@ -96,34 +101,11 @@ def _convert(source: StoredModel, folder: Path, dtype: str | None) -> Converted:
         for name in _OTHER_FILES:
             file = source.find(name)
             if file is not None:
+                check_small(file, str(file))
                 shutil.copyfile(file, new / name)
                 copied.append(name)
         mark(new, "model")
     return Converted(len(tensors), shards, bool({*copied} - {"generation_config.json", "chat_template.jinja"}))
-
-
-def _checked(source: StoredModel) -> tuple[PreTrainedModel | None, dict[str, Stored]]:
-    """Compare the files' tensors with the config's model. Returns that model, on the meta device, and the tensors.
-
-    In mamba_ssm's format the tensors must be exactly the model's. In transformers' format only shapes are compared,
-    since transformers renames tensors when it loads them. There is no model if transformers has no language model for
-    the config, or if the tensors are quantized.
-    """
-    config = source.config
-    if not source.is_mamba_ssm and (type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or quantization_of(config)):
-        return None, source.tensors()
-    model = meta_model(config)
-    tensors = agreed_tensors(source, model)
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    both = expected.keys() & tensors.keys()
-    misshapen = {name: tensors[name].shape for name in both if tensors[name].shape != expected[name]}
-    missing, unexpected = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
-    if config.tie_word_embeddings:
-        missing -= {mamba_ssm_format.TIED[1]}
-    if not source.is_mamba_ssm:
-        missing = unexpected = set()
-    refuse_faults(source.model, expected, missing, unexpected, misshapen)
-    return model, tensors
 
 
 def _copy_config(source: StoredModel, folder: Path, dtype: str | None) -> None:

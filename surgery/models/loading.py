@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -47,7 +47,7 @@ from surgery.models.inserted import as_inserted, has_inserted
 from surgery.models.lookup import family_of, has_family, unknown_type
 from surgery.models.runtime import check_release
 from surgery.models.sizes import meta_model
-from surgery.models.stored import StoredModel, names_in, without_config
+from surgery.models.stored import StoredModel, without_config
 from surgery.models.tensor_faults import agreed_tensors, check_quantization, refuse_faults, refuse_not_finite
 from surgery.models.tensor_files import WEIGHTS
 from surgery.models.torch_scans import choose_by_device
@@ -118,10 +118,10 @@ def open_checkpoint(base: Base) -> StoredModel:
             family = family_of(config)
             check_layers(data, config)
             if not family.is_hybrid(config) and not has_inserted(config):  # whose configs say what the class reads
-                stored.change(**published_limits(config, family.lower_limit))
+                stored.change(published_limits(config, family.lower_limit))
             family.mixers(config)
     stored.refuse_adapter()
-    if packed is not None and stored.folder is not None and any(names_in(stored.folder, WEIGHTS)):
+    if packed is not None and stored.has_local_weights:
         check_quantization(stored, stored.tensors())
     return stored
 
@@ -131,7 +131,9 @@ def _config_of(model: str, revision: str | None) -> tuple[dict[str, Any], str | 
     if is_hub_id(model):
         try:
             file = Path(hf_hub_download(model, "config.json", revision=revision))
-        except EntryNotFoundError:
+        except EntryNotFoundError as error:
+            if isinstance(error, LocalEntryNotFoundError):  # the Hub cannot be reached
+                raise
             raise without_config(model, revision) from None
         # In the Hub's cache, the folder of a file is named after its commit.
         commit = re.search(r"/snapshots/([0-9a-f]{40})/", file.as_posix())
@@ -199,8 +201,8 @@ def load_model(base: Base) -> PreTrainedModel:
         hint = f"transformers cannot load weights quantized with {method} here. Use the unquantized checkpoint."
     with reading("base.model", base.model, hint):
         meta = meta_model(stored.config, base.trust_remote_code)
-        _refuse_larger(stored, meta)
         tensors = agreed_tensors(stored, meta)
+        _refuse_larger(stored, meta)
         if stored.is_mamba_ssm or stored.is_loose or any(name != tensor.name for name, tensor in tensors.items()):
             state = dict(zip(tensors, tensor_files.read_tensors(tensors.values()), strict=True))
             # Not `key_mapping`: transformers would undo the renaming when the model is saved.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from itertools import chain, islice
@@ -116,7 +116,7 @@ class StoredModel:
         """The folder; None for a model on the Hub."""
         return Path(self.model) if Path(self.model).is_dir() else None
 
-    def change(self, **fields: Any) -> None:
+    def change(self, fields: Mapping[str, Any]) -> None:
         """Set fields of the config, and note them for a copy of config.json."""
         self.changes.update(fields)
         for name, value in fields.items():
@@ -137,6 +137,11 @@ class StoredModel:
         if self.find("adapter_config.json") is not None:
             hint = "transformers would apply the adapter silently. Merge it (`merge_and_unload`), or remove the file."
             raise ModelError("base.model", f"{self.model} holds adapter_config.json", hint)
+
+    @property
+    def has_local_weights(self) -> bool:
+        """Whether the model is a folder that holds files with names of weights."""
+        return self.folder is not None and bool(names_in(self.folder, (*tensor_files.WEIGHTS, "*.index.json")))
 
     @property
     def is_loose(self) -> bool:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from surgery.errors import ModelError
 from surgery.models import mamba_ssm_format, tensor_files
 from surgery.models.config_checks import quantization_of
+from surgery.models.sizes import meta_model
 from surgery.models.stored import StoredModel
 from surgery.models.tensor_files import Stored
 
@@ -31,6 +32,32 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def note(text: str) -> None:
     """Log a line, once in a process."""
     _LOG.warning(text)
+
+
+def checked_model(stored: StoredModel, trust_remote_code: bool = False) -> tuple[PreTrainedModel, dict[str, Stored]]:
+    """Compare the tensors of a checkpoint with its config, without reading their values.
+
+    In mamba_ssm's format the tensors must be exactly the model's. In transformers' format only shapes are compared,
+    since transformers renames tensors when it loads them.
+
+    Returns:
+        The model on the meta device, and the tensors.
+
+    Raises:
+        ModelError: as `agreed_tensors`; or tensors do not fit.
+    """
+    model = meta_model(stored.config, trust_remote_code)
+    tensors = agreed_tensors(stored, model)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    both = expected.keys() & tensors.keys()
+    misshapen = {name: tensors[name].shape for name in both if tensors[name].shape != expected[name]}
+    missing, unexpected = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
+    if stored.config.tie_word_embeddings:
+        missing -= model.all_tied_weights_keys.keys()
+    if not stored.is_mamba_ssm:
+        missing = unexpected = set()
+    refuse_faults(stored.model, expected, missing, unexpected, {} if quantization_of(stored.config) else misshapen)
+    return (meta_model(stored.config, trust_remote_code) if stored.changes else model), tensors
 
 
 def agreed_tensors(stored: StoredModel, model: PreTrainedModel) -> dict[str, Stored]:
@@ -60,13 +87,14 @@ def agreed_tensors(stored: StoredModel, model: PreTrainedModel) -> dict[str, Sto
         one, other = tensor_files.read_tensors((tensors[source], tensors[target]))
         if one.shape == other.shape and torch.equal(one, other.to(one.dtype)):
             del tensors[target]
-        elif model.get_output_embeddings() is model.get_submodule(target.rpartition(".")[0]):
+        elif len(model.all_tied_weights_keys) == 1:
             note(
                 f"{stored.model}: {target} differs from {source}, so the two are not tied (tie_word_embeddings: false)."
             )
-            stored.change(tie_word_embeddings=False)
+            stored.change({"tie_word_embeddings": False})
         else:
-            raise ModelError("base.model", f"{stored.model}: {target}", f"It differs from {source}, which it shares.")
+            hint = f"It differs from {source}, but its class has one tensor for both. Remove it from the file."
+            raise ModelError("base.model", f"{stored.model}: {target}", hint)
     return tensors
 
 

@@ -32,7 +32,6 @@ from surgery.models.loading import (
     revision_of,
 )
 from surgery.models.lookup import family_of
-from surgery.models.sizes import meta_model
 from surgery.models.stored import FOREIGN
 from surgery.recipe import Base
 from surgery.recipe.public import source_of
@@ -75,16 +74,6 @@ def test_mamba_ssm_files_give_transformers_logits(tmp_path: Path, layer: str, ki
     loaded = load_model(base_of(write(tmp_path, model, kind)))
     assert type(loaded) is type(model)
     assert not loaded.training
-    assert_same_logits(loaded, model)
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize(("tied", "head"), [(True, True), (True, False), (False, True)])
-def test_the_head_may_be_tied_and_present_or_absent(tmp_path: Path, layer: str, tied: bool, head: bool) -> None:
-    model = tiny(layer, tied=tied, use_bias=True, use_conv_bias=False)
-    state = {name: tensor for name, tensor in state_of(model).items() if head or name != "lm_head.weight"}
-    loaded = load_model(base_of(write(tmp_path, model, state=state)))
-    assert (loaded.lm_head.weight is loaded.backbone.embeddings.weight) == tied
     assert_same_logits(loaded, model)
 
 
@@ -189,11 +178,6 @@ def test_a_weight_that_is_no_number_is_named(tmp_path: Path, value: float, dtype
         assert_refused(folder, str(folder), f"{name} holds NaN or infinity", "diverged", load=load, dtype="auto")
 
 
-def test_many_faults_are_counted(tmp_path: Path) -> None:
-    state = {name: tensor for name, tensor in state_of(tiny("Mamba2")).items() if "layers.1" not in name}
-    assert_refused(own_format(tmp_path, state), "missing", "and 5 more")
-
-
 class Malice:
     """What a pickle may bring along: a call."""
 
@@ -250,11 +234,6 @@ def test_a_config_that_cannot_be_expressed(tmp_path: Path) -> None:
     config = config_of(model)
     folder = write(tmp_path, model, config={**config, "ssm_cfg": {**config["ssm_cfg"], "rmsnorm": False}})
     assert_refused(folder, "ssm_cfg.rmsnorm", "False", load=load_config)
-
-
-def test_a_config_that_is_neither(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
-    assert_refused(tmp_path, str(tmp_path), load=load_config)
 
 
 def test_a_tokenizer_beside_the_model_and_none(tmp_path: Path) -> None:
@@ -378,21 +357,6 @@ class TestMalformedConfigs:
             file.write_text(json.dumps({**good, **changed}))
             with pytest.raises(ModelError, match=rf"{key}: .*org/kernel.*base.trust_remote_code"):
                 load_config(base_of(tmp_path))
-
-    @pytest.mark.parametrize("name", FAMILY_NAMES)
-    def test_every_field_of_another_type_or_size(self, name: str, tmp_path: Path) -> None:
-        """Each field in turn takes another value; the same battery over all values is what `make fuzz` runs."""
-        pico_family(name).save_pretrained(tmp_path)
-        file = tmp_path / "config.json"
-        good = json.loads(file.read_text())
-        values = ["x", None, 0, -1, 10**30, [None], {}, float("nan"), 10**12]
-        for number, field in enumerate(sorted(good)):
-            for value in (values[number % len(values)], values[(number + 4) % len(values)]):
-                file.write_text(json.dumps({**good, field: value}))
-                try:
-                    meta_model(load_config(base_of(tmp_path)))
-                except ModelError as error:
-                    assert "\n" not in str(error) and len(str(error)) < 1500, field
 
     @pytest.mark.parametrize("name", FAMILY_NAMES)
     def test_sizes_that_no_model_has(self, name: str, tmp_path: Path) -> None:
@@ -602,18 +566,6 @@ class TestTokenizers:
             self.read(folder)
         (folder / name).write_bytes((BASE / "tokenizer.json").read_bytes()[:2000])
         assert_refused(folder, "base.tokenizer", load=load_tokenizer)
-
-    @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-    def test_every_field_of_another_type(self, folder: Path, name: str) -> None:
-        good = json.loads((folder / name).read_text())
-        nested = good if name == "tokenizer_config.json" else good["model"]
-        assert len(nested) > 4
-        for field in (*nested, "added_tokens_decoder", "extra_special_tokens", "chat_template"):
-            for value in (3, "x", [], {"a": 3}):
-                changed = {**nested, field: value}
-                whole = changed if nested is good else {**good, "model": changed}
-                (folder / name).write_text(json.dumps(whole))
-                self.read(folder)
 
     def test_one_that_is_larger_than_the_vocabulary(self, folder: Path) -> None:
         tokenizer = load_tokenizer(base_of(folder))

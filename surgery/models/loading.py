@@ -220,10 +220,7 @@ def load_model(base: Base) -> PreTrainedModel:
     refuse_faults(base.model, expected, info["missing_keys"], info["unexpected_keys"], misshapen)
     refuse_not_finite(base.model, model.named_parameters())
     choose_by_device(model)
-    with (
-        reading("base.model", base.model, f"The forward pass failed. {CONFIG_HINT}"),
-        torch.no_grad(),
-    ):
+    with reading("base.model", base.model, f"The forward pass failed. {CONFIG_HINT}"), torch.no_grad():
         model.eval()(torch.zeros(1, 3, dtype=torch.long, device=model.device))
     return as_inserted(model)
 

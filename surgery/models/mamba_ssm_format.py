@@ -11,11 +11,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from transformers import (
-    Mamba2Config,
-    MambaConfig,
-    PreTrainedConfig,
-)
+from transformers import Mamba2Config, MambaConfig, PreTrainedConfig
 
 from surgery.errors import ModelError
 from surgery.hybrid.modeling_mamba2attn import ATTENTION_DEFAULTS, Mamba2AttnConfig

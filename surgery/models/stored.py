@@ -87,8 +87,8 @@ def without_config(model: str, revision: str | None = None) -> ModelError:
     base = ""
     if "adapter_config.json" in names and (Path(model) / "adapter_config.json").is_file():
         with reading("base.model", f"{model}, adapter_config.json", "It is damaged. Download it again."):
-            data = tensor_files.read_json(Path(model) / "adapter_config.json", "base.model")
-            base = f" Its base is {data['base_model_name_or_path']}."
+            named = tensor_files.read_json(Path(model) / "adapter_config.json", "base.model")
+            base = f" Its base is {named['base_model_name_or_path']}." if "base_model_name_or_path" in named else ""
     hint = f"{hint}{base}" if hint else f"The folder has no config.json. It has {', '.join(files[:5]) or 'no files'}."
     return ModelError("base.model", model, hint)
 

@@ -121,15 +121,9 @@ def check_quantization(
 ) -> None:
     """Raise ModelError if the weights are quantized and the config does not say so, or the reverse."""
     says = quantization_of(stored.config)
-    packed = [
-        name
-        for name, tensor in tensors.items()
-        if _QUANTIZED.search(name)
-        or (
-            tensor.dtype not in _FLOATS
-            and (expected is None or (name in expected and expected[name].is_floating_point()))
-        )
-    ]
+    floats = None if expected is None else {name for name, tensor in expected.items() if tensor.is_floating_point()}
+    words = [n for n, tensor in tensors.items() if tensor.dtype not in _FLOATS and (floats is None or n in floats)]
+    packed = [*filter(_QUANTIZED.search, tensors), *words]
     if says and not packed:
         dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
         hint = f"But its weights are not quantized ({dtype}). Remove the key from config.json."

@@ -6,6 +6,7 @@ it without a traceback and exits with code 2.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -77,9 +78,29 @@ def reading(field: str, value: object, hint: str, kind: type[SurgeryError] = Mod
         raise
     except BaseException as error:  # a panic in Rust code is not an `Exception`
         what = summary(error)
+        raise kind(field, what if value is None else f"{value} ({what})", _remedy(error) or hint) from error
+
+
+def _remedy(error: BaseException | None) -> str:
+    """Return what to do about an error that has its cause outside the input, or nothing.
+
+    Libraries wrap such errors in others that blame the file, so the causes of an error are searched too.
+    """
+    while error is not None:
         if is_out_of_memory(error):
-            hint = "There is not enough memory to load it."
-        raise kind(field, what if value is None else f"{value} ({what})", hint) from error
+            return "There is not enough memory to load it."
+        if isinstance(error, PermissionError):
+            return f"Permission denied. Allow reading: chmod -R u+rX {error.filename or ''}".rstrip() + "."
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            return "The disk is full. Free some space."
+        if type(error).__name__ == "GatedRepoError":
+            return "Accept its terms on its page on the Hub, then log in: hf auth login."
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            return f"A package is missing. Install it: pip install {error.name.partition('.')[0]}."
+        if isinstance(error, ImportError) and "pip install" in str(error):
+            return "A package is missing. Install it as the message says."
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return ""
 
 
 @contextmanager
@@ -113,10 +134,12 @@ def summary(error: BaseException) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """True if Python, torch on a CPU or torch on a GPU ran out of memory."""
+    texts = ("can't allocate memory", "cannot allocate memory", "bad_alloc")
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
-        or "can't allocate memory" in str(error)
+        or getattr(error, "errno", None) == errno.ENOMEM
+        or any(text in str(error).lower() for text in texts)
     )
 
 

@@ -22,16 +22,19 @@ def inspect(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Print family, mixers, heads, parameters and cache size of a model."""
-    from surgery.models.loading import load_config
+    from surgery.models.loading import open_checkpoint
     from surgery.models.lookup import family_of, geometry_of
     from surgery.models.runtime import run_device
     from surgery.models.sizes import meta_model, sizes_of
+    from surgery.models.tensor_faults import checked_model
     from surgery.models.torch_scans import code_text
 
-    base = Base(model=model, revision=revision, trust_remote_code=trust_remote_code)
-    config = load_config(base.named("MODEL"))
-    geometry, family = geometry_of(config), family_of(config)
-    built = meta_model(config, trust_remote_code)
+    with naming("MODEL", "base.model"):
+        stored = open_checkpoint(Base(model=model, revision=revision, trust_remote_code=trust_remote_code))
+        config = stored.config
+        geometry, family = geometry_of(config), family_of(config)
+        has_weights = stored.has_local_weights  # the config alone can be inspected too
+        built = checked_model(stored, trust_remote_code)[0] if has_weights else meta_model(config, trust_remote_code)
     print_model(model, geometry, config, family, sizes_of(built), code_text(built, run_device()))
 
 

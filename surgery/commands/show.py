@@ -29,10 +29,7 @@ def _run_names(context: typer.Context) -> list[str]:
 
 
 def show(
-    run: Annotated[
-        str,
-        typer.Argument(metavar="RUN", help="Name of a run, or a folder.", autocompletion=_run_names),
-    ],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Name of a run, or a folder.", autocompletion=_run_names)],
     runs: Runs = Path("runs"),
 ) -> None:
     """Print the tables of a finished run, sweep, comparison or analysis again."""

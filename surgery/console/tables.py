@@ -143,7 +143,7 @@ def print_model(name: str, geometry: str, config: Any, family: Any, sizes: Any, 
     new = f", of which {sizes.new_parameters:,} in spliced heads" if sizes.new_parameters else ""
     out.print(f"{sizes.parameters:,} parameters{new}", highlight=False)
     sites = family.sites(config)
-    where = f"can be spliced into {len(sites)} layers" if sites else f"cannot be spliced: {family.refuses}"
+    where = f"can be spliced into {len(sites)} layers" if sites else f"cannot be spliced: {family.why_not(config)}"
     out.print(f"attention {where}", highlight=False)
     if code:
         out.print(code, highlight=False, markup=False, soft_wrap=True)

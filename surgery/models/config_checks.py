@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.configuration_utils import remap_legacy_layer_types
 
 from surgery.errors import ModelError
 
-CONFIG_HINT = "Correct config.json, or download it again."
+CONFIG_HINT = "Correct config.json."
 SPLICE_VERSION = 1  # format of the config field `splice`; exports name it in `splice_version`
 _LARGEST, _LAYERS = 2**31 - 1, 256
 _CHUNKS = ("chunk_size", "mamba_chunk_size")
@@ -51,12 +53,106 @@ def check_sizes(data: Any) -> None:
             raise ModelError(f"config.json: {key}", layers, f"A model has at most {_LAYERS} layers. {CONFIG_HINT}")
 
 
+# Letters of Nemotron-H's patterns, of which a config has one or the list.
+_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_PATTERNS = ("hybrid_override_pattern", "mtp_hybrid_override_pattern")
+_ATTENDING = {"attn_layer_indices": "full_attention", "hybrid_layer_ids": "hybrid"}
+STEP_MIN = 1e-30  # as a lower limit of dt: none. The initialisation of the classes that read it takes the logarithm
+
+
+def check_patterns(data: Mapping[str, Any]) -> None:
+    """Refuse layers that the config's class cannot take, for which transformers raises bare exceptions.
+
+    Raises:
+        ModelError: a pattern has a letter that transformers does not know, or the class computes a list that is given.
+    """
+    for key in _PATTERNS:
+        unknown = sorted(set(str(data.get(key) or "")) - _LETTERS.keys())
+        if unknown:
+            known = ", ".join(f"{letter} ({kind})" for letter, kind in _LETTERS.items())
+            hint = f"transformers does not know {unknown[0]!r}, only {known}. Correct it, or update transformers."
+            raise ModelError(f"config.json: {key}", data[key], hint)
+    model_type = str(data.get("model_type"))
+    for key in data.keys() & set(_LAYER_LISTS) if model_type in CONFIG_MAPPING else ():
+        of_class = CONFIG_MAPPING[model_type]
+        computed = getattr(of_class, of_class.attribute_map.get(key, key), None)
+        if isinstance(computed, property) and computed.fset is None:
+            hint = "Its class computes this list from other keys. Remove the key."
+            raise ModelError(f"config.json: {key}", data[key], hint)
+
+
+def check_layers(data: Mapping[str, Any], config: PreTrainedConfig) -> None:
+    """Refuse a config.json that states the kinds of its layers twice and differently, since its class reads one only.
+
+    Args:
+        data: content of config.json.
+        config: the class's config, which was made from it.
+
+    Raises:
+        ModelError: names a key whose value the class does not follow, and what it reads.
+    """
+    read = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None)
+    if read is None:
+        return
+    for key in ("num_hidden_layers", _PATTERNS[0], "layers_block_type", "layer_types", *_ATTENDING):
+        said = data.get(key)
+        if said is None or (key == "layer_types" and data.get("splice")):  # there, the kinds of caches of a hybrid
+            continue
+        found: Any = list(read)
+        if key == "num_hidden_layers":
+            found = len(read)
+        elif key in _ATTENDING:
+            said, found = sorted(said), [layer for layer, kind in enumerate(read) if kind == _ATTENDING[key]]
+        else:
+            said = [_LETTERS[x] for x in said] if key in _PATTERNS else remap_legacy_layer_types(said)
+        if said != found:
+            hint = f"Its class reads other layers: {found}. Correct the keys of config.json that state layers."
+            raise ModelError(f"config.json: {key}", data[key], hint)
+
+
+def published_limits(config: PreTrainedConfig, lower_limit: str) -> dict[str, Any]:
+    """Return the fields to change so that the class limits dt as the published model does.
+
+    Published models clamp dt to `time_step_limit`. Some classes of transformers ignore it, and clamp to another field
+    from below, so that field takes the limit.
+
+    Args:
+        config: config of a plain model.
+        lower_limit: `Family.lower_limit`.
+
+    Raises:
+        ModelError: the class cannot have this limit.
+    """
+    if not hasattr(config, "time_step_limit"):
+        return {}
+    limit = (0.0, math.inf) if config.time_step_limit is None else tuple(map(float, config.time_step_limit))
+    if not (len(limit) == 2 and 0 <= limit[0] < limit[1]):
+        hint = "It must be two numbers, the first at least 0 and below the second."
+        raise ModelError("config.json: time_step_limit", config.time_step_limit, hint)
+    if not lower_limit:
+        return {"time_step_limit": limit} if config.time_step_limit is None else {}
+    if limit[1] != math.inf:
+        hint = f"transformers' {config.model_type} has no upper limit of dt, so it would compute another model."
+        raise ModelError("config.json: time_step_limit", limit, hint)
+    lowest = max(limit[0], STEP_MIN)
+    return {} if getattr(config, lower_limit) == lowest else {lower_limit: lowest}
+
+
 def check_splice_version(data: Mapping[str, Any]) -> None:
     """Refuse a config.json whose field `splice` has another format. Raises ModelError."""
     version = data.get("splice_version", SPLICE_VERSION)  # exports of 0.1 have no version; it is 1
     if data.get("splice") and version != SPLICE_VERSION:
         hint = f"This release reads version {SPLICE_VERSION}. Install the release that wrote it."
         raise ModelError("config.json: splice_version", version, hint)
+
+
+def quantization_of(config: PreTrainedConfig) -> str:
+    """Return the method that the weights of a checkpoint are quantized with, according to its config, or nothing."""
+    packed = getattr(config, "quantization_config", None)
+    if packed is None:
+        return ""
+    method = packed.get("quant_method") if isinstance(packed, Mapping) else packed.quant_method
+    return str(getattr(method, "value", method))
 
 
 def check_unquantized(config: PreTrainedConfig) -> None:
@@ -67,12 +163,11 @@ def check_unquantized(config: PreTrainedConfig) -> None:
     Raises:
         ModelError: the config has a `quantization_config`.
     """
-    packed = getattr(config, "quantization_config", None)
-    if packed is not None:
-        method = packed.get("quant_method") if isinstance(packed, Mapping) else packed.quant_method
+    method = quantization_of(config)
+    if method:
         hint = "Its weights are stored quantized. Use the unquantized checkpoint. To train with a base in 4 bits, set "
         hint += "train.lora.quantization: nf4 and train.trainable: lora."
-        raise ModelError("config.json: quantization_config", getattr(method, "value", method), hint)
+        raise ModelError("config.json: quantization_config", method, hint)
 
 
 def check_kernels(data: Mapping[str, Any]) -> None:

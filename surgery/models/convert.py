@@ -8,23 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, NemotronHConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, NemotronHConfig, PreTrainedModel
 
 from surgery.errors import ModelError, RunError, reading
 from surgery.files.atomic import new_folder, write_json
 from surgery.files.lock import hold
 from surgery.files.ownership import check_replaceable, mark
 from surgery.models import mamba_ssm_format
+from surgery.models.config_checks import CONFIG_HINT, quantization_of
 from surgery.models.inserted import has_inserted, portable_config
-from surgery.models.loading import StoredModel, open_checkpoint
+from surgery.models.loading import open_checkpoint
 from surgery.models.runtime import stays_in_fp32
-from surgery.models.tensor_faults import refuse_faults
-from surgery.models.tensor_files import Stored, write_shards
+from surgery.models.stored import StoredModel
+from surgery.models.tensor_faults import checked_model
+from surgery.models.tensor_files import check_small, write_shards
 from surgery.recipe import Base
 
 DTYPES = ("float32", "bfloat16", "float16")
 _IN_FP32 = ("A_log", "dt_bias", "D")  # kept in fp32, as in the exported classes
-_PACKED = "quantization_config"  # config key of checkpoints whose tensors are packed in other shapes
 _OTHER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -74,8 +75,13 @@ def convert(base: Base, folder: Path, dtype: str | None = None, overwrite: bool 
 
 
 def _convert(source: StoredModel, folder: Path, dtype: str | None) -> Converted:
-    tensors = source.tensors()
-    model = _check_tensors(source, tensors)
+    model: PreTrainedModel | None = None
+    if source.is_mamba_ssm or (
+        type(source.config) in MODEL_FOR_CAUSAL_LM_MAPPING and not quantization_of(source.config)
+    ):
+        model, tensors = checked_model(source)
+    else:
+        tensors = source.tensors()
 
     def dtype_of(name: str, stored: torch.dtype) -> torch.dtype:
         if dtype is None or not stored.is_floating_point:
@@ -95,38 +101,11 @@ def _convert(source: StoredModel, folder: Path, dtype: str | None) -> Converted:
         for name in _OTHER_FILES:
             file = source.find(name)
             if file is not None:
+                check_small(file, str(file))
                 shutil.copyfile(file, new / name)
                 copied.append(name)
         mark(new, "model")
     return Converted(len(tensors), shards, bool({*copied} - {"generation_config.json", "chat_template.jinja"}))
-
-
-def _check_tensors(source: StoredModel, tensors: dict[str, Stored]) -> PreTrainedModel | None:
-    """Compare the files' tensors with the config's model, and return that model on the meta device.
-
-    In mamba_ssm's format the tensors must be exactly the model's. In transformers' format only shapes are compared,
-    since transformers renames tensors when it loads them. Returns None if transformers has no language model for the
-    config, or if the tensors are packed.
-    """
-    config = source.config
-    if not source.is_mamba_ssm and (type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, _PACKED)):
-        return None
-    with reading("base.model", source.model, "No model can be built from its config.json."), torch.device("meta"):
-        model = (
-            mamba_ssm_format.model_class(config)(config)
-            if source.is_mamba_ssm
-            else AutoModelForCausalLM.from_config(config)
-        )
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    both = expected.keys() & tensors.keys()
-    misshapen = {name: tensors[name].shape for name in both if tensors[name].shape != expected[name]}
-    missing, unexpected = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
-    if config.tie_word_embeddings:
-        missing -= {mamba_ssm_format.TIED[1]}
-    if not source.is_mamba_ssm:
-        missing = unexpected = set()
-    refuse_faults(source.model, expected, missing, unexpected, misshapen)
-    return model
 
 
 def _copy_config(source: StoredModel, folder: Path, dtype: str | None) -> None:
@@ -134,11 +113,12 @@ def _copy_config(source: StoredModel, folder: Path, dtype: str | None) -> None:
     config_file = source.find("config.json")
     if config_file is None:
         raise ModelError("base.model", source.model, "It has no config.json. Use a folder or Hub id of a checkpoint.")
-    with reading("base.model", str(config_file), "Correct it, or download it again."):
+    with reading("base.model", str(config_file), CONFIG_HINT):
         config = json.loads(config_file.read_text(encoding="utf-8"))
         if "auto_map" in config and source.folder is None:
             named = config["auto_map"].items()
             config["auto_map"] = {k: v if "--" in v else f"{source.model}--{v}" for k, v in named}
+    config |= source.changes
     if dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = dtype

@@ -173,6 +173,8 @@ class Family:
         state_field: field of the config that holds the width of B and C, if the state can be cut; `field.key` for a
             key of a mapping. Rows of B and C must be in `in_proj` and in the short convolution. Empty if it cannot be
             cut.
+        lower_limit: field of the config that the class of transformers limits dt with, from below, if that is not
+            `time_step_limit`.
     """
 
     name: str
@@ -186,6 +188,7 @@ class Family:
     is_donor: bool = False
     groups_channels: bool = False
     state_field: str = ""
+    lower_limit: str = ""
 
     def is_hybrid(self, config: PreTrainedConfig) -> bool:
         """Return whether the config, of this family, is of its hybrids."""
@@ -200,6 +203,12 @@ class Family:
         mixers = self.mixers(config)
         taken = {spec.layer for spec in mixers if not spec.is_ssm}
         return tuple(spec for spec in mixers if spec.is_ssm and spec.layer not in taken) if self.hybrid else ()
+
+    def why_not(self, config: PreTrainedConfig) -> str:
+        """Return why attention cannot be spliced into a model of this config; empty if it can."""
+        if self.refuses or self.sites(config):
+            return self.refuses
+        return "it has no layer with an SSM and no attention. It needs one to splice into."
 
     def hybrid_config(self, config: PreTrainedConfig, splice: list[dict[str, Any]]) -> PreTrainedConfig:
         """Return the config of a hybrid with these spliced sites. Raises PlanError if nothing can be spliced."""

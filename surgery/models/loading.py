@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -34,10 +34,22 @@ from surgery.files.atomic import digest
 from surgery.files.ownership import kind_of
 from surgery.files.shipped import close_models, local_path
 from surgery.models import mamba_ssm_format, tensor_files
-from surgery.models.config_checks import CONFIG_HINT, check_kernels, check_sizes, check_splice_version
-from surgery.models.inserted import as_inserted
+from surgery.models.config_checks import (
+    CONFIG_HINT,
+    check_kernels,
+    check_layers,
+    check_patterns,
+    check_sizes,
+    check_splice_version,
+    published_limits,
+    quantization_of,
+)
+from surgery.models.inserted import as_inserted, has_inserted
 from surgery.models.lookup import family_of, has_family, unknown_type
-from surgery.models.tensor_faults import refuse_faults, refuse_not_finite
+from surgery.models.sizes import meta_model
+from surgery.models.stored import StoredModel, without_config
+from surgery.models.tensor_faults import agreed_tensors, check_quantization, refuse_faults, refuse_not_finite
+from surgery.models.tensor_files import WEIGHTS
 from surgery.models.torch_scans import choose_by_device
 from surgery.recipe import Base
 from surgery.recipe.public import is_hub_id, source_of
@@ -45,81 +57,8 @@ from surgery.recipe.yaml import read_mapping
 from surgery.registry import load_plugins
 
 T = TypeVar("T")
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _TOKENIZER = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 _SLOW_TOKENIZER = ("vocab.*", "merges.txt", "*.model", "*.tiktoken")
-
-
-@dataclass(frozen=True)
-class StoredModel:
-    """A pretrained model whose config is loaded and whose weights are not.
-
-    Attributes:
-        model: a folder, or the id of a repository on the Hub.
-        revision: commit on the Hub; ignored for a folder.
-        config: config of transformers, converted if the files are in mamba_ssm's format.
-        is_mamba_ssm: whether the files are in mamba_ssm's format.
-    """
-
-    model: str
-    revision: str | None
-    config: PreTrainedConfig
-    is_mamba_ssm: bool
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder; None for a model on the Hub."""
-        return Path(self.model) if Path(self.model).is_dir() else None
-
-    def find(self, name: str) -> Path | None:
-        """Return the local path of a file, which is downloaded if necessary. None if there is no such file."""
-        if self.folder is not None:
-            path = self.folder / name
-            return path if path.is_file() else None
-        try:
-            return Path(hf_hub_download(self.model, name, revision=self.revision))
-        except EntryNotFoundError:
-            return None
-
-    def refuse_adapter(self) -> None:
-        """Raise ModelError for an adapter in the model's folder, which transformers would apply."""
-        if self.find("adapter_config.json") is not None:
-            hint = "transformers would apply the adapter silently. Merge it (`merge_and_unload`), or remove the file."
-            raise ModelError("base.model", f"{self.model} holds adapter_config.json", hint)
-
-    def weight_files(self) -> tuple[Path, ...]:
-        """Return the weight files. Raises ModelError if there is none, or one is damaged or holds more than tensors."""
-        files = tensor_files.weight_files(self.find)
-        if not files:
-            raise ModelError(
-                "base.model",
-                self.model,
-                "It has no weights (*.safetensors or pytorch_model.bin). Use a complete checkpoint.",
-            )
-        for file in files:
-            tensor_files.check_file(file)
-        return files
-
-    def tensors(self) -> dict[str, tensor_files.Stored]:
-        """List the tensors of the weight files by transformers' names, without reading them.
-
-        Raises:
-            ModelError: as `weight_files`; or tied embeddings differ.
-        """
-        stored = tensor_files.inventory(self.weight_files())
-        if not self.is_mamba_ssm:
-            return stored
-        stored = {
-            mamba_ssm_format.to_transformers(n): s for n, s in stored.items() if not mamba_ssm_format.is_derived(n)
-        }
-        tied = [stored[name] for name in mamba_ssm_format.TIED if name in stored]
-        if self.config.tie_word_embeddings and len(tied) == 2:
-            embedding, head = tensor_files.read_tensors(tied)
-            if not torch.equal(embedding, head):
-                hint = f"It differs from {mamba_ssm_format.TIED[0]}, but tie_embeddings is true. Correct one of them."
-                raise ModelError("base.model", mamba_ssm_format.TIED[1], hint)
-            del stored[mamba_ssm_format.TIED[1]]
-        return stored
 
 
 def _names_its_field(load: Callable[[Base], T]) -> Callable[[Base], T]:
@@ -147,24 +86,18 @@ def open_checkpoint(base: Base) -> StoredModel:
     """
     load_plugins()  # installed packages may register families
     model, revision = source_of(base.model, base.revision)
-    if not is_hub_id(model):
-        if not Path(model).is_dir():
-            there = "It is a file." if Path(model).is_file() else f"There is no such folder.{_meant(model)}"
-            hint = f"{there} Use a checkpoint folder, or a Hub id."
-            raise ModelError("base.model", model, hint)
-        if not (Path(model) / "config.json").is_file():
-            files = sorted(p.name for p in Path(model).iterdir())[:5]
-            raise ModelError(
-                "base.model", model, f"The folder has no config.json. It has {', '.join(files) or 'no files'}."
-            )
-    nowhere = (
-        f"No such folder, and no such model on the Hub (or the Hub cannot be reached).{_meant(model)} Check the name."
-    )
-    hint = nowhere if is_hub_id(model) else CONFIG_HINT
+    hint = CONFIG_HINT
+    if is_hub_id(model):
+        hint = "No such folder, and no such model on the Hub (or the Hub cannot be reached)."
+        hint += f"{_meant(model)} Check the name."
     with reading("base.model", f"{base.model}, config.json", hint):
-        data, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
+        if not is_hub_id(model) and not Path(model).is_dir():
+            there = "It is a file." if Path(model).is_file() else f"There is no such folder.{_meant(model)}"
+            raise ModelError("base.model", model, f"{there} Use a checkpoint folder, or a Hub id.")
+        data, revision = _config_of(model, revision)
         check_sizes(data)
         check_splice_version(data)
+        check_patterns(data)
         if not base.trust_remote_code:
             check_kernels(data)
         packed = data.get("quantization_config")
@@ -174,11 +107,6 @@ def open_checkpoint(base: Base) -> StoredModel:
                 packed["quant_method"],
                 "transformers does not support this method. Use a checkpoint with another one.",
             )
-        if is_hub_id(model):
-            # In the Hub's cache, the folder of a file is named after its commit.
-            file = Path(hf_hub_download(model, "config.json", revision=revision))
-            commit = re.search(r"/snapshots/([0-9a-f]{40})/", file.as_posix())
-            revision = commit[1] if commit else revision
         is_mamba_ssm = mamba_ssm_format.is_mamba_ssm(data)
         if is_mamba_ssm:
             config = mamba_ssm_format.convert_config(data)
@@ -186,12 +114,36 @@ def open_checkpoint(base: Base) -> StoredModel:
             if data.get("model_type", "mamba2") not in CONFIG_MAPPING and not base.trust_remote_code:
                 raise unknown_type(data["model_type"])
             config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=base.trust_remote_code)
-        config = _with_channels(config, base)
+        stored = StoredModel(model, revision, _with_channels(config, base), is_mamba_ssm)
         if has_family(config.model_type):
-            family_of(config).mixers(config)
-    stored = StoredModel(model, revision, config, is_mamba_ssm)
+            family = family_of(config)
+            check_layers(data, config)
+            if not family.is_hybrid(config) and not has_inserted(config):  # whose configs say what the class reads
+                stored.change(published_limits(config, family.lower_limit))
+            family.mixers(config)
     stored.refuse_adapter()
+    if packed is not None and stored.has_local_weights:
+        check_quantization(stored, stored.tensors())
     return stored
+
+
+def _config_of(model: str, revision: str | None) -> tuple[dict[str, Any], str | None]:
+    """Read config.json as transformers does, and find the commit of a repository on the Hub."""
+    if is_hub_id(model):
+        try:
+            file = Path(hf_hub_download(model, "config.json", revision=revision))
+        except EntryNotFoundError as error:
+            if isinstance(error, LocalEntryNotFoundError):  # the Hub cannot be reached
+                raise
+            raise without_config(model, revision) from None
+        # In the Hub's cache, the folder of a file is named after its commit.
+        commit = re.search(r"/snapshots/([0-9a-f]{40})/", file.as_posix())
+        revision = commit[1] if commit else revision
+    elif not (file := Path(model) / "config.json").is_file():
+        raise without_config(model)
+    with reading("base.model", str(file), "It is damaged. Download it again."):
+        tensor_files.read_json(file, "base.model")
+    return PreTrainedConfig.get_config_dict(model, revision=revision)[0], revision
 
 
 def _meant(model: str) -> str:
@@ -244,13 +196,19 @@ def load_model(base: Base) -> PreTrainedModel:
         )
     dtype = "auto" if base.dtype == "auto" else getattr(torch, base.dtype)
     options = {"config": stored.config, "dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    with reading("base.model", base.model, "Download it again, or correct config.json."):
-        _refuse_larger(stored, base.trust_remote_code)
-        if stored.is_mamba_ssm:
-            tensors = stored.tensors()
+    hint, method = CONFIG_HINT, quantization_of(stored.config)
+    if method:
+        hint = f"transformers cannot load weights quantized with {method} here. Use the unquantized checkpoint."
+    with reading("base.model", base.model, hint):
+        meta = meta_model(stored.config, base.trust_remote_code)
+        tensors = agreed_tensors(stored, meta)
+        _refuse_larger(stored, meta)
+        if stored.is_mamba_ssm or stored.is_loose or any(name != tensor.name for name, tensor in tensors.items()):
             state = dict(zip(tensors, tensor_files.read_tensors(tensors.values()), strict=True))
             # Not `key_mapping`: transformers would undo the renaming when the model is saved.
-            model, info = mamba_ssm_format.model_class(stored.config).from_pretrained(None, state_dict=state, **options)
+            model, info = type(meta).from_pretrained(None, state_dict=state, **options)
+            if stored.find("generation_config.json") is not None:
+                model.generation_config = GenerationConfig.from_pretrained(stored.model, revision=stored.revision)
             model.name_or_path = model.config.name_or_path = base.model
         else:
             options |= {"revision": stored.revision, "trust_remote_code": base.trust_remote_code}
@@ -262,24 +220,16 @@ def load_model(base: Base) -> PreTrainedModel:
     refuse_faults(base.model, expected, info["missing_keys"], info["unexpected_keys"], misshapen)
     refuse_not_finite(base.model, model.named_parameters())
     choose_by_device(model)
-    with (
-        reading("base.model", base.model, "The forward pass failed. Correct config.json, or download it again."),
-        torch.no_grad(),
-    ):
+    with reading("base.model", base.model, f"The forward pass failed. {CONFIG_HINT}"), torch.no_grad():
         model.eval()(torch.zeros(1, 3, dtype=torch.long, device=model.device))
     return as_inserted(model)
 
 
-def _refuse_larger(stored: StoredModel, trust_remote_code: bool) -> None:
+def _refuse_larger(stored: StoredModel, model: PreTrainedModel) -> None:
     """Raise ModelError, before memory is allocated, if the config describes a much larger model than the files hold."""
     size = sum(file.stat().st_size for file in stored.weight_files())
-    with torch.device("meta"):
-        if stored.is_mamba_ssm:
-            model = mamba_ssm_format.model_class(stored.config)(stored.config)
-        else:
-            model = AutoModelForCausalLM.from_config(stored.config, trust_remote_code=trust_remote_code)
     count = sum(parameter.numel() for parameter in model.parameters())
-    bits = 1 if hasattr(stored.config, "quantization_config") else 8  # minimum size of a parameter
+    bits = 1 if quantization_of(stored.config) else 8  # minimum size of a parameter
     if count * bits > size * 8:
         value = f"{stored.model}: {count:,} parameters in config.json, but only {size:,} bytes of weights"
         raise ModelError("base.model", value, CONFIG_HINT)
@@ -339,7 +289,10 @@ def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
         if base.tokenizer is None:
             open_checkpoint(base)
         with reading("base.tokenizer", f"{source}, config.json", CONFIG_HINT):
-            check_sizes(PreTrainedConfig.get_config_dict(name)[0])
+            check_sizes(tensor_files.read_json(Path(name) / "config.json", "base.tokenizer"))
+    for pattern in _tokenizer_files(Path(name)):
+        for file in Path(name).glob(pattern):
+            tensor_files.check_small(file, "base.tokenizer")
     hint = "Its tokenizer files are damaged. Download them again."
     if is_hub_id(name):
         hint = "There is no such folder, and no such tokenizer on the Hub, or the Hub cannot be reached."
@@ -374,7 +327,7 @@ def revision_of(base: Base) -> str:
     folder = Path(local_path(base.model))
     if folder.is_dir():
         code = ("*.py",) if base.trust_remote_code else ()
-        patterns = ("config.json", *_tokenizer_files(folder), *_WEIGHTS, *code)
+        patterns = ("config.json", *_tokenizer_files(folder), *WEIGHTS, *code)
         files = sorted(path for pattern in patterns for path in folder.glob(pattern))
         return _with_tokenizer(base, digest(*files)[:16])
     return _with_tokenizer(base, open_checkpoint(base).revision or "")

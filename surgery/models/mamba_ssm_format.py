@@ -11,17 +11,10 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from transformers import (
-    Mamba2Config,
-    Mamba2ForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import Mamba2Config, MambaConfig, PreTrainedConfig
 
 from surgery.errors import ModelError
-from surgery.hybrid.modeling_mamba2attn import ATTENTION_DEFAULTS, Mamba2AttnConfig, Mamba2AttnForCausalLM
+from surgery.hybrid.modeling_mamba2attn import ATTENTION_DEFAULTS, Mamba2AttnConfig
 
 # mamba_ssm's name: (transformers' name, mamba_ssm's default).
 _MAMBA1: dict[str, tuple[str, Any]] = {
@@ -75,13 +68,17 @@ _BUILT_IN: dict[str, tuple[Any, str]] = {
 _WITHOUT_EFFECT = {
     "Mamba1": {"use_fast_path"},
     "Mamba2": {"conv_init", "A_init_range", "use_mem_eff_path", "process_group", "sequence_parallel"},
-    "": {"architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "_commit_hash"},
+    "": {
+        "model_type",
+        "architectures",
+        "torch_dtype",
+        "dtype",
+        "transformers_version",
+        "_name_or_path",
+        "_commit_hash",
+    },
 }
-_CLASSES: dict[type[PreTrainedConfig], type[PreTrainedModel]] = {
-    MambaConfig: MambaForCausalLM,
-    Mamba2Config: Mamba2ForCausalLM,
-    Mamba2AttnConfig: Mamba2AttnForCausalLM,
-}
+_MODEL_TYPES = ("mamba", "mamba2", "mamba_ssm")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 _RENAMED = {"backbone.embedding.weight": "backbone.embeddings.weight"}  # all other names are the same in both formats
@@ -89,8 +86,9 @@ TIED = ("backbone.embeddings.weight", "lm_head.weight")  # one tensor with `tie_
 
 
 def is_mamba_ssm(data: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` is in mamba_ssm's format (`MambaConfig`)."""
-    return "model_type" not in data and ("ssm_cfg" in data or {"d_model", "n_layer"} <= data.keys())
+    """Whether a `config.json` is in mamba_ssm's format (`MambaConfig`), even with a model_type that was added."""
+    other = data.get("model_type", "mamba2") not in _MODEL_TYPES or "hidden_size" in data
+    return not other and ("ssm_cfg" in data or {"d_model", "n_layer"} <= data.keys())
 
 
 def to_transformers(name: str) -> str:
@@ -146,11 +144,6 @@ def convert_config(data: Mapping[str, Any]) -> PreTrainedConfig:
         return MambaConfig(**fields, **_ssm_fields(top["ssm_cfg"], "Mamba1", _MAMBA1))
     fields |= _mamba2_fields(top)
     return Mamba2AttnConfig(**fields, **_attention_fields(top)) if has_more else Mamba2Config(**fields)
-
-
-def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return the class of the causal language model for a config of `convert_config`."""
-    return _CLASSES[type(config)]
 
 
 def _refuse_layer(layer: str) -> None:

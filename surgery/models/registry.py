@@ -221,6 +221,7 @@ def _attention(
     hybrid=_classes("Zamba2Hybrid"),
     branch_fields=_copied("add_bias_linear", "", "rms_norm_eps"),
     state_field="mamba_d_state",
+    lower_limit="time_step_min",
 )
 def _zamba2(config: PreTrainedConfig) -> list[MixerSpec]:
     """Every layer has an SSM. Some also have a transformer block, with shared weights."""
@@ -266,6 +267,7 @@ def _bamba(config: PreTrainedConfig) -> list[MixerSpec]:
     hybrid=_classes("NemotronHHybrid"),
     branch_fields=_MAMBA_FIELDS,
     state_field="ssm_state_size",
+    lower_limit="time_step_min",
 )
 def _nemotron_h(config: PreTrainedConfig) -> list[MixerSpec]:
     """Every block has one mixer, except for blocks with an MLP or experts."""

@@ -52,7 +52,7 @@ def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
     Raises:
         ModelError: no model can be built from this config.
     """
-    hint = "No model can be built from its config.json. Correct it, or download it again."
+    hint = "No model can be built from its config.json. Correct it."
     with reading("base.model", config.name_or_path or config.model_type, hint), torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     choose_by_device(model)

@@ -10,7 +10,7 @@ import math
 import re
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -23,6 +23,7 @@ from torch import Tensor
 from surgery.errors import ModelError, reading
 
 # In the order in which transformers looks for them.
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # patterns of the names of weight files
 _NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -44,7 +45,8 @@ _LFS_POINTER = b"version https://git-lfs"
 _CHUNK = 1 << 22  # elements to cast and write at once
 _MAPPED_BYTES = 1 << 28  # mapped at once from a source, while shards are written
 SHARD_BYTES = 10**9
-_HEADER_BYTES = 10**8  # as in safetensors itself
+_WHOLE_BYTES = 10**8  # tokenizers of 256,000 tokens have a third of it
+_HEADER_BYTES = 2 * 10**7  # some 150,000 tensors. Five times as many take minutes to list
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,51 @@ def weight_files(find: Callable[[str], Path | None]) -> tuple[Path, ...]:
     return ()
 
 
+def loose_files(folder: Path) -> tuple[Path, ...]:
+    """Return the weight files of a folder under names that transformers does not look for; empty if there are none.
+
+    These are all shards of one checkpoint without their index, or one file.
+
+    Raises:
+        ModelError: a shard is missing, or there are files of several checkpoints.
+    """
+    others = ("adapter_", "consolidated", "training_args", "optimizer")
+    files = [f for p in WEIGHTS for f in folder.glob(p) if not f.name.startswith(others)]
+    if len(files) <= 1:
+        return tuple(files)
+    shards = [re.fullmatch(r"(.*)-(\d+)-of-(\d+)(\.\w+)", file.name) for file in files]
+    sets = {(shard[1], shard[3], shard[4]) for shard in shards if shard}
+    if len(sets) > 1 or None in shards:
+        names = ", ".join(sorted(file.name for file in files)[:4])
+        raise ModelError("base.model", str(folder), f"It has several weight files and no index: {names}. Keep one.")
+    [(stem, count, suffix)] = sets
+    wanted = [folder / f"{stem}-{number:0{len(count)}}-of-{count}{suffix}" for number in range(1, len(files) + 1)]
+    if int(count) != len(files) or set(wanted) != set(files):
+        value = f"{folder}: {len(files)} of {int(count)} shards, and no {stem}{suffix}.index.json"
+        raise ModelError("base.model", value, "Download the missing files.")
+    return tuple(wanted)
+
+
+def read_json(file: Path, field: str) -> Any:
+    """Read a JSON file of a checkpoint.
+
+    Raises:
+        ModelError: it is far larger than any such file. It is not read then.
+        ValueError: it is not JSON in UTF-8.
+    """
+    check_small(file, field)
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def check_small(file: Path, field: str) -> None:
+    """Raise ModelError for a file that is read whole and is far larger than any tokenizer, config or index."""
+    size = file.stat().st_size
+    if size > _WHOLE_BYTES:
+        raise ModelError(
+            field, str(file), f"It has {size:,} bytes. At most {_WHOLE_BYTES:,} are read. Use the right file."
+        )
+
+
 def _shards_of(index: Path) -> list[str]:
     """List the files in an index. Raises ModelError if one is outside the folder, before any is opened."""
     folder = index.parent
@@ -93,7 +140,7 @@ def _shards_of(index: Path) -> list[str]:
     if folder.parent.name == "snapshots":  # in the Hub's cache, files are links into `blobs`
         inside.append((folder.parent.parent / "blobs").resolve())
     with reading("base.model", str(index), "The index is damaged. Download it again."):
-        data = json.loads(index.read_text(encoding="utf-8"))
+        data = read_json(index, "base.model")
         if not isinstance(data["metadata"], dict):
             raise TypeError("metadata is no object")
         shards = sorted(set(data["weight_map"].values()))
@@ -121,16 +168,28 @@ def check_file(file: Path) -> None:
         _read_pickle(file)
 
 
-def inventory(files: Iterable[Path]) -> dict[str, Stored]:
-    """Return the tensors of the files by name, without reading them. Raises ModelError as `check_file`."""
+def inventory(files: Sequence[Path]) -> dict[str, Stored]:
+    """Return the tensors of the files by name, without reading them.
+
+    Raises:
+        ModelError: as `check_file`; or the files hold no tensors, or one of them twice.
+    """
     tensors: dict[str, Stored] = {}
     for file in files:
         if file.suffix == ".safetensors":
-            for name, entry in _header_of(file).items():
-                tensors[name] = Stored(file, name, tuple(entry["shape"]), _SAFETENSORS_DTYPES[entry["dtype"]])
+            of_file = {
+                name: Stored(file, name, tuple(entry["shape"]), _SAFETENSORS_DTYPES[entry["dtype"]])
+                for name, entry in _header_of(file).items()
+            }
         else:
-            for name, tensor in _read_pickle(file).items():
-                tensors[name] = Stored(file, name, tuple(tensor.shape), tensor.dtype)
+            of_file = {n: Stored(file, n, tuple(t.shape), t.dtype) for n, t in _read_pickle(file).items()}
+        twice = next(iter(tensors.keys() & of_file.keys()), None)
+        if twice is not None:
+            hint = f"{tensors[twice].file.name} has {twice} too. Keep the files of one checkpoint only."
+            raise ModelError("base.model", str(file), hint)
+        tensors |= of_file
+    if not tensors:
+        raise ModelError("base.model", ", ".join(map(str, files)), "It holds no tensors. Use a complete checkpoint.")
     return tensors
 
 
@@ -180,7 +239,25 @@ def _read_pickle(file: Path) -> Mapping[str, Tensor]:
         if not isinstance(name, str) or not isinstance(value, Tensor):
             hint = f"{name!r} is of type {type(value).__name__}. Only tensors by name can be loaded."
             raise ModelError("base.model", str(file), hint)
+        fault = _fault_of(value)
+        if fault:
+            raise ModelError(
+                "base.model", str(file), f"{name} {fault}. Save it as a plain tensor: `.to_dense().clone()`."
+            )
     return state
+
+
+def _fault_of(tensor: Tensor) -> str:
+    """Say why a pickled tensor has no values of its own in its file, or nothing."""
+    if tensor.is_meta:
+        return "has no values (device meta)"
+    if tensor.layout is not torch.strided:
+        return f"is stored as {tensor.layout}"
+    if tensor.dtype not in _DTYPE_NAMES:
+        return f"has the type {tensor.dtype}"
+    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        return f"repeats a storage of {tensor.untyped_storage().nbytes()} bytes to shape {tuple(tensor.shape)}"
+    return ""
 
 
 def _header_of(file: Path) -> dict[str, Any]:
@@ -193,8 +270,13 @@ def _header_of(file: Path) -> dict[str, Any]:
     with reading("base.model", str(file), "Its header is damaged. Download it again."):
         with open(file, "rb") as handle:
             (length,) = struct.unpack("<Q", handle.read(8))
-            if length > min(size, _HEADER_BYTES):
+            if length > size:
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
+            if length > _HEADER_BYTES:
+                hint = (
+                    f"Its header has {length:,} bytes. At most {_HEADER_BYTES:,} are read. Split the file into shards."
+                )
+                raise ModelError("base.model", str(file), hint)
             header = json.loads(handle.read(length), object_pairs_hook=_unique)
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
         expected = 8 + length + max((t["data_offsets"][1] for t in tensors.values()), default=0)

@@ -12,6 +12,12 @@ from surgery.recipe.base import Base, Checkpoint, Teacher
 from surgery.recipe.run import Recipe
 from surgery.recipe.sources import Data, Source
 
+# Address of a repository, or of a file in it, with or without the Hub's host.
+_ADDRESS = re.compile(
+    r"(?P<host>(https?://)?(www\.)?(huggingface\.co|hf\.co)/|hf://)?(models/)?(?P<id>[\w.-]+/[\w.-]+)"
+    r"(?P<rest>/(tree|blob|resolve)/(?P<revision>[^/?#]+).*)?/?([?#].*)?"
+)
+
 
 def source_of(model: str, revision: str | None) -> tuple[str, str | None]:
     """Split `repo@revision` into a Hub id and its revision, and find shipped checkpoints. Own folders stay as they are.
@@ -21,9 +27,14 @@ def source_of(model: str, revision: str | None) -> tuple[str, str | None]:
         revision: the recipe's `revision`, which is returned if `model` has none.
 
     Raises:
-        ModelError: `model` and `revision` name different revisions, or the @ is followed by nothing.
+        ModelError: `model` and `revision` name different revisions, the @ is followed by nothing, or `model` is the
+            address of a page.
     """
     model = local_path(model)
+    address = _ADDRESS.fullmatch(model)
+    if address and any(address[part] for part in ("host", "rest")) and not Path(model).exists():
+        at = f"@{address['revision']}" if address["revision"] not in (None, "main") else ""
+        raise ModelError("base.model", model, f"It is an address. Use the id in it: {address['id']}{at}.")
     name, at, written = model.partition("@")
     if not at or Path(model).exists() or not is_hub_id(name):
         return model, revision

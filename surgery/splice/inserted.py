@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import NemotronHConfig, NemotronHForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import PlanError
+from surgery.models.config_checks import STEP_MIN
 from surgery.models.inserted import (
     BASE_TYPE,
     CHANNELS,
@@ -47,7 +48,6 @@ from surgery.types import Graft, HeadId, Plan
 
 HEAD_DIM = 64  # default of `splice.head_dim`
 CONTEXT = 131072  # max_position_embeddings if the base states none. Nothing in the model depends on positions
-_STEP_MIN = 1e-30  # Nemotron-H's lower limit of dt in prefill. Its initialisation takes the logarithm
 _ATTENTION, _SSM = "full_attention", "linear_attention"
 _ROW = 8  # 16 bytes of 16-bit numbers: transformers' product of experts takes rows of a multiple of it
 
@@ -207,7 +207,7 @@ def nemotron_h_config(config: PreTrainedConfig) -> NemotronHConfig:
         use_bias=config.use_bias,
         mamba_proj_bias=config.use_bias,
         use_conv_bias=config.use_conv_bias,
-        time_step_min=_STEP_MIN,
+        time_step_min=STEP_MIN,
         time_step_max=config.time_step_max,
         time_step_floor=config.time_step_floor,
         time_step_limit=tuple(config.time_step_limit),

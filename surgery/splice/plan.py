@@ -151,11 +151,11 @@ def check_not_spliced(config: PreTrainedConfig) -> None:
 
 
 def check_splices(config: PreTrainedConfig) -> None:
-    """Raise PlanError if nothing can be spliced into models of this type, ModelError if the weights are quantized."""
+    """Raise PlanError if nothing can be spliced into this model, ModelError if the weights are quantized."""
     check_unquantized(config)
-    family = family_of(config)
-    if family.hybrid is None:
-        hint = f"This model type can be inspected and located but not spliced: {family.refuses}"
+    why_not = family_of(config).why_not(config)
+    if why_not:
+        hint = f"This model can be inspected and located but not spliced: {why_not}"
         raise PlanError("base.model", config.model_type, hint)
 
 

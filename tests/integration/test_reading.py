@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from surgery.cli import main
 from surgery.models import mamba_ssm_format
+from surgery.models.sizes import meta_model
 from tests.integration.conftest import PICO_MAMBA2 as BASE
 from tests.integration.conftest import surgery
 from tests.support.mamba2attn import attn_model
@@ -29,8 +29,7 @@ def write_sparse(folder: Path, layers: int) -> int:
     """A checkpoint of mamba_ssm's that is all zeros but for two tensors, in a file that is a hole; its bytes."""
     data = {"d_model": 2048, "n_layer": layers, "vocab_size": 50277, "pad_vocab_size_multiple": 16}
     config = mamba_ssm_format.convert_config({**data, "ssm_cfg": {"layer": "Mamba2"}})
-    with torch.device("meta"):
-        model = mamba_ssm_format.model_class(config)(config)
+    model = meta_model(config)
     header: dict[str, Any] = {}
     end = 0
     for name, tensor in model.state_dict().items():
@@ -101,42 +100,6 @@ def test_convert_then_inspect_generate_and_a_stranger(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model(torch.arange(9)[None]).logits.double().sum().item()
     assert float(alone.stdout.split()[-1]) == pytest.approx(expected, abs=1e-3)
-
-
-def assert_refused_here(capsys: pytest.CaptureFixture[str], *words: str) -> None:
-    """The command line of `sys.argv`, in this process: exit code 2 and one line."""
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert caught.value.code == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("error: ")
-    for word in words:
-        assert word in line
-
-
-def test_convert_refuses_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(tmp_path / "own", tiny("Mamba2"))
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "mine.txt").write_text("mine")
-    monkeypatch.setattr(sys, "argv", ["surgery", "convert", str(tmp_path / "own"), str(tmp_path / "new")])
-    assert_refused_here(capsys, "FOLDER", "new", "Set another folder")
-    mamba3 = {"d_model": 8, "n_layer": 2, "ssm_cfg": {"layer": "Mamba3"}}
-    (tmp_path / "own" / "config.json").write_text(json.dumps(mamba3))
-    monkeypatch.setattr(sys, "argv", ["surgery", "convert", str(tmp_path / "own"), str(tmp_path / "other")])
-    assert_refused_here(capsys, "ssm_cfg.layer", "Mamba3", "softplus")
-    assert not (tmp_path / "other").exists()
-
-
-def test_generate_refuses_the_tokenizer_of_another_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tiny("Mamba2").save_pretrained(tmp_path)
-    for file in BASE.glob("tokenizer*"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    monkeypatch.setattr(sys, "argv", ["surgery", "generate", str(tmp_path), "a"])
-    assert_refused_here(capsys, "CHECKPOINT: its largest token id is 972", "Use the tokenizer that the model was")
 
 
 def cache(folder: Path, name: str, commits: dict[str, Path]) -> None:

@@ -32,7 +32,7 @@ def read(error: BaseException, value: object = "7") -> str:
         IndexError(),
         ZeroDivisionError(),
         AssertionError(),
-        ImportError("No module named 'gptq'"),
+        ImportError("cannot import name 'x' from 'y'"),
         RuntimeError("shape"),
         Exception("data did not match any variant of untagged enum ModelWrapper"),
         PanicException("index out of bounds"),
@@ -61,6 +61,24 @@ def test_interrupts_exits_and_refusals_pass_unchanged(error: BaseException) -> N
     with pytest.raises(type(error)) as caught, reading("some.file", 7, "Write it again.", DataError):
         raise error
     assert caught.value is error
+
+
+def test_a_cause_outside_the_input_has_its_remedy() -> None:
+    """Also where a library wraps it in an error that blames the file."""
+    gated = type("GatedRepoError", (Exception,), {})("403")
+    for cause, says in (
+        (ModuleNotFoundError("No module named 'a'", name="a.b"), "pip install a."),
+        (ImportError("It needs x: `pip install x`"), "as the message says."),
+        (PermissionError(13, "Permission denied", "dir/x"), "chmod -R u+rX dir/x."),
+        (OSError(28, "No space left on device"), "The disk is full. Free some space."),
+        (OSError(12, "Cannot allocate memory"), "not enough memory to load it."),
+        (RuntimeError("unable to mmap: Cannot allocate memory (12)"), "not enough memory to load it."),
+        (gated, "hf auth login."),
+    ):
+        assert read(cause).endswith(says)
+        wrapped = ValueError("The file is not valid")
+        wrapped.__context__ = cause
+        assert read(wrapped).endswith(says)
 
 
 class OutOfMemoryError(RuntimeError):

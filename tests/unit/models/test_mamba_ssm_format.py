@@ -6,12 +6,12 @@ import math
 from typing import Any
 
 import pytest
-import torch
 from transformers import Mamba2Config, MambaConfig
 
 from surgery.errors import ModelError
 from surgery.hybrid.modeling_mamba2attn import Mamba2AttnConfig
 from surgery.models import mamba_ssm_format
+from surgery.models.sizes import meta_model
 
 # As published with the models of these names.
 MAMBA_130M = {
@@ -57,9 +57,7 @@ MAMBA2ATTN_27B = {
 
 def shapes_of(data: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every tensor of the model that the config describes."""
-    config = mamba_ssm_format.convert_config(data)
-    with torch.device("meta"):
-        model = mamba_ssm_format.model_class(config)(config)
+    model = meta_model(mamba_ssm_format.convert_config(data))
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 

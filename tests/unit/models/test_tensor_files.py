@@ -138,6 +138,26 @@ def assert_refused(read: Any, *words: str) -> None:
         assert word in str(caught.value), str(caught.value)
 
 
+def test_tensors_without_values_of_their_own_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "x.bin"
+    for tensor in (torch.zeros(1).expand(10**6, 10**6), torch.eye(4).to_sparse(), torch.eye(4).to_sparse_csr(),
+                   torch.empty(9, device="meta"), torch.zeros(3, dtype=torch.complex64)):  # fmt: skip
+        torch.save({"fine": torch.ones(2), "odd": tensor}, file)
+        assert_refused(lambda: inventory([file]), "x.bin", "odd", "plain tensor")
+
+
+def test_what_cannot_be_a_checkpoint_is_refused_at_once(tmp_path: Path) -> None:
+    """No tensors, one tensor in two files, and a header of a million tensors."""
+    files = [tmp_path / "1.safetensors", tmp_path / "2.safetensors"]
+    save_file({}, files[0])
+    assert_refused(lambda: inventory(files[:1]), "1.safetensors", "no tensors")
+    for file in files:
+        save_file({"a": torch.ones(1)}, file)
+    assert_refused(lambda: inventory(files), "2.safetensors", "1.safetensors has a too")
+    header_file(files[0], b" " * (2 * 10**7 + 1))
+    assert_refused(lambda: inventory(files), "20,000,001 bytes", "shards")
+
+
 class TestIndexes:
     """An index is data of a stranger: its form is checked, and it names files of its own folder alone."""
 

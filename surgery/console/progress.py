@@ -6,9 +6,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import (
@@ -21,7 +19,6 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from surgery.recipe.section import RenamedKeyWarning
 from surgery.report.progress_lines import ProgressLines
 
 # A pipe has no width: names must not be truncated. A name in brackets is no markup.
@@ -36,20 +33,7 @@ def silence_libraries() -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("RUST_BACKTRACE", "0")
     warnings.filterwarnings("ignore", category=FutureWarning)
-    if os.environ.get("RANK", "0") == "0":
-        warnings.filterwarnings("once", category=RenamedKeyWarning)
-    warnings.showwarning = partial(_show_warning, warnings.showwarning)
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-
-
-def _show_warning(
-    show: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any, **more: Any
-) -> None:
-    """Print renamed recipe keys in one line each, and other warnings as before."""
-    if issubclass(category, RenamedKeyWarning):
-        sys.stderr.write(f"warning: {message}\n")
-    else:
-        show(message, category, *where, **more)
 
 
 _shown: Literal["quiet", "normal", "verbose"] = "normal"

@@ -14,7 +14,7 @@ from surgery.errors import ModelError, reading
 
 RECORD = "export.json"
 # Not a *.safetensors file: vLLM loads every one in a folder as weights.
-REFERENCE, EARLIER_REFERENCE = "reference.json", "reference.safetensors"
+REFERENCE = "reference.json"
 AGAIN = "Download it again, or export again."
 # Suffixes of files that transformers or torch could load.
 LOADABLE = (".py", ".json", ".safetensors", ".bin", ".pt", ".pth", ".jinja")

@@ -1,12 +1,10 @@
 """Check the code that loading an export imports, and load it from a private copy.
 
-The code must equal this library's byte for byte, or have the SHA-256 of an earlier version's. Modules of installed
-plugins are treated like this library's.
+The code must equal this library's byte for byte. Modules of installed plugins are treated like this library's.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,10 +17,8 @@ from transformers import PreTrainedConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from surgery.errors import ModelError
-from surgery.export.earlier_modules import EARLIER
 from surgery.export.files import AGAIN, read_json_file, read_object, shown, visible_files
 from surgery.hybrid import CLASSES
-from surgery.hybrid.cache_name import RENAMED
 from surgery.hybrid.shipping import auto_map, outside_modules
 
 _TRUST = "Read it first, then pass --trust-remote-code to run it."
@@ -67,7 +63,7 @@ def check_code(folder: Path, config: PreTrainedConfig, trust_remote_code: bool =
 
     Raises:
         ModelError: a modelling file is missing; or, without `trust_remote_code`, the folder names or holds code that
-            is not this library's, or that of an earlier version which does not run on the installed transformers.
+            is not this library's.
     """
     maps = read_object(folder, "config.json").get("auto_map")
     maps = maps if isinstance(maps, Mapping) else {}
@@ -94,17 +90,11 @@ def check_code(folder: Path, config: PreTrainedConfig, trust_remote_code: bool =
             name = path.relative_to(folder).as_posix()
             _check_keys(name, read_json_file(folder, name), {"auto_map"} if name == "config.json" else set())
     modules = {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*.py"))}
-    hashes = {name: hashlib.sha256(text).hexdigest() for name, text in modules.items()}
-    version = next((name for name, known in EARLIER.items() if hashes.items() <= known.items()), None)
-    if version is not None and RENAMED:
-        hint = "They do not run on transformers 5.24 or newer. Export again, or install transformers==5.23.*."
-        raise ModelError("modelling files", f"those of version {version}", hint)
-    if version is None:
-        expected = _modules_of(config)
-        for name, text in modules.items():
-            if expected.get(name) != text:
-                value = "not the module of this library, byte for byte, nor of an earlier version"
-                raise ModelError(shown(name), value, _TRUST)
+    expected = _modules_of(config)
+    for name, text in modules.items():
+        if expected.get(name) != text:
+            hint = f"Export again if another version wrote it. Otherwise: {_TRUST[0].lower()}{_TRUST[1:]}"
+            raise ModelError(shown(name), "not the module of this library, byte for byte", hint)
     return modules
 
 

@@ -28,7 +28,7 @@ def verify_folder(folder: Path | str, trust_remote_code: bool = False, plugins: 
       and the text of the reference within `reload.TOLERANCE`, with the weights in fp32.
 
     By default only known code runs: the folder must name this library's classes, and its modules must equal those of
-    this library, of an earlier version, or of a plugin. They are loaded from a private copy.
+    this library or of a plugin. They are loaded from a private copy.
 
     Args:
         trust_remote_code: run any modelling files that the folder holds, in a process of their own.
@@ -38,10 +38,10 @@ def verify_folder(folder: Path | str, trust_remote_code: bool = False, plugins: 
         The checked quantities:
 
         - `format`: its name.
-        - `files`: number of files that export.json lists; None if it lists none.
+        - `files`: number of files that export.json lists.
         - `tensors`: number of tensors that were checked; None if the format does not report it.
         - `agree`: names of the documents that name the same splice.
-        - `not_checked`: one sentence for each check that was skipped, such as for exports of older versions.
+        - `not_checked`: one sentence for each check that was skipped.
         - Quantities of the format. `transformers` adds the next two.
         - `max_logit_difference`: as a fraction of the standard deviation of the logits.
         - `generated_tokens`: number of generated tokens that agree.
@@ -54,11 +54,9 @@ def verify_folder(folder: Path | str, trust_remote_code: bool = False, plugins: 
     record = _read_record(folder)
     export_format = format_of(record, plugins)
     report: dict[str, Any] = {"format": export_format.name, "files": None, "tensors": None}
-    not_checked = ["file hashes: this export was written by an older version and lists none"]
-    if "files" in record:
-        with reading(RECORD, None, AGAIN):
-            not_checked = check_files(folder, record["files"], export_format.loadable)
-            report["files"] = len(record["files"])
+    with reading(RECORD, None, AGAIN):
+        not_checked = check_files(folder, record.get("files"), export_format.loadable)
+        report["files"] = len(record["files"])
     with _naming(export_format):
         stated = export_format.read_plan(folder, trust_remote_code)
     report["agree"], absent = check_documents(folder, stated)

@@ -85,7 +85,6 @@ def write_page(heads: HeadSet, attention: PromptAttention, path: Path, title: st
     for piece in rest:  # one pass: inserted text is never searched for names
         name, _, after = piece.partition("}}")
         pieces += [parts[name], after]
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, "".join(pieces))
     return path
 
@@ -107,7 +106,6 @@ def write_csv(heads: HeadSet, path: Path) -> Path:
         writer.writerow(
             [head, head.layer, head.head, rank, scored.role, scored.reads or "", place.get(head, ""), given, n, *values]
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text.getvalue())
     return path
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from surgery import __version__
 from surgery.errors import summary
+from surgery.files.atomic import open_regular
 from surgery.files.secret_scan import secrets_of_environment, tokens_in
 from surgery.report.progress_lines import ProgressLines
 from surgery.run.context import Reporter, Run
@@ -27,7 +29,8 @@ class LoggedReporter:
         for _, _, token in list(tokens_in(line, secrets_of_environment())):
             line = line.replace(token, "<token>")
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+        handle = open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        with open(handle, "a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{now}  {' '.join(line.splitlines())}\n")
 
     def start(self, stage: str, what: str) -> None:

@@ -5,25 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile
 
 import pytest
-import torch
 
 import surgery.hybrid
 from surgery.errors import ModelError
-from surgery.export import shipped_code, transformers_folder
-from surgery.export.earlier_modules import EARLIER
+from surgery.export import transformers_folder
 from surgery.export.folder import export_model
-from surgery.export.reload import prompt_ids, reload
 from surgery.export.shipped_code import _check_keys, check_code, private_copy
-from surgery.hybrid.cache_name import RENAMED
 from surgery.testing.pico import pico_tokenizer
-from tests.support.battery import every_spliced, logits, trained
+from tests.support.battery import every_spliced, trained
 from tests.support.exports import in_this_process
 
 LIBRARY = Path(surgery.hybrid.__file__).parent
-SUPPORT = Path(__file__).parents[2] / "support"
 
 
 def exported(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -97,45 +91,3 @@ def test_keys_that_name_code_are_refused_at_any_depth(data: Any) -> None:
 )
 def test_keys_that_name_none_pass(data: Any) -> None:
     _check_keys("a.json", data, set())
-
-
-class TestEarlierVersions:
-    """An export of 0.1.0: its modelling files are in modules_0.1.0.zip, as it shipped them."""
-
-    @pytest.fixture
-    def old(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Any]:
-        model = exported(tmp_path / "export", "mamba2", monkeypatch)
-        for path in (tmp_path / "export").glob("*.py"):
-            path.unlink()
-        with ZipFile(SUPPORT / "modules_0.1.0.zip") as archive:
-            archive.extractall(tmp_path / "export")
-        return tmp_path / "export", model
-
-    def test_its_modules_are_known(self, old: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        """They run from a private copy, as a stranger would run them, with this library's logits. Not since 5.24."""
-        folder, model = old
-        monkeypatch.setattr(shipped_code, "RENAMED", False)
-        modules = check_code(folder, model.config)
-        assert "mixins.py" in modules and set(modules) < set(EARLIER["0.1.0"])
-        monkeypatch.setattr(shipped_code, "RENAMED", True)
-        with pytest.raises(ModelError, match=r"^modelling files: those of version 0\.1\.0\. They do not run on transf"):
-            check_code(folder, model.config)
-        if RENAMED:
-            return
-        ids = prompt_ids(model.config.vocab_size)
-        with private_copy(folder, model.config, modules) as copy:
-            outputs = reload(copy, ids, ("float32",))
-        assert torch.equal(outputs["float32.logits"], logits(model, ids))
-
-    def test_a_changed_one_is_not(self, old: tuple[Path, Any]) -> None:
-        folder, model = old
-        with open(folder / "mixins.py", "a") as file:
-            file.write("\n")
-        with pytest.raises(ModelError, match=r"^attention\.py: not the module of this library"):
-            check_code(folder, model.config)
-
-    def test_versions_do_not_mix(self, old: tuple[Path, Any]) -> None:
-        folder, model = old
-        (folder / "packing.py").write_bytes((LIBRARY / "packing.py").read_bytes())
-        with pytest.raises(ModelError, match=r"attention\.py: not the module of this library"):
-            check_code(folder, model.config)

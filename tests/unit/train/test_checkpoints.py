@@ -26,6 +26,7 @@ from surgery.train import checkpoints as checkpoints_module
 from surgery.train.checkpoint_files import fault_of
 from surgery.train.checkpoints import checkpoints, load_checkpoint, save_checkpoint
 from surgery.train.sharded import full, is_sharded
+from tests.support.processes import leftover
 
 OF = {"of": "this", "history": []}
 
@@ -319,9 +320,7 @@ def _failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 def test_what_a_kill_left_is_swept(sharded: bool, tmp_path: Path) -> None:
     training = Training(sharded)
     training.save(tmp_path)
-    half = tmp_path / ".step_000002.77.tmp" / "shards"
-    half.mkdir(parents=True)
-    (half / "__0_0.distcp").write_text("half")
+    leftover(tmp_path / "step_000002")
     state = training.load(tmp_path)
     assert state is not None and state["step"] == 1
     assert checkpoints(tmp_path) == list(tmp_path.iterdir())

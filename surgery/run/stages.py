@@ -122,7 +122,7 @@ class Stage:
 
 
 _BRANCH = ("mode", "init", "random_width", "min_width", "unit", "with_block", "teacher")  # keys of `splice`
-_MEASURED = ("examples", "pairs", "filler", "value_digits")  # keys of `locate` for the prompts
+_MEASURED = ("examples", "pairs", "filler", "value_digits", "task")  # keys of `locate` for the prompts
 _CONTROL = ("no_splice", "no_splice_training.json", "figures/no_splice_training")
 
 

@@ -20,11 +20,11 @@ from surgery import cli
 from surgery.errors import ModelError
 from surgery.export import transformers_folder
 from surgery.export.documents import card_table, check_card
-from surgery.export.files import RECORD, REFERENCE, fingerprints
+from surgery.export.files import CARD, RECORD, REFERENCE, fingerprints
 from surgery.export.folder import export_model
 from surgery.export.formats import ExportFormat
 from surgery.export.reload import TOLERANCE, compare, make_reference, prompt_ids
-from surgery.export.verify import verify_folder
+from surgery.export.verify import check_publishable, verify_folder
 from surgery.models.lookup import family_of
 from surgery.recipe.export import EXPORT_FORMATS
 from surgery.testing.pico import pico_tokenizer
@@ -113,8 +113,20 @@ class _Bare(ExportFormat):
 
 
 class TestFiles:
+    def test_a_card_may_be_edited_and_all_that_is_written_can_be_published(self, copy: Path) -> None:
+        """But for its table, the splice of which is compared, and files that were added."""
+        said: list[str] = []
+        for text in ((copy / CARD).read_text(), "# My words\n"):
+            (copy / CARD).write_text(text)
+            names, _ = check_publishable(copy, say=said.append)
+            assert set(names) == {p.relative_to(copy).as_posix() for p in copy.rglob("*") if p.is_file()}
+        assert "not checked: README.md: changed since the export" in said
+        (copy / ".env").touch()
+        with pytest.raises(ModelError, match=r"^\.env: not listed in export\.json"):
+            check_publishable(copy)
+
     def test_a_changed_byte_is_found_in_any_file(self, whole: Path, copy: Path) -> None:
-        for name in fingerprints(whole):
+        for name in fingerprints(whole).keys() - {CARD}:
             content = bytearray((whole / name).read_bytes())
             content[len(content) // 2] ^= 1
             (copy / name).write_bytes(content)

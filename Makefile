@@ -7,7 +7,7 @@ JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n : 4)))
 # Without files of bytecode, which pip is told not to make for all modules, each process would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check lint format pretrain rounding compat newest fuzz kills mutants upstream serve-test client-test gguf-test qlora-test triton-test real-shape stranger gpu bench evidence docs clean
+.PHONY: demo test check lint format pretrain rounding compat newest nightly fuzz kills mutants upstream serve-test client-test gguf-test qlora-test triton-test real-shape stranger gpu bench evidence docs clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -21,7 +21,7 @@ demo: $(VENV)/.installed
 
 ## Run all tests, on tiny models, without a network.
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/unit tests/integration
 
 ## Run what CI runs: format, lint, types, tests.
 check: $(VENV)/.installed lint test
@@ -61,6 +61,10 @@ newest: $(VENV)/.installed
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo .newest/lib/python3*/site-packages)/zz_rest.pth
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) .newest/bin/python -m pytest -n $(JOBS) tests/unit/hybrid tests/unit/models \
 		tests/unit/test_*.py tests/unit/train tests/integration/test_export.py tests/integration/test_famil*.py
+
+## Test the benches, the studies and the harnesses of fuzz, kills and mutants.
+nightly: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/nightly
 
 ## Run every command on mutated inputs: 2,000 cases in five minutes on one core. Options: FUZZ='--seed 3 --only exports
 ## --cases 200'; FUZZ='--seed 3 --case 1234' repeats one case. docs/RELIABILITY.md.

@@ -257,7 +257,11 @@ def captured(step: Callable[[], object]) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+
+    def replay(_: object = step) -> None:  # the graph reads and writes the tensors that the step holds
+        graph.replay()
+
+    return replay
 
 
 def _train(models: dict[str, PreTrainedModel], shape: Shape, new_heads: bool, options: Options) -> Samples:

@@ -119,6 +119,9 @@ def silence_libraries() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("RUST_BACKTRACE", "0")
+    os.environ.setdefault(
+        "TRITON_CACHE_AUTOTUNING", "1"
+    )  # tuning takes minutes; the next process starts with its result
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
 

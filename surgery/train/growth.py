@@ -70,6 +70,8 @@ def _message(name: str, loss: float, first: float | None) -> str:
 
 def _nats(history: Sequence[Mapping[str, float]], step: int, stage: TrainStage, name: str) -> float | None:
     """Loss of an objective at a step, divided by its weights. None if it has no weight."""
+    if name not in history[step]:
+        return None
     progress = step / max(1, stage.num_steps - 1)
     weight = sum(source.weights.at(progress).get(name, 0.0) for source in stage.sources)
-    return history[step][name] / weight if weight and name in history[step] else None
+    return history[step][name] / weight if weight else None

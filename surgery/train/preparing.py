@@ -198,7 +198,7 @@ def check_stage(section: Train, stage: TrainStage, targets: Targets, accelerator
 def packs(model: nn.Module, section: Train, stage: TrainStage, targets: Targets, accelerator: Accelerator) -> bool:
     """True if documents share rows: it is wanted, and all models of the stage keep the documents of a row separate.
 
-    Logs why they do not, if the recipe sets `packing`.
+    Logs why they do not.
     """
     if not (accelerator.device.type == "cuda" if section.packing is None else section.packing):
         return False
@@ -208,7 +208,7 @@ def packs(model: nn.Module, section: Train, stage: TrainStage, targets: Targets,
     if targets.teacher is not None:
         models["the teacher"] = targets.teacher.model
     fault = "not supported with torch.compile" if section.compile else packing_fault(models)
-    if fault is not None and section.packing and accelerator.is_main_process:
+    if fault is not None and accelerator.is_main_process:
         _LOG.warning("train.packing: every document of %s has its own padded row (%s)", stage.name, fault)
     return fault is None
 

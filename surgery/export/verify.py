@@ -22,7 +22,8 @@ def verify_folder(folder: Path | str, trust_remote_code: bool = False, plugins: 
 
     For every format, the checks are:
 
-    - Every file has the size and SHA-256 that export.json lists. Symbolic links are refused.
+    - Every file has the size and SHA-256 that export.json lists, but README.md, which may be edited. Symbolic links are
+      refused.
     - Config, plan, heads and model card name the same splice.
 
     The format adds its own. For `transformers`:

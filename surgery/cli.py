@@ -91,6 +91,7 @@ app = typer.Typer(
 )
 
 _DEBUG = "SURGERY_DEBUG"
+_STOPPED = "stopped; run the same command to go on"
 
 
 @app.command()
@@ -341,10 +342,12 @@ def _exit_code() -> int:
         app()
         return 0
     except SystemExit as end:
+        if end.code in (128 + signal.SIGINT, 128 + signal.SIGTERM):  # typer exits so after an interrupt
+            print(_STOPPED, file=sys.stderr)
         return int(end.code or 0)
     except KeyboardInterrupt:
-        print("interrupted. A run resumes when its command is repeated.", file=sys.stderr)
-        return 130
+        print(_STOPPED, file=sys.stderr)
+        return 128 + signal.SIGINT
     except BaseException as error:
         if os.environ.get(_DEBUG, "0") != "0":
             traceback.print_exc()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from surgery.report.results import (
     arm_label,
     cell_of,
     entries,
+    example_of,
     label_of,
     ordered_arms,
     rows_of,
@@ -28,7 +30,7 @@ from surgery.report.results import (
     value_text,
 )
 from surgery.report.text import size_text, visible
-from surgery.report.verdict import verdict_of
+from surgery.report.verdict import Verdict, verdict_of
 
 
 def print_plan(estimate: dict[str, Any]) -> None:
@@ -175,7 +177,8 @@ def print_heads(folder: Path, most: int = 10) -> None:
     table = Table(title=f"{folder}: heads, best first; * {selected}")
     for name in ("head", "role", "reads", *columns):
         table.add_column(name.replace("_", " "), justify="left" if name in ("head", "role", "reads") else "right")
-    for scored in heads["heads"][:most]:
+    shown = [scored for rank, scored in enumerate(heads["heads"]) if rank < most or scored["head"] in chosen]
+    for scored in shown:
         name = f"{scored['head']}{' *' if scored['head'] in chosen else ''}"
         values = (scored["scores"].get(column) for column in columns)
         cells = (f"{v['value']:+.3f} [{v['low']:+.2f}, {v['high']:+.2f}]" if v else "" for v in values)
@@ -207,9 +210,7 @@ def print_results(folder: Path, recipe: Recipe) -> None:
     _print_arms(f"{folder}: heads {', '.join(results['heads'])}", results["arms"], recipe)
     for name, rows in results.get("held_out_examples", {}).items():
         _print_examples(name, rows, recipe)
-    for text in results.get("advice", []):
-        out.print(text, highlight=False, markup=False)
-    _print_end(folder, verdict_of(results, recipe).sentence)
+    _print_end(folder, verdict_of(results, recipe), example_of(results), recipe)
 
 
 def _print_arms(title: str, arms: dict[str, Any], recipe: Recipe) -> None:
@@ -246,13 +247,14 @@ def _print_examples(name: str, rows: list[dict[str, Any]], recipe: Recipe) -> No
     out.print(table, highlight=False)
 
 
-def _print_end(folder: Path, verdict: str) -> None:
-    """Print the verdict, the report, and the commands that use the exported hybrid."""
+def _print_end(folder: Path, verdict: Verdict, example: Mapping[str, Any] | None, recipe: Recipe) -> None:
+    """Print the verdict, the report, and the commands that use the exported hybrid, with a prompt that it answers."""
 
     def say(text: str) -> None:
         out.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    say(verdict)
+    for text in (*verdict.advice, verdict.sentence):
+        say(text)
     if (folder / "report.html").is_file():
         say(f"report: {folder / 'report.html'}")
     export = folder if (folder / "export.json").is_file() else folder / "export"
@@ -261,7 +263,19 @@ def _print_end(folder: Path, verdict: str) -> None:
         # A hybrid with inserted layers is no `transformers` export, and `gguf` needs the place of llama.cpp.
         same = "" if form == "transformers" else " export.format=nemotron_h"
         say("next:")
-        for command in (f"generate {name} 'PROMPT'", f"finetune {name} DATA.jsonl{same}", f"publish {name} OWNER/NAME"):
+        prompt = example["prompt"].replace("\n", " ") if example is not None else ""
+        # `generate` reads \n as a line end, and a dash as an option; other characters could change the terminal
+        if example is None or "\\" in prompt or prompt.startswith("-") or not prompt.isprintable():
+            say(f"  surgery generate {name} 'PROMPT'")
+        else:
+            prompt = example["prompt"].replace("\n", "\\n")
+            texts = [
+                f"{arm_label(arm, recipe)} {visible(example['generated'][arm].strip(), 40)}"
+                for arm in ("hybrid", "base")
+            ]
+            say(f"  surgery generate {name} {shlex.quote(prompt)}")
+            say(f"    wanted {visible(example['wanted'].strip(), 40)}; {'; '.join(texts)}")
+        for command in (f"finetune {name} DATA.jsonl{same}", f"publish {name} OWNER/NAME"):
             say(f"  surgery {command}")
 
 

@@ -1,4 +1,4 @@
-"""Held-out rows of the user's data: wanted and generated texts side by side, and advice if no answer is right."""
+"""Held-out rows of the user's data: wanted and generated texts side by side."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgery.probes.documents import Document
-from surgery.recipe import Train
 from surgery.report.text import cut_middle
 from surgery.scoring.generation import ExactAnswers
 
 _SHOWN = 12  # rows of a data set
 _PROMPT = 2000  # characters of a prompt to keep
-_FEW = 0.5  # share of rows with a gold position below which marking them is suggested
 
 
 @dataclass(frozen=True)
@@ -61,53 +59,3 @@ def side_by_side(examples: Mapping[str, Mapping[str, Sequence[Example]]]) -> dic
             for row in zip(*by_arm.values(), strict=True)
         ]  # fmt: skip
     return joined
-
-
-def advice_of(
-    train: Train,
-    arms: Mapping[str, Mapping[str, Any]],
-    answer_spans: Mapping[str, Mapping[str, int]],
-    training: Mapping[str, Mapping[str, int]] | None = None,
-) -> list[str]:
-    """State for each data set that no arm has a right answer, if so, and what to try.
-
-    Args:
-        train: the recipe's section `train`, with the number of steps that were trained.
-        arms: entry `arms` of results.json.
-        answer_spans: counts of `answer_span: auto` by data set, from `count_answer_spans`.
-        training: entry `training` of results.json, if a stage could end at a plateau.
-    """
-    advice = []
-    longer = f"train longer (now {train.num_all_steps} steps)"
-    if any("plateau" in stage for stage in (training or {}).values()):  # more `steps` would change nothing
-        longer += ": a plateau ended a stage early, so increase `plateau.patience` or `plateau.min_steps`"
-    for name, entry in arms["hybrid"].get("held_out", {}).items():
-        if "accuracy" not in entry or any(arm["held_out"][name]["accuracy"] > 0 for arm in arms.values()):
-            continue
-        text = f"{name}: no model generates any of the {entry['n']} held-out answers exactly."
-        first_token = entry.get("first_token", {}).get("accuracy", 0.0)
-        if first_token:
-            text += f" The hybrid's first token is right in {100 * first_token:.3g}% of them."
-        tips = [longer, *_span_tips(train, answer_spans.get(name))]
-        tips.append("check the format: compare wanted and generated text, and the space or newline before the answer")
-        advice.append(f"{text} What to try: {'; '.join(tips)}.")
-    return advice
-
-
-def _span_tips(train: Train, counts: Mapping[str, int] | None) -> list[str]:
-    """Suggest spans if the attention of the new heads is supervised on few rows, or on none."""
-    sources = [source for stage in train.sequence for source in stage.sources if source.data is not None]
-    if not any(source.weights.needs("gold_positions") for source in sources):
-        return [
-            "mark the place of each answer in its prompt (`answer_span`), or set `data.columns.answer_span: auto`, "
-            "with `weights.attention: 1.0`"
-        ]
-    if counts is None:
-        return []
-    rows = sum(counts[key] for key in ("found", "ambiguous", "missing")) + counts.get("marked", 0)
-    located = counts["found"] + counts.get("marked", 0)
-    if located >= _FEW * rows:
-        return []
-    return [
-        f"mark the place of each answer (`answer_span`), as `answer_span: auto` found it in {located} of {rows} rows"
-    ]

@@ -20,12 +20,13 @@ from surgery.errors import SurgeryError, reading
 from surgery.export.formats import ExportFormat
 from surgery.recipe import Recipe, to_yaml
 from surgery.recipe.export import EXPORT_FORMATS
-from surgery.recipe.methods import UNRANKED, gloss_of
+from surgery.recipe.methods import UNRANKED, all_columns, gloss_of
 from surgery.recipe.public import public_name, public_recipe, source_of
 from surgery.recipe.yaml import load_yaml
-from surgery.report.results import arm_label, cell_of, entries, label_of, limits_of, ordered_arms, own_data, p_text
+from surgery.report.results import entries, label_of, limits_of, measurements_of, own_data
 from surgery.report.templates import render
-from surgery.types import HeadId, HeadSet, Plan
+from surgery.report.verdict import base_at_chance, verdict_of
+from surgery.types import HeadId, HeadSet, Plan, ScoredHead
 
 # Keys of an entry of results.json, with the metric's name on the Hub.
 _METRICS = (("accuracy", "accuracy"), ("perplexity", "perplexity"), ("nats", "loss"))
@@ -60,7 +61,9 @@ def model_card(
         "tags": [plan.grafts[0].site.kind, "hybrid", "retrieval", "ssm-surgery"],
         "model-index": eval_results_to_model_index(recipe.name, list(_measured(results, recipe))),
     }
-    columns, rows = _evidence(results, recipe)
+    table = measurements_of(results, recipe)
+    table["columns"][1] = f"**{table['columns'][1]}**"
+    table["rows"] = [[cell.replace("|", r"\|") for cell in row] for row in table["rows"]]
     values = {
         "front_matter": yaml.safe_dump(front, sort_keys=False, allow_unicode=True),
         "name": recipe.name,
@@ -70,16 +73,16 @@ def model_card(
         "data": " and ".join(own_data(recipe)),
         "heads": _spliced_heads(heads, plan),
         "method": heads.method if heads is not None else None,
+        "measured": _acts_by_measurement(heads) and base_at_chance(results["arms"], recipe) is None,
         "ranked": heads is not None and heads.method not in UNRANKED,
         "gloss": gloss_of(heads.method) if heads is not None else "",
         "head_seed": heads.seed if heads is not None else None,
         "located_on": _located_on(recipe),
         "gap": (results.get("step_zero_gap") or {}).get("max_logit"),
         "state": (plan.grafts[0].site.state_size, recipe.state_size) if recipe.state_size is not None else None,
-        "columns": columns,
-        "rows": rows,
+        "verdict": verdict_of(results, recipe).sentence,
+        "table": table,
         "seed": recipe.seed,
-        "has_p_values": "p" in columns,
         "has_control": recipe.splice is not None and "no_splice" in results["arms"],
         "has_ablation": "hybrid_heads_off" in results["arms"],
         "versions": ", ".join(f"{name} {version}" for name, version in results.get("versions", {}).items()),
@@ -178,20 +181,14 @@ def _spliced_heads(heads: HeadSet | None, plan: Plan) -> list[tuple[str, ...]]:
     return rows
 
 
-def _evidence(results: Mapping[str, Any], recipe: Recipe) -> tuple[list[str], list[list[str]]]:
-    """Column labels and rows of the results table: the user's own data first, perplexities last."""
-    arms = {name: dict(entries(results["arms"][name])) for name in ordered_arms(results["arms"])}
-    p_values = results.get("p_values", {}).get("hybrid", {})
-    labels = {name: arm_label(name, recipe) for name in arms} | {"hybrid": "**hybrid**"}
-    columns = ["", *labels.values(), "prompts", *(["p"] if p_values else [])]
-    rows = []
-    for path, entry in sorted(arms["base"].items(), key=lambda row: ("perplexity" in row[1], row[0][0] != "held_out")):
-        cells = [label_of(path, entry), *(cell_of(arm.get(path)) for arm in arms.values()), str(entry.get("n", ""))]
-        if p_values:
-            p = p_values.get("/".join(path))
-            cells.append(p_text(p) if isinstance(p, float) else "")
-        rows.append([cell.replace("|", r"\|") for cell in cells])
-    return columns, rows
+def _acts_by_measurement(heads: HeadSet | None) -> bool:
+    """Whether the heads were ranked, and the answers lose margin without each of them, by its 95% interval."""
+    effects = [column.name for column in all_columns().values() if column.effect == "loss"]
+
+    def lowest(head: ScoredHead) -> float:
+        return max((head.scores[name].low for name in effects if name in head.scores), default=0.0)
+
+    return heads is not None and heads.method not in UNRANKED and all(lowest(head) > 0 for head in heads.chosen)
 
 
 def _measured(results: Mapping[str, Any], recipe: Recipe) -> Iterator[EvalResult]:

@@ -184,6 +184,8 @@ def _in_order(faults: Sequence[ErrorDetails]) -> list[ErrorDetails]:
     return sorted(causes, key=lambda fault: ("missing" in fault["type"]) - ("extra" in fault["type"]))
 
 
-def to_yaml(recipe: AnyRecipe) -> str:
-    """Return a recipe as YAML, with all defaults."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
+def to_yaml(recipe: AnyRecipe, defaults: bool = True) -> str:
+    """Return a recipe as YAML, with all defaults or with none."""
+    return yaml.safe_dump(
+        recipe.model_dump(mode="json", exclude_defaults=not defaults), sort_keys=False, allow_unicode=True, width=110
+    )

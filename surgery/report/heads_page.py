@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from surgery.errors import require
 from surgery.files.atomic import write_text
 from surgery.recipe.methods import RANKINGS, UNRANKED, Column, all_columns, unit_of
 from surgery.types import HeadId, HeadSet, Interval, ScoredHead
@@ -62,15 +61,8 @@ def write_page(heads: HeadSet, attention: PromptAttention, path: Path, title: st
         attention: rows of all or some heads. `PromptAttention()` omits that part of the page.
         path: file to write.
         title: heading and title of the page; names the model by default.
-
-    Raises:
-        SurgeryError: there are no heads or scores, a row or matrix has the wrong shape or holds other values than
-            shares, a mark is outside the prompt, or a name is not a head of the HeadSet.
     """
-    require(bool(heads.heads), "heads.heads", "empty", "Run `surgery locate` again.")
-    require(bool(_columns(heads)), "heads.heads", "no scores", "Run `surgery locate` again.")
-    names = {str(s.head) for s in heads.heads}
-    data = {**_head_data(heads), "prompts": [_prompt_data(p, names) for p in attention.prompts]}
+    data = {**_head_data(heads), "prompts": [_prompt_data(prompt) for prompt in attention.prompts]}
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for sign in "<>&":  # nothing in the data can end the element that holds it
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -89,23 +81,32 @@ def write_page(heads: HeadSet, attention: PromptAttention, path: Path, title: st
     return path
 
 
-def write_csv(heads: HeadSet, path: Path) -> Path:
-    """Write one row per head, best first: value, low and high of every score; empty if not measured."""
+def heads_table(heads: HeadSet) -> tuple[list[str], list[list[Any]]]:
+    """Columns and one row per head, best first: value, low and high of every score; empty if not measured.
+
+    `chosen` is the place of a chosen head among the chosen heads, from 1.
+    """
     columns = _columns(heads)
     place = {s.head: i + 1 for i, s in enumerate(heads.chosen)}
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
     ends = [f"{column.name}{end}" for column in columns for end in ("", "_low", "_high")]
-    writer.writerow(["head", "layer", "index", "rank", "role", "reads", "chosen", "given", "n", *ends])
+    rows: list[list[Any]] = []
     for rank, scored in enumerate(_merged(heads), start=1):
         scores = [scored.scores.get(column.name) for column in columns]
         values = [v for s in scores for v in (("", "", "") if s is None else (s.value, s.low, s.high))]
         n = next((s.n for s in scores if s is not None), "")
         given = " ".join(map(str, scored.given))
         head = scored.head
-        writer.writerow(
+        rows.append(
             [head, head.layer, head.head, rank, scored.role, scored.reads or "", place.get(head, ""), given, n, *values]
         )
+    return ["head", "layer", "index", "rank", "role", "reads", "chosen", "given", "n", *ends], rows
+
+
+def write_csv(heads: HeadSet, path: Path) -> Path:
+    """Write `heads_table` as CSV."""
+    header, rows = heads_table(heads)
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([header, *rows])
     write_text(path, text.getvalue())
     return path
 
@@ -199,28 +200,15 @@ def _rounded(interval: Interval | None) -> list[float] | None:
     return [float(f"{v:.6g}") for v in (interval.value, interval.low, interval.high)] + [interval.n]
 
 
-def _prompt_data(prompt: Prompt, names: set[str]) -> dict[str, Any]:
-    T = len(prompt.tokens)
-    for name, position in prompt.marks.items():
-        require(0 <= position < T, f"marks[{name!r}]", position, f"Pass 0 to {T - 1}.")
-    unknown = [name for name in (*prompt.rows, *prompt.matrices) if name not in names]
-    require(not unknown, "prompt.rows", str(unknown[:1]), "Pass names of heads in the HeadSet.")
-    rows = {name: _checked(row, (T,), f"rows[{name!r}]") for name, row in prompt.rows.items()}
-    matrices = {name: _checked(m, (T, T), f"matrices[{name!r}]") for name, m in prompt.matrices.items()}
+def _prompt_data(prompt: Prompt) -> dict[str, Any]:
     return {
         "tokens": list(prompt.tokens),
         "marks": dict(prompt.marks),
-        "rows": {name: _packed([row]) for name, row in rows.items()},
-        "matrices": {name: _packed([row[: t + 1] for t, row in enumerate(m)]) for name, m in matrices.items()},
+        "rows": {name: _packed([row]) for name, row in prompt.rows.items()},
+        "matrices": {
+            name: _packed([row[: t + 1] for t, row in enumerate(matrix)]) for name, matrix in prompt.matrices.items()
+        },
     }
-
-
-def _checked(shares: NDArray[Any], shape: tuple[int, ...], field: str) -> NDArray[np.float64]:
-    values = np.asarray(shares, dtype=np.float64)
-    require(values.shape == shape, field, values.shape, f"Pass one share per token: {shape}.")
-    are_shares = np.isfinite(values).all() and (values >= 0).all() and (values <= 1 + 1e-6).all()
-    require(bool(are_shares), field, "not shares", "Pass numbers from 0 to 1.")
-    return values
 
 
 def _packed(rows: Sequence[NDArray[np.float64]]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from surgery.recipe import Recipe
 from surgery.recipe.export import EXPORT_FORMATS
 from surgery.recipe.public import public_name
 
+LONGEST_EXAMPLE = 600  # characters of a prompt that is shown whole
 # Keys of `arms` in results.json, in the order of the table's columns, with their labels.
 ARM_LABELS = {
     "hybrid": "hybrid",
@@ -95,6 +96,29 @@ def arm_label(arm: str, recipe: Recipe) -> str:
     return ARM_LABELS.get(arm, arm.replace("_", " "))
 
 
+def reference_of(arms: Iterable[str]) -> str:
+    """Arm that the hybrid is tested against: the control, or the base if no control was trained."""
+    return "no_splice" if "no_splice" in arms else "base"
+
+
+def tests_of(results: Mapping[str, Any], reference: str) -> Mapping[str, Any]:
+    """Tests of the hybrid against a reference, by task: exact, two-sided, with Holm's correction. See `contrasts`."""
+    tests: Mapping[str, Any] = results.get("comparisons", {}).get("hybrid", {}).get(reference, {})
+    return tests
+
+
+def example_of(results: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Find a prompt of the evaluation that the hybrid answers: a short row of the user's data, or of a probe.
+
+    Returns:
+        `prompt`, `wanted`, and `generated`, the text of each arm; None if no such prompt was kept.
+    """
+    own = [row for rows in results.get("held_out_examples", {}).values() for row in rows]
+    right = [row for row in own if row["generated"]["hybrid"].strip() == row["wanted"].strip()]
+    whole = [row for row in right if len(row["prompt"]) <= LONGEST_EXAMPLE]
+    return min(whole, key=lambda row: len(row["prompt"]), default=results.get("example"))
+
+
 class Rows(NamedTuple):
     """Rows of the table of all measurements, and what is hidden.
 
@@ -152,6 +176,34 @@ def _repeats(place: Place, by_arm: list[dict[Place, Mapping[str, Any]]]) -> bool
     """Whether a row has in every arm the accuracy of the row that it belongs to."""
     pairs = [(arm.get(place, {}), arm.get(place[:-1], {})) for arm in by_arm]
     return all("accuracy" in ours and ours["accuracy"] == parents.get("accuracy") for ours, parents in pairs)
+
+
+def measurements_of(results: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """Table of every arm on every task, with the p-value of the hybrid against the control (or the base).
+
+    Returns:
+        `columns` and `rows` as text; `against`: what the hybrid is tested against, empty without tests; `repeats`,
+        `at_chance` and `skipped`: the rows that are hidden, and tasks of lm-eval that were not run.
+    """
+    arms = {arm: results["arms"][arm] for arm in ordered_arms(results["arms"])}
+    tests = tests_of(results, reference_of(arms))
+    table = rows_of(arms, recipe.evaluate.probes)
+    rows = []
+    for place, found in table.shown:
+        first: Mapping[str, Any] = next((entry for entry in found if entry is not None), {})
+        p_value = [p_value_of(tests.get("/".join(place)))] if tests else []
+        rows.append([label_of(place, first), *map(cell_of, found), str(first.get("n", "")), *p_value])
+    name = "control" if "no_splice" in arms else "model before training"
+    last = [f"p, against the {name}"] if tests else []
+    return {"columns": ["", *(arm_label(arm, recipe) for arm in arms), "prompts", *last], "rows": rows,
+            "repeats": table.repeats, "at_chance": ", ".join(table.at_chance),
+            "skipped": [f"{task}: {reason}" for task, reason in skipped_of_lm_eval(arms).items()],
+            "against": name if tests else ""}  # fmt: skip
+
+
+def p_value_of(test: Mapping[str, Any] | None) -> str:
+    """Format a test: its p-value, with a star if it is significant; empty if there is none."""
+    return "" if test is None else f"{p_text(test['p_two_sided'])}{' *' if test['significant'] else ''}"
 
 
 def cell_of(entry: Mapping[str, Any] | None) -> str:

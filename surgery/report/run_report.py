@@ -15,13 +15,13 @@ from surgery.recipe.public import public_name, public_recipe
 from surgery.report.results import (
     answer_spans_text,
     arm_label,
-    cell_of,
+    example_of,
     label_of,
     limits_of,
+    measurements_of,
     ordered_arms,
-    p_text,
+    p_value_of,
     rows_of,
-    skipped_of_lm_eval,
     steps_text,
 )
 from surgery.report.templates import embedded_svg, render
@@ -41,6 +41,7 @@ _FIGURES = {
 _TRAINED = {"all": "all weights", "new heads": "the new heads only", "lora": "the new heads and LoRA adapters"}
 # Sections of the page: id of the element -> heading.
 _SECTIONS = {
+    "example": "One prompt",
     "your-data": "Your data",
     "retrieval": "Retrieval",
     "measurements": "All measurements",
@@ -90,15 +91,16 @@ def write_report(inputs: ReportInputs, path: Path) -> Path:
         "has_ablation": "hybrid_heads_off" in arms,
         "has_kv_retrieval": "kv_retrieval" in arms["hybrid"],
         "verdict": verdict_of(results, recipe),
+        "base_label": arm_label("base", recipe),
         "tiles": tiles_of(results, recipe),
         "files": [name for name in inputs.files if name != path.name],
-        "advice": results.get("advice", []),
+        "example": example_of(results),
         "figures": {
             name: embedded_svg(inputs.figures / f"{stem}.svg", text) for name, (stem, text) in _FIGURES.items()
         },
         "contrasts": _contrasts(results, recipe),
         "gap_closed": _gap_closed(results),
-        "measurements": _measurements(results, recipe),
+        "measurements": measurements_of(results, recipe),
         "answer_spans": {name: answer_spans_text(counts) for name, counts in results.get("answer_spans", {}).items()},
         "examples": _examples(results, recipe),
         "spliced": _spliced(inputs.plan, inputs.heads),
@@ -108,7 +110,8 @@ def write_report(inputs: ReportInputs, path: Path) -> Path:
         "times": ", ".join(f"{name} {time}" for name, time in seconds.items()),
         "versions": ", ".join(f"{name} {version}" for name, version in results.get("versions", {}).items()),
         "limits": limits_of(recipe, results),
-        "recipe": to_yaml(public_recipe(recipe)),
+        "recipe": to_yaml(public_recipe(recipe), defaults=False),
+        "all_settings": to_yaml(public_recipe(recipe)),
     }
     values["sections"] = _sections(values)
     write_text(path, render("surgery.report", "run_report.html.j2", values))
@@ -119,6 +122,7 @@ def _sections(values: _Values) -> dict[str, str]:
     """Sections that have something to show, in order."""
     figures = values["figures"]
     shown = {
+        "example": values["example"],
         "your-data": values["examples"] or values["answer_spans"] or figures["own_data"],
         "retrieval": figures["accuracy"] or values["contrasts"] or values["gap_closed"],
         "heads": values["spliced"] or figures["heads"],
@@ -183,15 +187,11 @@ def _contrasts(results: Mapping[str, Any], recipe: Recipe) -> _Values | None:
         differences = [
             f"{100 * test['difference']:+.1f} [{100 * test['low']:+.1f}, {100 * test['high']:+.1f}]" for test in tests
         ]
-        rows.append([label_of(path, {"accuracy": 0}), *differences, *map(_p_value, tests)])
+        rows.append([label_of(path, {"accuracy": 0}), *differences, *map(p_value_of, tests)])
     short = {"no_splice": "control", "hybrid_heads_off": "attention off"}
     labels = [short.get(arm, arm_label(arm, recipe)) for arm in arms]
     columns = ["", *(f"minus {label}" for label in labels), *(f"p, {label}" for label in labels)]
     return {"columns": columns, "rows": rows} if rows else None
-
-
-def _p_value(test: Mapping[str, Any] | None) -> str:
-    return "" if test is None else f"{p_text(test['p_two_sided'])}{' *' if test['significant'] else ''}"
 
 
 def _gap_closed(results: Mapping[str, Any]) -> list[list[str]]:
@@ -204,25 +204,6 @@ def _gap_closed(results: Mapping[str, Any]) -> list[list[str]]:
                 text = f"{gap['value']:.2f} [{gap['low']:.2f}, {gap['high']:.2f}]"
             rows.append([label_of(tuple(task.split("/")), {"accuracy": 0}), text])
     return rows
-
-
-def _measurements(results: Mapping[str, Any], recipe: Recipe) -> _Values:
-    """Table of every arm on every task, with the p-value of the hybrid against the control (or the base)."""
-    arms = {arm: results["arms"][arm] for arm in ordered_arms(results["arms"])}
-    against = "no_splice" if "no_splice" in arms else "base"
-    tests = results.get("comparisons", {}).get("hybrid", {}).get(against, {})
-    table = rows_of(arms, recipe.evaluate.probes)
-    rows = []
-    for place, found in table.shown:
-        first: Mapping[str, Any] = next((entry for entry in found if entry is not None), {})
-        p_value = [_p_value(tests.get("/".join(place)))] if tests else []
-        rows.append([label_of(place, first), *map(cell_of, found), str(first.get("n", "")), *p_value])
-    name = "control" if against == "no_splice" else "model before training"
-    last = [f"p, against the {name}"] if tests else []
-    return {"columns": ["", *(arm_label(arm, recipe) for arm in arms), "prompts", *last], "rows": rows,
-            "repeats": table.repeats, "at_chance": ", ".join(table.at_chance),
-            "skipped": [f"{task}: {reason}" for task, reason in skipped_of_lm_eval(arms).items()],
-            "against": name if tests else ""}  # fmt: skip
 
 
 def _examples(results: Mapping[str, Any], recipe: Recipe) -> list[_Values]:

@@ -8,12 +8,27 @@ from typing import Any, Literal
 
 from surgery.probes.registry import PROBES
 from surgery.recipe import Recipe
-from surgery.report.results import BEFORE, Place, arm_label, entries, label_of, p_text, perplexity_text, trained_steps
+from surgery.recipe.methods import UNRANKED
+from surgery.report.results import (
+    BEFORE,
+    Place,
+    arm_label,
+    entries,
+    label_of,
+    p_text,
+    perplexity_text,
+    reference_of,
+    tests_of,
+    trained_steps,
+)
+from surgery.stats import holm
 
 Tone = Literal["better", "unclear", "worse"]
 Entry = Mapping[str, Any]
 
+_WORDS: Mapping[Tone, str] = {"better": "better", "unclear": "not significantly better", "worse": "worse"}
 _RISE = 1.02  # ratio of perplexities from which the verdict mentions a rise
+_FEW = 0.5  # share of rows: below it, marking answer spans or training longer is suggested
 
 
 @dataclass(frozen=True)
@@ -23,10 +38,12 @@ class Verdict:
     Attributes:
         sentence: the verdict with its numbers.
         tone: `better` and `worse` are significant differences to the control; everything else is `unclear`.
+        advice: what to try, a line for each data set of the user with few exact answers.
     """
 
     sentence: str
     tone: Tone
+    advice: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,7 +76,8 @@ def verdict_of(results: Mapping[str, Any], recipe: Recipe) -> Verdict:
     """Compare the hybrid with the control (or the base) on the main task, and name what became worse.
 
     A difference counts if the exact McNemar test is significant after Holm's correction. Without tests, the 95%
-    intervals must not overlap.
+    intervals must not overlap. If the base is at chance, or training changed no answer, the accuracies are given
+    without a conclusion.
 
     Args:
         results: content of results.json.
@@ -70,20 +88,53 @@ def verdict_of(results: Mapping[str, Any], recipe: Recipe) -> Verdict:
     if place is None:
         return Verdict("No accuracy was measured, so nothing can be said about the hybrid.", "unclear")
     found = {arm: entry for arm in arms if (entry := dict(entries(arms[arm])).get(place)) is not None}
-    label, costs = label_of(place, found["hybrid"]), list(_losses(results, recipe, place))
-    if _at_chance(place, found, recipe):
-        return Verdict(_sentence([_chance_text(place, label, found, recipe), *costs]), "unclear")
-    reference = "no_splice" if "no_splice" in found else "base"
-    tone = _difference(results, reference, place)
-    word = {"better": "better", "unclear": "not significantly better", "worse": "worse"}[tone]
-    before = _before(recipe) if recipe.splice is None else "the base"
-    name = "the control" if reference == "no_splice" else before
-    clauses = [f"The hybrid is {word} than {name}: {label}, {_against(results, reference, place)}"]
-    if reference == "no_splice" and tone == "better" and _difference(results, "base", place) != "better":
-        clauses.append(f"it is not significantly better than {before} ({_percent(found['base'])})")
-    if reference == "base":
-        clauses.append("no control was trained, so training alone may be the reason" if tone == "better" else "")
-    return Verdict(_sentence([*clauses, *costs]), tone)
+    label, before = label_of(place, found["hybrid"]), _before(recipe)
+    reference = reference_of(found)
+    name = "the control" if reference == "no_splice" else before if recipe.splice is None else f"the {before}"
+    doubts = list(_doubts(results, recipe))
+    clauses = [*doubts, *_losses(results, recipe, place)]
+    tone: Tone = "unclear"
+    if _all_at_chance(found):
+        clauses.insert(0, _chance_text(place, label, found))
+    elif doubts and place[0] != "held_out":
+        text = f"{label}: hybrid {_percent(found['hybrid'])}, {name} {_percent(found[reference])}"
+        clauses.insert(len(doubts), text + _points(_test(results, reference, place)))
+    else:
+        tone = _difference(results, reference, place)
+        select = recipe.splice.select if recipe.splice is not None else ""
+        drawn = f", with heads {UNRANKED[select]}," if select in ("random", "uniform") else ""
+        lead = [f"The hybrid{drawn} is {_WORDS[tone]} than {name}: {label}, {_against(results, reference, place)}"]
+        to_base = _difference(results, "base", place)
+        if reference == "no_splice" and tone == "better" != to_base:
+            base = before if recipe.splice is None else "the base"
+            lead.append(f"it is {_WORDS[to_base]} than {base} ({_percent(found['base'])})")
+        if reference == "base" and tone == "better":
+            lead.append("no control was trained, so training alone may be the reason")
+        if _begins_better(found["hybrid"]):
+            first = _percent(found["hybrid"]["first_token"])
+            lead.append(f"its first token is right in {first} of the rows, so longer training may help")
+        clauses = [*lead, *clauses]
+    text = "; ".join(clauses)
+    return Verdict(f"{text[0].upper()}{text[1:]}.", tone, tuple(_advice(results, recipe)))
+
+
+def base_at_chance(arms: Mapping[str, Any], recipe: Recipe) -> tuple[Place, Entry] | None:
+    """Return the base's best probe of retrieval if the base is at chance on all of them, or None.
+
+    The base is above chance if an exact one-sided binomial test is significant for a probe, with Holm's correction over
+    the probes. A probe without choices has chance 0.
+    """
+    from scipy.stats import binomtest  # slow to import
+
+    probes = [
+        (place, entry)
+        for place, entry in entries(arms["base"])
+        if _is_task(place, entry) and place[0] != "held_out" and not _is_knowledge(place, recipe)
+    ]
+    counts = [(round(entry["accuracy"] * entry["n"]), entry["n"], _chance(entry)) for place, entry in probes]
+    if not probes or any(holm([binomtest(*count, alternative="greater").pvalue for count in counts])):
+        return None
+    return max(probes, key=lambda probe: probe[1]["accuracy"] - _chance(probe[1]))
 
 
 def tiles_of(results: Mapping[str, Any], recipe: Recipe) -> list[Tile]:
@@ -106,11 +157,6 @@ def tiles_of(results: Mapping[str, Any], recipe: Recipe) -> list[Tile]:
     took = f"{seconds / 60:.0f} min" if seconds and seconds >= 120 else f"{seconds:.0f} s" if seconds else ""
     tiles.append(Tile("training", f"{trained_steps(results, recipe):,} steps", took))
     return tiles[:4]
-
-
-def _sentence(clauses: list[str]) -> str:
-    text = "; ".join(clause for clause in clauses if clause)
-    return f"{text[0].upper()}{text[1:]}."
 
 
 def _kv_sizes(hybrid: Mapping[Place, Entry]) -> list[int]:
@@ -139,32 +185,28 @@ def _is_knowledge(place: Place, recipe: Recipe) -> bool:
     return probe in PROBES and PROBES[probe].knowledge
 
 
-def _chance(place: Place, recipe: Recipe) -> float | None:
-    """Accuracy of a guess, where it follows from the task."""
-    if place[0] == "held_out":
-        return 0.0
-    return 1 / int(place[1]) if _probe_of(place, recipe) == "kv_retrieval" else None
+def _chance(entry: Entry) -> float:
+    """Accuracy of a guess. 0 if the answer is generated."""
+    return float(entry.get("chance", 0.0))
 
 
-def _at_chance(place: Place, found: Mapping[str, Entry], recipe: Recipe) -> bool:
-    """Whether the interval of every model reaches down to chance."""
-    chance = _chance(place, recipe)
-    if chance is None:
-        return False
-    return all(entry["accuracy"] == 0 or (chance > 0 and entry["low"] <= chance) for entry in found.values())
+def _all_at_chance(found: Mapping[str, Entry]) -> bool:
+    """Whether the interval of every model reaches down to chance, or no model is right."""
+    return all(e["accuracy"] == 0 or 0 < _chance(e) >= e["low"] for e in found.values())
 
 
-def _chance_text(place: Place, label: str, found: Mapping[str, Entry], recipe: Recipe) -> str:
-    if place[0] == "held_out":
-        return f"No model is right on any of the {found['hybrid']['n']} held-out rows: {label}, all 0%"
-    highest, chance = max(entry["accuracy"] for entry in found.values()), _chance(place, recipe) or 0
+def _chance_text(place: Place, label: str, found: Mapping[str, Entry]) -> str:
+    chance = _chance(found["hybrid"])
+    if not chance:
+        rows = "held-out rows" if place[0] == "held_out" else "prompts"
+        return f"No model is right on any of the {found['hybrid']['n']} {rows}: {label}, all 0%"
+    highest = max(entry["accuracy"] for entry in found.values())
     return f"All models are at chance: {label}, at most {100 * highest:.1f}% (chance {100 * chance:.1f}%)"
 
 
 def _test(results: Mapping[str, Any], reference: str, place: Place) -> Entry | None:
     """Entry of `comparisons` for the hybrid against a reference."""
-    tests: Mapping[str, Any] = results.get("comparisons", {}).get("hybrid", {}).get(reference, {})
-    return tests.get("/".join(place))
+    return tests_of(results, reference).get("/".join(place))
 
 
 def _difference(results: Mapping[str, Any], reference: str, place: Place) -> Tone:
@@ -181,27 +223,97 @@ def _difference(results: Mapping[str, Any], reference: str, place: Place) -> Ton
 def _against(results: Mapping[str, Any], reference: str, place: Place) -> str:
     """Both accuracies, and their difference with its interval and p-value."""
     hybrid, other = (dict(entries(results["arms"][arm]))[place] for arm in ("hybrid", reference))
-    text, test = f"{_percent(hybrid)} against {_percent(other)}", _test(results, reference, place)
+    how = _points(_test(results, reference, place)) or " (by 95% intervals)"
+    return f"{_percent(hybrid)} against {_percent(other)}{how}"
+
+
+def _points(test: Entry | None) -> str:
+    """Format a difference with its interval and p-value."""
     if test is None:
-        return f"{text} (by 95% intervals)"
+        return ""
     low, high = (f"{100 * test[end]:+.1f}" for end in ("low", "high"))
-    return f"{text} ({100 * test['difference']:+.1f} points [{low}, {high}], p {p_text(test['p_two_sided'])})"
+    return f" ({100 * test['difference']:+.1f} points [{low}, {high}], p {p_text(test['p_two_sided'])})"
+
+
+def _doubts(results: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
+    """State why the run shows nothing about retrieval heads, if so."""
+    tests = tests_of(results, "base").values()
+    if tests and not any(test["difference"] or test["low"] or test["high"] for test in tests):
+        yield "the hybrid answers every prompt as before training, so this run does not show what the splice can do"
+    if weak := base_at_chance(results["arms"], recipe):
+        base = "the base" if recipe.splice is not None else "the hybrid before fine-tuning"
+        best = f"{label_of(*weak)}, {_percent(weak[1])}, chance {100 * _chance(weak[1]):.1f}%"
+        chance = f"{base} is at chance on every probe of retrieval ({best}), as an untrained model is"
+        yield f"{chance}: the run says nothing about retrieval heads"
 
 
 def _losses(results: Mapping[str, Any], recipe: Recipe, main: Place) -> Iterator[str]:
-    """State facts in any case, then other tasks on which the hybrid is significantly worse, and a risen perplexity."""
+    """State facts in any case, then tasks that fell by more than the 95% interval, and a risen perplexity."""
     arms, before = results["arms"], _before(recipe)
     base, hybrid = dict(entries(arms["base"])), dict(entries(arms["hybrid"]))
     for place, entry in hybrid.items():
         if place == main or place not in base or not _is_task(place, entry):
             continue
-        if _difference(results, "base", place) == "worse":
-            yield f"{label_of(place, entry)} fell from {_percent(base[place])} to {_percent(entry)}"
-        elif _is_knowledge(place, recipe):
-            yield f"{label_of(place, entry)}: {_percent(entry)} ({before} {_percent(base[place])})"
+        fell, test = entry["accuracy"] < base[place]["accuracy"], _test(results, "base", place)
+        if fell and (test["high"] < 0 if test is not None else _difference(results, "base", place) == "worse"):
+            yield f"{label_of(place, entry)} fell from {_percent(base[place])} to {_percent(entry)}{_points(test)}"
+        elif _is_knowledge(place, recipe) and not _all_at_chance({"base": base[place], "hybrid": entry}):
+            within = ", within the 95% interval" if fell else ""
+            yield f"{label_of(place, entry)}: {_percent(entry)} ({before} {_percent(base[place])}{within})"
     pair = [arms[arm].get("perplexity") for arm in ("base", "hybrid")]
     if all(isinstance(value, int | float) for value in pair) and pair[1] > _RISE * pair[0]:
         yield f"perplexity of held-out sentences rose from {perplexity_text(pair[0])} to {perplexity_text(pair[1])}"
+
+
+def _begins_better(entry: Entry) -> bool:
+    """Whether less than half of the rows that begin rightly are right, by more than the intervals."""
+    first = entry.get("first_token")
+    return first is not None and entry["accuracy"] < _FEW * first["accuracy"] and entry["high"] < first["low"]
+
+
+def _advice(results: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
+    """State for each data set with no right answer, or few of those that begin rightly, what to try."""
+    arms, steps = results["arms"], trained_steps(results, recipe)
+    longer = f"train longer (now {steps} steps)"
+    if any("plateau" in stage for stage in results.get("training", {}).values()):  # more `steps` would change nothing
+        longer += ": a plateau ended a stage early, so increase `plateau.patience` or `plateau.min_steps`"
+    elif recipe.train.steps:
+        longer += f": repeat the command with train.steps={2 * steps}"
+    for name, entry in arms["hybrid"].get("held_out", {}).items():
+        if "accuracy" not in entry:
+            continue
+        none_right = not any(arm.get("held_out", {}).get(name, {}).get("accuracy") for arm in arms.values())
+        if not (none_right or _begins_better(entry)):
+            continue
+        text = f"{name}: no model generates any of the {entry['n']} held-out answers exactly."
+        if not none_right:
+            text = f"{name}: the hybrid generates {_percent(entry)} of the {entry['n']} held-out answers exactly."
+        if first := entry.get("first_token", {}).get("accuracy"):
+            text += f" The hybrid's first token is right in {100 * first:.3g}% of them."
+        tips = [longer, *_span_tips(recipe, results.get("answer_spans", {}).get(name))]
+        if none_right:
+            tips.append(
+                "check the format: compare wanted and generated text, and the space or newline before the answer"
+            )
+        yield f"{text} What to try: {'; '.join(tips)}."
+
+
+def _span_tips(recipe: Recipe, counts: Mapping[str, int] | None) -> list[str]:
+    """Suggest spans if the attention of the new heads is supervised on few rows, or on none."""
+    sources = [source for stage in recipe.train.sequence for source in stage.sources if source.data is not None]
+    if not any(source.weights.needs("gold_positions") for source in sources):
+        return [
+            "mark the place of each answer in its prompt (`answer_span`), or set `data.columns.answer_span: auto`, "
+            "with `weights.attention: 1.0`"
+        ]
+    if counts is None:
+        return []
+    located = counts["found"] + counts.get("marked", 0)
+    rows = located + counts["ambiguous"]  # an answer that is missing from its prompt cannot be marked
+    if located >= _FEW * rows:
+        return []
+    found = f"found it in {located} of {rows} rows"
+    return [f"mark the place of each answer (`answer_span`), as `answer_span: auto` {found}"]
 
 
 def _before(recipe: Recipe) -> str:

@@ -18,19 +18,21 @@ from transformers import __version__ as transformers_version
 
 from surgery import __version__
 from surgery.evaluate.efficiency import efficiency
-from surgery.evaluate.evaluation import Arm, compare_arms, evaluate_model, held_out_documents, mark_seen, p_values
-from surgery.evaluate.held_out import advice_of, side_by_side
-from surgery.evaluate.prompts import make_prompts
+from surgery.evaluate.evaluation import Arm, compare_arms, evaluate_model, held_out_documents, mark_seen
+from surgery.evaluate.held_out import side_by_side
+from surgery.evaluate.prompts import PromptSet, make_prompts
 from surgery.evaluate.read_twice import READ_TWICE, prompts_twice
 from surgery.files.atomic import new_folder, read_json, write_json
 from surgery.interventions.heads_off import HEADS_OFF, heads_off
 from surgery.models.loading import encode_alike, load_model, load_tokenizer
 from surgery.models.sizes import sizes_of
+from surgery.probes.registry import PROBES
 from surgery.recipe import as_base
-from surgery.report.results import arm_label, ordered_arms
+from surgery.report.results import LONGEST_EXAMPLE, arm_label, ordered_arms
 from surgery.report.run_report import ReportInputs, write_report
 from surgery.run.context import Run
 from surgery.run.located_prompts import sample_batch
+from surgery.scoring.generation import answer_list, exact_answers
 
 _LINKED = ("locate.html", "heads.csv", "plan.json", "results.json", "recipe.yaml")  # files that the report links
 
@@ -59,6 +61,7 @@ def evaluate_run(run: Run, before: Sequence[str]) -> None:
     teacher, skipped = _teacher_arm(run)
     models |= teacher
     arms: dict[str, Arm] = {}
+    example: dict[str, Any] | None = None
     sizes: dict[str, dict[str, int]] = {}
     for index, (name, load) in enumerate(models.items()):
 
@@ -74,7 +77,9 @@ def evaluate_run(run: Run, before: Sequence[str]) -> None:
         with heads_off(model) if name == HEADS_OFF else nullcontext():
             arms[name] = evaluate_model(model, run.tokenizer(), section, recipe.seed, given, progress)
         mark_seen(arms[name].summary, section, recipe.train)
-    _write_results(run, arms, sizes, before, began, skipped)
+        if name == "hybrid":
+            example = _example(run, prompts, arms, model)
+    _write_results(run, arms, sizes, before, began, skipped, example)
 
 
 def _teacher_arm(run: Run) -> tuple[dict[str, Callable[[], PreTrainedModel]], dict[str, str]]:
@@ -89,6 +94,39 @@ def _teacher_arm(run: Run) -> tuple[dict[str, Callable[[], PreTrainedModel]], di
     return {"teacher": lambda: load_model(base).to(run.accelerator.device)}, {}
 
 
+def _example(run: Run, prompts: PromptSet, arms: Mapping[str, Arm], hybrid: PreTrainedModel) -> dict[str, Any] | None:
+    """Find a short prompt of a probe that the hybrid answers, if possible one of retrieval that the base does not.
+
+    Returns:
+        `prompt`, `wanted`, and `generated`, the text of base and hybrid; None if there is no such prompt.
+    """
+    probes, size = run.recipe.evaluate.probes, run.recipe.evaluate.batch_size
+    found = [
+        (
+            PROBES[probes[task.partition("/")[0]]].knowledge,
+            bool(arms["base"].correct[task][i]),
+            len(document.text),
+            document,
+        )
+        for task, documents in prompts.choices.items()
+        for i, document in enumerate(documents)
+        if arms["hybrid"].correct[task][i] and len(document.text) <= LONGEST_EXAMPLE and len(answer_list(document)) == 1
+    ]
+    documents = [row[-1] for row in sorted(found, key=lambda row: row[:-1])[:size]]
+    if not documents:
+        return None
+    texts = {
+        name: exact_answers(m, run.tokenizer(), documents, size)
+        for name, m in (("base", run.base()), ("hybrid", hybrid))
+    }
+    for i, document in enumerate(documents):
+        if texts["hybrid"].correct[i]:
+            prompt = document.text[: document.questions[-1].answer[0]]
+            generated = {name: answers.generated[i] for name, answers in texts.items()}
+            return {"prompt": prompt, "wanted": texts["hybrid"].wanted[i], "generated": generated}
+    return None
+
+
 def _write_results(
     run: Run,
     arms: dict[str, Arm],
@@ -96,6 +134,7 @@ def _write_results(
     before: Sequence[str],
     began: float,
     skipped: dict[str, str],
+    example: dict[str, Any] | None,
 ) -> None:
     from surgery.report.figures.curves import accuracy_by_pairs  # matplotlib is slow to import
     from surgery.report.figures.own_data import held_out_accuracy
@@ -120,10 +159,11 @@ def _write_results(
         "heads": [str(h) for h in run.plan().heads],
         **({"inserted": inserted} if inserted else {}),
         "arms": summaries,
-        "p_values": p_values(arms, "base"),
         **compare_arms(arms, recipe.seed),
         **({"skipped": skipped} if skipped else {}),
-        **{key: value for key, value in _own_data(run, arms).items() if value},
+        **({"example": example} if example else {}),
+        **({"answer_spans": run.answer_spans} if run.answer_spans else {}),
+        **({"held_out_examples": texts} if (texts := side_by_side({n: a.examples for n, a in arms.items()})) else {}),
         "step_zero_gap": read_json(run.folder / "splice.json") if recipe.splice is not None else None,
         **({"training": trained_steps} if (trained_steps := run.trained_steps()) else {}),
         "sizes": sizes,
@@ -143,16 +183,6 @@ def _held_out(summaries: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Exact match on held-out rows: data set -> arm -> entry. Data without answers is left out."""
     names = [name for name, entry in summaries["hybrid"].get("held_out", {}).items() if "accuracy" in entry]
     return {name: {arm: summaries[arm]["held_out"][name] for arm in ordered_arms(summaries)} for name in names}
-
-
-def _own_data(run: Run, arms: Mapping[str, Arm]) -> dict[str, Any]:
-    """Entries of results.json on the user's data, in addition to the accuracies. They may be empty."""
-    summaries = {name: arm.summary for name, arm in arms.items()}
-    return {
-        "answer_spans": run.answer_spans,
-        "advice": advice_of(run.as_trained(), summaries, run.answer_spans, run.trained_steps()),
-        "held_out_examples": side_by_side({name: arm.examples for name, arm in arms.items()}),
-    }
 
 
 def _efficiency(run: Run, figures: Path) -> dict[str, Any] | None:

@@ -47,13 +47,11 @@ from surgery.run.context import Reporter, Run, Silent
 from surgery.run.log import logged
 from surgery.run.sharing import find_origin, take_stage
 from surgery.run.stages import Stage, stages_of
-from surgery.splice.inserted import check_inserts
-from surgery.splice.plan import check_in_range, check_not_spliced, check_splices, check_state_size
+from surgery.run.without_weights import check_installed
+from surgery.splice.plan import check_base, check_in_range, check_not_spliced
 from surgery.train.compiling import check_compiler
 from surgery.train.lora import adapter_targets
-from surgery.train.quantization import quantization_of
 from surgery.train.teacher import check_teacher, check_tokenizers
-from surgery.train.tracking import check_trackers
 from surgery.train.training import make_accelerator
 from surgery.types import HeadId
 
@@ -139,9 +137,7 @@ def check_inputs(run: Run) -> None:
     """Check models, heads and data before anything is written or measured."""
     check_configs(run)
     if "train" in run.stages:
-        check_trackers(run.recipe.train.trackers)
-        for stage in run.recipe.train.sequence:
-            quantization_of(run.recipe.train, stage)
+        check_installed(run.recipe)
     check_vocabulary(run.tokenizer(), run.base().config)
     check_training_teacher(run)
     _check_other_models(run)
@@ -266,17 +262,15 @@ def _check_base(run: Run, splice: Splice) -> None:
     """Check that the base can be spliced, if this run splices, and that it has the requested heads."""
     recipe = run.recipe
     config = load_config(recipe.base)
-    check_unquantized(config)
-    check_not_spliced(config)
     only_locate = run.stages[-1] == "locate"  # a model that cannot be spliced can still be located
-    if not only_locate:
-        check_splices(config)
-        check_state_size(splice.state_size, config)
-        if splice.form != "head":
-            dtype = config.dtype if recipe.base.dtype == "auto" else getattr(torch, recipe.base.dtype)
-            check_inserts(config, splice, dtype)
-    if only_locate and not family_of(config).sites(config):
-        return
+    if only_locate:
+        check_unquantized(config)
+        check_not_spliced(config)
+        if not family_of(config).sites(config):
+            return
+    else:
+        dtype = config.dtype if recipe.base.dtype == "auto" else getattr(torch, recipe.base.dtype)
+        check_base(config, splice, dtype)
     measures_reads = [name for name, method in METHODS.items() if method.measures_reads]
     if not only_locate and "locate" in run.stages and not set(measures_reads) & set(recipe.locate.methods):
         names = " or ".join(measures_reads)
@@ -328,7 +322,10 @@ def _run_stage(run: Run, stage: Stage, forced: bool) -> None:
         return
     began = time.perf_counter()
     is_empty = stage.name == "control" and not run.recipe.has_control
-    run.reporter.start(stage.name, "the recipe has no control" if is_empty else stage.what)
+    if is_empty:
+        run.reporter.note(stage.name, "the recipe has none")
+    else:
+        run.reporter.start(stage.name, stage.what)
     if run.accelerator.is_main_process:
         run.rundir.forget(stage.name)
     earlier = None
@@ -338,7 +335,8 @@ def _run_stage(run: Run, stage: Stage, forced: bool) -> None:
     seconds = time.perf_counter() - began
     if run.accelerator.is_main_process:
         run.rundir.finish(stage.name, key, stage.outputs(run), seconds + (earlier or 0.0))
-    run.reporter.finish(stage.name, seconds)
+    if not is_empty:
+        run.reporter.finish(stage.name, seconds)
 
 
 def _skip(run: Run, stage: Stage, key: str) -> str:

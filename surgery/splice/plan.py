@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from surgery.errors import PlanError
@@ -52,11 +53,7 @@ def make_plan(
     if head_set.geometry != geometry:
         value = f"{head_set.geometry}, but the model's is {geometry}"
         raise PlanError("heads.json geometry", value, "The heads were located in another model. Locate again.")
-    check_not_spliced(config)
-    check_splices(config)
-    check_state_size(splice.state_size, config)
-    if splice.form != "head":
-        check_inserts(config, splice)
+    check_base(config, splice)
     if splice.unit == "layer" and not _takes_layers(family_of(config)):
         names = ", ".join(family.name for family in families() if _takes_layers(family))
         raise PlanError("splice.unit", "layer", f"Only {names} models support whole layers. Set it to head.")
@@ -129,6 +126,21 @@ def branch_of(init: str) -> type[Any]:
         hint = f"Use one of {', '.join(BRANCHES)}, or import the module that registers it (recipe key `plugins`)."
         raise PlanError("graft.init", repr(init), hint)
     return BRANCHES[init]
+
+
+def check_base(config: PreTrainedConfig, splice: Splice, dtype: torch.dtype | None = None) -> None:
+    """Raise PlanError or ModelError if this model cannot be spliced as the recipe's section `splice` says.
+
+    Args:
+        config: of the base.
+        splice: the recipe's section `splice`.
+        dtype: as in `check_inserts`.
+    """
+    check_not_spliced(config)
+    check_splices(config)
+    check_state_size(splice.state_size, config)
+    if splice.form != "head":
+        check_inserts(config, splice, dtype)
 
 
 def check_not_spliced(config: PreTrainedConfig) -> None:

@@ -347,14 +347,18 @@ class TestErrorsOfOurOwn:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-@pytest.mark.parametrize("seconds", [0.15, 0.4, 1.0, 2.5])
-def test_an_interrupt_in_the_first_seconds_ends_without_a_traceback(tmp_path: Path, seconds: float) -> None:
+@pytest.mark.parametrize(
+    ("number", "seconds"), [(signal.SIGINT, 0.15), (signal.SIGINT, 0.4), (signal.SIGINT, 2.5), (signal.SIGTERM, 2.5)]
+)
+def test_an_interrupt_in_the_first_seconds_ends_without_a_traceback(
+    tmp_path: Path, number: signal.Signals, seconds: float
+) -> None:
     begin = "print('begun', flush=True); from surgery.__main__ import main; main()"
     command = [sys.executable, "-c", begin, "run", str(RECIPE), *SMALL]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "begun\n"  # Python itself has started
     time.sleep(seconds)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and len(errors.splitlines()) <= 1, errors
-    assert errors in ("", "interrupted. A run resumes when its command is repeated.\n")
+    assert process.returncode == 128 + number and len(errors.splitlines()) <= 1, errors
+    assert errors in ("", "stopped; run the same command to go on\n")

@@ -42,7 +42,7 @@ def test_with_a_teacher_results_say_what_of_the_gap_is_closed(finished: Path, tm
     results = json.loads((run / "results.json").read_text())
     assert list(results["arms"]) == ["base", "no_splice", "hybrid_heads_off", "hybrid", "teacher"]
     assert results["arms"]["teacher"] == results["arms"]["base"]  # it is the same model
-    assert set(results["gap_closed"]) == set(results["p_values"]["hybrid"])
+    assert set(results["gap_closed"]) == set(results["comparisons"]["hybrid"]["base"])
     for entry in results["gap_closed"].values():
         assert (entry["value"] is None) == ("reason" in entry)
     assert results["comparisons"]["hybrid"]["teacher"].keys() == results["gap_closed"].keys()

@@ -1,7 +1,7 @@
 """Figures of a run.
 
 Each function takes plain values, writes `NAME.png`, `NAME.svg` and the numbers as `NAME.csv` into a folder, and returns
-the three paths. Equal values give equal bytes. Values that cannot be drawn raise SurgeryError (a ValueError).
+the three paths. Equal values give equal bytes.
 """
 
 from surgery.report.figures.attention import attention_map

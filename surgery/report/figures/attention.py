@@ -14,10 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from surgery.errors import require
 from surgery.report.figures.canvas import (
     BLUE,
-    FAINT,
     GREY,
     ORANGE,
     PURPLE,
@@ -46,11 +44,8 @@ def attention_map(
 
     Returns:
         The three paths.
-
-    Raises:
-        SurgeryError: no rows or tokens, a row of another length or not finite, or a mark outside the prompt.
     """
-    values = _checked_rows(rows, tokens, marks)
+    values = {name: np.asarray(row, dtype=np.float64) for name, row in rows.items()}
     lines = _wrap(tokens)
     span = max(stop - start for start, stop in lines)
     pitch, height = 1.7, 0.95
@@ -83,21 +78,6 @@ def attention_map(
     return save(figure, folder, f"attention_{head}", ["position", "token", "mark", *values], table)
 
 
-def _checked_rows(
-    rows: Mapping[str, NDArray[Any]], tokens: Sequence[str], marks: Mapping[str, int]
-) -> dict[str, NDArray[np.float64]]:
-    """Return the rows as floats, after checking lengths, finiteness and marks."""
-    require(bool(rows), "rows", "empty", "Pass at least one row of attention, such as 'after training'.")
-    require(bool(tokens), "tokens", "empty", "Pass the decoded tokens of the prompt.")
-    values = {name: np.asarray(row, dtype=np.float64) for name, row in rows.items()}
-    for name, row in values.items():
-        require(row.shape == (len(tokens),), f"rows[{name!r}]", row.shape, f"Pass one weight per token: {len(tokens)}.")
-        require(bool(np.isfinite(row).all()), f"rows[{name!r}]", "not finite", "Pass finite numbers.")
-    for name, position in marks.items():
-        require(0 <= position < len(tokens), f"marks[{name!r}]", position, f"Pass 0 to {len(tokens) - 1}.")
-    return values
-
-
 def _wrap(tokens: Sequence[str], width: int = _TOKENS_A_LINE) -> list[tuple[int, int]]:
     """Split a prompt into lines (start, stop) of at most `width` tokens, preferably after a newline."""
     lines, start = [], 0
@@ -115,8 +95,7 @@ def _token_line(axes: Axes, values: Mapping[str, NDArray[np.float64]], colours: 
     for index, (name, row) in enumerate(values.items()):
         x = start + np.arange(len(row)) + (index - (len(values) - 1) / 2) * width
         axes.bar(x, row, width, color=colours[name], zorder=2)
-    axes.grid(axis="y", color=FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
+    axes.grid(axis="y")
     axes.set_ylabel("attention", size=8.5)
     axes.tick_params(axis="y", labelsize=7.5, length=2)
 

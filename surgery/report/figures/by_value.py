@@ -10,11 +10,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
-from surgery.errors import require
 from surgery.recipe.grid import has_seeds
 from surgery.report.figures.canvas import (
     BLUE,
-    FAINT,
     GREEN,
     GREY,
     MUTED,
@@ -24,6 +22,7 @@ from surgery.report.figures.canvas import (
     SKY,
     add_axes,
     add_heading,
+    error_bars,
     new_figure,
     save,
     style,
@@ -57,13 +56,8 @@ def results_by_value(rows: Sequence[Row], keys: Sequence[str], folder: Path) -> 
 
     Returns:
         The three paths.
-
-    Raises:
-        SurgeryError: no rows or no keys.
     """
-    require(bool(rows), "rows", "empty", "Pass the results of at least one run.")
     named = [key for key in keys if key in rows[0]["values"]]
-    require(bool(named), "keys", list(keys), "Pass at least one key of the rows.")
     panels = _panels(rows)
     series = _series(rows, named[1] if len(named) > 1 else "")
     lines = -(-len(panels) // 2)
@@ -138,7 +132,7 @@ def _draw(axes: Axes, key: str, series: Mapping[str, Sequence[Row]], results: Ma
         aside = 0.0 if numeric else 0.14 * (index - (len(series) - 1) / 2)
         x = [place + aside for place, _ in points]
         y = [r["value"] for _, r in points]
-        bars = [[max(0.0, sign * (r["value"] - r[end])) for _, r in points] for sign, end in ((1, "low"), (-1, "high"))]
+        bars = error_bars([r for _, r in points], "value")
         axes.errorbar(x, y, bars, label=name, color=colour, marker=marker, markersize=5, capsize=2.5, elinewidth=1,
                       linewidth=1.6, linestyle="-" if numeric else "")  # fmt: skip
     _value_axis(axes, key, places, numeric)
@@ -171,8 +165,7 @@ def _value_axis(axes: Axes, key: str, ticks: Mapping[str, float], numeric: bool)
 
 def _limit(axes: Axes, title: str, results: Sequence[Estimate]) -> None:
     """Begin the y axis at 0, and end an axis of accuracies at 1."""
-    axes.grid(axis="y", color=FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
+    axes.grid(axis="y")
     top = max(r["high"] for r in results)
     if title.endswith("accuracy"):
         axes.set_ylim(0, 1.03 if top <= 1 else 1.05 * top)

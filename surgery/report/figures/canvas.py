@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,12 +59,20 @@ _STYLE = {
     "axes.linewidth": 0.8,
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.6,
     "xtick.color": MUTED,
     "ytick.color": MUTED,
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
     "legend.frameon": False,
 }
+
+
+def error_bars(results: Sequence[Mapping[str, float]], key: str = "accuracy") -> list[list[float]]:
+    """Lengths of the bars from `key` down to `low` and up to `high`, for `Axes.errorbar`."""
+    return [[max(0.0, sign * (r[key] - r[end])) for r in results] for sign, end in ((1, "low"), (-1, "high"))]
 
 
 @contextmanager
@@ -156,8 +164,6 @@ def save(figure: Figure, folder: Path, stem: str, header: Sequence[str], rows: S
     figure.savefig(png, dpi=DPI, metadata={"Software": None})
     figure.savefig(svg, metadata={"Date": None, "Creator": None})
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(rows)
+    csv.writer(text, lineterminator="\n").writerows([header, *rows])
     write_text(table, text.getvalue())
     return [png, svg, table]

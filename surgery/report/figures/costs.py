@@ -8,10 +8,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter
 
-from surgery.errors import require
 from surgery.report.figures.canvas import (
     ARM_LOOKS,
-    FAINT,
     INK,
     MORE_LOOKS,
     add_axes,
@@ -47,13 +45,7 @@ def costs_by_length(arms: Mapping[str, Sequence[Cost]], folder: Path, where: str
 
     Returns:
         The three paths.
-
-    Raises:
-        SurgeryError: no arms, or an arm without numbers.
     """
-    require(bool(arms), "arms", "empty", "Pass at least one arm, such as 'base'.")
-    for arm, costs in arms.items():
-        require(bool(costs), f"arms[{arm!r}]", "empty", "Pass the costs of at least one size.")
     batches = sorted({int(cost["rows"]) for costs in arms.values() for cost in costs})
     figure = new_figure(11.6, 1.2 + 2.25 * len(batches))
     note = f"Random tokens, models timed alternately; {where}. Log axes. Peak memory excludes the weights."
@@ -92,6 +84,5 @@ def _panel(axes: Axes, arms: Mapping[str, Sequence[Cost]], batch: int, value: Ca
     if high / low < 4:  # otherwise nearly equal lines would show noise at full height
         axes.set_ylim((low * high) ** 0.5 / 2, (low * high) ** 0.5 * 2)
     plain_log_ticks(axes.yaxis)
-    axes.grid(color=FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
+    axes.grid()
     return lines

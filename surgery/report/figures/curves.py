@@ -11,12 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
-from surgery.errors import require
 from surgery.recipe.objectives import OBJECTIVES
 from surgery.report.figures.canvas import (
     ARM_LOOKS,
     BLUE,
-    FAINT,
     GREEN,
     GREY,
     INK,
@@ -28,6 +26,7 @@ from surgery.report.figures.canvas import (
     SKY,
     add_axes,
     add_heading,
+    error_bars,
     label_ends,
     new_figure,
     save,
@@ -60,18 +59,9 @@ def accuracy_by_pairs(
 
     Returns:
         The three paths.
-
-    Raises:
-        SurgeryError: no arms, an arm without numbers, fewer than 1 pair, or an invalid range.
     """
-    require(bool(arms), "arms", "empty", "Pass at least one arm, such as 'base'.")
-    for arm, accuracies in arms.items():
-        require(bool(accuracies), f"arms[{arm!r}]", "empty", "Pass at least one number of pairs.")
     table = {arm: sorted((int(k), v) for k, v in accuracies.items()) for arm, accuracies in arms.items()}
     numbers = sorted({k for points in table.values() for k, _ in points})
-    require(numbers[0] >= 1, "pairs", numbers[0], "Pass 1 pair or more.")
-    ordered = trained is None or 1 <= trained[0] <= trained[1]
-    require(ordered, "trained", trained, "Pass the smallest and the largest number of pairs.")
     longest = max(len(labels.get(arm, arm)) for arm in table)
     figure = new_figure(7.2 + 0.07 * max(0, longest - 20), 4.4)  # names are at the right
     note = f"KV-retrieval. Bars: 95% intervals, {_prompts(table)}. Dotted: chance, 1 / pairs."
@@ -86,9 +76,7 @@ def accuracy_by_pairs(
         # A small shift keeps the bars of arms apart where they agree.
         x = [k * 2 ** (0.035 * (shift - (len(table) - 1) / 2)) for k, _ in points]
         y = [v["accuracy"] for _, v in points]
-        bars = [
-            [max(0.0, sign * (v["accuracy"] - v[end])) for _, v in points] for sign, end in ((1, "low"), (-1, "high"))
-        ]
+        bars = error_bars([v for _, v in points])
         axes.errorbar(x, y, bars, color=colour, marker=marker, markersize=5, linewidth=1.8, elinewidth=1, capsize=2.5)
         ends.append((name, x[-1], y[-1], colour))
     label_ends(axes, ends, gap=0.065)
@@ -112,8 +100,7 @@ def _pairs_axes(axes: Axes, numbers: Sequence[int], trained: tuple[int, int] | N
     axes.tick_params(axis="x", which="minor", length=0)
     axes.set_xlabel("pairs in the prompt (log scale)")
     axes.set_ylabel("accuracy")
-    axes.grid(axis="y", color=FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
+    axes.grid(axis="y")
     if trained is not None:
         span = "trained on " + " to ".join(str(k) for k in sorted(set(trained)))
         low, high = trained[0] / 2**0.1, trained[1] * 2**0.1
@@ -134,15 +121,9 @@ def training_curve(history: Sequence[Mapping[str, float]], folder: Path, name: s
 
     Returns:
         The three paths.
-
-    Raises:
-        SurgeryError: no steps, or steps without losses.
     """
-    require(bool(history), "history", "empty", "Pass the losses of at least one step.")
     keys = list(dict.fromkeys(key for entry in history for key in entry))
     losses = [key for key in keys if key not in _NOT_LOSSES]
-    require(bool(losses), "history", keys, "Pass 'step' and at least one loss, such as 'loss'.")
-    require(all("step" in entry for entry in history), "history", "no 'step'", "Pass the step of each entry.")
     steps = np.array([entry["step"] for entry in history], dtype=np.float64)
     curves = _without_copy({key: np.array([entry.get(key, math.nan) for entry in history], float) for key in losses})
     reach = len(steps) // 40  # steps to either side that a point of the bold line averages
@@ -173,7 +154,6 @@ def training_curve(history: Sequence[Mapping[str, float]], folder: Path, name: s
 def _without_copy(curves: _Curves) -> _Curves:
     """Drop losses without a finite number, and the sum if there is only one objective."""
     shown = {key: curve for key, curve in curves.items() if np.isfinite(curve).any()}
-    require(bool(shown), "history", "no finite loss", "Training diverged at the first step. Lower the learning rate.")
     if len(shown) == 2 and "loss" in shown and len({curve.tobytes() for curve in shown.values()}) == 1:
         del shown["loss"]
     return shown
@@ -206,5 +186,4 @@ def _loss_axes(axes: Axes, steps: NDArray[np.float64], curves: _Curves, smooth: 
     axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, steps=[1, 2, 5, 10]))
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats), log scale" if axes.get_yscale() == "log" else "loss (nats)")
-    axes.grid(axis="y", color=FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
+    axes.grid(axis="y")

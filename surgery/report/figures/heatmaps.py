@@ -20,11 +20,11 @@ from matplotlib.patheffects import withStroke
 from matplotlib.transforms import ScaledTranslation
 from numpy.typing import NDArray
 
-from surgery.errors import require
 from surgery.recipe import Locate
 from surgery.recipe.methods import METHODS, Column, all_columns, unit_of
 from surgery.report.figures.canvas import INK, MUTED, POINTS, add_axes, add_heading, new_figure, save, style
-from surgery.types import HeadId, HeadSet
+from surgery.report.heads_page import heads_table
+from surgery.types import HeadSet
 
 Point = NDArray[np.float64]  # (x, y)
 
@@ -106,9 +106,6 @@ def head_maps(head_set: HeadSet, folder: Path) -> list[Path]:
 
     Returns:
         The three paths.
-
-    Raises:
-        SurgeryError: there are no heads, or no scores.
     """
     columns = panel_columns(head_set)
     heads = _layout(head_set, columns)
@@ -136,7 +133,7 @@ def head_maps(head_set: HeadSet, folder: Path) -> list[Path]:
             panel = _panel(axes, heads, column, group.limit)
             image = panel if image is None else image
     _legend(figure, image, head_set, _LEFT + 2 * (width + _GAP_X), tops[legend_row], width)
-    return save(figure, folder, "head_maps", *_table(head_set, columns))
+    return save(figure, folder, "head_maps", *heads_table(head_set))
 
 
 def _groups(heads: _Map, columns: Sequence[Column]) -> list[_Group]:
@@ -164,22 +161,18 @@ def _is_small(layers: int, heads: int) -> bool:
 
 
 def _layout(head_set: HeadSet, columns: Sequence[Column]) -> _Map:
-    """Check the HeadSet and choose the size of its cells."""
-    require(bool(head_set.heads), "head_set.heads", "empty", "Run `surgery locate` again.")
+    """Arrange the values, and choose the size of the cells."""
     mixers = {s.head.mixer: (s.head.layer, s.head.letter == "A") for s in head_set.heads}
     in_order = sorted(mixers, key=lambda name: mixers[name])
     layers = tuple(f"{mixers[name][0]}{'A' if mixers[name][1] else ''}" for name in in_order)
     rows = {name: row for row, name in enumerate(in_order)}
-    names, again = tuple(column.name for column in columns), "Run `surgery locate` again."
+    names = tuple(column.name for column in columns)
     num_heads = max(s.head.head for s in head_set.heads) + 1
     values_CLH = np.full((len(columns), len(layers), num_heads), np.nan)
     for scored in head_set.heads:
         for c, name in enumerate(names):
             if name in scored.scores:
                 values_CLH[c, rows[scored.head.mixer], scored.head.head] = scored.scores[name].value
-    require(not np.isnan(values_CLH).all(), "head_set.heads", "no scores", again)
-    unknown = [s.head for s in head_set.chosen if s.head.mixer not in rows or s.head.head >= num_heads]
-    require(not unknown, "head_set.chosen", str(unknown[:1]), "Chosen heads must be in head_set.heads.")
     if _is_small(len(layers), num_heads):
         cell = (max(0.43, 3.0 / num_heads), 0.37)
     else:
@@ -359,21 +352,3 @@ def _legend(figure: Figure, image: Any, head_set: HeadSet, left: float, top: flo
         y = 1 - (top + 0.52 + 0.22 * line) / full_height
         figure.text(left / full_width, y, symbol, size=9, weight="bold", va="center")
         figure.text((left + 0.22 * bool(symbol)) / full_width, y, text, size=8, color=INK, va="center")
-
-
-def _table(head_set: HeadSet, columns: Sequence[Column]) -> tuple[list[str], list[list[Any]]]:
-    """Make the header and one row per head, in the HeadSet's order; cells are empty if not measured.
-
-    The cell `chosen` is a head's place among the chosen heads, from 1, or empty.
-    """
-    names = [f"{column.name}{end}" for column in columns for end in ("", "_low", "_high")]
-    header = ["head", "layer", "index", "role", "reads", "chosen", "n", *names]
-    place: dict[HeadId, int] = {s.head: i + 1 for i, s in enumerate(head_set.chosen)}
-    rows = []
-    for s in head_set.heads:
-        row = [s.head, s.head.layer, s.head.head, s.role, s.reads or "", place.get(s.head, ""), s.n]
-        for column in columns:
-            interval = s.scores.get(column.name)
-            row += ("", "", "") if interval is None else (interval.value, interval.low, interval.high)
-        rows.append(row)
-    return header, rows

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from surgery.errors import require
 from surgery.report.figures.canvas import (
     ARM_LOOKS,
-    FAINT,
     INK,
     PURPLE,
     add_axes,
     add_heading,
+    error_bars,
     new_figure,
     save,
     style,
@@ -34,13 +33,7 @@ def held_out_accuracy(
 
     Returns:
         The three paths.
-
-    Raises:
-        SurgeryError: no data set, or one without arms.
     """
-    require(bool(data), "data", "empty", "Pass at least one data set.")
-    for name, arms in data.items():
-        require(bool(arms), f"data[{name!r}]", "empty", "Pass at least one arm.")
     longest = max(len(labels.get(arm, arm)) for arms in data.values() for arm in arms)
     left = 0.3 + 0.068 * longest
     heights = [_ROW * len(arms) + 0.75 for arms in data.values()]
@@ -55,16 +48,14 @@ def held_out_accuracy(
         axes.set_yticks(range(len(arms)), [labels.get(arm, arm) for arm in arms])
         axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
         axes.tick_params(axis="y", length=0)
-        axes.grid(axis="x", color=FAINT, linewidth=0.6)
-        axes.set_axisbelow(True)
+        axes.grid(axis="x")
         rows = int(max(entry["n"] for entry in arms.values()))
         axes.set_title(f"{cut_middle(name, 60)}, {rows} rows", size=9, loc="left", color=INK)
         for place, (arm, entry) in enumerate(arms.items()):
             colour, marker = ARM_LOOKS.get(arm, (PURPLE, "v"))
             value = entry["accuracy"]
-            bars = [[max(0.0, value - entry["low"])], [max(0.0, entry["high"] - value)]]
-            axes.errorbar([value], [place], xerr=bars, color=colour, marker=marker, markersize=6, capsize=2.5,
-                          clip_on=False)  # fmt: skip
+            axes.errorbar([value], [place], xerr=error_bars([entry]), color=colour, marker=marker, markersize=6,
+                          capsize=2.5, clip_on=False)  # fmt: skip
             axes.text(1.03, place, f"{100 * value:.1f}%", size=8.5, color=colour, va="center")
     cells = [
         [name, arm, *(entry[key] for key in _HEADER[2:])] for name, arms in data.items() for arm, entry in arms.items()

@@ -12,11 +12,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from surgery.errors import require
 from surgery.probes.registry import PROBES
 from surgery.report.figures.canvas import (
     BLUE,
-    FAINT,
     GREEN,
     GREY,
     INK,
@@ -27,6 +25,7 @@ from surgery.report.figures.canvas import (
     SKY,
     add_axes,
     add_heading,
+    error_bars,
     label_ends,
     new_figure,
     save,
@@ -71,12 +70,7 @@ def tasks_by_site(
 
     Returns:
         The three paths.
-
-    Raises:
-        SurgeryError: no sites, or an unknown kind.
     """
-    require(kind in _SITES, "kind", kind, f"Use one of {', '.join(_SITES)}.")
-    require(bool(sites), "sites", "empty", "Pass at least one layer or head.")
     title, x_label = _SITES[kind]
     shown = dict(sites)
     if kind == "prune":  # the complete model is the last column
@@ -129,22 +123,17 @@ def _accuracies(
     axes.set_xlim(-0.6, len(columns) - 0.4)
     axes.set_ylim(0, 1.03)
     axes.set_ylabel("accuracy")
-    axes.grid(axis="y", color=FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
+    axes.grid(axis="y")
     ends, looks = [], _looks(columns[0])
     for shift, (task, (name, colour, marker, knowledge)) in enumerate(looks.items()):
         # A small shift keeps the bars of tasks apart where they agree.
         x = [i + aside * (shift - (len(looks) - 1) / 2) for i in range(len(columns))]
         values = [column[task] for column in columns]
         y = [v["accuracy"] for v in values]
-        bars = [
-            [max(0.0, v["accuracy"] - v["low"]) for v in values],
-            [max(0.0, v["high"] - v["accuracy"]) for v in values],
-        ]
         line = ("--" if knowledge else "-") if joined else ""
         face = "white" if knowledge else colour
-        axes.errorbar(x, y, bars, color=colour, linestyle=line, marker=marker, markersize=5, markerfacecolor=face,
-                      linewidth=1.5, elinewidth=0.9)  # fmt: skip
+        axes.errorbar(x, y, error_bars(values), color=colour, linestyle=line, marker=marker, markersize=5,
+                      markerfacecolor=face, linewidth=1.5, elinewidth=0.9)  # fmt: skip
         if base is not None:
             axes.axhline(base[task]["accuracy"], color=colour, linewidth=0.7, alpha=0.7, zorder=0)
         ends.append((name, x[-1], y[-1], colour))
@@ -163,8 +152,7 @@ def _perplexities(axes: Axes, columns: Sequence[Tasks], base: Tasks | None, join
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.grid(axis="y", color=FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
+    axes.grid(axis="y")
 
 
 def _site_axis(axes: Axes, names: Sequence[str]) -> None:
@@ -193,11 +181,7 @@ def tasks_by_arm(arms: Mapping[str, Tasks], chance: Mapping[str, float], folder:
 
     Returns:
         The three paths.
-
-    Raises:
-        SurgeryError: no arm named `base`.
     """
-    require("base" in arms, "arms", list(arms), "Pass the complete model as 'base'.")
     looks, names = _looks(arms["base"]), list(arms)
     left, panel, gap = 0.35 + 0.078 * max(map(len, names)), 1.5, 0.22
     height = 0.3 + 0.25 * len(names)
@@ -210,8 +194,7 @@ def tasks_by_arm(arms: Mapping[str, Tasks], chance: Mapping[str, float], folder:
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.set_yticks(range(len(names)), [n.replace("_", " ") for n in names] if index == 0 else [""] * len(names))
         axes.tick_params(axis="y", length=0)
-        axes.grid(axis="y", color=FAINT, linewidth=0.6)
-        axes.set_axisbelow(True)
+        axes.grid(axis="y")
         if task == "perplexity":
             _perplexity_panel(axes, [tasks["perplexity"] for tasks in arms.values()])
         else:
@@ -228,8 +211,7 @@ def _panel(
     axes.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
     axes.set_xlabel("accuracy")
     x = [v["accuracy"] for v in values]
-    bars = [[max(0.0, v["accuracy"] - v["low"]) for v in values], [max(0.0, v["high"] - v["accuracy"]) for v in values]]
-    axes.errorbar(x, range(len(x)), xerr=bars, color=colour, linestyle="", marker=marker, markersize=5,
+    axes.errorbar(x, range(len(x)), xerr=error_bars(values), color=colour, linestyle="", marker=marker, markersize=5,
                   markerfacecolor="white" if knowledge else colour, elinewidth=1)  # fmt: skip
     axes.axvline(x[0], color=colour, linewidth=0.7, alpha=0.7, zorder=0)
     if chance is not None:

@@ -22,7 +22,6 @@ def folder(tmp_path: Path) -> Path:
         "heads": ["L1H2"],
         "arms": {name: {"held_out": {"rows.jsonl": entry}, "perplexity": 2.0} for name in ("base", "hybrid")},
         "held_out_examples": {"rows.jsonl": [{"prompt": "a\n" * 99, "wanted": "[red]", "generated": texts}]},
-        "advice": ["rows.jsonl: [none] is right."],
     }
     (tmp_path / "results.json").write_text(json.dumps(results))
     return tmp_path
@@ -34,8 +33,8 @@ def test_wanted_and_generated_text_stand_side_by_side(folder: Path, capsys: pyte
     lines = shown.splitlines()
     (row,) = (line for line in lines if "[red]" in line)
     assert "[bold]b[/bold]" in row and ":q:\\x1b[2J" in row and " ... " in row and "unseen" not in shown
-    assert "\x1b" not in shown and max(map(len, lines)) <= 140
-    assert "rows.jsonl: [none] is right." in shown
+    assert "\x1b" not in shown and max(map(len, lines[:-2])) <= 140
+    assert lines[-2].startswith("rows.jsonl: no model generates any of the 40 held-out answers exactly.")
     head = next(line for line in lines if line.startswith("┃ prompt"))
     assert head.index("wanted") < head.index("base") < head.index("hybrid")
 
@@ -43,7 +42,7 @@ def test_wanted_and_generated_text_stand_side_by_side(folder: Path, capsys: pyte
 def test_numbers_beside_exact_match(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     print_results(folder, spliced("m"))
     lines = capsys.readouterr().out.splitlines()
-    (first,) = (line for line in lines if "first token" in line)
+    (first,) = (line for line in lines if "rows, first token" in line)
     (loss,) = (line for line in lines if "nats per answer token" in line)
     assert first.count("0.250") == 2 and loss.count("1.234") == 2
 
@@ -66,6 +65,20 @@ def test_the_last_lines_are_the_verdict_the_report_and_what_is_next(
         ["surgery", name, str(export)] for name in ("generate", "finetune", "publish")
     ]
     assert commands[1][3:] == ["DATA.jsonl"]
+    results = json.loads((folder / "results.json").read_text())
+    texts = {"hybrid": " 42", "base": "\x1b[2J"}
+    results["example"] = {"prompt": "it's\n1: ", "wanted": "42", "generated": texts}
+    (folder / "results.json").write_text(json.dumps(results))
+    print_results(folder, spliced("m"))
+    lines = capsys.readouterr().out.splitlines()[-4:]
+    assert shlex.split(lines[0]) == ["surgery", "generate", str(export), "it's\\n1: "], "read back by `generate`"
+    assert lines[1].strip() == "wanted 42; hybrid 42; base \\x1b[2J"
+    for prompt in ("-1", "a\\b", "\x1b[2J"):
+        (folder / "results.json").write_text(
+            json.dumps({**results, "example": {**results["example"], "prompt": prompt}})
+        )
+        print_results(folder, spliced("m"))
+        assert shlex.split(capsys.readouterr().out.splitlines()[-3])[-1] == "PROMPT", "not what a shell would pass on"
     (export / "export.json").write_text('{"format": "nemotron_h"}')  # inserted layers have no other format
     print_results(folder, spliced("m"))
     assert "DATA.jsonl export.format=nemotron_h" in capsys.readouterr().out
@@ -103,18 +116,19 @@ def test_a_comparison_explains_its_marks_and_names_what_lm_eval_skipped(
 def test_scores_of_all_heads_are_shown_and_passes_are_those_of_a_prompt(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The best head by one method may lack the scores of another one."""
-    scores = [{"patching": 2.0}, {"patching": 1.0, "trial": 0.5}]
+    """The best head by one method may lack the scores of another one, and a chosen one may be far down."""
+    scores = [{"patching": 2.0}, {"patching": 1.0, "trial": 0.5}, *[{"patching": 0.5}] * 20]
     heads = [
         {"head": f"L0H{i}", "role": "neither", "reads": None}
         | {"scores": {name: {"value": x, "low": x, "high": x} for name, x in row.items()}}
         for i, row in enumerate(scores)
     ]
-    found = {"heads": heads, "chosen": heads[:1], "groups": [], "method": "patching"}
+    found = {"heads": heads, "chosen": [heads[0], heads[15]], "groups": [], "method": "patching"}
     (tmp_path / "heads.json").write_text(json.dumps({**found, "clean": {"accuracy": {"value": 0.9}}}))
     cost = {"prompts": 48, "passes": 172, "seconds": 3.0, "peak_bytes": 0}
     (tmp_path / "locate.json").write_text(json.dumps(cost))
     print_heads(tmp_path)
     shown = capsys.readouterr().out
     assert "trial" in shown and "+0.500" in shown
+    assert "L0H15 *" in shown and "L0H9 " in shown and "L0H10" not in shown, "ten heads, and every chosen one"
     assert "3.6 forward passes per prompt" in shown

@@ -13,6 +13,7 @@ from huggingface_hub import ModelCard
 from surgery.export.model_card import card_of, model_card
 from surgery.recipe import Locate, Recipe, Splice, check_recipe, to_yaml
 from surgery.recipe.public import public_name, public_recipe
+from surgery.types import Interval
 from tests.support.reports import head_set, plan, spliced
 
 SHARE = {"accuracy": 0.5, "low": 0.4, "high": 0.6, "n": 100}
@@ -52,9 +53,12 @@ def read(card: str) -> Any:
     return ModelCard(card).data
 
 
+DIFFERENCE = {"difference": 0.1, "low": 0.05, "high": 0.15}
 RESULTS = {
     "arms": {"base": arm(0.1), "no_splice": arm(0.3), "hybrid": arm(0.9)},
-    "p_values": {"hybrid": {"kv_retrieval/8": 0.00390625}},
+    "comparisons": {
+        "hybrid": {"no_splice": {"kv_retrieval/8": {**DIFFERENCE, "p_two_sided": 0.0039, "significant": True}}}
+    },
     "step_zero_gap": {"max_logit": 0.25, "kl": 0.1, "same_top": 0.9},
     "versions": {"surgery": "9.9", "torch": "8.8"},
 }
@@ -215,9 +219,10 @@ def test_scores_of_lm_eval_are_rows_and_results_of_their_own_tasks() -> None:
 
 def test_the_evidence_names_controls_p_values_the_first_gap_and_versions() -> None:
     card = model_card(spliced("owner/base"), None, plan(), RESULTS)
-    assert "| | **hybrid** | control (trained, no splice) | base | prompts | p |" in card
+    assert "| | **hybrid** | control (trained, no splice) | base | prompts | p, against the control |" in card
     cell = "0.500 [0.400, 0.600]"
-    assert f"| KV-retrieval, 8 pairs | {cell} | {cell} | {cell} | 100 | 0.0039 |" in card
+    assert f"| KV-retrieval, 8 pairs | {cell} | {cell} | {cell} | 100 | 0.0039 * |" in card
+    assert "p: exact two-sided McNemar test of the hybrid against the control; * significant at 0.05 after" in card
     assert "Before training, the hybrid's logits differed from the base's by at most 0.25." in card
     assert "Measured with surgery 9.9, torch 8.8." in card
     assert "2504.18574" in card and "@software{ssm_surgery" in card
@@ -279,7 +284,6 @@ def test_a_fine_tuned_hybrid_s_recipe_does_not_say_how_its_heads_were_located(re
     card = model_card(recipe, replace(head_set(3, 4), method=method), plan(), RESULTS)
     (sentence,) = (line for line in card.splitlines() if line.startswith("Heads were"))
     assert "for the model before fine-tuning (" in sentence and "prompts" not in sentence
-    assert "correct more often than before fine-tuning" in card
 
 
 def test_a_bar_in_a_name_does_not_end_a_cell(recipe: Recipe) -> None:
@@ -292,3 +296,18 @@ def test_a_bar_in_a_name_does_not_end_a_cell(recipe: Recipe) -> None:
 def test_heads_without_a_ranking_were_not_selected_by_scores(method: str, how: str) -> None:
     card = model_card(spliced("owner/base"), replace(head_set(3, 4), method=method), plan(), RESULTS)
     assert f"Heads were {how} (`splice.select: {method}`, seed 0)." in card and "selected by" not in card
+
+
+def test_retrieval_is_claimed_only_for_located_heads_with_a_measured_effect_in_a_base_that_retrieves() -> None:
+    def claims(method: str, low: float, right: float) -> bool:
+        heads = head_set(3, 4)
+        chosen = tuple(replace(s, scores={"patching": Interval(1.0, low, 2.0, 50)}) for s in heads.chosen)
+        kv = {"accuracy": right, "low": right - 0.05, "high": right + 0.05, "n": 200, "chance": 0.125}
+        results = {"arms": {name: {"kv_retrieval": {"8": kv}} for name in ("base", "hybrid")}}
+        card = model_card(spliced("owner/base"), replace(heads, method=method, chosen=chosen), plan(), results)
+        assert ("as an untrained model is" in card) == (right < 0.2)
+        return "retrieval depends on" in card.replace("\n", " ")
+
+    assert claims("patching", 0.5, 0.9)
+    assert not any((claims("random", 0.5, 0.9), claims("patching", -0.5, 0.9), claims("patching", 0.5, 0.13)))
+    assert "retrieval depends on" not in model_card(spliced("owner/base"), None, plan(), RESULTS).replace("\n", " ")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from surgery.report.heads_page import LEVELS, Prompt, PromptAttention, write_csv, write_page
-from surgery.types import HeadId, HeadSet, ScoredGroup, ScoredHead
+from surgery.report.heads_page import LEVELS, PromptAttention, write_csv, write_page
+from surgery.types import HeadSet, ScoredGroup
 from tests.support.reports import HOSTILE, head_set, prompt
 
 
@@ -198,28 +197,3 @@ def test_csv_holds_every_score_in_full(tmp_path: Path) -> None:
     assert [r["head"] for r in sorted((r for r in rows if r["chosen"]), key=lambda r: int(r["chosen"]))] == [
         str(s.head) for s in heads.chosen
     ]
-
-
-HEADS = head_set()
-GOOD = prompt(HEADS)
-NO_SCORES = replace(HEADS, heads=(ScoredHead(HeadId(0, 0), "neither", None, {}),), chosen=())
-
-
-@pytest.mark.parametrize(
-    ("heads", "held", "named"),
-    [
-        (replace(HEADS, heads=(), chosen=()), GOOD, "heads.heads"),
-        (NO_SCORES, replace(GOOD, rows={}, matrices={}), "no scores"),
-        (HEADS, replace(GOOD, marks={"query": len(HOSTILE)}), "marks.*query"),
-        (HEADS, replace(GOOD, rows={"L0H0": np.ones(3) / 3}), "rows.*L0H0"),
-        (HEADS, replace(GOOD, rows={"L9H9": GOOD.rows["L0H0"]}), "L9H9"),
-        (HEADS, replace(GOOD, rows={"L0H0": GOOD.rows["L0H0"] * np.nan}), "rows.*L0H0.*not shares"),
-        (HEADS, replace(GOOD, rows={"L0H0": GOOD.rows["L0H0"] * -1}), "rows.*L0H0.*not shares"),
-        (HEADS, replace(GOOD, matrices={"L0H0": np.eye(4)}), "matrices.*L0H0"),
-    ],
-)
-def test_refuses_by_name_and_writes_nothing(heads: HeadSet, held: Prompt, named: str, tmp_path: Path) -> None:
-    write: Callable[[], object] = lambda: write_page(heads, PromptAttention((held,)), tmp_path / "x" / "locate.html")  # noqa: E731
-    with pytest.raises(ValueError, match=named):
-        write()
-    assert not (tmp_path / "x").exists()

@@ -193,6 +193,19 @@ def test_contrasts_and_the_gap_are_shown(tmp_path: Path) -> None:
     assert "0.75 [0.50, 0.90]" in page and "not computed: the teacher is not above the control" in page
 
 
+def test_a_prompt_that_the_hybrid_answers_and_every_setting_are_shown(tmp_path: Path) -> None:
+    """A row of the user's data comes first. Set keys are shown, and all keys are folded."""
+    example = {"prompt": f"a: 1\n{HOSTILE}", "wanted": "42", "generated": {"base": "17", "hybrid": "42"}}
+    for more in ({"example": example}, {"held_out_examples": {"rows": [{**example, "wanted": "no"}, example]}}):
+        page = write_report(inputs(tmp_path / "figures", **more), tmp_path / "report.html").read_text()
+        section = page.split('<section id="example">')[1].split("</section>")[0]
+        assert "<script" not in page and "<pre>a: 1\n&lt;script&gt;" in section and "<code>42</code>" in section
+        assert re.findall(r'row">(.*?)</th><td>(.*?)</td>', section) == [("hybrid", "42"), ("base", "17")]
+    shown, folded = page.split('<section id="recipe">')[1].split("<details>")
+    assert "steps: 7" in shown and "batch_size" not in shown and "batch_size" in folded
+    assert 'id="example"' not in write_report(inputs(tmp_path / "figures"), tmp_path / "r.html").read_text()
+
+
 def test_the_same_values_give_the_same_bytes(tmp_path: Path) -> None:
     pages = [write_report(inputs(tmp_path / "figures"), tmp_path / name) for name in ("a.html", "b.html")]
     assert pages[0].read_bytes() == pages[1].read_bytes()
@@ -244,17 +257,16 @@ def test_first_token_and_loss_stand_beside_exact_match(tmp_path: Path) -> None:
         "first token": "0.250 [0.200, 0.300]",
         "loss in nats per answer token": "1.234",
     }
-    header = page.split("</header>")[0]
-    assert "held-out rows, exact match" in header and "first token" not in header
+    tiles = page.split("</dl>")[0]
+    assert "held-out rows, exact match" in tiles and "first token" not in tiles
 
 
 def test_advice_and_counts_are_shown_and_escaped(tmp_path: Path) -> None:
     more = {
-        "advice": [f"{HOSTILE}: no model generates any."],
         "answer_spans": {HOSTILE: {"found": 11, "ambiguous": 22, "missing": 33, "marked": 44}, "y": NONE},
     }
     page = write_report(with_own_data(tmp_path / "figures", **more), tmp_path / "report.html").read_text()
-    assert "<script" not in page and "no model generates any." in page.split("</header>")[0]
+    assert "<script" not in page and "no model generates any of the 100 held-out" in page.split("</header>")[0]
     assert "ambiguous: 22, missing: 33, found: 11, marked in the data: 44" in page
     assert "(first 1000 rows of the stream). No row supervises the attention" in page
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from surgery.report.figures import canvas
 from surgery.report.figures.by_value import results_by_value
 from surgery.report.sweep_report import (
     PointResults,
@@ -23,11 +22,6 @@ from surgery.report.sweep_report import (
     write_sweep_page,
 )
 from surgery.stats import wilson
-
-
-@pytest.fixture(autouse=True)
-def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(canvas, "DPI", 30)
 
 
 def share(right: int, n: int) -> dict[str, float]:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -117,6 +118,13 @@ def test_earlier_parts_of_a_training_in_parts_count(tmp_path: Path, clock: Clock
     parts = [{"name": name, "steps": 2, "sources": [SOURCE]} for name in ("first", "second")]
     assert session(tmp_path, "train", after=3, stages=parts) == (0, 0)
     assert session(tmp_path, "train", stages=parts) == (LOAD + 4 * STEP, LOAD + 2 * STEP)
+
+
+def test_a_recipe_without_a_control_says_so_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reporter = Mock(seconds=0.0)
+    monkeypatch.setattr(f"{__name__}.StopsAfter", lambda after: reporter)
+    session(tmp_path, "control", steps=1, sources=[SOURCE], control=False)
+    assert reporter.method_calls == [call.note("control", "the recipe has none")]
 
 
 def test_skipped_rows_are_reported(tmp_path: Path) -> None:

@@ -34,15 +34,21 @@ def bare_run(recipe: Recipe, folder: Path, **revisions: str) -> Any:
     return SimpleNamespace(recipe=recipe, folder=folder, **{**plain, **revisions})
 
 
-def test_keys_of_stages_know_the_content_of_own_prompts(tmp_path: Path) -> None:
-    recipe = load_recipe(RECIPE)
+def keys_of(recipe: Recipe, folder: Path, **revisions: str) -> dict[str, str]:
+    """The key of every stage, in a folder with what the stages read."""
     for name in ("heads.json", "plan.json", "spliced", "trained", "no_splice", "results.json", "report.html"):
-        (tmp_path / name).write_text(name)
-    one, other = (
-        {stage.name: stage.key(bare_run(recipe, tmp_path, prompts_revision=hash)) for stage in stages.stages_of(recipe)}
-        for hash in ("one", "two")
-    )
-    assert {name for name in one if one[name] != other[name]} == {"locate", "splice", "evaluate", "export"}
+        if not (folder / name).exists():
+            (folder / name).write_text(name)
+    return {stage.name: stage.key(bare_run(recipe, folder, **revisions)) for stage in stages.stages_of(recipe)}
+
+
+def changed(one: dict[str, str], other: dict[str, str]) -> set[str]:
+    return {name for name in one if one[name] != other[name]}
+
+
+def test_keys_of_stages_know_the_content_of_own_prompts(tmp_path: Path) -> None:
+    one, other = (keys_of(load_recipe(RECIPE), tmp_path, prompts_revision=hash) for hash in ("one", "two"))
+    assert changed(one, other) == {"locate", "splice", "evaluate", "export"}
 
 
 def test_keys_of_stages_know_the_code_of_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,48 +59,35 @@ def test_keys_of_stages_know_the_code_of_plugins(tmp_path: Path, monkeypatch: py
     monkeypatch.syspath_prepend(str(file.parent))
     load_plugins(["edited_plugin"])
     recipe = load_recipe(RECIPE).model_copy(update={"plugins": ("edited_plugin",)})
-
-    def keys() -> dict[str, str]:
-        return {stage.name: stage.key(bare_run(recipe, tmp_path)) for stage in stages.stages_of(recipe)}
-
-    before = keys()
-    assert before == keys()
+    before = keys_of(recipe, tmp_path)
+    assert before == keys_of(recipe, tmp_path)
     file.write_text("SCALE = 2\n")
-    assert all(before[name] != key for name, key in keys().items())
+    assert changed(before, keys_of(recipe, tmp_path)) == set(before)
 
 
 def test_scores_of_heads_in_the_report_are_those_of_the_last_locate(tmp_path: Path) -> None:
-    recipe = load_recipe(RECIPE)
-    (evaluate,) = (stage for stage in stages.stages_of(recipe) if stage.name == "evaluate")
-    for name in evaluate.reads:
-        (tmp_path / name).write_text(name)
-    before = evaluate.key(bare_run(recipe, tmp_path))
+    before = keys_of(load_recipe(RECIPE), tmp_path)
     (tmp_path / "heads.json").write_text("other scores, the same heads")
-    assert evaluate.key(bare_run(recipe, tmp_path)) != before
+    assert "evaluate" in changed(before, keys_of(load_recipe(RECIPE), tmp_path))
 
 
 def test_keys_of_stages_know_the_form_of_located_prompts_only_where_it_is_set(tmp_path: Path) -> None:
     """A recipe without `locate.filler` keeps its finished stages."""
     recipe = load_recipe(RECIPE, ["locate.filler=null"])
-    for name in ("heads.json", "plan.json", "spliced", "trained", "no_splice", "results.json", "report.html"):
-        (tmp_path / name).write_text(name)
 
     def keys(**locate: Any) -> dict[str, str]:
         given = recipe.model_copy(update={"locate": recipe.locate.model_copy(update=locate)})
-        return {stage.name: stage.key(bare_run(given, tmp_path)) for stage in stages.stages_of(given)}
+        return keys_of(given, tmp_path)
 
     plain = keys()
     assert plain == keys(filler=None, value_digits=None)
     for more in ({"filler": (1, 2)}, {"value_digits": (3, 4)}, {"task": "phonebook"}):
-        changed = keys(**more)
-        assert {name for name in plain if changed[name] != plain[name]} == {"locate", "splice", "evaluate", "export"}
+        assert changed(plain, keys(**more)) == {"locate", "splice", "evaluate", "export"}
 
 
 def test_keys_of_stages_know_the_state_only_where_it_is_cut(tmp_path: Path) -> None:
     """A recipe without `splice.state_size` keeps its finished stages. The cut depends on the located prompts."""
     recipe = load_recipe(RECIPE)
-    for name in ("heads.json", "plan.json", "spliced", "trained", "no_splice", "results.json", "report.html"):
-        (tmp_path / name).write_text(name)
 
     def keys(examples: int = 8, task: str = "kv_retrieval", **splice: Any) -> dict[str, str]:
         parts = {
@@ -102,10 +95,7 @@ def test_keys_of_stages_know_the_state_only_where_it_is_cut(tmp_path: Path) -> N
             "locate": recipe.locate.model_copy(update={"examples": examples, "task": task}),
         }
         given = recipe.model_copy(update=parts)
-        return {stage.name: stage.key(bare_run(given, tmp_path)) for stage in stages.stages_of(given)}
-
-    def changed(one: dict[str, str], other: dict[str, str]) -> set[str]:
-        return {name for name in one if one[name] != other[name]}
+        return keys_of(given, tmp_path)
 
     plain, cut = keys(), keys(state_size=4)
     assert plain == keys(state_size=None)
@@ -125,7 +115,7 @@ def test_the_key_of_the_export_knows_the_text_of_a_chat_template(tmp_path: Path)
 
     def keys(name: str | None) -> dict[str, str]:
         given = recipe.model_copy(update={"export": recipe.export.model_copy(update={"chat_template": name})})
-        return {stage.name: stage.key(bare_run(given, tmp_path)) for stage in stages.stages_of(given)}
+        return keys_of(given, tmp_path)
 
     found = [keys(name) for name in (None, "plain", str(template))]
     template.write_text("two")
@@ -147,43 +137,30 @@ def test_the_channels_of_the_state_are_read_from_the_folder(tmp_path: Path) -> N
 
 def test_keys_of_stages_know_the_width_of_copies_and_locate_only_if_it_trains_them(tmp_path: Path) -> None:
     """Without new channels the keys are those of recipes from before `splice.min_width`."""
-    for name in ("heads.json", "plan.json", "spliced", "trained", "no_splice", "results.json", "report.html"):
-        (tmp_path / name).write_text(name)
 
-    def keys(*overrides: str) -> dict[str, str]:
-        given = load_recipe(RECIPE, overrides)
-        return {stage.name: stage.key(bare_run(given, tmp_path)) for stage in stages.stages_of(given)}
-
-    def changed(*overrides: str, methods: str = "") -> set[str]:
+    def differ(*overrides: str, methods: str = "") -> set[str]:
         given = [f"locate.methods={methods}"] if methods else []
-        plain, other = (keys(*given, *more) for more in (("splice.min_width=null",), overrides))
-        return {name for name in plain if plain[name] != other[name]}
+        recipes = (load_recipe(RECIPE, [*given, *more]) for more in (("splice.min_width=null",), overrides))
+        return changed(*(keys_of(recipe, tmp_path) for recipe in recipes))
 
-    assert changed("splice.min_width=32") == changed("splice.min_width=64") == {"plan", "splice", "export"}
+    assert differ("splice.min_width=32") == differ("splice.min_width=64") == {"plan", "splice", "export"}
     for methods in ("[patching,sharpen,trial]", "[patching,gates]"):
-        assert changed("splice.min_width=64", methods=methods) == {"locate", "plan", "splice", "export"}
-        assert changed("splice.min_width=null", "splice.state_size=4", methods=methods) == {
-            "plan",
-            "splice",
-            "control",
-            "export",
-        }
-        assert "locate" in changed("splice.min_width=null", "splice.mode=replace", methods=methods)
+        assert differ("splice.min_width=64", methods=methods) == {"locate", "plan", "splice", "export"}
+        cut = differ("splice.min_width=null", "splice.state_size=4", methods=methods)
+        assert cut == {"plan", "splice", "control", "export"}
+        assert "locate" in differ("splice.min_width=null", "splice.mode=replace", methods=methods)
 
 
 def test_the_control_depends_on_the_steps_of_the_hybrid_only_with_a_plateau(tmp_path: Path) -> None:
     """Without one, all hybrids of a sweep share a control."""
     ends = load_recipe(RECIPE, ["train.plateau={}", "train.optimizer.schedule=wsd"])
     fixed = load_recipe(RECIPE)
-    for name in ("heads.json", "plan.json", "spliced", "trained", "no_splice", "results.json", "report.html"):
-        (tmp_path / name).write_text(name)
 
     def keys(recipe: Recipe, steps: int) -> dict[str, str]:
         write_json(tmp_path / "plateau.json", {"finetune": {"steps": steps}})
-        return {stage.name: stage.key(bare_run(recipe, tmp_path)) for stage in stages.stages_of(recipe)}
+        return keys_of(recipe, tmp_path)
 
-    one, other = keys(ends, 200), keys(ends, 225)
-    assert {name for name in one if one[name] != other[name]} == {"control"}
+    assert changed(keys(ends, 200), keys(ends, 225)) == {"control"}
     assert keys(fixed, 200) == keys(fixed, 225)
     train, control = (stage for stage in stages.STAGES if stage.name in ("train", "control"))
     run = Run(ends, tmp_path, make_accelerator())

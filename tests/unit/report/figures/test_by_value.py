@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
 import pytest
 from matplotlib.axes import Axes
 
-from surgery.errors import SurgeryError
-from surgery.report.figures import by_value, canvas
+from surgery.report.figures import by_value
 from surgery.report.figures.by_value import results_by_value
-
-
-@pytest.fixture(autouse=True)
-def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(canvas, "DPI", 30)
+from tests.unit.report.figures.test_tasks import rows_of
 
 
 def row(values: dict[str, Any], accuracy: float, teacher: bool = False, seeds: int = 1) -> dict[str, Any]:
@@ -28,11 +22,6 @@ def row(values: dict[str, Any], accuracy: float, teacher: bool = False, seeds: i
         "values": values, "seeds": [None] * seeds, "accuracy": groups, "share_of_teacher": shares,
         "kv_bytes_per_token": exact, "state_bytes": exact, "new_parameters": exact,
     }  # fmt: skip
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[float], dict[str, Any]]]:
@@ -97,17 +86,3 @@ def test_a_second_key_gives_series_and_a_teacher_a_panel(tmp_path: Path) -> None
     svg = paths[1].read_text(encoding="utf-8")
     assert "<!-- select=sharpen -->" in svg and "mean over seeds" in svg
     assert "retrieval tasks: share of the teacher's accuracy" in {r["result"] for r in rows_of(paths[2])}
-
-
-def test_same_input_same_bytes(tmp_path: Path) -> None:
-    given = [row({"seed": n}, 0.5) for n in (0, 1)]
-    first, second = (results_by_value(given, ["seed"], tmp_path / x) for x in "ab")
-    assert [p.read_bytes() for p in first] == [p.read_bytes() for p in second]
-
-
-def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SurgeryError, match="rows"):
-        results_by_value([], ["seed"], tmp_path)
-    with pytest.raises(SurgeryError, match="keys"):
-        results_by_value([row({"seed": 1}, 0.5)], ["train.steps"], tmp_path)
-    assert not list(tmp_path.iterdir())

@@ -5,9 +5,6 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-import pytest
-
-from surgery.errors import SurgeryError
 from surgery.report.figures.costs import costs_by_length
 from tests.support.reports import ARMS
 
@@ -21,17 +18,6 @@ def test_the_numbers_lie_beside_the_picture(tmp_path: Path) -> None:
     assert float(rows[1]["prefill_tokens_per_second"]) == 164.0
 
 
-def test_the_same_numbers_give_the_same_bytes(tmp_path: Path) -> None:
-    first, second = (costs_by_length(ARMS, tmp_path / name, "cpu") for name in ("a", "b"))
-    assert [p.read_bytes() for p in first] == [p.read_bytes() for p in second]
-
-
 def test_every_arm_is_named_in_the_legend(tmp_path: Path) -> None:
     svg = costs_by_length(ARMS, tmp_path, "cpu")[1].read_text()
     assert all(f"<!-- {name} -->" in svg for name in ("base", "hybrid", "mine"))
-
-
-@pytest.mark.parametrize("arms", [{}, {"base": []}])
-def test_nothing_to_draw_is_refused(arms: dict, tmp_path: Path) -> None:
-    with pytest.raises(SurgeryError, match="arms"):
-        costs_by_length(arms, tmp_path, "cpu")

@@ -1,9 +1,7 @@
-"""Figures: every file is written, the CSV holds what was given, bytes repeat, and what cannot be drawn is refused."""
+"""Figures: every file is written, the CSV holds what was given, bytes repeat."""
 
 from __future__ import annotations
 
-import csv
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,18 +11,18 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from surgery.report.figures import canvas
 from surgery.report.figures.attention import attention_map
+from surgery.report.figures.by_value import results_by_value
+from surgery.report.figures.costs import costs_by_length
 from surgery.report.figures.curves import accuracy_by_pairs, training_curve
 from surgery.report.figures.heatmaps import head_maps, panel_columns
 from surgery.report.figures.own_data import held_out_accuracy
-from surgery.types import HeadId, HeadSet, Interval, ScoredHead
+from surgery.report.figures.tasks import tasks_by_site
+from surgery.types import HeadId, HeadSet, Interval
+from tests.support.reports import ARMS as COSTS
 from tests.support.reports import EFFECTS, head_set
-
-
-@pytest.fixture(autouse=True)
-def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(canvas, "DPI", 30)
+from tests.unit.report.figures.test_by_value import row as result
+from tests.unit.report.figures.test_tasks import rows_of, tasks
 
 
 def points(*accuracies: float) -> dict[str, dict[str, float]]:
@@ -54,12 +52,10 @@ DRAW: dict[str, Callable[[Path], list[Path]]] = {
     "held_out_accuracy": lambda folder: held_out_accuracy(
         {"$rows$.jsonl": {"hybrid": points(0.9)["4"], "base": points(0.0)["4"]}}, {"base": "before"}, folder
     ),
+    "efficiency": lambda folder: costs_by_length(COSTS, folder, "cpu"),
+    "drop_one": lambda folder: tasks_by_site("drop_one", tasks(1.0), {"0": tasks(0.2), "1": tasks(0.9)}, {}, folder),
+    "sweep": lambda folder: results_by_value([result({"seed": n}, 0.5) for n in (0, 1)], ["seed"], folder),
 }
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 @pytest.mark.parametrize("stem", DRAW)
@@ -77,17 +73,6 @@ def test_same_input_same_bytes_whatever_the_users_settings(stem: str, tmp_path: 
         second = DRAW[stem](tmp_path / "b")
         assert (matplotlib.rcParams["font.size"], matplotlib.get_backend()) == (20, "svg")
     assert [p.read_bytes() for p in first] == [p.read_bytes() for p in second]
-
-
-def test_head_maps_csv_holds_every_head_and_interval(tmp_path: Path) -> None:
-    given = head_set()
-    rows = rows_of(head_maps(given, tmp_path)[2])
-    for row, scored in zip(rows, given.heads, strict=True):
-        assert (row["head"], row["role"]) == (str(scored.head), scored.role)
-        for column, interval in scored.scores.items():
-            found = (row[column], row[f"{column}_low"], row[f"{column}_high"])
-            assert tuple(map(float, found)) == (interval.value, interval.low, interval.high)
-    assert {row["head"]: row["chosen"] for row in rows if row["chosen"]} == {"L1H1": "1", "L0H1": "2"}
 
 
 def test_panels_are_the_default_columns_and_what_else_was_measured(tmp_path: Path) -> None:
@@ -151,38 +136,9 @@ def test_training_curve_of_few_zero_or_missing_losses(history: list[dict[str, fl
     assert len(rows_of(training_curve(history, tmp_path)[2])) == len(history)
 
 
-NO_HEADS = HeadSet(**{**vars(head_set()), "heads": (), "chosen": ()})
-OTHERS = HeadSet(**{**vars(head_set()), "chosen": head_set(9, 9, (80,)).chosen})
-UNSCORED = HeadSet(**{**vars(head_set()), "heads": (ScoredHead(HeadId(0, 0), "neither", "segment_end", {}),)})
 _FIRST, *_REST = head_set().heads
 _LACKING = replace(_FIRST, scores={k: v for k, v in _FIRST.scores.items() if k != "ablation"})
 PARTLY = replace(head_set(), heads=(_LACKING, *_REST))
-
-
-@pytest.mark.parametrize(
-    "draw, named",
-    [
-        (lambda f: head_maps(NO_HEADS, f), "head_set.heads"),
-        (lambda f: head_maps(OTHERS, f), "head_set.chosen"),
-        (lambda f: head_maps(UNSCORED, f), "no scores"),
-        (lambda f: accuracy_by_pairs({}, f, (4, 8)), "arms"),
-        (lambda f: accuracy_by_pairs({"base": {}}, f, (4, 8)), "arms.*base"),
-        (lambda f: accuracy_by_pairs(ARMS, f, (8, 4)), "trained"),
-        (lambda f: attention_map({}, TOKENS, {}, f, "L1H2"), "rows"),
-        (lambda f: attention_map({"after": np.zeros(0)}, [], {}, f, "L1H2"), "tokens"),
-        (lambda f: attention_map({"after": attention(1, 4)}, TOKENS, {}, f, "L1H2"), "rows.*after"),
-        (lambda f: attention_map({"after": attention(1) * math.nan}, TOKENS, {}, f, "L1H2"), "rows.*after"),
-        (lambda f: attention_map({"after": attention(1)}, TOKENS, {"query": 10}, f, "L1H2"), "marks.*query"),
-        (lambda f: training_curve([], f), "history"),
-        (lambda f: training_curve([{"step": 1}], f), "history"),
-        (lambda f: training_curve([{"loss": 1.0}], f), "step"),
-        (lambda f: training_curve([{"step": 1, "loss": math.nan}], f), "history"),
-    ],
-)
-def test_refuses_by_name_and_writes_nothing(draw: Callable[[Path], object], named: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=named):
-        draw(tmp_path / "figures")
-    assert not (tmp_path / "figures").exists()
 
 
 def test_what_was_not_measured_is_left_empty(tmp_path: Path) -> None:
@@ -191,9 +147,8 @@ def test_what_was_not_measured_is_left_empty(tmp_path: Path) -> None:
         replace(s, scores={k: v for k, v in s.scores.items() if k not in ("ablation", "context")})
         for s in everywhere.heads
     )
-    head_maps(replace(everywhere, heads=query), tmp_path)
-    rows = list(csv.DictReader((tmp_path / "head_maps.csv").open()))
-    assert {row["ablation"] for row in rows} == {""} and all(row["query"] for row in rows)
+    rows = rows_of(head_maps(replace(everywhere, heads=query, chosen=()), tmp_path)[2])
+    assert not any("ablation" in row for row in rows) and all(row["query"] for row in rows)
 
 
 def test_a_head_without_a_score_has_an_empty_cell(tmp_path: Path) -> None:
@@ -205,6 +160,6 @@ def test_attention_heads_have_rows_of_their_own(tmp_path: Path) -> None:
     found = head_set()
     beside = tuple(replace(s, head=replace(s.head, letter="A")) for s in found.heads)
     head_maps(replace(found, heads=found.heads + beside), tmp_path)
-    rows = list(csv.DictReader((tmp_path / "head_maps.csv").open()))
+    rows = rows_of(tmp_path / "head_maps.csv")
     assert len({row["head"] for row in rows}) == 2 * len(found.heads)
     assert {"L1H0", "L1A0"} <= {row["head"] for row in rows}

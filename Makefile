@@ -35,9 +35,9 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-## Pretrain checkpoints/pico-mamba2 again. Not part of any check.
+## Pretrain checkpoints/pico-mamba2 again, into runs/pico-mamba2. Not part of any check.
 pretrain: $(VENV)/.installed
-	$(BIN)/surgery pretrain recipes/pretrain-pico.yaml --to checkpoints/pico-mamba2 --overwrite
+	$(BIN)/surgery pretrain recipes/pretrain-pico.yaml --to runs/pico-mamba2 --overwrite
 
 ## Run the unit tests with the rounding of another processor (tests/support/rounding.py), with other CPU kernels, and with
 ## two threads.

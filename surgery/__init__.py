@@ -8,8 +8,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from surgery.deprecated import find_old_modules
-
 __version__ = "0.2.0.dev0"
 
 # The public API: each name with the module that defines it.
@@ -33,8 +31,6 @@ _API = {
     "train_model": "train.training",
     "verify_folder": "export.verify",
 }
-# Packages that were functions of the same name in 0.1.0. `surgery.deprecated` keeps them callable.
-_CALLABLE = ("evaluate", "export", "locate", "splice", "train")
 
 __all__ = ["__version__", *_API]
 
@@ -42,13 +38,8 @@ __all__ = ["__version__", *_API]
 def __getattr__(name: str) -> Any:
     if name in _API:
         return getattr(import_module(f"surgery.{_API[name]}"), name)
-    if name in _CALLABLE:
-        return import_module(f"surgery.{name}")
     raise AttributeError(f"module 'surgery' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_API])
-
-
-find_old_modules()

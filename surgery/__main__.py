@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from types import FrameType
 
 
 def main() -> None:
     """Run the command line. Sets the handler of interrupts before any slow import."""
     signal.signal(signal.SIGINT, _interrupt)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed: else the next file would get its number, and what is printed
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     from surgery.cli import main as run
 
     run()

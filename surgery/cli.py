@@ -6,6 +6,7 @@ prints one line and exits with code 1. `--debug` adds the traceback.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -44,7 +45,7 @@ from surgery.commands.init import (
 from surgery.commands.shipped import examples, recipes
 from surgery.commands.show import show
 from surgery.commands.validate import validate
-from surgery.console.progress import Bars, out, show_progress, silence_libraries
+from surgery.console.progress import Bars, PlainStream, out, show_progress, silence_libraries
 from surgery.console.tables import (
     print_analysis,
     print_heads,
@@ -322,27 +323,41 @@ def _root(
 def main() -> None:
     """Run the command line. Silences libraries, and prints an error in one line."""
     silence_libraries()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # print file names that are not UTF-8
+    streams = []
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):
+            streams.append(PlainStream(stream))
+            setattr(sys, name, streams[-1])
     if os.environ.get("WORLD_SIZE", "1") == "1":  # else exiting could block in a collective operation
         signal.signal(signal.SIGTERM, _stop)
+    code = 0
+    try:
+        code = _exit_code()
+    except SystemExit as end:  # standard error has no reader
+        code = int(end.code or 0)
+    raise SystemExit(max([code, *(stream.last_flush() for stream in streams)]))
+
+
+def _exit_code() -> int:
+    """Run the command, print the error that ends it, and return its exit code."""
     try:
         _check_arguments(sys.argv[1:])
         app()
+        return 0
     except SystemExit as end:
         if end.code in (128 + signal.SIGINT, 128 + signal.SIGTERM):  # typer exits so after an interrupt
             print(_STOPPED, file=sys.stderr)
-        raise
+        return int(end.code or 0)
     except KeyboardInterrupt:
         print(_STOPPED, file=sys.stderr)
-        raise SystemExit(128 + signal.SIGINT) from None
+        return 128 + signal.SIGINT
     except BaseException as error:
         if os.environ.get(_DEBUG, "0") != "0":
             traceback.print_exc()
         code, line = _verdict(error)
         print(" ".join(line.splitlines()), file=sys.stderr)
-        raise SystemExit(code) from None
+        return code
 
 
 def _stop(number: int, _: object) -> None:
@@ -362,12 +377,17 @@ def _check_arguments(words: list[str]) -> None:
 
 def _verdict(error: BaseException) -> tuple[int, str]:
     """Map an error that ends a command to its exit code and its message."""
-    if isinstance(error, (SurgeryError, OSError)):
+    if isinstance(error, SurgeryError):
         return 2, f"error: {error}"
+    if is_full(error):
+        return 2, f"error: the disk is full: {summary(error)}. Free some space and run the same command again."
+    if isinstance(error, OSError):
+        denied = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+        hint = " Set a file or folder that you can read and write." if denied else ""
+        named = error.filename is not None and error.strerror
+        return 2, f"error: {error.filename}: {error.strerror}.{hint}" if named else f"error: {error}"
     if is_out_of_memory(error):
         hint = "Reduce locate.batch_size, train.micro_batch or evaluate.batch_size, or set a smaller dtype."
         return 2, f"error: out of memory: {summary(error)}. {hint}"
-    if is_full(error):
-        return 2, f"error: the disk is full: {summary(error)}. Free some space and run the same command again."
     hint = "Run `surgery --debug` with the same arguments and report the traceback."
     return 1, f"internal error: {summary(error)}. {hint}"

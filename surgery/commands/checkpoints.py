@@ -147,16 +147,25 @@ def publish(
     ] = None,
     pr: Annotated[bool, typer.Option("--pr", help="Open a pull request instead of committing to main.")] = False,
     message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Verify, and list what would be uploaded.")] = False,
     trust_remote_code: TrustRemoteCode = False,
     plugins: Plugins = None,
 ) -> None:
     """Upload an export to the Hub (private by default) and verify it. Safe to re-run."""
     use_free_cores()
+    from surgery.export.publish import check_request
     from surgery.export.publish import publish as work
+    from surgery.export.verify import check_publishable
 
     def say(line: str) -> None:
         out.print(line, highlight=False, markup=False, soft_wrap=True)
 
+    if dry_run:
+        check_request(repo_id, revision, pr, message)
+        for name in check_publishable(folder, trust_remote_code, plugins or (), say)[0]:
+            say(f"{(folder / name).stat().st_size:>14,}  {name}")
+        say(f"nothing was uploaded to {repo_id}")
+        return
     done = work(folder, repo_id, public, revision, pr, message, trust_remote_code, say=say, plugins=plugins or ())
     for label, names in (("removed", done.removed), ("not changed", done.kept)):
         if names:

@@ -81,7 +81,6 @@ def recipe_of_base(
         return path
     with naming("--base", "base.model"):
         text = recipe_text(model, data, tokenizer, trust_remote_code)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)
     _say(f"wrote {path}")
     return path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 from pathlib import Path, PurePosixPath
 from typing import Annotated
 
@@ -57,12 +57,13 @@ def examples(
     if folder.exists() and not folder.is_dir():
         raise SurgeryError("FOLDER", str(folder), "It is a file. Set another folder.")
     for source in sources:
-        if (folder / source.name).exists():
+        if os.path.lexists(folder / source.name):
             raise SurgeryError("FOLDER", str(folder / source.name), "The file exists. Set another folder.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for source in sources:
-            shutil.copyfile(source, folder / source.name)
+            with open(folder / source.name, "xb") as file:  # follows no link
+                file.write(source.read_bytes())
             print(f"wrote {folder / source.name}")
     except OSError as error:
         raise SurgeryError("FOLDER", str(folder), f"{error.strerror}. Set another folder.") from error

@@ -16,7 +16,6 @@ from surgery.files.ownership import kind_of
 from surgery.files.shipped import close_models, local_path, shipped_root
 from surgery.recipe import Recipe, check_recipe, load_recipe
 from surgery.recipe.loading import plugin_modules
-from surgery.recipe.section import current_keys
 from surgery.registry import load_plugins
 
 _FILES = {"sweep": "sweep.json", "analysis": "analysis.json"}  # by kind of folder; others have results.json
@@ -61,9 +60,8 @@ def _recipe_of(folder: Path) -> Recipe:
     if stored is None:
         own = folder / "recipe.yaml"  # the shipped example has one in its export alone
         return load_recipe(own if own.is_file() else folder / "export" / own.name)
-    data = current_keys(Recipe, stored)
-    load_plugins(plugin_modules(data))
-    return check_recipe(data)
+    load_plugins(plugin_modules(stored))
+    return check_recipe(stored)
 
 
 def _folder(run: str, runs: Path) -> Path:

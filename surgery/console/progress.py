@@ -1,16 +1,19 @@
-"""Print progress bars and lines, and silence the output of libraries."""
+"""Print progress bars and lines without the control characters of names, and silence the output of libraries."""
 
 from __future__ import annotations
 
+import io
 import logging
 import os
+import re
+import signal
 import sys
 import warnings
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any, Literal
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -20,12 +23,93 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.segment import Segment
 
-from surgery.recipe.section import RenamedKeyWarning
+from surgery.errors import SurgeryError
 from surgery.report.progress_lines import ProgressLines
 
+# Control characters but the tab and the line end, and those that change the direction of text.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+NO_READER = 128 + signal.SIGPIPE  # exit code of a command whose output nobody reads, as a shell reports it
+
+
+def plain(text: str) -> str:
+    """Return a text with control characters as escapes such as `\\x1b`: a terminal would obey them."""
+    return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+class _Stream(io.TextIOWrapper):
+    """Standard stream that ends the command if nobody reads it, as SIGPIPE would, and reports a full disk."""
+
+    def __init__(self, stream: io.TextIOWrapper) -> None:
+        # File names may be not UTF-8. Several streams have the same buffer, so none holds text back.
+        super().__init__(stream.buffer, stream.encoding, "backslashreplace", None, stream.line_buffering, True)
+        self._replaced = stream  # it would close the buffer
+
+    def write(self, text: str) -> int:
+        with _reported():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with _reported():
+            super().flush()
+
+
+class PlainStream(_Stream):
+    """Standard stream for `print`, for errors and for libraries. It writes no control characters.
+
+    Attributes:
+        styled: the same without this limit, for the colours and the cursor of `out`.
+    """
+
+    def __init__(self, stream: io.TextIOWrapper) -> None:
+        super().__init__(stream)
+        self.styled = _Stream(stream)
+
+    def write(self, text: str) -> int:
+        super().write(plain(text))
+        return len(text)
+
+    def last_flush(self) -> int:
+        """Write what is buffered when the command ends. Returns an exit code."""
+        try:
+            self.flush()
+            return 0
+        except (SystemExit, SurgeryError) as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # Python flushes once more when it exits
+            if isinstance(error, SystemExit):
+                return NO_READER
+            sys.stderr.write(f"error: {error}\n")
+            return 2
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise SystemExit(NO_READER) from None
+    except OSError as error:
+        raise SurgeryError("output", error.strerror, "Free some space, or write elsewhere.") from None
+
+
+class _Output(Console):
+    """Console that escapes control characters in everything that it renders, such as cells and descriptions."""
+
+    @property  # type: ignore[misc]
+    def file(self) -> IO[str]:
+        stream = super().file
+        return getattr(stream, "styled", stream)
+
+    def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(plain(segment.text), segment.style)
+
+
 # A pipe has no width: names must not be truncated. A name in brackets is no markup.
-out = Console(width=None if sys.stdout.isatty() else 140, markup=False, emoji=False)
+out = _Output(width=None if sys.stdout.isatty() else 140, markup=False, emoji=False)
 
 
 def silence_libraries() -> None:
@@ -39,20 +123,7 @@ def silence_libraries() -> None:
         "TRITON_CACHE_AUTOTUNING", "1"
     )  # tuning takes minutes; the next process starts with its result
     warnings.filterwarnings("ignore", category=FutureWarning)
-    if os.environ.get("RANK", "0") == "0":
-        warnings.filterwarnings("once", category=RenamedKeyWarning)
-    warnings.showwarning = partial(_show_warning, warnings.showwarning)
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-
-
-def _show_warning(
-    show: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any, **more: Any
-) -> None:
-    """Print renamed recipe keys in one line each, and other warnings as before."""
-    if issubclass(category, RenamedKeyWarning):
-        sys.stderr.write(f"warning: {message}\n")
-    else:
-        show(message, category, *where, **more)
 
 
 _shown: Literal["quiet", "normal", "verbose"] = "normal"

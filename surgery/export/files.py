@@ -12,9 +12,9 @@ from typing import Any
 
 from surgery.errors import ModelError, reading
 
-RECORD = "export.json"
+RECORD, CARD = "export.json", "README.md"
 # Not a *.safetensors file: vLLM loads every one in a folder as weights.
-REFERENCE, EARLIER_REFERENCE = "reference.json", "reference.safetensors"
+REFERENCE = "reference.json"
 AGAIN = "Download it again, or export again."
 # Suffixes of files that transformers or torch could load.
 LOADABLE = (".py", ".json", ".safetensors", ".bin", ".pt", ".pth", ".jinja")
@@ -97,7 +97,7 @@ def check_files(folder: Path, listed: Any, loadable: tuple[str, ...] = ()) -> li
         loadable: suffixes of files that a loader reads, in addition to `LOADABLE`.
 
     Returns:
-        A list with one sentence on files that are not listed and that no loader reads; empty if there are none.
+        One sentence on an edited README.md, and one on files that are not listed and that no loader reads, if any.
 
     Raises:
         ModelError: names the first file that is missing, of another size or content, or loadable and not listed; or
@@ -105,11 +105,15 @@ def check_files(folder: Path, listed: Any, loadable: tuple[str, ...] = ()) -> li
     """
     if not isinstance(listed, Mapping):
         raise ModelError(RECORD, f"files: {type(listed).__name__}", f"Expected a JSON object. {AGAIN}")
+    edited = False
     for name, expected in listed.items():
         _check_entry(name, expected)
         path = folder / name
         if not path.is_file():
             raise ModelError(name, "missing", f"{RECORD} lists it. {AGAIN}")
+        if name == CARD:  # the user may edit it
+            edited = sha256_of(path) != expected["sha256"]
+            continue
         size = path.stat().st_size
         if size != expected["size"]:
             value = f"{size} bytes long, but {RECORD} lists {expected['size']}"
@@ -122,7 +126,8 @@ def check_files(folder: Path, listed: Any, loadable: tuple[str, ...] = ()) -> li
         if Path(name).suffix in (*LOADABLE, *loadable):
             hint = "It was added after the export and could be loaded. Remove it."
             raise ModelError(shown(name), f"not listed in {RECORD}", hint)
-    return [f"{', '.join(map(shown, extra))}: not listed in {RECORD}"] if extra else []
+    sentences = [f"{CARD}: changed since the export"] if edited else []
+    return [*sentences, f"{', '.join(map(shown, extra))}: not listed in {RECORD}"] if extra else sentences
 
 
 def _check_entry(name: str, expected: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import platform
 import shutil
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,6 @@ def export_model(
     recipe_yaml: str | None = None,
     results: Mapping[str, Any] | None = None,
     figures: Path | None = None,
-    overwrite: bool | None = None,
     page: Path | None = None,
 ) -> dict[str, Any]:
     """Write and verify an export. The folder is created only if the export is complete and verified.
@@ -59,7 +57,6 @@ def export_model(
         recipe_yaml: stored as recipe.yaml.
         results: stored as results.json.
         figures: folder of figures; its PNG files are stored under figures/.
-        overwrite: deprecated, without effect.
         page: the run's `report.html`.
 
     Returns:
@@ -77,9 +74,6 @@ def export_model(
         ModelError: a weight is not finite, or the written folder does not verify.
         RecipeError: the format is not registered, or the chat template cannot be used.
     """
-    if overwrite is not None:
-        message = "overwrite has no effect and will be removed in 0.3: an earlier export is replaced, nothing else is."
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
     section, folder = section or Export(), Path(folder)
     format_class: type[ExportFormat] = EXPORT_FORMATS[section.format]
     export_format = format_class()

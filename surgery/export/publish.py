@@ -7,10 +7,11 @@ upload into several commits if hf_xet is installed. Messages and errors never co
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
@@ -34,15 +35,13 @@ from huggingface_hub.utils.sha import git_hash
 
 from surgery import __version__
 from surgery.errors import ModelError, SurgeryError
-from surgery.export.files import LOADABLE, check_entries, sha256_of, visible_files
-from surgery.export.formats import ExportFormat
-from surgery.export.verify import verify_folder
-from surgery.files.secret_scan import search, secrets_of_environment
-from surgery.recipe.export import EXPORT_FORMATS
+from surgery.export.files import LOADABLE, sha256_of
+from surgery.export.verify import check_publishable, known_secrets
+from surgery.files.secret_scan import findings, redacted
 
 TRIES = 4
 LONGEST_WAIT = 300.0  # seconds; if the Hub asks for more, the command fails
-_MAX_FINDINGS = 8  # in one error
+_ONE_DAY = 86_400
 
 T = TypeVar("T")
 
@@ -89,7 +88,7 @@ def publish(
     committed if it has all files.
 
     Args:
-        folder: an export. Hidden files are not uploaded.
+        folder: an export. Its `export.json`, the files that this lists, and README.md are uploaded.
         repo_id: ORG/NAME. Created if it does not exist.
         public: create a public repository. Also required to publish in one that is public already.
         revision: a branch, created from `main` if it does not exist, or `refs/pr/N`.
@@ -105,24 +104,14 @@ def publish(
         SurgeryError: no token, an invalid name, a local path or a token in a file, or an error of the Hub.
     """
     folder = Path(folder)
-    _check_request(repo_id, revision, pull_request)
+    check_request(repo_id, revision, pull_request, message)
     token = get_token()
     if token is None:
         raise SurgeryError(
             "token", "none", "Log in with `hf auth login`, or set HF_TOKEN to a token with write access."
         )
-    # Computed before the checks: if a file changes after them, the Hub returns another hash.
-    sums = {name: sha256_of(path) for name, path in published_files(folder).items()}
-    report = verify_folder(folder, trust_remote_code, plugins)
-    for sentence in report["not_checked"]:
-        say(f"not checked: {sentence}")
-    files = published_files(folder)
-    check_private(files, folder, token)
-    if sorted(files) != sorted(sums):
-        raise ModelError("FOLDER", str(folder), "Its files changed during the checks. Publish it again.")
-    size = sum(path.stat().st_size for path in files.values())
-    export_format: type[ExportFormat] = EXPORT_FORMATS[report.get("format", "transformers")]
-    say(f"verified {folder}: {export_format.summary}, {len(files)} files, {size:,} bytes")
+    sums, export_format = check_publishable(folder, trust_remote_code, plugins, say)
+    files = {name: folder / name for name in sums}
     hub = _Hub(HfApi(endpoint=endpoint, token=token), repo_id, revision or "main", token, say, sleep)
     private = hub.prepare(public)
     title = message or f"Hybrid exported by ssm-surgery {__version__}"
@@ -135,7 +124,8 @@ def publish(
     return Published(repo_id, private, done.commit, done.url, done.sent, done.removed, done.kept, len(sums))
 
 
-def _check_request(repo_id: str, revision: str | None, pull_request: bool) -> None:
+def check_request(repo_id: str, revision: str | None, pull_request: bool, message: str | None) -> None:
+    """Raise SurgeryError for options that the Hub would refuse, or that would publish a token."""
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
@@ -148,34 +138,11 @@ def _check_request(repo_id: str, revision: str | None, pull_request: bool) -> No
         raise SurgeryError(
             "--pr", f"with --revision {revision}", "A pull request is opened against main. Remove one of the options."
         )
-
-
-def published_files(folder: Path) -> dict[str, Path]:
-    """Map paths in the repository to files, in order, without hidden files and compiled Python.
-
-    Raises:
-        ModelError: the folder holds a symbolic link or a special file.
-    """
-    check_entries(folder)
-    return {path.relative_to(folder).as_posix(): path for path in visible_files(folder)}
-
-
-def check_private(files: Mapping[str, Path], folder: Path, token: str | None = None) -> None:
-    """Search every file except the values of weights for tokens and local paths.
-
-    Local paths are home directories of any user, the current folder and the folder of the export.
-
-    Raises:
-        SurgeryError: names file and line of the first finding, and the files of the others. It does not print a token.
-    """
-    places = {str(p) for p in (Path.home(), Path.cwd(), folder.absolute(), folder.resolve())} - {"/"}
-    known = secrets_of_environment() | ({"the token of the Hub": token} if token else {})
-    findings = list(islice(search(files, places, known), _MAX_FINDINGS))
-    if findings:
-        first = findings[0]
-        more = sorted({finding.where for finding in findings} - {first.where})
-        hint = f"{first.hint} More findings: {', '.join(more)}." if more else first.hint
-        raise SurgeryError(first.where, first.value, hint)
+    for option, text in (("--message", message), ("--revision", revision)):
+        if text is not None and not text.replace("\n", "").isprintable():
+            raise SurgeryError(option, ascii(text), "It has control characters. Remove them.")
+        for _, value, _ in findings(text or "", (), known_secrets()):
+            raise SurgeryError(option, value, "It would be published. Remove it, and revoke a token.")
 
 
 @dataclass(frozen=True)
@@ -258,6 +225,9 @@ class _Hub:
         self.say(f"uploading {len(new)} files, {total:,} bytes; content that the Hub has is not sent again")
         adds = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=files[name]) for name in new]
         deletes = [CommitOperationDelete(path_in_repo=name) for name in removed]
+        for add in adds:
+            if add.upload_info.sha256.hex() != sums[add.path_in_repo]:
+                raise ModelError(add.path_in_repo, "changed during the checks", "Publish the folder again.")
         changes = [*adds, *deletes]
         try:
             done = self.api.create_commit(
@@ -266,7 +236,7 @@ class _Hub:
         except ValueError as error:
             if "README.md" not in str(error):
                 raise
-            text = " ".join(str(error).split()).replace(self.token, "<token>")
+            text = redacted(" ".join(str(error).split()).replace(self.token, "<token>"))
             raise ModelError("README.md", text, "Correct its front matter.") from None
         return _Upload(done.oid, done.pr_url or done.commit_url, tuple(new), tuple(removed), tuple(kept))
 
@@ -334,7 +304,8 @@ class _Hub:
             return SurgeryError("HF_HUB_OFFLINE", "1", "Publishing needs the Hub. Unset HF_HUB_OFFLINE.")
         if isinstance(error, HfHubHTTPError):
             status, wait = error.response.status_code, _retry_after(error)
-            again = f"Run the same command again {f'in {wait:g} s' if wait else 'later'}: it resumes."
+            soon = wait is not None and 0 < wait <= _ONE_DAY
+            again = f"Run the same command again {f'in {math.ceil(wait)} s' if wait and soon else 'later'}: it resumes."
             hint = again if status == 429 or status >= 500 else _HINTS.get(status, "See the answer of the Hub.")
             return SurgeryError("token" if status == 401 else self.repo_id, value, hint)
         if "xet" in value:
@@ -365,8 +336,16 @@ def _cause(error: Exception) -> Exception:
 
 
 def _retry_after(error: HfHubHTTPError) -> float | None:
-    seconds = error.response.headers.get("Retry-After", "")
-    return float(seconds) if seconds.isdigit() else None
+    """Seconds that the Hub asks to wait, as a number or a date; None if it asks for nothing that can be read."""
+    text = error.response.headers.get("Retry-After", "")
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(text).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return None
+    return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
 def _wait(error: Exception, attempt: int) -> float | None:

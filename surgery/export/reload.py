@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -157,19 +156,17 @@ def read_reference(file: Path, vocab_size: int) -> dict[str, Tensor]:
     """Load and check a reference that `make_reference` computed.
 
     Args:
-        file: JSON, or safetensors as earlier versions wrote it.
+        file: JSON.
         vocab_size: of the model.
 
     Raises:
         ModelError: the file is damaged, has unexpected tensors, shapes or dtypes, or has token ids out of range.
     """
-    if file.suffix == ".json":
-        reference = _from_lists(file)
-    else:
-        try:
-            reference = load_file(file)
-        except SafetensorError as error:
-            raise ModelError(file.name, str(error), f"The file is damaged. {AGAIN}") from None
+    lists = read_object(file.parent, file.name)
+    with reading(file.name, None, f"The file is damaged. {AGAIN}"):
+        tensors = {name: torch.tensor(numbers) for name, numbers in lists.items()}
+        # Numbers without a fraction and with one have different types in JSON.
+        reference = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     if set(reference) != {"ids", "vocabulary", "logits", "text", "margins"}:
         raise ModelError(file.name, sorted(reference), f"These are not the tensors of a reference. {AGAIN}")
     B, T, K, N = _PROMPTS, _PROMPT_TOKENS, reference["vocabulary"].numel(), reference["text"].numel()
@@ -184,15 +181,6 @@ def read_reference(file: Path, vocab_size: int) -> dict[str, Tensor]:
             value = f"{name} from {tensor.min()} to {tensor.max()}"
             raise ModelError(file.name, value, f"Token ids are 0 to {vocab_size - 1}. {AGAIN}")
     return reference
-
-
-def _from_lists(file: Path) -> dict[str, Tensor]:
-    """Read nested lists of numbers. Raises ModelError if an entry is something else."""
-    lists = read_object(file.parent, file.name)
-    with reading(file.name, None, f"The file is damaged. {AGAIN}"):
-        tensors = {name: torch.tensor(numbers) for name, numbers in lists.items()}
-        # Numbers without a fraction and with one have different types in JSON.
-        return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 
 def compare(reference: Mapping[str, Tensor], reloaded: Mapping[str, Tensor], dtype: str) -> tuple[float, int]:

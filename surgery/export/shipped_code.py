@@ -93,7 +93,8 @@ def check_code(folder: Path, config: PreTrainedConfig, trust_remote_code: bool =
     expected = _modules_of(config)
     for name, text in modules.items():
         if expected.get(name) != text:
-            raise ModelError(shown(name), "not the module of this library, byte for byte", _TRUST)
+            hint = f"Export again if another version wrote it. Otherwise: {_TRUST[0].lower()}{_TRUST[1:]}"
+            raise ModelError(shown(name), "not the module of this library, byte for byte", hint)
     return modules
 
 

@@ -18,7 +18,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import ModelError, reading
-from surgery.export.files import AGAIN, EARLIER_REFERENCE, REFERENCE, read_object
+from surgery.export.files import AGAIN, REFERENCE, read_object
 from surgery.export.reload import (
     SAMPLE,
     compare,
@@ -148,7 +148,7 @@ def reload_and_compare(
     """Reload a copy and compare it with the reference of the export.
 
     Args:
-        folder: holds the reference, unless an older version wrote it.
+        folder: holds the reference.
         checked: the folder to load, whose code may run.
         config: of the copy.
         remote_code: let the modelling files run.
@@ -161,8 +161,8 @@ def reload_and_compare(
     """
     report: dict[str, Any] = {}
     not_checked = []
-    files = [folder / name for name in (REFERENCE, EARLIER_REFERENCE) if (folder / name).is_file()]
-    reference = read_reference(files[0], config.vocab_size) if files else {}
+    has_reference = (folder / REFERENCE).is_file()
+    reference = read_reference(folder / REFERENCE, config.vocab_size) if has_reference else {}
     ids = reference.get("ids", prompt_ids(config.vocab_size))
     reloaded = reload(checked, ids, ("float32",), remote_code)
     if reference:
@@ -237,7 +237,7 @@ def check_tensors(folder: Path, config: PreTrainedConfig) -> int:
     files = weight_files(regular.get)
     if not files or any(file.suffix != ".safetensors" for file in files):
         raise ModelError("weights", "no model*.safetensors", f"An export stores its weights there. {AGAIN}")
-    for name in sorted(set(regular) - {file.name for file in files} - {EARLIER_REFERENCE}):
+    for name in sorted(set(regular) - {file.name for file in files}):
         if name.endswith(".safetensors"):
             raise ModelError(name, "not part of the weights", "A loader could load it in their place. Remove it.")
     stored = inventory(files)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from surgery.errors import ModelError, reading
+from huggingface_hub import get_token
+
+from surgery.errors import ModelError, SurgeryError, reading
 from surgery.export.documents import check_documents
-from surgery.export.files import AGAIN, RECORD, check_entries, check_files, read_object
+from surgery.export.files import AGAIN, CARD, RECORD, check_entries, check_files, read_object, sha256_of, shown
 from surgery.export.formats import ExportFormat, format_of, plugin_of
+from surgery.files.secret_scan import findings, secrets_of_environment
+from surgery.recipe.export import EXPORT_FORMATS
 
 
 def verify_folder(folder: Path | str, trust_remote_code: bool = False, plugins: Sequence[str] = ()) -> dict[str, Any]:
@@ -18,7 +22,8 @@ def verify_folder(folder: Path | str, trust_remote_code: bool = False, plugins: 
 
     For every format, the checks are:
 
-    - Every file has the size and SHA-256 that export.json lists. Symbolic links are refused.
+    - Every file has the size and SHA-256 that export.json lists, but README.md, which may be edited. Symbolic links are
+      refused.
     - Config, plan, heads and model card name the same splice.
 
     The format adds its own. For `transformers`:
@@ -38,10 +43,10 @@ def verify_folder(folder: Path | str, trust_remote_code: bool = False, plugins: 
         The checked quantities:
 
         - `format`: its name.
-        - `files`: number of files that export.json lists; None if it lists none.
+        - `files`: number of files that export.json lists.
         - `tensors`: number of tensors that were checked; None if the format does not report it.
         - `agree`: names of the documents that name the same splice.
-        - `not_checked`: one sentence for each check that was skipped, such as for exports of older versions.
+        - `not_checked`: one sentence for each check that was skipped.
         - Quantities of the format. `transformers` adds the next two.
         - `max_logit_difference`: as a fraction of the standard deviation of the logits.
         - `generated_tokens`: number of generated tokens that agree.
@@ -54,11 +59,9 @@ def verify_folder(folder: Path | str, trust_remote_code: bool = False, plugins: 
     record = _read_record(folder)
     export_format = format_of(record, plugins)
     report: dict[str, Any] = {"format": export_format.name, "files": None, "tensors": None}
-    not_checked = ["file hashes: this export was written by an older version and lists none"]
-    if "files" in record:
-        with reading(RECORD, None, AGAIN):
-            not_checked = check_files(folder, record["files"], export_format.loadable)
-            report["files"] = len(record["files"])
+    with reading(RECORD, None, AGAIN):
+        not_checked = check_files(folder, record.get("files"), export_format.loadable)
+        report["files"] = len(record["files"])
     with _naming(export_format):
         stated = export_format.read_plan(folder, trust_remote_code)
     report["agree"], absent = check_documents(folder, stated)
@@ -88,3 +91,68 @@ def _read_record(folder: Path) -> dict[str, Any]:
         raise ModelError("FOLDER", str(folder), hint)
     hint = "It is a plain model, not an exported hybrid: nothing is spliced into it."
     raise ModelError("FOLDER", f"{folder} ({config.get('model_type', 'no model_type')})", hint)
+
+
+def check_publishable(
+    folder: Path, trust_remote_code: bool = False, plugins: Sequence[str] = (), say: Callable[[str], None] = print
+) -> tuple[dict[str, str], type[ExportFormat]]:
+    """Verify an export and list what `publish` uploads: export.json, the files that it lists, and README.md.
+
+    Returns:
+        SHA-256 by name, and the format of the export. A file that changes later is not uploaded.
+
+    Raises:
+        ModelError: the folder does not verify, or holds another file, also a hidden one.
+        SurgeryError: a text has a token or a local path. Weights, figures and vocabularies are not searched.
+    """
+    before = sha256_of(folder / RECORD) if (folder / RECORD).is_file() else None
+    report = verify_folder(folder, trust_remote_code, plugins)
+    for sentence in report["not_checked"]:
+        say(f"not checked: {sentence}")
+    sums = {name: entry["sha256"] for name, entry in read_object(folder, RECORD)["files"].items()}
+    sums |= {name: sha256_of(folder / name) for name in (RECORD, CARD) if (folder / name).is_file()}
+    check_entries(folder)
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        if (name := path.relative_to(folder).as_posix()) not in sums:
+            hint = f"Only what {RECORD} lists is published, and {CARD}. Move the file out of the folder."
+            raise ModelError(shown(name), f"not listed in {RECORD}", hint)
+    if sums[RECORD] != before:
+        raise ModelError("FOLDER", str(folder), "Its files changed during the checks. Publish it again.")
+    _check_private(folder, sums)
+    size = sum((folder / name).stat().st_size for name in sums)
+    export_format: type[ExportFormat] = EXPORT_FORMATS[report["format"]]
+    say(f"verified {folder}: {export_format.summary}, {len(sums)} files, {size:,} bytes")
+    return dict(sorted(sums.items())), export_format
+
+
+_MAX_FINDINGS = 8  # in one error
+_TEXTS = (".md", ".json", ".yaml", ".html", ".jinja")
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json")  # they hold words such as `/home/user`
+
+
+def _check_private(folder: Path, names: Iterable[str]) -> None:
+    """Search names and texts for tokens and local paths: home directories, the current folder, that of the export.
+
+    Raises:
+        SurgeryError: names file and line of the first finding, and the files of the others. It does not print a token.
+    """
+    places = {str(p) for p in (Path.home(), Path.cwd(), folder.absolute(), folder.resolve())} - {"/"}
+    texts = {f"name of {shown(name)}": f" {name}" for name in names}
+    for name in names:
+        if name.endswith(_TEXTS) and name not in _VOCABULARIES:
+            texts[name] = (folder / name).read_text(encoding="utf-8", errors="replace")
+    found = [
+        (f"{where}:{line}" if where in names else where, value, hint)
+        for where, text in texts.items()
+        for line, value, hint in findings(text, places, known_secrets())
+    ]
+    if found:
+        where, value, hint = found[0]
+        more = sorted({other for other, *_ in found} - {where})[:_MAX_FINDINGS]
+        raise SurgeryError(where, value, f"{hint} More findings: {', '.join(more)}." if more else hint)
+
+
+def known_secrets() -> dict[str, str]:
+    """Secrets of this machine by description: those of environment variables, and the token of the Hub."""
+    token = get_token()
+    return secrets_of_environment() | ({"the token of the Hub": token} if token else {})

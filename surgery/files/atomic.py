@@ -1,6 +1,7 @@
 """Write files and folders atomically, read small ones, and hash them.
 
-A file or folder is written next to its destination and renamed, so that it is complete or absent.
+A file or folder is written next to its destination, in a temporary folder with a mark, and renamed. So it is complete
+or absent, and what a killed process leaves is told from the files of others. Nothing is written through a link.
 """
 
 from __future__ import annotations
@@ -10,28 +11,98 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from surgery.errors import RunError, SurgeryError
 
+MARK = ".surgery.json"  # in a folder that this toolkit wrote; `files.ownership`
+HELD: dict[Path, Path] = {}  # real paths of the folders that `files.lock` holds, by the absolute paths that name them
+
+
+def check_links(path: Path) -> None:
+    """Refuse a path that a symbolic link below a held folder is part of. This toolkit makes no links there.
+
+    Raises:
+        RunError: names the path.
+    """
+    absolute = Path(os.path.abspath(path))
+    for named, real in HELD.items():
+        if absolute.is_relative_to(named) and Path(os.path.realpath(path)) != real / absolute.relative_to(named):
+            raise RunError(str(path), "a symbolic link, or in one", "Replace the link with what it leads to.")
+
+
+def open_regular(path: Path, flags: int) -> int:
+    """Open a regular file and return its descriptor. Does not wait for the writer of a pipe.
+
+    Args:
+        flags: of `os.open`. A file to write must have no other name: neither a symbolic nor a hard link.
+
+    Raises:
+        RunError: the file is something else.
+        OSError: it cannot be opened.
+    """
+    writes = flags & (os.O_WRONLY | os.O_RDWR)
+    if writes and path.is_symlink():
+        raise RunError(str(path), "a symbolic link", "Remove it: nothing is written through a link.")
+    handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if writes else 0), 0o666)
+    status = os.fstat(handle)
+    if stat.S_ISREG(status.st_mode) and (not writes or status.st_nlink == 1):
+        return handle
+    os.close(handle)
+    kind = "a file with several names (hard links)" if stat.S_ISREG(status.st_mode) else "not a regular file"
+    raise RunError(str(path), kind, "Remove it, or replace it with a copy.")
+
+
+@contextmanager
+def staging(target: Path) -> Iterator[Path]:
+    """Yield a new folder next to `target`, which is removed at the end. Its mark proves to `sweep` who made it."""
+    check_links(target.parent)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = target.with_name(f".{target.name}.{secrets.randbelow(10**9)}.tmp")
+    folder.mkdir()
+    try:
+        (folder / MARK).write_text(json.dumps({"kind": _TEMPORARY, "of": target.name}), encoding="utf-8")
+        yield folder
+    finally:
+        with suppress(OSError):
+            _discard(folder)
+
+
+def _discard(folder: Path) -> None:
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name == MARK):  # the mark last: it is the proof
+        delete(entry)
+    folder.rmdir()
+
+
+def delete(path: Path) -> None:
+    """Remove a file, a link or a folder, if it exists. What links lead to stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yield the path of a file to write, which replaces `path` on success: `path` is complete or unchanged."""
+    with staging(path) as beside:
+        new = beside / f"new{path.suffix}"
+        yield new
+        _sync(new)
+        os.replace(new, path)
+        _sync(path.parent)
+
 
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically: it is complete or unchanged."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _sync(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with new_file(path) as new:
+        new.write_text(text, encoding="utf-8")
 
 
 def _sync(path: Path) -> None:
@@ -80,9 +151,11 @@ def read_json(path: Path) -> Any:
         RunError: the file is missing or is not JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(_read(path))
     except FileNotFoundError:
         raise RunError(str(path), None, "This file is missing. Run the stage that writes it.") from None
+    except SurgeryError:
+        raise
     except (ValueError, RecursionError):
         raise RunError(str(path), "not JSON", "Delete it and run the stage that writes it.") from None
 
@@ -94,30 +167,22 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises:
         RunError: the disk is full.
     """
-    path = Path(os.path.realpath(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    path = HELD.get(Path(os.path.abspath(path)), path)  # the link that names a held folder stays
     try:
-        yield temporary
-        for entry in (*temporary.rglob("*"), temporary):
-            _sync(entry)
-        if path.exists():
-            old = path.with_name(f".{path.name}.{os.getpid()}.old")
-            os.rename(path, old)
-            os.rename(temporary, path)
-            _sync(path.parent)
-            shutil.rmtree(old)
-        else:
-            os.rename(temporary, path)
+        with staging(path) as beside:
+            new = beside / "new"
+            new.mkdir()
+            yield new
+            for entry in (*new.rglob("*"), new):
+                _sync(entry)
+            if os.path.lexists(path):
+                os.rename(path, beside / _OLD)
+            os.rename(new, path)
             _sync(path.parent)
     except BaseException as error:  # sharded saving raises no `Exception`
         if not is_full(error):
             raise
         raise RunError(str(path), "the disk is full", "Free some space and run the same command again.") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def copy_entry(source: Path, target: Path) -> None:
@@ -128,16 +193,9 @@ def copy_entry(source: Path, target: Path) -> None:
     if source.is_dir():
         with new_folder(target) as folder:
             shutil.copytree(source, folder, dirs_exist_ok=True, copy_function=_copy_or_link)
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        _copy_or_link(str(source), str(temporary))
-        _sync(temporary)
-        os.replace(temporary, target)
-        _sync(target.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+    else:
+        with new_file(target) as new:
+            _copy_or_link(str(source), str(new))
 
 
 def _copy_or_link(source: str, target: str) -> None:
@@ -151,27 +209,36 @@ def _copy_or_link(source: str, target: str) -> None:
     shutil.copyfile(source, target)
 
 
-_LEFT_OVER = re.compile(r"\.(.+)\.\d+\.(tmp|old)")  # temporary names of `write_text` and `new_folder`
+_TEMPORARY, _OLD = "temporary", "old"
+
+
+def leftover_of(entry: Path) -> str | None:
+    """Name of the file or folder that a killed process was writing in `entry`; None if `entry` is something else."""
+    match = re.fullmatch(r"\.(.+)\.\d+\.tmp", entry.name)
+    if match is None or entry.is_symlink() or not entry.is_dir():
+        return None
+    mark = entry / MARK
+    is_marked = not mark.is_symlink() and read_mapping(mark) == {"kind": _TEMPORARY, "of": match[1]}
+    # Killed before the mark was written: nothing is lost with it.
+    is_empty = all(path.name == MARK and path.lstat().st_size == 0 for path in entry.iterdir())
+    return match[1] if is_marked or is_empty else None
 
 
 def sweep(folder: Path, name: str | None = None) -> None:
-    """Remove temporary entries that a killed process left, and restore a folder that it was replacing.
+    """Remove temporary folders that a killed process left, and restore a folder that it was replacing.
 
     Args:
         folder: folder to clean up, without its subfolders.
-        name: only entries of this file or folder; all if None.
+        name: only what was left of this file or folder; all if None.
     """
+    check_links(folder)
     for entry in list(folder.iterdir()):
-        match = _LEFT_OVER.fullmatch(entry.name)
-        if match is None or name not in (None, match[1]):
+        target = leftover_of(entry)
+        if target is None or name not in (None, target):
             continue
-        target = folder / match[1]
-        if match[2] == "old" and not target.exists():
-            os.rename(entry, target)
-        elif entry.is_dir():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
+        if os.path.lexists(entry / _OLD) and not os.path.lexists(folder / target):
+            os.rename(entry / _OLD, folder / target)
+        _discard(entry)
 
 
 def digest(*paths: Path) -> str:
@@ -203,8 +270,13 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def text_or_empty(path: Path) -> str:
-    """Read a small file; empty if it cannot be read."""
+    """Read a small file; empty if it cannot be read, or is a pipe or a device."""
     try:
-        return path.read_text(encoding="utf-8")
+        return _read(path)
     except (OSError, ValueError):
         return ""
+
+
+def _read(path: Path) -> str:
+    with open(open_regular(path, os.O_RDONLY), encoding="utf-8") as file:
+        return file.read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -9,9 +10,10 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from surgery.errors import RunError
-from surgery.files.atomic import is_full, read_mapping, sweep
+from surgery.files.atomic import HELD, check_links, is_full, open_regular, read_mapping, sweep
 
 _ATTEMPTS = 1000  # to lock a file that other processes remove
 
@@ -30,14 +32,21 @@ def hold(folder: Path, field: str = "folder") -> Iterator[None]:
         field: recipe field or argument that names the folder, for errors.
 
     Raises:
-        RunError: another process holds the lock, possibly on another machine; the folder cannot be created; or the disk
-            is full.
+        RunError: another process holds the lock, possibly on another machine; the folder is a link to nothing or cannot
+            be written; the lock file is a link or something else; or the disk is full.
     """
-    real = Path(os.path.realpath(folder))
+    named, real = Path(os.path.abspath(folder)), Path(os.path.realpath(folder))
+    check_links(named)
+    if named.is_symlink() and not named.exists():
+        raise RunError(field, str(folder), "It is a symbolic link to nothing. Set another folder, or remove the link.")
     writable = os.access(next(p for p in (*real.parents, real) if p.exists()), os.W_OK)
     path = real.parent / f".{real.name}.lock" if writable else real / ".lock"
     created = [parent for parent in path.parents if not parent.exists()]
-    lock = _locked(path, folder, field)
+    try:
+        lock = _locked(path, folder, field)
+    except OSError as error:
+        raise _refusal(error, folder, field) from error
+    HELD[named] = real
     try:
         os.ftruncate(lock, 0)
         os.write(lock, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
@@ -45,16 +54,41 @@ def hold(folder: Path, field: str = "folder") -> Iterator[None]:
             sweep(real.parent, real.name)
         yield
     except BaseException as error:
-        if not is_full(error):
-            raise
-        hint = "The disk is full. Finished results are kept. Free some space and run the same command again."
-        raise RunError(field, str(folder), hint) from None
+        if is_full(error):
+            hint = "The disk is full. Finished results are kept. Free some space and run the same command again."
+            raise RunError(field, str(folder), hint) from None
+        if isinstance(error, OSError) and error.errno in _DENIED and _is_below(error.filename, real.parent):
+            raise _refusal(error, folder, field) from error
+        raise
     finally:
-        path.unlink(missing_ok=True)
+        del HELD[named]
+        if _is_at(lock, path):
+            path.unlink()
         with suppress(OSError):  # not empty: the command wrote into it
             for parent in created:
                 parent.rmdir()
         os.close(lock)
+
+
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def _is_below(path: Any, folder: Path) -> bool:
+    return isinstance(path, str | Path) and Path(os.path.realpath(path)).is_relative_to(folder)
+
+
+def _refusal(error: OSError, folder: Path, field: str) -> RunError:
+    where = "" if error.filename is None else f" ({error.filename})"
+    instead = "Set a folder that you can write into." if error.errno in _DENIED else "Set another folder."
+    return RunError(field, str(folder), f"{error.strerror}{where}. {instead}")
+
+
+def _is_at(lock: int, path: Path) -> bool:
+    """Whether the open file still has this path."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(lock))
+    except FileNotFoundError:
+        return False
 
 
 def _locked(path: Path, folder: Path, field: str) -> int:
@@ -62,10 +96,10 @@ def _locked(path: Path, folder: Path, field: str) -> int:
     for _ in range(_ATTEMPTS):
         with suppress(FileNotFoundError):  # another process has just removed it, or its folder
             _make(path.parent)
-            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            lock = open_regular(path, os.O_RDWR | os.O_CREAT)
             try:
                 _take(lock, path, folder, field)
-                if os.path.samestat(os.stat(path), os.fstat(lock)):
+                if _is_at(lock, path):
                     return os.dup(lock)  # the copy keeps the lock
             finally:
                 os.close(lock)
@@ -82,6 +116,8 @@ def _make(folder: Path) -> None:
 
 def _take(lock: int, path: Path, folder: Path, field: str) -> None:
     holder, here = read_mapping(path), socket.gethostname()
+    if not {"pid", "host"} <= holder.keys() and os.fstat(lock).st_size:
+        raise RunError(field, str(folder), f"{path} is in the way, and is not a lock of this toolkit. Move it away.")
     try:
         free = holder.get("host", here) == here
         if free:
@@ -91,7 +127,7 @@ def _take(lock: int, path: Path, folder: Path, field: str) -> None:
     except OSError:  # a file system without locks: check whether the process is alive
         free = not Path(f"/proc/{holder.get('pid')}").exists()
     if not free:
-        who = f"Process {holder['pid']} on {holder['host']}" if {"pid", "host"} <= holder.keys() else "Another process"
+        who = f"Process {holder['pid']} on {holder['host']}" if holder else "Another process"
         hint = f"{who} is writing into it. Wait until it ends. If it has ended, delete {path}."
         raise RunError(field, str(folder), hint)
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from surgery import __version__
 from surgery.errors import RunError
-from surgery.files.atomic import read_mapping, text_or_empty, write_json
+from surgery.files.atomic import MARK, delete, read_mapping, write_json
 
-Kind = Literal["run", "analysis", "comparison", "model", "export", "sweep"]
+Kind = Literal["run", "analysis", "comparison", "model", "export", "sweep", "checkpoints"]
 
 
-MARK = ".surgery.json"
 _LISTED: frozenset[Kind] = frozenset({"model", "comparison"})  # kinds whose mark lists the entries of the folder
 
 
@@ -35,32 +33,21 @@ _LABELS: Mapping[Kind, str] = {
     "model": "a model that this toolkit wrote",
     "export": "an export of this toolkit",
     "sweep": "a sweep of this toolkit",
+    "checkpoints": "checkpoints of this toolkit",
 }
 
 
 def kind_of(folder: Path) -> Kind | None:
     """Return the kind of a folder that this toolkit wrote; None for any other folder.
 
-    A folder without a mark is recognized by files that only this toolkit writes, such as export.json.
+    An export has no mark besides its export.json.
     """
-    kind = read_mapping(folder / MARK).get("kind")
-    for known in _LABELS:
-        if kind == known:
-            return known
-    record = read_mapping(folder / "export.json")
-    if "checked_without_surgery" in record or {"format", "versions", "files"} <= record.keys():
-        return "export"
-    if (folder / "recipe.yaml").is_file() and (folder / ".stages").is_dir():
-        return "run"
-    if (folder / "recipe.yaml").is_file() and (folder / "arms").is_dir():
-        return "analysis"
-    entries = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-    if entries <= {"results.json", "figures"} and "revisions" in read_mapping(folder / "results.json"):
-        return "comparison"
-    pretrained = {"README.md", "scores.json"} <= entries and "Made with `surgery pretrain`" in text_or_empty(
-        folder / "README.md"
-    )
-    return "model" if pretrained else None
+    if not (folder / MARK).is_symlink():
+        kind = read_mapping(folder / MARK).get("kind")
+        for known in _LABELS:
+            if kind == known:
+                return known
+    return "export" if {"format", "versions", "files"} <= read_mapping(folder / "export.json").keys() else None
 
 
 def check_apart(field: str, replaced: Iterable[Path], inputs: Mapping[str, str], instead: str) -> None:
@@ -137,8 +124,5 @@ def _foreign_entry(folder: Path, kind: Kind) -> str | None:
 
 def remove(folder: Path, names: Sequence[str]) -> None:
     """Remove these entries of `folder` and its mark. Other entries stay."""
-    for path in (folder / name for name in (*names, MARK)):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+    for name in (*names, MARK):
+        delete(folder / name)

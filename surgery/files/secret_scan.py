@@ -1,24 +1,13 @@
-"""Search files for access tokens, private keys and home directories.
-
-Rules of detect-secrets and of this module are applied to texts in all common encodings and containers.
-"""
+"""Find access tokens, private keys and home directories in texts, with rules of detect-secrets and of this module."""
 
 from __future__ import annotations
 
-import base64
-import binascii
-import html
 import os
 import re
-import struct
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 from surgery.errors import RecipeError
 
@@ -65,53 +54,36 @@ _HOMES = (
     rf"{_BEFORE}[A-Za-z]:[\\/]+(?i:Users|Documents and Settings)[\\/]+(?!Public\b|Default\b)\w[^\\/:*?\"<>|\r\n]*",
 )
 _ROOT = rf"{_BEFORE}/root/+\w[\w.-]*"
-# Vocabularies have entries such as `/home/user`: there a home directory counts only if a path follows it.
-_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
-_PACKED = (b"PK\x03\x04", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf\x27\x1c")
-_PNG = b"\x89PNG\r\n\x1a\n"
-_IMAGE = re.compile(rb"data:image/png;base64,([A-Za-z0-9+/=\s]+)")
-_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|([/\\\"]))")
-_LONGEST = 1 << 24  # bytes of a decompressed text
 _PIECE, _OVERLAP = 1 << 16, 1 << 12  # characters searched at once: some rules are quadratic in the length of a line
 
 _REVOKE = "Remove it and revoke the token: it has been stored in a file."
 _LOCAL = "Local paths are not published. Remove it, or export again."
-_COMPRESSED = "Compressed files cannot be searched. Unpack it, or remove it."
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A token or local path in a file.
-
-    Attributes:
-        where: the file with its line or part.
-        value: the path, or the token shortened to its first four characters.
-        hint: what to do.
-    """
-
-    where: str
-    value: str
-    hint: str
-
-
-def search(files: Mapping[str, Path], places: Iterable[str], known: Mapping[str, str]) -> Iterator[Finding]:
-    """Search files for secrets and local paths. The values of weights are not searched.
+def findings(text: str, places: Iterable[str], known: Mapping[str, str]) -> Iterator[tuple[int, str, str]]:
+    """Yield every token and local path in a text: its line, a description without the token, and what to do.
 
     Args:
-        files: paths by the names to report.
         places: folders of this machine. A folder of a single part, such as /data, matches only with a name after it.
         known: secrets of this machine by description.
     """
-    for name, path in files.items():
-        paths = _path_patterns(places, name.rpartition("/")[2] in _VOCABULARIES)
-        for part, content in _parts(path):
-            if content is None:
-                yield Finding(f"{name}{part}", "compressed", _COMPRESSED)
-                continue
-            # Without NULs, ASCII in UTF-16 and UTF-32 reads as ASCII. Elsewhere NULs separate words.
-            texts = dict.fromkeys(content.replace(b"\0", other).decode("utf-8", "replace") for other in (b"", b" "))
-            findings = (finding for text in texts for finding in _findings(text, paths, known))
-            yield from (Finding(f"{name}{part}:{line}", *what) for line, *what in dict.fromkeys(findings))
+    local = [re.escape(place) + (r"(?![\w-])" if place.count("/") > 1 else r"/\w") for place in sorted(places)]
+    paths = [re.compile(pattern) for pattern in (*local, *_HOMES, _ROOT)]
+    for start in range(0, max(1, len(text)), _PIECE):
+        piece = text[start : start + _PIECE + _OVERLAP]
+        before = 1 + text.count("\n", 0, start)
+        for place, kind, value in tokens_in(piece, known):
+            yield before + piece.count("\n", 0, place), _shortened(kind, value), _REVOKE
+        for pattern in paths:
+            for match in pattern.finditer(piece):
+                yield before + piece.count("\n", 0, match.start()), match[0].strip(), _LOCAL
+
+
+def redacted(text: str) -> str:
+    """Replace every token in a line of a log or a message."""
+    for _, _, token in list(tokens_in(text, secrets_of_environment())):
+        text = text.replace(token, "<token>")
+    return text
 
 
 def secrets_of_environment() -> dict[str, str]:
@@ -163,86 +135,7 @@ def _detectors() -> list[Any]:
     return [getattr(module, name)() for module, name in modules]
 
 
-def _findings(text: str, paths: list[re.Pattern[str]], known: Mapping[str, str]) -> Iterator[tuple[int, str, str]]:
-    """Yield line, value and hint of each finding, in the text as it is and with escapes resolved."""
-    for start in range(0, max(1, len(text)), _PIECE):
-        piece = text[start : start + _PIECE + _OVERLAP]
-        before = 1 + text.count("\n", 0, start)
-        for view in dict.fromkeys((piece, _unescaped(piece))):
-            for place, kind, value in tokens_in(view, known):
-                yield before + view.count("\n", 0, place), _shortened(kind, value), _REVOKE
-            for pattern in paths:
-                for match in pattern.finditer(view):
-                    yield before + view.count("\n", 0, match.start()), match[0].strip(), _LOCAL
-
-
 def _shortened(kind: str, value: str) -> str:
     """Describe a token with at most its first four characters."""
     start = f", {value[:4]}..." if len(value) >= 20 and not kind.startswith("the ") else ""
     return f"a token ({kind}{start}, {len(value)} characters)"
-
-
-def _unescaped(text: str) -> str:
-    """Resolve escapes of JSON (twice, for JSON in a string), HTML and URLs. Line numbers do not change."""
-    for _ in range(2):
-        text = _ESCAPE.sub(lambda m: chr(int(m[1] or m[2], 16)) if m[1] or m[2] else m[3], text)
-    return unquote(html.unescape(text))
-
-
-def _path_patterns(places: Iterable[str], is_vocabulary: bool) -> list[re.Pattern[str]]:
-    """Patterns of these folders and of home directories."""
-    below = r"[\\/]+\w" if is_vocabulary else ""
-    local = [
-        re.escape(place) + (r"(?![\w-])" if place.count("/") + place.count("\\") > 1 else r"/\w")
-        for place in sorted(places)
-    ]
-    return [re.compile(pattern) for pattern in (*local, *(home + below for home in _HOMES), _ROOT)]
-
-
-def _parts(path: Path) -> Iterator[tuple[str, bytes | None]]:
-    """Yield the texts of a file with their labels; None for a text that cannot be searched."""
-    if path.suffix == ".safetensors":
-        yield " (header)", _header(path)
-        return
-    content = path.read_bytes()
-    yield "", None if content.startswith(_PACKED) else content
-    if content.startswith(_PNG):
-        yield from _png_texts(content)
-    for image in _IMAGE.findall(content):
-        try:
-            yield from _png_texts(base64.b64decode(image))
-        except binascii.Error:
-            continue
-
-
-def _header(path: Path) -> bytes:
-    """Names and metadata of a safetensors file, without the values."""
-    with open(path, "rb") as file:
-        start = file.read(8)
-        return start + file.read(min(int.from_bytes(start, "little"), path.stat().st_size))
-
-
-def _png_texts(content: bytes) -> Iterator[tuple[str, bytes | None]]:
-    """Yield text, profile and EXIF chunks of a PNG file."""
-    place = len(_PNG)
-    while place + 8 <= len(content):
-        length, kind = struct.unpack(">I4s", content[place : place + 8])
-        data = content[place + 8 : place + 8 + length]
-        place += length + 12
-        keyword, _, rest = data.partition(b"\0")
-        label = f" ({kind.decode('latin-1')} {keyword[:79].decode('latin-1')!r})"
-        if kind in (b"zTXt", b"iCCP"):
-            yield label, _inflated(rest[1:])
-        elif kind == b"iTXt" and rest[:1] == b"\1":
-            yield label, _inflated(rest[2:].split(b"\0", 2)[-1])
-        elif kind in (b"tEXt", b"iTXt", b"eXIf"):
-            yield label, data
-
-
-def _inflated(data: bytes) -> bytes | None:
-    inflater = zlib.decompressobj()
-    try:
-        text = inflater.decompress(data, _LONGEST)
-    except zlib.error:
-        return data
-    return None if inflater.unconsumed_tail else text

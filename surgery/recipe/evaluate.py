@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field, model_serializer, model_validator
 
@@ -165,7 +165,6 @@ class LmEval(Section):
         description="ruler and babilong: lengths of the prompts in tokens; for babilong, multiples of 1024. By default "
         "4096 for ruler, and babilong's prompts without distracting text (0k).",
     )
-    new_keys: ClassVar[dict[str, Any]] = {"max_seq_lengths": None}
 
     @model_validator(mode="after")
     def _babilong_has_these_lengths(self) -> LmEval:
@@ -199,7 +198,6 @@ class Evaluate(Section):
     read_twice: bool = Field(
         False, description="Also evaluate base and control on prompts that contain their text twice (Just Read Twice)."
     )
-    new_keys: ClassVar[dict[str, Any]] = {"read_twice": False}
 
     @model_validator(mode="after")
     def _tasks_are_known(self) -> Evaluate:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -50,12 +50,6 @@ class Export(Section):
         description="`gguf` only: llama.cpp's name for the rule that splits text into words, such as `gpt-2`. Default: "
         "the one that gives the same tokens. If none does, the export is refused.",
     )
-    new_keys: ClassVar[dict[str, Any]] = {
-        "format": "transformers",
-        "chat_template": None,
-        "llama_cpp": None,
-        "pre_tokenizer": None,
-    }
 
     @model_validator(mode="after")
     def _options_of_gguf_are_used(self) -> Export:

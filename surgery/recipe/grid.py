@@ -20,7 +20,6 @@ from surgery.files.atomic import fingerprint
 from surgery.files.secret_scan import refuse_tokens
 from surgery.recipe.loading import find_recipe, load_recipe
 from surgery.recipe.run import Recipe
-from surgery.recipe.section import current_path
 from surgery.recipe.yaml import load_yaml, read_mapping
 from surgery.recipe.yaml_errors import reading_yaml
 
@@ -160,7 +159,7 @@ def _parsed(words: Sequence[str]) -> tuple[tuple[Axis, ...], list[str]]:
         key, separator, text = word.partition("=")
         if not separator or not key:
             raise RecipeError("override", repr(word), _EXAMPLE)
-        keys.append(current_path(Recipe, key))
+        keys.append(key)
         texts = split_values(text)
         if len(texts) == 1:
             fixed.append(word)

@@ -19,7 +19,6 @@ from surgery.recipe.export import SHARD_SIZE
 from surgery.recipe.hints import example_at, meant
 from surgery.recipe.pretrain import PretrainRecipe
 from surgery.recipe.run import RECIPE_NAME, Recipe
-from surgery.recipe.section import current_keys, current_path
 from surgery.recipe.train import STAGE_NAME
 from surgery.recipe.yaml import apply, read_mapping
 from surgery.registry import load_plugins
@@ -38,10 +37,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: type[R] =
     Raises:
         RecipeError: the file is missing or not YAML, or a key is unknown, duplicate or has an invalid value.
     """
-    data = current_keys(kind, read_mapping(find_recipe(path)))
+    data = read_mapping(find_recipe(path))
     for override in overrides:
-        key, separator, value = override.partition("=")
-        apply(data, f"{current_path(kind, key)}{separator}{value}")
+        apply(data, override)
     if (found := _kind_of(data)) is not kind:
         command = _COMMANDS[found]
         hint = f"It is a recipe of `surgery {command}`, not of `surgery {_COMMANDS[kind]}`: surgery {command} {path}"

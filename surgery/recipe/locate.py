@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -54,7 +53,6 @@ class Training(Section):
         description="Value of `splice.select` whose best heads are the candidates. `patching` suits bases on which "
         "the oracle read misleads.",
     )
-    new_keys: ClassVar[dict[str, Any]] = {"candidates_by": "sharpen"}
 
     def num_steps(self, candidates: int, keep: int) -> int:
         """Training steps of all candidates together, for progress bars."""
@@ -174,13 +172,6 @@ class Locate(Section):
     )  # fmt: skip
     gates: Gates = Field(Gates(), description="With `gates` in `methods`: budget of the training.")
     trial: Trial = Field(Trial(), description="With `trial` in `methods`: budget of the training.")
-    new_keys: ClassVar[dict[str, Any]] = {
-        "task": "kv_retrieval",
-        "filler": None,
-        "value_digits": None,
-        "data": None,
-        "generated": 0,
-    }
 
     @field_validator("methods")
     @classmethod
@@ -284,9 +275,3 @@ class Locate(Section):
         """
         budget = getattr(self, method, None)
         return budget.num_steps(min(budget.candidates, heads), keep) if isinstance(budget, Gates | Trial) else 0
-
-    @classmethod
-    def names_of_0_1(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Version 0.1 had no method that trains, and no keys for their budgets."""
-        unused = {"gates", "trial"} - set(data.get("methods", ()))
-        return {key: value for key, value in super().names_of_0_1(data).items() if key not in unused}

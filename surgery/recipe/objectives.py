@@ -23,15 +23,6 @@ NEEDS = frozenset(
     }
 )
 
-# Former names, which recipes may still use. No new objective can have them.
-RENAMED = {
-    "keep": "base_kl",
-    "text": "lm",
-    "reading": "attention_kl",
-    "mixing": "attention_mse",
-    "hidden": "hidden_mse",
-}
-
 
 class ObjectiveInfo:
     """Description of an objective for recipes. `surgery.train.objectives.Objective` adds the computation.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -15,7 +15,6 @@ Rate = Annotated[float, Field(gt=0, le=1, examples=[2.0e-4])]
 Share = Annotated[float, Field(ge=0, le=1)]
 Factor = Annotated[float, Field(gt=0, le=100)]
 
-RATES_OF_0_1 = {"lr": 2.0e-3, "new_heads_lr": 6.0e-3}  # the defaults of version 0.1, for every size
 # AdamW rates by weights: of the base, and of the new heads. The first was measured in this repository, the others are
 # those of the recipes for published models.
 RATES = ((562_784, 2.0e-3, 6.0e-3), (130_000_000, 2.0e-4, 2.0e-3), (2_700_000_000, 1.0e-4, 2.0e-3))
@@ -72,7 +71,6 @@ class Optimizer(Section):
     )
     floor: Share = Field(0.0, description="Final learning rate, as a share of the rate after the warm-up.")
     max_grad_norm: float = Field(1.0, gt=0)
-    new_keys: ClassVar[dict[str, Any]] = {"lr_factor": 1.0, "new_heads_lr_factor": 1.0}
 
     def at_size(self, parameters: int) -> Optimizer:
         """Return the section with the rates that are not set, for a base with this number of weights."""

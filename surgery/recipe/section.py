@@ -1,19 +1,9 @@
-"""Base class of all recipe sections, shared number types, and renamed keys.
-
-To rename a key: rename the field, and add `old: new` to `renamed` of its section. Recipes, overrides and constructor
-calls with the old key then work with a warning. `keys_of_0_1` restores the old keys for hashes, so that finished
-stages stay valid and checkpoints still match.
-
-To add a key: give it a default, and list it in `new_keys` of its section with the value that means "as before the key
-existed". With that value the key is not hashed, so finished stages of older recipes stay valid. The value does not
-change if the default changes later.
-"""
+"""Base class of all recipe sections, and shared number types."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -23,7 +13,6 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
-    model_validator,
 )
 from pydantic_core import CoreSchema, core_schema
 
@@ -139,90 +128,10 @@ Plugins = Annotated[
 ]
 
 
-class RenamedKeyWarning(DeprecationWarning):
-    """A recipe uses the old name of a key. The command line prints this warning."""
-
-
 class Section(BaseModel):
-    """A part of a recipe. Frozen; unknown keys are refused.
-
-    Attributes:
-        path_in_recipe: dotted path of the section in a recipe, for warnings. Required with `renamed`.
-        renamed: current name by old name.
-        new_keys: keys that version 0.1 did not have, with the value that gives the behaviour of 0.1.
-    """
+    """A part of a recipe. Frozen; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    path_in_recipe: ClassVar[str] = ""
-    renamed: ClassVar[Mapping[str, str]] = {}
-    new_keys: ClassVar[Mapping[str, Any]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_old_keys(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or not cls.renamed.keys() & data.keys():
-            return data
-        for old, new in cls.renamed.items():
-            if old in data and new in data:
-                raise ValueError(f"`{old}` is the old name of `{new}`, and both are set. Remove `{old}`.")
-        return {cls.current_name(key): value for key, value in data.items()}
-
-    @classmethod
-    def current_name(cls, key: str) -> str:
-        """Current name of a key. Warns if `key` is an old one."""
-        if key not in cls.renamed:
-            return key
-        old, new = (f"{cls.path_in_recipe}.{name}" for name in (key, cls.renamed[key]))
-        message = f"{old} has been renamed to {new}. The old name will be removed in 0.3."
-        warnings.warn(message, RenamedKeyWarning, stacklevel=2)
-        return cls.renamed[key]
-
-    @classmethod
-    def names_of_0_1(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Rename the keys of this section, not of sections inside it, to those of version 0.1.
-
-        New keys are left out while they have their value in `new_keys`.
-        """
-        old = {new: old for old, new in cls.renamed.items()}
-        return {old.get(k, k): v for k, v in data.items() if k not in cls.new_keys or v != cls.new_keys[k]}
-
-
-def keys_of_0_1(section: type[Section] | None, data: Any) -> Any:
-    """Rename keys to those of version 0.1 in plain data, at all depths. Stage keys are hashes of the result.
-
-    Args:
-        section: class of the section, or None for data that is no section.
-        data: from `model_dump(mode="json")`, or a part of it.
-    """
-    if isinstance(data, list):
-        return [keys_of_0_1(section, item) for item in data]
-    if not isinstance(data, dict):
-        return data
-    deep = {key: keys_of_0_1(section_of(section, key), value) for key, value in data.items()}
-    return section.names_of_0_1(deep) if section is not None else deep
-
-
-def current_keys(section: type[Section] | None, data: Any) -> Any:
-    """Rename old keys in plain data, at all depths. If both names are set, both stay and validation fails."""
-    if isinstance(data, list):
-        return [current_keys(section, item) for item in data]
-    if not isinstance(data, dict):
-        return data
-    result = {}
-    for key, value in data.items():
-        name = section.current_name(key) if section is not None and section.renamed.get(key) not in data else key
-        result[name] = current_keys(section_of(section, name), value)
-    return result
-
-
-def current_path(section: type[Section], path: str) -> str:
-    """Rename the parts of a dotted key such as `train.sources.0.half` to their current names."""
-    names, below = [], section
-    for part in path.split("."):
-        names.append(below.current_name(part) if below is not None else part)
-        if not part.isdecimal():  # an index of a list
-            below = section_of(below, names[-1])  # type: ignore[assignment]
-    return ".".join(names)
 
 
 def section_of(section: type[Section] | None, key: Any) -> type[Section] | None:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     ConfigDict,
@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 from surgery.probes.registry import PROBES, Probe
-from surgery.recipe.objectives import OBJECTIVES, RENAMED, needs_of
+from surgery.recipe.objectives import OBJECTIVES, needs_of
 from surgery.recipe.section import (
     FILLER_DESCRIPTION,
     GROUPS_DESCRIPTION,
@@ -56,15 +56,12 @@ DEFAULT_ROWS = 8
 DEFAULT_WEIGHTS = {"answer": 2.0, "attention": 1.0}
 DATA_FORMATS = (".jsonl", ".json", ".parquet")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_WEIGHTS_OF_0_1 = ("answer", "attention", "keep", "text", "distil", "reading", "mixing", "hidden")
 
 
 class Weights(Section):
     """Weight of each objective on the documents of one source. [first, last] changes it linearly over the stage."""
 
     model_config = ConfigDict(extra="allow")
-    path_in_recipe: ClassVar[str] = "train.sources.weights"
-    renamed: ClassVar[dict[str, str]] = RENAMED
     __pydantic_extra__: dict[Annotated[str, NameOf(OBJECTIVES)], Scheduled] = Field(init=False)
 
     def at(self, progress: float) -> dict[str, float]:
@@ -88,11 +85,6 @@ class Weights(Section):
     def needs(self, *needs: str) -> bool:
         """Whether an objective that has a weight needs one of these, such as `base.logits`."""
         return bool(needs_of(self.at(0.5)) & set(needs))
-
-    @classmethod
-    def names_of_0_1(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Plain data under the keys of version 0.1, which listed every objective with weight 0 by default."""
-        return {**dict.fromkeys(_WEIGHTS_OF_0_1, 0.0), **super().names_of_0_1(data)}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -243,9 +235,6 @@ class Source(Section):
         description="Weight of each objective. By default {answer: 2.0, attention: 1.0} for a task whose answers stand "
         "in the prompt. Other sources have to set it.",
     )
-    path_in_recipe: ClassVar[str] = "train.sources"
-    renamed: ClassVar[dict[str, str]] = {"end": "train_eos", "half": "split"}
-    new_keys: ClassVar[dict[str, Any]] = {"filler": None, "value_digits": None}
 
     @model_validator(mode="before")
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -112,14 +112,6 @@ class Splice(Section):
         "with `init: ssm`. The new Mamba-2 layer writes to them alone and the base does not read them, so the base "
         "works as before. With 0 it writes to the base's own channels.",
     )
-    new_keys: ClassVar[dict[str, Any]] = {
-        "min_width": None,
-        "state_size": None,
-        "form": "head",
-        "before": None,
-        "head_dim": None,
-        "side_channels": None,
-    }
 
     @model_validator(mode="before")
     @classmethod

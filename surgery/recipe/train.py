@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from surgery.recipe.base import Checkpoint
 from surgery.recipe.distillation import Align, Distil
 from surgery.recipe.objectives import OBJECTIVES, needs_of
-from surgery.recipe.optimizer import RATES_OF_0_1, Optimizer
+from surgery.recipe.optimizer import Optimizer
 from surgery.recipe.plateau import Plateau
 from surgery.recipe.section import OneOrMore, Positive, Section, Tokens
 from surgery.recipe.sources import DEFAULT_ROWS, DEFAULT_WEIGHTS, Columns, Data, Source, Task, Weights
@@ -50,7 +50,6 @@ class Lora(Section):
         description="QLoRA: hold the frozen linear layers in 4 bits while the stage trains, with bitsandbytes. "
         "Adapters are merged into the unquantized weights.",
     )
-    new_keys: ClassVar[dict[str, Any]] = {"quantization": None}
 
 
 # Sources of a recipe that lists none.
@@ -98,9 +97,6 @@ class TrainStage(Section):
     lora: Lora = Lora()
     distil: Distil = Distil()
     align: Align = Align()
-    path_in_recipe: ClassVar[str] = "train"
-    renamed: ClassVar[dict[str, str]] = {"trains": "trainable"}
-    new_keys: ClassVar[dict[str, Any]] = {"plateau": None}
 
     @model_validator(mode="after")
     def _a_length(self) -> TrainStage:
@@ -271,23 +267,6 @@ class Train(TrainStage):
         (), description="Experiment trackers that also receive the losses, through Accelerate."
     )
     control: bool = Field(True, description="Also train the control: the base without a splice, for the same steps.")
-    renamed: ClassVar[dict[str, str]] = {**TrainStage.renamed, "no_splice": "control"}
-    new_keys: ClassVar[dict[str, Any]] = {**TrainStage.new_keys, "workers": None}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _unused_rates_of_earlier_versions(cls, data: Any) -> Any:
-        """With `stages`, recipes in full had an unused `optimizer` with the default rates of that time."""
-        if isinstance(data, Mapping) and data.get("stages") and isinstance(data.get("optimizer"), Mapping):
-            unused = {k: v for k, v in data["optimizer"].items() if RATES_OF_0_1.get(k) != v}
-            return {**data, "optimizer": unused}
-        return data
-
-    @classmethod
-    def names_of_0_1(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Rename keys, and give the unused `optimizer` of a section with `stages` the rates that it had."""
-        names = super().names_of_0_1(data)
-        return {**names, "optimizer": names["optimizer"] | RATES_OF_0_1} if names.get("stages") else names
 
     @model_validator(mode="before")
     @classmethod

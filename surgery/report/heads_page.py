@@ -77,7 +77,6 @@ def write_page(heads: HeadSet, attention: PromptAttention, path: Path, title: st
     for piece in rest:  # one pass: inserted text is never searched for names
         name, _, after = piece.partition("}}")
         pieces += [parts[name], after]
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, "".join(pieces))
     return path
 
@@ -108,7 +107,6 @@ def write_csv(heads: HeadSet, path: Path) -> Path:
     header, rows = heads_table(heads)
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([header, *rows])
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text.getvalue())
     return path
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,9 @@ from typing import Any
 import yaml
 
 from surgery.errors import RunError, SurgeryError
-from surgery.files.atomic import digest, read_json, sweep, text_or_empty, write_json, write_text
+from surgery.files.atomic import digest, leftover_of, read_json, sweep, text_or_empty, write_json, write_text
 from surgery.files.ownership import check_apart, check_replaceable, kind_of, mark, remove
 from surgery.recipe import Recipe, check_recipe
-from surgery.recipe.section import current_keys
 
 # Files and folders that a run writes, besides its mark (`files.ownership`).
 WRITTEN = (
@@ -53,7 +51,7 @@ class RunDir:
             check_apart("run folder", [self.path / name for name in WRITTEN], models, instead)
             return False
         # A process that was killed in `claim` leaves only its half-written recipe.
-        if self.path.is_dir() and all(p.match(".recipe.yaml.*.tmp") for p in self.path.iterdir()):
+        if self.path.is_dir() and all(leftover_of(p) == "recipe.yaml" for p in self.path.iterdir()):
             return False
         if not check_replaceable("run folder", self.path, "run", inputs, instead):
             return False
@@ -80,9 +78,8 @@ class RunDir:
     def changes(self, recipe: Recipe) -> list[str]:
         """List what differs from the recipe of the last run here, as `key: then -> now`. Empty before the first run."""
         try:
-            with warnings.catch_warnings(action="ignore"):  # old names of keys
-                stored = yaml.safe_load(text_or_empty(self.path / "recipe.yaml"))
-                earlier = check_recipe(current_keys(Recipe, stored)) if stored else recipe
+            stored = yaml.safe_load(text_or_empty(self.path / "recipe.yaml"))
+            earlier = check_recipe(stored) if stored else recipe
         except (yaml.YAMLError, SurgeryError, AttributeError):
             return []
         then, now = (dict(_values(recipe.model_dump(mode="json"))) for recipe in (earlier, recipe))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -9,7 +10,8 @@ from pathlib import Path
 
 from surgery import __version__
 from surgery.errors import summary
-from surgery.files.secret_scan import secrets_of_environment, tokens_in
+from surgery.files.atomic import open_regular
+from surgery.files.secret_scan import redacted
 from surgery.report.progress_lines import ProgressLines
 from surgery.run.context import Reporter, Run
 
@@ -24,11 +26,10 @@ class LoggedReporter:
 
     def append(self, line: str) -> None:
         """Append one line. Tokens, as in an address that could not be read, are left out."""
-        for _, _, token in list(tokens_in(line, secrets_of_environment())):
-            line = line.replace(token, "<token>")
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(f"{now}  {' '.join(line.splitlines())}\n")
+        handle = open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        with open(handle, "a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"{now}  {redacted(' '.join(line.splitlines()))}\n")
 
     def start(self, stage: str, what: str) -> None:
         """Report that a stage starts."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import platform
-import re
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,9 +29,18 @@ from surgery.data.tokenizer import build_tokenizer
 from surgery.errors import RunError, SurgeryError
 from surgery.evaluate.evaluation import evaluate_model, mark_seen
 from surgery.evaluate.prompts import make_prompts
-from surgery.files.atomic import digest, fingerprint, new_folder, read_json, read_mapping, write_json, write_text
+from surgery.files.atomic import (
+    delete,
+    digest,
+    fingerprint,
+    new_folder,
+    read_json,
+    read_mapping,
+    write_json,
+    write_text,
+)
 from surgery.files.lock import hold
-from surgery.files.ownership import check_replaceable, mark
+from surgery.files.ownership import check_replaceable, kind_of, mark
 from surgery.probes.registry import PROBES
 from surgery.recipe import PretrainRecipe, TinyMamba, TinyMamba2, TinyTransformer, to_yaml
 from surgery.recipe.inputs import inputs_of
@@ -182,9 +189,9 @@ def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -
     tokenizer = build_tokenizer(recipe.model.vocab_size, _tokenizer_text(recipe.tokenizer_text))
     model = build_model(recipe.model, tokenizer, recipe.seed)
     steps = folder.with_name(folder.name + ".steps")
-    for entry in steps.glob("*"):
-        if not re.match(r"(broken_)?step_\d|\d+-|(scores|inputs)\.json$|\.", entry.name):
-            raise RunError("--to", str(folder), f"{entry} is not a pretraining checkpoint. Set another folder.")
+    if steps.is_symlink() or (any(steps.glob("*")) and kind_of(steps) != "checkpoints"):
+        raise RunError("--to", str(folder), f"{steps} is no folder of pretraining checkpoints. Set another folder.")
+    mark(steps, "checkpoints")
     prompts = make_prompts(recipe.evaluate, recipe.seed, tokenizer=tokenizer)
     marks = {math.ceil(recipe.train.num_all_steps * tenth / 10) for tenth in range(1, 11)}
     scores_file, inputs_file = steps / "scores.json", steps / "inputs.json"
@@ -214,7 +221,7 @@ def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -
         )
     except SurgeryError:
         if not any(steps.rglob("step_*")):
-            shutil.rmtree(steps)
+            delete(steps)
         raise
     from surgery.report.figures.curves import training_curve  # matplotlib is slow to import
 
@@ -229,7 +236,7 @@ def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -
         write_json(new / "scores.json", scores)
         write_text(new / "README.md", base_card(recipe, scores, history, model))
         mark(new, "model")
-    shutil.rmtree(steps, ignore_errors=True)
+    delete(steps)
 
 
 def _revision(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from surgery.errors import RunError, reading
-from surgery.files.atomic import copy_entry, read_json
+from surgery.files.atomic import copy_entry, delete, read_json
 from surgery.locate.selection import can_choose_again, choose_again
 from surgery.models.lookup import family_of
 from surgery.recipe import Recipe, Splice
@@ -79,7 +78,7 @@ def take_stage(run: Run, stage: Stage, key: str, origin: Origin) -> None:
             if (origin.folder / name).is_dir():
                 copy_entry(origin.folder / name, run.folder / name)
             else:
-                shutil.rmtree(run.folder / name, ignore_errors=True)
+                delete(run.folder / name)
     run.rundir.finish(stage.name, key, stage.outputs(run), manifest["seconds"], str(origin))
 
 

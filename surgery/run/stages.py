@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,14 +15,13 @@ from surgery.errors import RunError, reading
 from surgery.export.chat_template import template_revision
 from surgery.export.folder import export_model
 from surgery.export.model_card import card_of, model_card
-from surgery.files.atomic import digest, fingerprint, new_folder, read_json, write_json
+from surgery.files.atomic import delete, digest, fingerprint, new_folder, read_json, write_json
 from surgery.locate.hidden_attention import prompt_attention
 from surgery.locate.locating import locate_heads
 from surgery.models.lookup import family_of
-from surgery.recipe import Recipe, Splice, to_yaml
+from surgery.recipe import Recipe, to_yaml
 from surgery.recipe.methods import METHODS
 from surgery.recipe.public import public_name, public_recipe
-from surgery.recipe.section import keys_of_0_1
 from surgery.report.heads_page import PromptAttention, write_csv, write_page
 from surgery.report.run_report import ReportInputs, write_report
 from surgery.run.context import PLATEAU, STATE, Run
@@ -76,22 +74,16 @@ class Stage:
             inputs: hash by name of what earlier stages write. By default of the files in the run folder.
         """
         settings = settings or run.recipe
-        recipe = keys_of_0_1(Recipe, settings.model_dump(mode="json"))
-        for unused in ("no_splice", "save_every", "workers"):
-            recipe["train"].pop(unused, None)
+        recipe = settings.model_dump(mode="json")
+        for unused in ("save_every", "workers"):
+            del recipe["train"][unused]
         recipe["train"]["control"] = settings.has_control and self.name in ("control", "evaluate", "export")
         parts = {}
         for part in ("seed", *self.sections):
             section, _, name = part.partition(".")
-            if not name:
-                parts[part] = recipe[section]
-            elif name in recipe[section]:  # keys newer than 0.1 are left out at their default
-                parts[part] = recipe[section][name]
+            parts[part] = recipe[section][name] if name else recipe[section]
         if self.name == "locate" and any(METHODS[method].trains for method in settings.locate.methods):
-            # Candidates train the recipe's branch. The branch of 0.1 is not hashed, so its scores stay valid.
-            plain = keys_of_0_1(Splice, Splice(min_width=None).model_dump(mode="json"))
-            branch = {key: recipe["splice"].get(key) for key in _BRANCH}
-            parts |= {key: value for key, value in branch.items() if value != plain.get(key)}
+            parts |= {key: recipe["splice"][key] for key in _BRANCH}  # candidates train the recipe's branch
         if "control" in parts:
             parts["control revision"] = run.control_revision
         if "export" in parts and settings.export.chat_template is not None:
@@ -104,8 +96,7 @@ class Stage:
             parts["prompts revision"] = run.prompts_revision
         if self.name in ("splice", "control") and settings.state_size is not None:
             # The channels to keep follow from these, so the control does not depend on the spliced heads.
-            parts["state"] = [settings.state_size, *(recipe["locate"].get(name) for name in _MEASURED)]
-            parts["state"] += [recipe["locate"][name] for name in ("task",) if name in recipe["locate"]]
+            parts["state"] = [settings.state_size, *(recipe["locate"][name] for name in _MEASURED)]
         hashes = {r: digest(run.folder / r) if inputs is None else inputs.get(r, "") for r in self.reads_with(settings)}
         return fingerprint([self.name, self.version, run.revision, parts, hashes])
 
@@ -131,7 +122,7 @@ class Stage:
 
 
 _BRANCH = ("mode", "init", "random_width", "min_width", "unit", "with_block", "teacher")  # keys of `splice`
-_MEASURED = ("examples", "pairs", "filler", "value_digits")  # keys of `locate` for the prompts
+_MEASURED = ("examples", "pairs", "filler", "value_digits", "task")  # keys of `locate` for the prompts
 _CONTROL = ("no_splice", "no_splice_training.json", "figures/no_splice_training")
 
 
@@ -211,7 +202,7 @@ def _choose_state(run: Run) -> StateCut | None:
     """Choose the channels of the state to keep, and write state.json. None if the state is not cut."""
     size, section = run.recipe.state_size, run.recipe.locate
     if size is None:
-        (run.folder / STATE).unlink(missing_ok=True)
+        delete(run.folder / STATE)
         return None
     documents = located_prompts(run, "locate", section.examples, section.pairs)
     contributions = state_contributions(run.base(), run.tokenizer(), documents, section.batch_size)
@@ -231,8 +222,7 @@ def _control(run: Run, key: str) -> float:
         return _train_arm(run, key, run.untrained_control(), reference, "no_splice", "no_splice_training")
     if run.accelerator.is_main_process:
         for name in _CONTROL:
-            path = run.folder / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            delete(run.folder / name)
     return 0.0
 
 
@@ -266,11 +256,11 @@ def _train_arm(
     if not needs_base and any(stage.lora.quantization is not None for stage in section.sequence):
         run.release_base()
     if run.accelerator.is_main_process:
-        for other in steps.iterdir() if steps.is_dir() else ():
+        for other in steps.iterdir() if steps.is_dir() and not steps.is_symlink() else ():
             if other != checkpoints:
-                shutil.rmtree(other)
+                delete(other)
         if not is_control and not checkpoints.is_dir():
-            shutil.rmtree(run.folder / ADAPTERS, ignore_errors=True)  # of an earlier training
+            delete(run.folder / ADAPTERS)  # of an earlier training
     watch = Watch(run, model, name, section)
     history = train_model(
         model,
@@ -291,10 +281,10 @@ def _train_arm(
         if section.has_plateau:
             write_json(run.folder / PLATEAU, plateau_to_json(history, section))
         elif not is_control:
-            (run.folder / PLATEAU).unlink(missing_ok=True)
+            delete(run.folder / PLATEAU)
         with new_folder(run.folder / "figures" / curve) as figures:
             training_curve(history, figures, curve)
-        shutil.rmtree(steps, ignore_errors=True)
+        delete(steps)
     return sum(entry["seconds"] for entry in history[: len(history) - watch.num_steps])
 
 

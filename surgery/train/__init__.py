@@ -1,5 +1,1 @@
 """Train a hybrid, its control, or a base."""
-
-from surgery.deprecated import callable_package
-
-callable_package(__name__, "training", "train_model")

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 
 from surgery.errors import RunError
-from surgery.files.atomic import is_full, new_folder, sweep
+from surgery.files.atomic import delete, is_full, new_folder, staging, sweep
 from surgery.train.checkpoint_files import OPTIMIZER, SHARDS, STATE, WEIGHTS, ShardReader, fault_of
 from surgery.train.sharded import is_sharded
 
@@ -52,7 +50,7 @@ def set_aside_broken(folder: Path, accelerator: Accelerator) -> None:
             fault = fault_of(step)
             if fault is not None:
                 aside = step.with_name(f"broken_{step.name}")
-                shutil.rmtree(aside, ignore_errors=True)
+                delete(aside)
                 step.rename(aside)
                 _LOG.warning("%s cannot be read (%s). It is renamed to %s", step, fault, aside.name)
     accelerator.wait_for_everyone()
@@ -88,8 +86,8 @@ def save_checkpoint(
             raise RunError("steps", str(target), hint) from None
     if accelerator.is_main_process:
         for old in checkpoints(folder)[:-_KEEP]:
-            hidden = old.with_name(f".{old.name}.{os.getpid()}.tmp")  # `sweep` removes it if this process is killed
-            shutil.rmtree(old.rename(hidden))
+            with staging(old) as hidden:  # `sweep` removes it if this process is killed
+                old.rename(hidden / "outdated")
     accelerator.wait_for_everyone()
 
 
@@ -133,7 +131,7 @@ def _common_folder(target: Path, accelerator: Accelerator) -> Iterator[Path]:
 
 
 def load_checkpoint(
-    folder: Path, model: nn.Module, optimizer: Any, identities: Collection[str], accelerator: Accelerator
+    folder: Path, model: nn.Module, optimizer: Any, identity: str, accelerator: Accelerator
 ) -> dict[str, Any] | None:
     """Load the newest checkpoint that can be read. All processes must call it.
 
@@ -141,7 +139,7 @@ def load_checkpoint(
         folder: folder of the stage.
         model: its parameters are overwritten.
         optimizer: its state is overwritten.
-        identities: one of them must be equal to `of` in the state.
+        identity: must be equal to `of` in the state.
         accelerator: of this process.
 
     Returns:
@@ -156,7 +154,7 @@ def load_checkpoint(
         return None
     newest = checkpoints(folder)[-1]
     state: dict[str, Any] = json.loads((newest / STATE).read_text(encoding="utf-8"))
-    if state["of"] not in identities:
+    if state["of"] != identity:
         raise RunError("steps", str(newest), "It belongs to another training. Delete it, or set another folder.")
     was_sharded = (newest / SHARDS).is_dir()
     if was_sharded != is_sharded(model):

@@ -16,7 +16,6 @@ A row takes 6 K bytes. A shard is written to a temporary file and renamed, so an
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from surgery.data.encoding import EncodedBatch
 from surgery.errors import RunError, reading
-from surgery.files.atomic import read_json, sweep, write_json
+from surgery.files.atomic import leftover_of, new_file, read_json, sweep, write_json
 from surgery.train.divergence import TopK
 
 _HASH = 16  # bytes
@@ -118,7 +117,7 @@ class LogitsCache:
 
     def _claim(self, identity: dict[str, Any], main: bool) -> None:
         path = self.folder / "cache.json"
-        if self.folder.exists() and not path.exists() and any(p.suffix != ".tmp" for p in self.folder.iterdir()):
+        if self.folder.exists() and not path.exists() and not all(map(leftover_of, self.folder.iterdir())):
             raise RunError("train.distil.cache", str(self.folder), "The folder holds other files. Delete or move it.")
         if path.exists():
             try:
@@ -170,14 +169,9 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write a file atomically."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        save_file(tensors, temporary)
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with new_file(path) as new:
+            save_file(tensors, new)
     except (SafetensorError, OSError) as error:
         hint = f"A shard could not be written ({error}). Free some space, or remove `cache`."
         raise RunError("train.distil.cache", str(path.parent), hint) from None
-    finally:
-        temporary.unlink(missing_ok=True)

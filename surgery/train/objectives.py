@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from surgery.errors import RecipeError
-from surgery.recipe.objectives import NEEDS, OBJECTIVES, RENAMED, ObjectiveInfo
+from surgery.recipe.objectives import NEEDS, OBJECTIVES, ObjectiveInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,13 +89,10 @@ def register_objective(name: str) -> Callable[[O], O]:
     """Class decorator: register a subclass of `Objective` under its name in a recipe's `weights`.
 
     Raises:
-        RecipeError: another objective has or had this name, or `needs` has an unknown name.
+        RecipeError: another objective has this name, or `needs` has an unknown name.
     """
 
     def register(objective: O) -> O:
-        if name in RENAMED:
-            hint = f"Recipes read this name as {RENAMED[name]}. Register {objective.__qualname__} under another name."
-            raise RecipeError("objective", name, hint)
         entry = objective()
         unknown = sorted(set(entry.needs) - NEEDS)
         if unknown:

@@ -33,7 +33,7 @@ from surgery.train.micro_batches import (
 from surgery.train.optimizer import adamw, mark_trainable
 from surgery.train.packing import packing_fault
 from surgery.train.precision import precision_of
-from surgery.train.resuming import identities_of, resume
+from surgery.train.resuming import identity_of, resume
 from surgery.train.sharded import trainable_parameters, twin
 from surgery.train.shared_prefix import SharedPrefix, share_weights, unshare_bases
 from surgery.train.step_loader import workers_by_default
@@ -131,8 +131,8 @@ def prepare_stage(
         student.compile()
     wrapped, optimizer = accelerator.prepare(student, adamw(student, trainable_parameters(student), stage.optimizer))
     wrapped.train()
-    identities = identities_of(model, section, number, seed, targets.grafts)
-    start, entries = resume(folder, student, optimizer, identities, accelerator, number, list(history))
+    identity = identity_of(model, section, number, seed, targets.grafts)
+    start, entries = resume(folder, student, optimizer, identity, accelerator, number, list(history))
     if targets.base is not None and not accelerator.is_fsdp2:
         share_weights(model, targets.base)  # not before a checkpoint has been read into the model's weights
         prefix = SharedPrefix.of(model, targets.base) if not section.compile else None
@@ -159,7 +159,7 @@ def prepare_stage(
         budget=PassBudget(),
         packing=packing,
         precision=precision,
-        identity=identities[0],
+        identity=identity,
         start=start,
         entries=entries,
     )

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import LoggerType
 
 from surgery.errors import RecipeError
+from surgery.files.atomic import check_links
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -46,6 +47,7 @@ def tracked(
     """
     check_trackers(names)
     if names:
+        check_links(folder)
         folder.mkdir(parents=True, exist_ok=True)
         accelerator.project_configuration.set_directories(str(folder))
         accelerator.log_with = [LoggerType(name) for name in names]

@@ -30,7 +30,8 @@ ODD = ("", "-", "--", "--help", "--version", "--runs", "--no-such", "-x", "\udcf
        "1e9",
        "--from", "--to", "train", "lunch", "--sample", "--dry-run", "name=.", "name=..", "name=a/b", "name=m",
        "seed=-1", "x\x00"[:1],
-       "org/x@", "org/x@main", "org/x", "a/b/c", "@", "./m@main", "~", "%s", "\n", "$(id)", "splice=null",
+       "org/x@", "org/x@main", "org/x", "a/b/c", "@", "./m@main", "~", "%s", "\n", "$(id)", "\x1b[2J\x07", "\x9b31m/x",
+       "splice=null",
        "train.steps=0")  # fmt: skip
 
 
@@ -283,7 +284,7 @@ def exports(bench: Bench) -> Built:
     if rng.random() < 0.6:
         _list_anew(bench, folder)
     if rng.random() < 0.85:
-        return ("verify", "./export"), ()
+        return rng.choice((("verify", "./export"), ("publish", "./export", "a/b", "--dry-run"))), ()
     return ("generate", "./export", "a 7", "--max-new-tokens", "2"), ()
 
 
@@ -449,11 +450,32 @@ def _named(words: list[str]) -> tuple[str, ...]:
     return ("quickstart", "compare", *sorted(parts - {"", ".", "..", "m", "link", "f.json"}))
 
 
+def folders(bench: Bench) -> Built:
+    """What a stranger left in the place of a lock, a mark, a temporary folder or an output. It has to stay as it is."""
+    rng = bench.rng
+    bench.linked(bench.corpus.folder("hybrid"))
+    (bench.folder / "dear").write_text("{}")
+    for name in rng.sample((".out.lock", ".out.7.tmp", ".out.2024.old", "out", "out/.surgery.json", "out/.lock",
+                            ".out.7.tmp/.surgery.json", "out/export.json"), rng.choice((1, 2, 3))):  # fmt: skip
+        path = bench.folder / name
+        if os.path.lexists(path) or not (path.parent.is_dir() or not os.path.lexists(path.parent)):
+            continue
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(rng.choice(("", "{", '{"kind": "model"}', '{"pid": 1, "host": "\\u001b[2J"}', "notes")))
+        if rng.random() < 0.3:
+            path.unlink()
+            os.link(bench.folder / "dear", path)
+            bench.mutate.note(f"{name}: another name of a file")
+        elif rng.random() < 0.8:
+            bench.mutate.place(path)
+    return rng.choice((("convert", "./m", "out", "--overwrite"), ("examples", "out"), ("show", "out"))), ("out",)
+
+
 # How often each is drawn, in a hundred.
 TARGETS: dict[Callable[[Bench], Built], int] = {
-    recipes: 17, overrides: 13, configs: 17, tokenizers: 9, weights: 10, indexes: 5, exports: 13, runs: 4, data: 4,
+    recipes: 15, overrides: 12, configs: 15, tokenizers: 9, weights: 10, indexes: 5, exports: 13, runs: 4, data: 4,
     comparisons: 3,
-    arguments: 5,
+    arguments: 5, folders: 5,
 }  # fmt: skip
 NAMES = tuple(target.__name__ for target in TARGETS)
 _COLD = ("validate", "--version", "schema")

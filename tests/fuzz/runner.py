@@ -27,6 +27,7 @@ LIMIT = 10.0  # seconds
 MEMORY = 12 << 30  # address space: a bomb ends with MemoryError, not with the machine
 FINE, REFUSED = "exit 0", "refused"
 _PARTIAL = re.compile(r"\..+\.\d+\.(tmp|old)|.*\.(part|incomplete|tmp)")
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal would obey it
 _FRAME = re.compile(r'File "[^"]*?/((?:surgery|tests)/[^"]+)", line (\d+),? in (\S+)')
 Snapshot = dict[str, str]
 
@@ -117,8 +118,8 @@ def _become(case: Case, place: Path, shared: Path, main: Callable[[], None], rel
     def command() -> None:
         os.setpgid(0, 0)
         redirect(place / "out", place / "err")
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  (a test may have replaced it)
-        sys.stderr = open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115  (a test may have replaced it)
+        sys.stderr = sys.__stderr__ = open(2, "w", closefd=False)  # noqa: SIM115
         import faulthandler
 
         faulthandler.register(signal.SIGUSR1, all_threads=False)
@@ -182,6 +183,8 @@ def judge(case: Case, place: Path, before: Snapshot, ended: Ended) -> Verdict:
         return verdict("traceback", f"{last.removeprefix('internal error: ').split(':')[0]} at {where(ended.err)}")
     if ended.code < 0:
         return verdict("crash", signal.Signals(-ended.code).name)
+    if control := _CONTROL.search(ended.out + ended.err):
+        return verdict("control character", case.arguments[0], ascii(control[0]))
     if last.startswith("internal error: "):
         return verdict("internal error", last[:120])
     if ended.code not in (0, 2):

@@ -111,3 +111,17 @@ def test_locate_alone_says_what_it_found(tmp_path: Path) -> None:
         "plan", str(RECIPE), *SMALL, "locate.methods=[attribution]", "splice.select=attribution", cwd=tmp_path
     )
     assert refused.returncode == 2 and "Add sharpen to locate.methods" in refused.stderr
+
+
+def test_a_closed_or_broken_output_follows_the_conventions_of_the_shell(tmp_path: Path) -> None:
+    """Nobody reads: 141 without a word. Closed: as /dev/null, and no file of the command takes the number."""
+    command = f"{sys.executable} -m surgery"
+    for words, code in (
+        (f"{command} schema | true; exit ${{PIPESTATUS[0]}}", 141),
+        (f"{command} --help 2>&1 | true; exit ${{PIPESTATUS[0]}}", 141),
+        (f"{command} show nothing 2>&1 | true; exit ${{PIPESTATUS[0]}}", 141),
+        (f"{command} recipes <&- >&-", 0),
+        (f"{command} show nothing <&- >&- 2>&-", 2),
+    ):
+        done = subprocess.run(["bash", "-c", words], cwd=tmp_path, capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (code, "", ""), words

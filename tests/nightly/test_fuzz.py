@@ -160,6 +160,7 @@ def leave_with_one() -> None:
         ("no error line", say_nothing),
         ("several error lines", say_too_much),
         ("exit code", leave_with_one),
+        ("control character", lambda: print("\x1b[2J")),
     ],
 )
 def test_a_planted_fault_is_seen(

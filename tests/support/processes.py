@@ -310,3 +310,12 @@ def _use_modules_cache(folder: str | None) -> None:
 
 if __name__ == "__main__":
     serve(*sys.argv[1:])
+
+
+def leftover(target: Path) -> Path:
+    """What a process that was killed while it wrote `target` leaves: a temporary folder with a mark."""
+    folder = target.with_name(f".{target.name}.5.tmp")
+    folder.mkdir(parents=True)
+    (folder / ".surgery.json").write_text(json.dumps({"kind": "temporary", "of": target.name}))
+    (folder / "new").write_text("half")
+    return folder

@@ -23,7 +23,7 @@ PACKAGE = Path(surgery.__file__).parent
 # The packages and root modules from the lowest floor up. One may import from lower floors only, so there are no cycles.
 # A new package or root module is added here, in docs/ARCHITECTURE.md, and nowhere else.
 ORDER = (
-    ("errors", "deprecated", "hybrid", "lm_eval_tasks", "__version__"),
+    ("errors", "hybrid", "lm_eval_tasks", "__version__"),
     ("types", "files", "registry"),
     ("stats", "probes"),
     ("recipe",),

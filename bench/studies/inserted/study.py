@@ -46,7 +46,6 @@ from surgery.files.atomic import fingerprint, read_json
 from surgery.models.loading import revision_of
 from surgery.models.lookup import geometry_of
 from surgery.recipe import Base, Evaluate, Optimizer, Source, Splice, Train, Weights
-from surgery.recipe.section import keys_of_0_1
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
 from surgery.train.targets import Targets
@@ -198,7 +197,7 @@ class Arm:
     def key(self) -> str:
         """Hash of everything that the result depends on."""
         parts = [part for part in (self.splice, self.train, self.evaluate) if part is not None]
-        sections = [keys_of_0_1(type(part), part.model_dump(mode="json")) for part in parts]
+        sections = [part.model_dump(mode="json") for part in parts]
         return fingerprint(
             [asdict(self), PROMPTS_SEED, sections, revision_of(Base(model=str(BASES[self.base].folder)))]
         )

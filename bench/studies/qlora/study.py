@@ -48,7 +48,6 @@ from surgery.locate.locating import locate_heads
 from surgery.models.loading import revision_of
 from surgery.models.lookup import geometry_of
 from surgery.recipe import Base, Evaluate, Recipe, Splice, Train, load_recipe
-from surgery.recipe.section import keys_of_0_1
 from surgery.report.figures.canvas import BLUE, GREY, add_axes, add_heading, new_figure, plain_log_ticks, style
 from surgery.report.figures.canvas import save as save_figure
 from surgery.run.memory_estimate import weight_bytes
@@ -183,7 +182,7 @@ EXPERIMENTS: dict[str, Callable[[], dict[str, Any]]] = {
 
 def key_of(name: str) -> str:
     """Hash of everything that the result of an arm depends on."""
-    recipes = [keys_of_0_1(Recipe, recipe_of(method).model_dump(mode="json")) for method in METHODS]
+    recipes = [recipe_of(method).model_dump(mode="json") for method in METHODS]
     return fingerprint([name, recipes, PROMPTS_SEED, revision_of(Base(model=str(FAR)))])
 
 

@@ -12,7 +12,6 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
 from surgery.recipe.objectives import OBJECTIVES
-from surgery.recipe.sources import Weights
 from surgery.report.figures.canvas import (
     ARM_LOOKS,
     BLUE,
@@ -140,13 +139,12 @@ def training_curve(history: Sequence[Mapping[str, float]], folder: Path, name: s
     more = iter(_MORE_COLOURS * len(curves))
     ends = []
     for key, line in smooth.items():
-        objective = Weights.renamed.get(key, key)  # histories of 0.1 have the old names
-        colour = _COLOURS.get(objective) or next(more)
+        colour = _COLOURS.get(key) or next(more)
         if reach:
             axes.plot(steps, curves[key], color=colour, linewidth=0.6, alpha=0.3)
         axes.plot(steps, line, color=colour, linewidth=1.8, marker="o" if len(steps) <= 20 else "", markersize=3.5)
         last = int(np.flatnonzero(np.isfinite(line))[-1])
-        label = OBJECTIVES[objective].label if objective in OBJECTIVES else objective
+        label = OBJECTIVES[key].label if key in OBJECTIVES else key
         text = f"{'all' if key == 'loss' and len(curves) > 1 else label} {line[last]:.3g}"
         ends.append((text, steps[last], max(line[last], axes.get_ylim()[0]), colour))
     label_ends(axes, ends, gap=0.065)

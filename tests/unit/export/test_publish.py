@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +12,12 @@ import pytest
 from huggingface_hub import constants, file_download
 from huggingface_hub.utils import _http
 
-import surgery.export.publish
+import surgery.export.verify
 from surgery.errors import ModelError, SurgeryError
-from surgery.export.publish import LONGEST_WAIT, TRIES, Published, check_private, publish, published_files
+from surgery.export.files import RECORD, visible_files
+from surgery.export.publish import LONGEST_WAIT, TRIES, Published, publish
+from surgery.export.verify import check_publishable
+from tests.support.exports import list_again
 from tests.support.hub_server import TOKEN, Blob, HubServer, serve
 
 NAME = "someone/hybrid"
@@ -37,7 +41,9 @@ def hub(monkeypatch: pytest.MonkeyPatch, waits: list[float]) -> Iterator[HubServ
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(
-        surgery.export.publish, "verify_folder", lambda folder, trust, plugins: {"not_checked": ["a thing"]}
+        surgery.export.verify,
+        "verify_folder",
+        lambda folder, trust, plugins: {"format": "transformers", "not_checked": ["a thing"]},
     )
     with serve() as server:
         yield server
@@ -45,20 +51,19 @@ def hub(monkeypatch: pytest.MonkeyPatch, waits: list[float]) -> Iterator[HubServ
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Looks like an export: two files for LFS, two for git, one below, and what is not to leave the machine."""
+    """Looks like an export: two files for LFS, two for git and the list, one below."""
     path = tmp_path / "export"
     (path / "figures").mkdir(parents=True)
     (path / "README.md").write_text(CARD)
     (path / "config.json").write_text('{"a": 1}\n')
     (path / "figures" / "curve.png").write_bytes(b"\x89PNG" + bytes(range(200)) * 3)
     (path / "model.safetensors").write_bytes(bytes(range(256)) * 40)
-    (path / ".cache").mkdir()
-    (path / ".cache" / "secret").write_text("stays here")
+    (path / RECORD).write_text("{}")
     return path
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {name: path.read_bytes() for name, path in published_files(folder).items()}
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in visible_files(folder)}
 
 
 class Caller:
@@ -70,6 +75,7 @@ class Caller:
         self.slept: list[float] = []
 
     def __call__(self, **given: object) -> Published:
+        list_again(self.folder)
         options = {"repo_id": NAME, **given}
         return publish(self.folder, endpoint=self.hub.url, say=self.said.append, sleep=self.slept.append, **options)
 
@@ -89,7 +95,7 @@ def test_a_new_repository_is_private_and_holds_the_folder(call: Caller) -> None:
     repository = call.hub.repositories[NAME]
     assert repository.private and done.private
     assert call.hub.files(NAME) == contents(call.folder) and "not checked: a thing" in call.said
-    assert set(done.sent) == set(contents(call.folder)) and done.checked == 4
+    assert set(done.sent) == set(contents(call.folder)) and done.checked == 5
     assert done.commit == repository.refs["main"].oid and done.url == f"{call.hub.url}/{NAME}/commit/{done.commit}"
     assert len(repository.commits) == 2, "the folder arrives in one commit"
 
@@ -114,7 +120,7 @@ def test_a_private_repository_stays_private(call: Caller) -> None:
 def test_the_second_time_nothing_is_sent_and_nothing_committed(call: Caller) -> None:
     first, received = call(), call.hub.received
     second = call()
-    assert second.sent == () and second.commit == first.commit and second.checked == 4
+    assert second.sent == () and second.commit == first.commit and second.checked == 5
     assert call.hub.received == received and len(call.hub.repositories[NAME].commits) == 2
 
 
@@ -122,7 +128,7 @@ def test_only_what_changed_is_sent(call: Caller) -> None:
     call()
     received = call.hub.received
     (call.folder / "config.json").write_text('{"a": 2}\n')
-    assert call().sent == ("config.json",)
+    assert call().sent == ("config.json", RECORD)
     assert call.hub.received == received and call.hub.files(NAME) == contents(call.folder)
 
 
@@ -143,7 +149,7 @@ def test_a_branch_is_made_and_used(call: Caller) -> None:
     assert call.hub.files(NAME) == {} and call.hub.files(NAME, "seed1") == contents(call.folder)
     assert done.commit == call.hub.repositories[NAME].refs["seed1"].oid
     (call.folder / "config.json").write_text("{}\n")
-    assert call(revision="seed1").sent == ("config.json",), "the branch is there already"
+    assert call(revision="seed1").sent == ("config.json", RECORD), "the branch is there already"
 
 
 def test_a_pull_request_leaves_main_alone_and_is_not_made_twice(call: Caller) -> None:
@@ -154,7 +160,7 @@ def test_a_pull_request_leaves_main_alone_and_is_not_made_twice(call: Caller) ->
     again = call(pull_request=True, message="A better one")
     assert again.commit == done.commit and again.sent == () and len(repository.requests) == 1
     (call.folder / "config.json").write_text("{}\n")
-    assert call(revision="refs/pr/1").sent == ("config.json",), "an open one is gone on with by its name"
+    assert call(revision="refs/pr/1").sent == ("config.json", RECORD), "an open one is gone on with by its name"
 
 
 def test_an_interrupted_upload_goes_on(call: Caller, waits: list[float]) -> None:
@@ -166,14 +172,14 @@ def test_an_interrupted_upload_goes_on(call: Caller, waits: list[float]) -> None
     assert f"{NAME} {figure.sha256}" in call.hub.stored and call.hub.files(NAME) == {}
     whole = sum((call.folder / name).stat().st_size for name in ("figures/curve.png", "model.safetensors"))
     call.hub.cuts, before = 0, call.hub.received
-    assert call().checked == 4
+    assert call().checked == 5
     assert call.hub.received - before == whole - len(figure.data)
     assert len(waits) == TRIES * 5, "the client itself tries again as well"
 
 
 def test_one_broken_connection_is_not_noticed(call: Caller, waits: list[float]) -> None:
     call.hub.cuts, call.hub.cut_after = 1, 100
-    assert call().checked == 4 and len(waits) == 1
+    assert call().checked == 5 and len(waits) == 1
 
 
 @pytest.mark.parametrize(
@@ -187,13 +193,13 @@ def test_one_broken_connection_is_not_noticed(call: Caller, waits: list[float]) 
 )
 def test_rate_limits_are_waited_for(call: Caller, path: str, doing: str) -> None:
     call.hub.fail("POST", path, 429, times=2, headers={"Retry-After": "7"})
-    assert call(revision="a").checked == 4 and call.slept == [7.0, 7.0]
+    assert call(revision="a").checked == 5 and call.slept == [7.0, 7.0]
     assert call.said.count(f"could not {doing} (429, no); retrying in 7 s") == 2
 
 
 def test_where_the_client_waits_by_itself_it_is_not_waited_twice(call: Caller, waits: list[float]) -> None:
     call.hub.fail("POST", "/preupload/", 429, times=2, headers={"Retry-After": "7"})
-    assert call().checked == 4 and (call.slept, waits) == ([], [8.0, 8.0])
+    assert call().checked == 5 and (call.slept, waits) == ([], [8.0, 8.0])
 
 
 def test_waiting_has_a_bound(call: Caller) -> None:
@@ -207,7 +213,7 @@ def test_waiting_has_a_bound(call: Caller) -> None:
 
 def test_a_fault_of_the_hub_is_tried_again_and_makes_no_second_commit(call: Caller) -> None:
     call.hub.fail("POST", "/commit/", 503, times=2)
-    assert call().checked == 4 and call.slept == [1.0, 2.0]
+    assert call().checked == 5 and call.slept == [1.0, 2.0]
     assert len(call.hub.repositories[NAME].commits) == 2
 
 
@@ -222,7 +228,7 @@ def test_a_rejected_upload_of_many_files_leaves_nothing(call: Caller, monkeypatc
     call.refused()
     assert call.hub.files(NAME) == {}
     call.hub.failures.clear()
-    assert call().checked == 47 and len(call.hub.repositories[NAME].commits) == 2
+    assert call().checked == 48 and len(call.hub.repositories[NAME].commits) == 2
 
 
 @pytest.mark.parametrize("pull_request", [False, True])
@@ -306,7 +312,7 @@ def test_a_folder_that_does_not_verify_is_refused_before_any_request(
         assert not trust
         raise ModelError("config.json", "other bytes", "Export again.")
 
-    monkeypatch.setattr(surgery.export.publish, "verify_folder", broken)
+    monkeypatch.setattr(surgery.export.verify, "verify_folder", broken)
     assert "config.json: other bytes" in call.refused()
     assert call.hub.log == []
 
@@ -345,45 +351,29 @@ def test_the_token_is_in_nothing_that_is_said_sent_or_logged(
     assert not call.hub.told_storage, "signed addresses are somebody else's"
 
 
-def test_paths_of_this_machine_are_named_with_file_and_line(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", "/people/someone")
-    for place in ("/people/someone", str(Path.cwd()), str(folder)):
-        (folder / "recipe.yaml").write_text(f"a: 1\nmodel: {place}/base\n")
-        with pytest.raises(SurgeryError, match=r"^recipe.yaml:2: /"):
-            check_private(published_files(folder), folder)
-    (folder / "recipe.yaml").write_text("a: /people/someone-else\n")
-    check_private(published_files(folder), folder)
-
-
-def test_a_home_of_one_part_counts_only_with_something_below(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name like `/root` is an entry of many vocabularies."""
-    monkeypatch.setenv("HOME", "/anna")
-    (folder / "tokenizer.json").write_text('{"/anna": 5, "/root/": 6}\n')
-    check_private(published_files(folder), folder)
-    (folder / "tokenizer.json").write_text('{"name_or_path": "/anna/models/base"}\n')
-    with pytest.raises(SurgeryError, match=r"^tokenizer.json:1: /anna"):
-        check_private(published_files(folder), folder)
-
-
-@pytest.mark.parametrize("text", [f"token: {TOKEN}", "token: hf_" + "b" * 34, "own-secret"])
-def test_a_token_in_a_file_is_refused_and_not_repeated(folder: Path, text: str) -> None:
-    (folder / "training.json").write_text(f"\n\n{text}\n")
-    with pytest.raises(SurgeryError, match=r"^training.json:3: a token") as caught:
-        check_private(published_files(folder), folder, "own-secret")
-    assert text.split()[-1] not in str(caught.value)
-
-
-def test_a_secret_is_refused_before_any_request_and_every_place_is_named(call: Caller) -> None:
+def test_names_and_texts_are_searched_before_any_request_and_every_place_is_named(call: Caller) -> None:
+    """Tokens with and without a known form, and paths of this machine and of others; no token is repeated."""
     secret = "ghp_" + "a" * 36
-    for name in ("config.json", "README.md"):
-        (call.folder / name).write_text(f"\n{secret}\n")
-    (call.folder / "figures" / "curve.png").write_bytes(secret.encode("utf-16"))
+    for text in (secret, TOKEN, "hf_" + "b" * 34, str(Path.cwd()), str(call.folder), "/home/bob"):
+        (call.folder / "README.md").write_text(f"{CARD}\n{text}\n")
+        message = call.refused()
+        assert message.startswith("README.md:7: ") and (text in message or text[0] != "/")
+        assert text not in message or text[0] == "/"
+    (call.folder / "config.json").write_text(f'{{"a": "{secret}"}}')
     message = call.refused()
-    assert message.startswith("README.md:2: a token (GitHub Token, ghp_..., 40 characters). ")
-    assert "More findings: config.json:2, figures/curve.png:1." in message
-    assert secret not in message and len(message.splitlines()) == 1 and call.hub.log == []
+    assert "More findings: config.json:1." in message and len(message.splitlines()) == 1
+    for name in ("README.md", "config.json"):
+        (call.folder / name).write_text("{}")
+    (call.folder / f"{secret}.txt").touch()
+    assert call.refused().startswith("name of ghp_") and call.hub.log == []
+
+
+def test_message_and_revision_are_checked_before_any_request(call: Caller) -> None:
+    for option in ("message", "revision"):
+        for text, said in ((f"see {TOKEN}", "a token"), ("of /home/bob/base", "/home/bob"), ("a\x1b[2J", "control")):
+            told = call.refused(**{option: text})
+            assert told.startswith(f"--{option}: ") and said in told and TOKEN not in told
+    assert call.hub.log == [] and call(message="A title\n\nand a text").sent
 
 
 @pytest.mark.parametrize("name", ["config.json", "figures/link", ".hidden/link"])
@@ -396,18 +386,47 @@ def test_links_are_not_followed(call: Caller, name: str, tmp_path: Path) -> None
     assert call.refused().startswith(f"{name}: a symbolic link") and call.hub.log == []
 
 
-def test_a_file_that_comes_while_the_folder_is_checked_is_not_sent(
-    call: Caller, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def late(folder: Path, trust: bool, plugins: Sequence[str]) -> dict[str, list[str]]:
-        (folder / "late.json").write_text("{}")
-        return {"not_checked": []}
+@pytest.mark.parametrize("name", [".cache/x", ".env", "notes.txt", "figures/more.zip", "__pycache__/a.pyc"])
+def test_what_the_record_does_not_list_is_refused_by_name(call: Caller, name: str) -> None:
+    list_again(call.folder)
+    (call.folder / name).parent.mkdir(exist_ok=True)
+    (call.folder / name).write_text("x")
+    with pytest.raises(ModelError, match=rf"^{re.escape(name)}: not listed in export.json"):
+        check_publishable(call.folder)
 
-    monkeypatch.setattr(surgery.export.publish, "verify_folder", late)
+
+def test_a_file_that_changes_after_the_checks_is_not_sent(call: Caller) -> None:
+    def late(_: str) -> None:
+        (call.folder / "config.json").write_text('{"a": 2}\n')
+
+    list_again(call.folder)
+    with pytest.raises(ModelError, match=r"^config\.json: changed during the checks"):
+        publish(call.folder, NAME, endpoint=call.hub.url, say=late)
+    assert call.hub.files(NAME) == {}
+
+
+def test_a_record_that_changes_during_the_checks_is_found(call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(folder: Path, trust: bool, plugins: Sequence[str]) -> dict[str, object]:
+        (folder / "late.json").write_text("{}")
+        list_again(folder)
+        return {"format": "transformers", "not_checked": []}
+
+    monkeypatch.setattr(surgery.export.verify, "verify_folder", change)
     assert "changed during the checks" in call.refused() and call.hub.log == []
 
 
-def test_hidden_files_and_compiled_python_stay_here(folder: Path) -> None:
-    (folder / "__pycache__").mkdir()
-    (folder / "__pycache__" / "a.pyc").touch()
-    assert list(published_files(folder)) == ["README.md", "config.json", "figures/curve.png", "model.safetensors"]
+def test_a_wait_may_be_a_date_or_nothing_that_can_be_read(call: Caller) -> None:
+    call.hub.fail("POST", "/commit/", 429, headers={"Retry-After": "x"})
+    for text, slept, said in (
+        ("soon", [1.0, 2.0, 4.0], "later"),
+        ("\u00b2".encode("utf-8").decode("latin-1"), [1.0, 2.0, 4.0], "later"),
+        ("-5", [1.0, 2.0, 4.0], "later"),
+        ("inf", [1.0, 2.0, 4.0], "later"),
+        ("9" * 400, [1.0, 2.0, 4.0], "later"),
+        ("9" * 12, [], "later"),
+        ("Fri, 31 Dec 9999 23:59:59 GMT", [], "later"),
+        ("Mon, 01 Jan 2001 00:00:00 GMT", [1.0, 2.0, 4.0], "later"),
+    ):
+        call.hub.failures[0].headers = {"Retry-After": text}
+        call.slept.clear()
+        assert f"{AGAIN} {said}" in call.refused() and call.slept == slept, text

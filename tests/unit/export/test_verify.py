@@ -13,18 +13,18 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from surgery import cli
 from surgery.errors import ModelError
 from surgery.export import transformers_folder
 from surgery.export.documents import card_table, check_card
-from surgery.export.files import EARLIER_REFERENCE, RECORD, REFERENCE, fingerprints
+from surgery.export.files import CARD, RECORD, REFERENCE, fingerprints
 from surgery.export.folder import export_model
 from surgery.export.formats import ExportFormat
-from surgery.export.reload import TOLERANCE, compare, make_reference, prompt_ids, read_reference
-from surgery.export.verify import verify_folder
+from surgery.export.reload import TOLERANCE, compare, make_reference, prompt_ids
+from surgery.export.verify import check_publishable, verify_folder
 from surgery.models.lookup import family_of
 from surgery.recipe.export import EXPORT_FORMATS
 from surgery.testing.pico import pico_tokenizer
@@ -48,23 +48,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 def copy(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "copy"))
-
-
-def make_old(folder: Path) -> None:
-    """As exports were before they carried hashes and a reference."""
-    (folder / REFERENCE).unlink()
-    (folder / RECORD).write_text(
-        json.dumps({"checked_without_surgery": True, "max_logit_difference": 0.0, "tensors": 1})
-    )
-
-
-def with_earlier_reference(folder: Path) -> dict[str, Tensor]:
-    """Store the reference as earlier versions did, and return it."""
-    reference = read_reference(folder / REFERENCE, 10**6)
-    save_file(reference, folder / EARLIER_REFERENCE)
-    (folder / REFERENCE).unlink()
-    list_again(folder)
-    return reference
 
 
 class TestWhole:
@@ -91,27 +74,9 @@ class TestWhole:
         assert fingerprints(again) == fingerprints(whole)
         assert (again / RECORD).read_bytes() == (whole / RECORD).read_bytes()
 
-    def test_an_old_export_verifies_as_far_as_it_can(self, copy: Path) -> None:
-        make_old(copy)
-        found = verify_folder(copy)
-        assert found["files"] is None and "max_logit_difference" not in found and found["tensors"] > 40
-        hashes, reference = found["not_checked"]
-        assert "hashes" in hashes and REFERENCE in reference
-
     def test_the_weights_are_the_only_safetensors_file(self, whole: Path) -> None:
         """vLLM loads every *.safetensors file of a folder that has no index as weights."""
         assert [path.name for path in whole.glob("*.safetensors")] == ["model.safetensors"]
-
-    def test_a_reference_of_an_earlier_version(self, copy: Path) -> None:
-        reference = with_earlier_reference(copy)
-        assert verify_folder(copy)["generated_tokens"] == 8
-        for name, tensor in reference.items():
-            save_file({**reference, name: tensor.flatten()[:0]}, copy / EARLIER_REFERENCE)
-            list_again(copy)
-            assert refusal(copy).startswith(f"{EARLIER_REFERENCE}: ")
-        (copy / EARLIER_REFERENCE).write_bytes(b"no tensors")
-        list_again(copy)
-        assert refusal(copy).startswith(f"{EARLIER_REFERENCE}: ")
 
     def test_documents_that_are_not_there_are_named(self, tmp_path: Path) -> None:
         export_model(trained("mamba2"), pico_tokenizer(), tmp_path / "bare")
@@ -148,8 +113,20 @@ class _Bare(ExportFormat):
 
 
 class TestFiles:
+    def test_a_card_may_be_edited_and_all_that_is_written_can_be_published(self, copy: Path) -> None:
+        """But for its table, the splice of which is compared, and files that were added."""
+        said: list[str] = []
+        for text in ((copy / CARD).read_text(), "# My words\n"):
+            (copy / CARD).write_text(text)
+            names, _ = check_publishable(copy, say=said.append)
+            assert set(names) == {p.relative_to(copy).as_posix() for p in copy.rglob("*") if p.is_file()}
+        assert "not checked: README.md: changed since the export" in said
+        (copy / ".env").touch()
+        with pytest.raises(ModelError, match=r"^\.env: not listed in export\.json"):
+            check_publishable(copy)
+
     def test_a_changed_byte_is_found_in_any_file(self, whole: Path, copy: Path) -> None:
-        for name in fingerprints(whole):
+        for name in fingerprints(whole).keys() - {CARD}:
             content = bytearray((whole / name).read_bytes())
             content[len(content) // 2] ^= 1
             (copy / name).write_bytes(content)
@@ -164,10 +141,7 @@ class TestFiles:
             assert name in message and "missing" in message
             shutil.copy(whole / name, copy / name)
 
-    @pytest.mark.parametrize("old", [False, True])
-    def test_cut_off_weights_are_said_to_be(self, old: bool, copy: Path) -> None:
-        if old:
-            make_old(copy)
+    def test_cut_off_weights_are_said_to_be(self, copy: Path) -> None:
         content = (copy / "model.safetensors").read_bytes()
         (copy / "model.safetensors").write_bytes(content[:-100])
         message = refusal(copy)
@@ -178,8 +152,10 @@ class TestFiles:
         (copy / name).parent.mkdir(exist_ok=True)
         (copy / name).write_text("{}")
         assert name in refusal(copy)
-        make_old(copy)  # where nothing is listed, weights of another kind are just not taken
-        assert name == "pytorch_model.bin" or name in refusal(copy)
+
+    def test_an_export_without_a_list_has_to_be_made_again(self, copy: Path) -> None:
+        edit(copy, RECORD, lambda record: record.pop("files"))
+        assert refusal(copy).startswith("export.json: files: ") and "export again" in refusal(copy)
 
     def test_a_list_cannot_point_out_of_the_folder(self, copy: Path) -> None:
         (copy.parent / "secret").write_text("a")
@@ -288,11 +264,6 @@ class TestWriting:
         with pytest.raises(ModelError, match="tokenizer: the reloaded tokenizer encodes"):
             export_model(trained("mamba2"), pico_tokenizer(), tmp_path / "export")
         assert not (tmp_path / "export").exists()
-
-    def test_overwrite_is_deprecated(self, tmp_path: Path) -> None:
-        with pytest.warns(DeprecationWarning, match="overwrite has no effect"):
-            export_model(trained("mamba2"), pico_tokenizer(), tmp_path / "export", overwrite=True)
-        assert verify_folder(tmp_path / "export")["format"] == "transformers"
 
     @pytest.mark.parametrize("plugin", [None, 5, "no module", "os", "a.b"])
     def test_an_unknown_format_is_named_and_its_module_not_imported(self, plugin: Any, copy: Path) -> None:
@@ -477,8 +448,8 @@ class TestCode:
 
     @pytest.mark.parametrize("trust", [False, True])
     def test_a_missing_modelling_file(self, trust: bool, copy: Path) -> None:
-        make_old(copy)
         (copy / "modeling_mamba2_hybrid.py").unlink()
+        list_again(copy)
         assert "modelling file is missing" in refusal(copy, trust_remote_code=trust)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from surgery.errors import RunError
 from surgery.files import atomic as rundir
 from surgery.files.atomic import digest, fingerprint, is_full, new_folder, read_json, sweep, write_json, write_text
 from surgery.files.lock import hold
-from surgery.files.ownership import MARK, check_apart, check_replaceable, kind_of, mark, remove
+from surgery.files.ownership import MARK, Kind, check_apart, check_replaceable, kind_of, mark, remove
 from surgery.recipe.inputs import inputs_of
 from surgery.recipe.section import Section
 from surgery.run.folder import WRITTEN, RunDir
+from tests.support.processes import leftover
 
 RECIPE = "name: a\nseed: 0\nbase:\n  model: m\nlocate:\n  pairs: 8\n"
 
@@ -142,50 +144,91 @@ def test_a_refusal_inside_stays_what_it_is(tmp_path: Path) -> None:
         raise RunError("field", None, "no space left for jokes")
 
 
-def test_sweep_recovers_from_a_kill_between_the_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill(tmp_path / "out", "1")
-    rename, calls = os.rename, []
+def test_a_kill_at_any_step_leaves_one_of_the_two_folders_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`sweep` restores the old one where the kill came between the two renames, and leaves nothing else."""
+    steps = [(rundir.os, name, n) for name in ("mkdir", "rename", "fsync", "rmdir", "unlink") for n in range(3)]
+    for number, (module, name, at) in enumerate(steps):
+        folder, real, calls = tmp_path / str(number), getattr(module, name), [0]
+        fill(folder / ".v1.2-beta", "1")
 
-    def kill_second(source: Path, target: Path) -> None:
-        calls.append(target)
-        if len(calls) == 2:
-            raise Killed
-        rename(source, target)
+        def killed(*given: Any, _at: int = at, _real: Any = real, _calls: list[int] = calls, **named: Any) -> Any:
+            _calls[0] += 1
+            if _calls[0] > _at:  # a killed process tidies nothing
+                raise Killed
+            return _real(*given, **named)
 
-    monkeypatch.setattr(rundir.os, "rename", kill_second)
-    monkeypatch.setattr(rundir.shutil, "rmtree", lambda *_, **__: None)  # a killed process tidies nothing
-    with pytest.raises(Killed), new_folder(tmp_path / "out") as folder:
-        (folder / "f").write_text("2")
-    monkeypatch.undo()
-    assert not (tmp_path / "out").exists()
+        with pytest.MonkeyPatch.context() as patch, suppress(Killed):
+            patch.setattr(module, name, killed)
+            patch.setattr(rundir, "_discard", rundir._discard if name in ("rmdir", "unlink") else raise_killed)
+            fill(folder / ".v1.2-beta", "2")
+        sweep(folder)
+        assert names(folder) == [".v1.2-beta", ".v1.2-beta/f"], name
+        assert (folder / ".v1.2-beta" / "f").read_text() in ("1", "2")
+
+
+def test_sweep_removes_what_a_mark_proves_and_nothing_else(tmp_path: Path) -> None:
+    """A stranger's file or folder may have any name, a copy of another mark, or a link to a mark in it."""
+    for name in ("x.json", "out"):
+        leftover(tmp_path / name)
+    (tmp_path / ".y.9.tmp").mkdir()  # killed before the mark was written
+    (tmp_path / "kept").mkdir()
+    kept = tmp_path / "kept"
+    (kept / ".out.7.tmp").write_text("mine")
+    for name, text in ((".out.2024.old", ""), (".b.1.tmp", "{"), (".c.1.tmp", '{"kind": "temporary", "of": "d"}')):
+        write_text(kept / name / MARK, text)
+        write_text(kept / name / "thesis", "mine")
+    (kept / ".link.1.tmp").symlink_to(tmp_path / ".out.5.tmp")
+    write_text(kept / ".e.1.tmp" / "mark", '{"kind": "temporary", "of": "e"}')
+    (kept / ".e.1.tmp" / MARK).symlink_to("mark")
+    before = names(kept)
+    sweep(kept)
+    assert names(kept) == before
+    sweep(tmp_path, "out")
+    assert {p.name for p in tmp_path.iterdir()} == {"kept", ".x.json.5.tmp", ".y.9.tmp"}
     sweep(tmp_path)
-    assert names(tmp_path) == ["out", "out/f"]
-    assert (tmp_path / "out" / "f").read_text() == "1"
+    assert {p.name for p in tmp_path.iterdir()} == {"kept"}
 
 
-def test_sweep_after_a_kill_that_left_the_old_folder(tmp_path: Path) -> None:
-    fill(tmp_path / "out", "2")
-    (tmp_path / ".out.123.old").mkdir()
-    (tmp_path / ".out.123.old" / "f").write_text("1")
-    sweep(tmp_path)
-    assert names(tmp_path) == ["out", "out/f"]
-    assert (tmp_path / "out" / "f").read_text() == "2"
+def test_nothing_is_written_through_a_link_that_this_toolkit_did_not_make(tmp_path: Path) -> None:
+    """Below a folder that is held, at any depth. The folder itself may be the user's link to another disk."""
+    write_text(tmp_path / "dear" / "deep" / "a", "mine")
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    with hold(tmp_path / "run"):
+        for name in ("figures", "file", "nothing"):
+            (tmp_path / "disk" / name).symlink_to(tmp_path / "dear" / {"file": "deep/a"}.get(name, name))
+        (tmp_path / "disk" / "figures").unlink()
+        (tmp_path / "disk" / "figures").symlink_to(tmp_path / "dear")
+        for write in (
+            lambda: write_text(tmp_path / "run" / "figures" / "a", "x"),
+            lambda: fill(tmp_path / "run" / "figures" / "deep", "x"),
+            lambda: sweep(tmp_path / "run" / "figures"),
+            lambda: os.close(rundir.open_regular(tmp_path / "run" / "file", os.O_WRONLY | os.O_CREAT)),
+            lambda: os.close(rundir.open_regular(tmp_path / "run" / "nothing", os.O_WRONLY | os.O_CREAT)),
+        ):
+            with pytest.raises(RunError, match=r"run/\w+.*: a symbolic link"):
+                write()
+        fill(tmp_path / "run" / "figures", "new")
+        write_text(tmp_path / "run" / "file", "new")
+        rundir.delete(tmp_path / "run" / "nothing")
+    assert names(tmp_path / "dear") == ["deep", "deep/a"] and (tmp_path / "dear/deep/a").read_text() == "mine"
+    assert names(tmp_path / "disk") == ["figures", "figures/f", "file"]
 
 
-def test_sweep_handles_names_with_dots(tmp_path: Path) -> None:
-    (tmp_path / ".v1.2-beta.77.old").mkdir()
-    sweep(tmp_path)
-    assert names(tmp_path) == ["v1.2-beta"]
-
-
-def test_sweep_removes_leftovers_and_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / ".x.json.9.tmp").write_text("{")
-    (tmp_path / ".out.9.tmp").mkdir()
-    (tmp_path / ".out.9.tmp" / "f").write_text("half")
-    for kept in ("x.tmp", "y.old", ".hidden"):
-        (tmp_path / kept).write_text("mine")
-    sweep(tmp_path)
-    assert names(tmp_path) == [".hidden", "x.tmp", "y.old"]
+def test_a_pipe_a_device_or_a_second_name_is_one_line_and_no_wait(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    write_text(tmp_path / "dear", "{}")
+    os.link(tmp_path / "dear", tmp_path / "linked")
+    for name, flags in (("pipe", os.O_RDONLY), ("pipe", os.O_RDWR), ("linked", os.O_RDWR), ("", os.O_RDONLY)):
+        with pytest.raises(RunError, match="Remove it, or replace it with a copy"):
+            rundir.open_regular(tmp_path / name, flags)
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        assert rundir.text_or_empty(path) == "" and rundir.read_mapping(path) == {}
+        with pytest.raises(RunError, match="not a regular file"):
+            read_json(path)
+    assert read_json(tmp_path / "linked") == {}
 
 
 def tree(folder: Path, **files: str) -> Path:
@@ -301,7 +344,7 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
 
 def test_a_claim_that_was_killed_can_be_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rundir.os, "replace", raise_killed)
-    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)  # a killed process tidies nothing
+    monkeypatch.setattr(rundir, "_discard", raise_killed)  # a killed process tidies nothing
     with pytest.raises(Killed):
         RunDir(tmp_path / "a").claim(RECIPE)
     monkeypatch.undo()
@@ -319,12 +362,10 @@ def test_claim_leaves_what_is_not_its_own_untouched(tmp_path: Path) -> None:
 
 def test_claim_sweeps(tmp_path: Path) -> None:
     RunDir(tmp_path).claim(RECIPE)
-    (tmp_path / "figures").mkdir()
-    (tmp_path / "figures" / ".locate.5.tmp").mkdir()
-    (tmp_path / ".out.5.old").mkdir()
-    (tmp_path / ".f.5.tmp").write_text("half")
+    leftover(tmp_path / "figures" / "locate")
+    leftover(tmp_path / "f")
     RunDir(tmp_path).claim(RECIPE)
-    assert names(tmp_path) == [MARK, "figures", "out", "recipe.yaml"]
+    assert names(tmp_path) == [MARK, "figures", "recipe.yaml"]
     assert not list((tmp_path / "figures").iterdir())
 
 
@@ -400,36 +441,22 @@ def test_a_second_finish_makes_changed_outputs_fresh(finished: tuple[RunDir, lis
     assert run.is_fresh("locate", "key", outputs)
 
 
-OWN_FILES: dict[str, dict[str, str]] = {
-    "run": {"recipe.yaml": "name: a", ".stages/locate.json": "{}"},
-    "analysis": {"recipe.yaml": "name: a", "arms/base.json": "{}"},
-    "comparison": {"results.json": '{"revisions": {}}', "figures/a.png": ""},
-    "export": {"export.json": '{"checked_without_surgery": true}', "recipe.yaml": "name: a"},
-    "model": {"scores.json": "{}", "README.md": "Made with `surgery pretrain` and"},
-}
+KINDS: tuple[Kind, ...] = ("run", "analysis", "comparison", "model", "sweep", "checkpoints")
 
 
-@pytest.mark.parametrize("kind", OWN_FILES)
-def test_folders_are_known_by_their_mark_and_without_one_by_what_only_this_toolkit_writes(
-    tmp_path: Path, kind: str
-) -> None:
-    for name, text in OWN_FILES[kind].items():
-        write_text(tmp_path / "before" / name, text)
-    write_text(tmp_path / "marked" / "x", "")
-    mark(tmp_path / "marked", kind)  # type: ignore[arg-type]
-    assert kind_of(tmp_path / "before") == kind_of(tmp_path / "marked") == kind
-    for folder in ("before", "marked"):
-        assert check_replaceable("f", tmp_path / folder, kind, {})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("kind", OWN_FILES)
-def test_a_part_of_what_a_folder_is_known_by_is_not_enough(tmp_path: Path, kind: str) -> None:
-    for number, name in enumerate(OWN_FILES[kind]):
-        folder = tmp_path / str(number)
-        write_text(folder / name, "{}")
-        assert kind_of(folder) is None
+def test_folders_are_known_by_their_mark_and_an_export_by_its_record(tmp_path: Path) -> None:
+    for kind in KINDS:
+        write_text(tmp_path / kind / "recipe.yaml", "name: a")
+        assert kind_of(tmp_path / kind) is None
         with pytest.raises(RunError, match="Set another"):
-            check_replaceable("f", folder, kind, {})  # type: ignore[arg-type]
+            check_replaceable("f", tmp_path / kind, kind, {})
+        mark(tmp_path / kind, kind)
+        assert kind_of(tmp_path / kind) == kind and check_replaceable("f", tmp_path / kind, kind, {})
+    write_json(tmp_path / "export" / "export.json", {"format": "x", "versions": {}, "files": {}})
+    assert kind_of(tmp_path / "export") == "export" and check_replaceable("f", tmp_path / "export", "export", {})
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / MARK).symlink_to(tmp_path / "run" / MARK)
+    assert kind_of(tmp_path / "linked") is None
 
 
 @pytest.mark.parametrize(
@@ -502,7 +529,8 @@ def test_remove_follows_no_link_and_leaves_the_rest(tmp_path: Path) -> None:
 def test_a_folder_behind_a_link_is_replaced_where_it_lies(tmp_path: Path) -> None:
     fill(tmp_path / "disk" / "out", "1")
     (tmp_path / "out").symlink_to(tmp_path / "disk" / "out")
-    fill(tmp_path / "out", "2")
+    with hold(tmp_path / "out"):
+        fill(tmp_path / "out", "2")
     assert (tmp_path / "out").is_symlink() and (tmp_path / "disk" / "out" / "f").read_text() == "2"
     assert names(tmp_path) == ["disk", "disk/out", "disk/out/f", "out"]
 
@@ -534,12 +562,13 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkey
 
 
 def test_a_link_that_leads_to_itself_is_as_nothing(tmp_path: Path) -> None:
-    for name in ("a", "heads.json"):
-        (tmp_path / name).symlink_to(name)
+    for name, to in (("a", "a"), ("heads.json", "heads.json"), ("dangling", "none")):
+        (tmp_path / name).symlink_to(to)
     check_apart("run folder", [tmp_path / "heads.json"], {"base.model": str(tmp_path / "a")}, "Name another.")
-    with hold(tmp_path / "a"):
-        pass
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "heads.json"]
+    for name in ("a", "dangling"):
+        with pytest.raises(RunError, match="It is a symbolic link to nothing"), hold(tmp_path / name):
+            pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "dangling", "heads.json"]
 
 
 @pytest.mark.parametrize(

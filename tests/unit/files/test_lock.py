@@ -18,6 +18,7 @@ import pytest
 from surgery.errors import RunError
 from surgery.files import lock
 from surgery.files.lock import hold
+from tests.support.processes import leftover
 
 FORK = multiprocessing.get_context("fork")
 
@@ -57,6 +58,7 @@ def test_a_folder_is_held_and_released_without_a_trace(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_held_is_refused_in_another_process_and_in_this_one(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "a")
     with other(tmp_path / "a") as process:
         for name in ("a", "link"):
@@ -66,7 +68,7 @@ def test_a_folder_that_is_held_is_refused_in_another_process_and_in_this_one(tmp
             pass
     with hold(tmp_path / "a"), pytest.raises(RunError, match=f"Process {os.getpid()}"), hold(tmp_path / "a"):
         pass
-    assert entries(tmp_path) == ["link"]
+    assert entries(tmp_path) == ["a", "link"]
 
 
 def test_the_lock_of_a_killed_process_is_taken_over_and_its_leftovers_are_swept(tmp_path: Path) -> None:
@@ -74,12 +76,12 @@ def test_the_lock_of_a_killed_process_is_taken_over_and_its_leftovers_are_swept(
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         process.join()
-        (tmp_path / f".a.{process.pid}.tmp").mkdir()
-        (tmp_path / f".b.{process.pid}.tmp").mkdir()
+        for name in ("a", "b"):
+            leftover(tmp_path / name)
         assert (tmp_path / ".a.lock").is_file()
         with hold(tmp_path / "a"):
             assert json.loads((tmp_path / ".a.lock").read_text())["pid"] == os.getpid()
-    assert entries(tmp_path) == [f".b.{process.pid}.tmp"]
+    assert entries(tmp_path) == [".b.5.tmp"]
 
 
 def test_the_lock_of_another_machine_is_respected_until_its_file_is_deleted(tmp_path: Path) -> None:
@@ -93,12 +95,44 @@ def test_the_lock_of_another_machine_is_respected_until_its_file_is_deleted(tmp_
         pass
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": "x"}', "\ud800"])
-def test_a_damaged_lock_file_is_in_nobodys_way(tmp_path: Path, content: str) -> None:
-    (tmp_path / ".a.lock").write_text(content, errors="replace")
+def test_a_lock_that_this_toolkit_did_not_write_is_left_alone(tmp_path: Path) -> None:
+    """Whatever lies there: text, a link to something or to nothing, a second name, a pipe, a folder."""
+    lock, dear = tmp_path / ".a.lock", tmp_path / "dear"
+    dear.write_text("{}")
+    for number, make in enumerate(
+        (
+            lambda: lock.write_text("notes"),
+            lambda: lock.write_text('{"pid": "x"}'),
+            lambda: lock.symlink_to(dear),
+            lambda: lock.symlink_to(tmp_path / "none"),
+            lambda: os.link(dear, lock),
+            lambda: os.mkfifo(lock),
+            lambda: lock.mkdir(),
+        )
+    ):
+        make()
+        before = os.lstat(lock)
+        with pytest.raises(RunError, match=r"\.a\.lock"), hold(tmp_path / "a"):
+            pass
+        assert os.path.samestat(before, os.lstat(lock)) and before.st_size == os.lstat(lock).st_size, number
+        assert entries(tmp_path) == [".a.lock", "dear"] and dear.read_text() == "{}"
+        lock.rmdir() if lock.is_dir() and not lock.is_symlink() else lock.unlink()
+    lock.touch()  # of a process that was killed before it wrote its name
     with hold(tmp_path / "a"):
         pass
-    assert entries(tmp_path) == []
+    assert entries(tmp_path) == ["dear"]
+
+
+def test_a_folder_that_may_not_be_written_is_named_with_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for error in (errno.EACCES, errno.EROFS):
+        with pytest.raises(RunError, match=r"^FOLDER: .*/a\. .*Set a folder that"), hold(tmp_path / "a", "FOLDER"):
+            raise OSError(error, os.strerror(error), str(tmp_path / "a" / "x"))
+        monkeypatch.setattr(lock, "open_regular", lambda *_, e=error: (_ for _ in ()).throw(OSError(e, os.strerror(e))))
+        with pytest.raises(RunError, match=r"^FOLDER: .*/a\. .*Set a folder that"), hold(tmp_path / "a", "FOLDER"):
+            pass
+        monkeypatch.undo()
 
 
 def test_where_nothing_can_be_written_beside_the_folder_the_lock_is_in_it(
@@ -164,7 +198,7 @@ def test_a_parent_that_goes_while_it_is_made_is_made_again(tmp_path: Path, monke
     with hold(tmp_path / "runs" / "a"):
         assert len(calls) > 1
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"), hold(tmp_path / "file" / "a"):
+    with pytest.raises(RunError, match=r"folder: .*a\. File exists \(.*file\)\. Set"), hold(tmp_path / "file" / "a"):
         pass
 
 

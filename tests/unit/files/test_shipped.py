@@ -218,6 +218,16 @@ class TestCommands:
         assert [path.name for path in (empty / "examples").iterdir()] == copied[-1:]  # nothing was copied
         assert (empty / "examples" / copied[-1]).read_text(encoding="utf-8") == "# mine"
 
+    def test_examples_are_not_written_through_a_link(self, installed: Path, empty: Path) -> None:
+        name = min(path.name for path in (ROOT / "examples").glob("*.py"))
+        (empty / "examples").mkdir()
+        (empty / "examples" / name).symlink_to(empty / "nothing")
+        (empty / "linked").symlink_to(empty / "nothing")
+        for folder, place in (("examples", f"examples/{name}"), ("linked", "linked")):
+            with pytest.raises(SurgeryError, match=rf"^FOLDER: {place}\. "):
+                self.run("examples", folder)
+        assert not (empty / "nothing").exists()
+
     def test_a_file_is_no_folder(self, installed: Path, empty: Path) -> None:
         (empty / "file").touch()
         with pytest.raises(SurgeryError, match=r"^FOLDER: file\. It is a file"):

@@ -21,7 +21,6 @@ from surgery.probes.pairs import fillers, num_values, numbers
 from surgery.probes.registry import PROBES, Options
 from surgery.probes.words import FILLER
 from surgery.recipe import Evaluate, EvaluationTask, Locate, Source
-from surgery.recipe.section import keys_of_0_1
 from surgery.scoring.ranking import answer_choices
 from surgery.testing.pico import pico_base, pico_tokenizer
 
@@ -233,14 +232,6 @@ def test_locating_uses_both_and_by_default_the_prompts_of_always() -> None:
         assert len(lines) == 4
     with pytest.raises(ValidationError, match="fewer than 24 `pairs`"):
         Locate.model_validate({"value_digits": [1, 1]})
-
-
-@pytest.mark.parametrize(("section", "given"), [(Locate, {}), (Source, source().model_dump(mode="json"))])
-def test_hashes_have_the_new_keys_only_where_they_are_set(section: Any, given: dict[str, Any]) -> None:
-    plain = keys_of_0_1(section, section.model_validate(given).model_dump(mode="json"))
-    assert not {"filler", "value_digits"} & plain.keys()
-    more = section.model_validate({**given, "filler": [0, 4], "value_digits": [2, 4]}).model_dump(mode="json")
-    assert keys_of_0_1(section, more) == {**plain, "filler": [0, 4], "value_digits": [2, 4]}
 
 
 def test_json_of_an_evaluation_has_the_digits_of_its_groups() -> None:

@@ -111,12 +111,6 @@ def test_a_missing_file_is_named_without_a_value(tmp_path: Path) -> None:
         load_grid(tmp_path / "none.yaml", ["seed=0,1"])
 
 
-def test_the_old_name_of_a_key_is_the_same_key(path: Path) -> None:
-    with pytest.warns(DeprecationWarning, match="train.trainable"):
-        grid = load_grid(path, ["train.trains=all,new_heads"])
-    assert [axis.key for axis in grid.axes] == ["train.trainable"]
-
-
 def test_names_are_safe_for_folders_and_differ(path: Path) -> None:
     grid = load_grid(path, ["base.model=a/b,a-b,../c", "evaluate.pairs=[4],[4, 8]"])
     assert len(set(names(grid))) == 6

@@ -8,7 +8,6 @@ import pytest
 
 from surgery.recipe import Train, check_recipe, load_recipe
 from surgery.recipe.optimizer import RATES, rates
-from surgery.recipe.section import keys_of_0_1
 from tests.integration.conftest import ROOT
 
 
@@ -55,18 +54,3 @@ def test_a_rate_wins_over_the_factor_of_its_default(name: str) -> None:
     found = load_recipe(ROOT / "recipes" / "finetune.yaml", [f"train.optimizer.{name}=0.1"]).train.at_size(10).optimizer
     other = {"lr": "new_heads_lr", "new_heads_lr": "lr"}[name]
     assert getattr(found, name) == 0.1 and getattr(found, other) == {"lr": 2.5e-4, "new_heads_lr": 3e-3}[other]
-
-
-def test_a_recipe_in_full_with_stages_of_0_1_is_read_and_has_its_keys() -> None:
-    """Its unused outer `optimizer` has the default rates of that version."""
-    stage = {"name": "a", "sources": [{"task": "sentence", "rows": 2, "weights": {"base_kl": 1.0}}]}
-    data = {"name": "mine", "base": {"model": "m"}, "train": {"stages": [{**stage, "optimizer": {"lr": 0.5}}]}}
-    now = check_recipe(data).train
-    full = now.model_dump(mode="json")
-    full["optimizer"] |= {"lr": 2e-3, "new_heads_lr": 6e-3}
-    del full["optimizer"]["lr_factor"], full["optimizer"]["new_heads_lr_factor"]
-    assert Train.model_validate(full) == now
-    for train in (now, now.at_size(10)):
-        assert keys_of_0_1(Train, train.model_dump(mode="json"))["optimizer"] == full["optimizer"]
-    with pytest.raises(ValueError, match="set optimizer in each stage"):
-        Train.model_validate({**full, "optimizer": {"lr": 1e-3}})

@@ -23,7 +23,6 @@ from surgery.recipe import (
     shipped,
     to_yaml,
 )
-from surgery.recipe.section import keys_of_0_1
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
 MINIMAL = """
@@ -453,24 +452,7 @@ def test_the_shipped_recipe_is_the_one_of_the_checkout() -> None:
         shipped("no-such-recipe")
 
 
-def test_a_splice_without_the_new_keys_has_the_same_hash() -> None:
-    """`splice.state_size` and `splice.min_width` are newer than version 0.1, in which no channels were added."""
-    assert "state_size" not in keys_of_0_1(Splice, Splice().model_dump(mode="json"))
-    assert keys_of_0_1(Splice, Splice(state_size=4).model_dump(mode="json"))["state_size"] == 4
-    assert keys_of_0_1(Splice, Splice(min_width=None).model_dump(mode="json")) == {
-        "select": "patching",
-        "num_heads": 1,
-        "heads": [],
-        "mode": "add",
-        "init": "ssm",
-        "unit": "head",
-        "with_block": False,
-        "teacher": None,
-        "random_width": 32,
-    }
-    for width in (32, 64):
-        assert keys_of_0_1(Splice, Splice(min_width=width).model_dump(mode="json"))["min_width"] == width
-    assert keys_of_0_1(Splice, Splice().model_dump(mode="json"))["min_width"] == 64
+def test_a_state_size_is_a_positive_integer() -> None:
     for size in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="state_size"):
             Splice.model_validate({"state_size": size})

@@ -164,6 +164,11 @@ def test_what_is_resumed_is_the_same_training(tmp_path: Path) -> None:
         if step == 3:
             raise KeyboardInterrupt
 
+    for stranger in ("step_1", ".git"):
+        (tmp_path / stranger / "base.steps" / stranger).mkdir(parents=True)
+        with pytest.raises(RunError, match=r"base\.steps is no folder of pretraining checkpoints"):
+            pretrain(recipe(), tmp_path / stranger / "base")
+        assert (tmp_path / stranger / "base.steps" / stranger).is_dir()
     with pytest.raises(KeyboardInterrupt):
         pretrain(recipe(), tmp_path / "base", stop)
     for changed in ({"model": {"decay": [5, 9]}}, {"seed": 1}):

@@ -10,7 +10,6 @@ import pytest
 from surgery.errors import RunError
 from surgery.files.atomic import write_json
 from surgery.recipe import Recipe, load_recipe
-from surgery.recipe.section import keys_of_0_1
 from surgery.registry import load_plugins
 from surgery.report.figures import curves
 from surgery.run import stages
@@ -123,7 +122,6 @@ def test_the_key_of_the_export_knows_the_text_of_a_chat_template(tmp_path: Path)
     found.append(keys(str(template)))
     assert len({key["export"] for key in found}) == 4
     assert all({**key, "export": ""} == {**found[0], "export": ""} for key in found)
-    assert "chat_template" not in keys_of_0_1(Recipe, recipe.model_dump(mode="json"))["export"]
 
 
 def test_the_channels_of_the_state_are_read_from_the_folder(tmp_path: Path) -> None:

@@ -22,10 +22,12 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import fully_shard
 
 from surgery.errors import RunError
+from surgery.files import atomic
 from surgery.train import checkpoints as checkpoints_module
 from surgery.train.checkpoint_files import fault_of
 from surgery.train.checkpoints import checkpoints, load_checkpoint, save_checkpoint
 from surgery.train.sharded import full, is_sharded
+from tests.support.processes import leftover
 
 OF = {"of": "this", "history": []}
 
@@ -65,7 +67,7 @@ class Training:
         save_checkpoint(folder, self.model, self.optimizer, step, OF, self.accelerator)
 
     def load(self, folder: Path, of: str = "this") -> dict[str, Any] | None:
-        return load_checkpoint(folder, self.model, self.optimizer, (of,), self.accelerator)
+        return load_checkpoint(folder, self.model, self.optimizer, of, self.accelerator)
 
     def weights(self) -> list[torch.Tensor]:
         return [full(p.detach()).clone() for p in self.model.parameters()]
@@ -128,14 +130,14 @@ def test_killed_while_it_deletes_the_oldest_every_checkpoint_is_whole(
     training, delete = Training(sharded), shutil.rmtree
 
     def die(folder: Path, *args: Any, **options: Any) -> None:
-        if "step_000001" in folder.name:
+        if folder.name == "outdated":
             (folder / "state.json").unlink()
             raise KeyboardInterrupt
         delete(folder, *args, **options)
 
     for step in (1, 2):
         training.save(tmp_path, step)
-    monkeypatch.setattr(checkpoints_module.shutil, "rmtree", die)
+    monkeypatch.setattr(atomic.shutil, "rmtree", die)
     with pytest.raises(KeyboardInterrupt):
         training.save(tmp_path, 3)
     monkeypatch.undo()
@@ -319,9 +321,7 @@ def _failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 def test_what_a_kill_left_is_swept(sharded: bool, tmp_path: Path) -> None:
     training = Training(sharded)
     training.save(tmp_path)
-    half = tmp_path / ".step_000002.77.tmp" / "shards"
-    half.mkdir(parents=True)
-    (half / "__0_0.distcp").write_text("half")
+    leftover(tmp_path / "step_000002")
     state = training.load(tmp_path)
     assert state is not None and state["step"] == 1
     assert checkpoints(tmp_path) == list(tmp_path.iterdir())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from surgery.recipe import TrainStage, Weights, load_recipe
+from surgery.recipe import TrainStage, load_recipe
 from surgery.train.growth import growing_loss
 
 ROOT = Path(__file__).parents[3]
@@ -35,7 +35,7 @@ def stops_at(losses: list[float], name: str = "answer", weight: float = 1.0, **m
 @pytest.mark.parametrize("curve", ["training", "no_splice_training"])
 def test_the_quickstart_s_own_curves_are_healthy(curve: str) -> None:
     with open(ROOT / "checkpoints" / "quickstart" / "figures" / curve / f"{curve}.csv", encoding="utf-8") as file:
-        history = [{Weights.renamed.get(k, k): float(v) for k, v in row.items()} for row in csv.DictReader(file)]
+        history = [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
     recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml").train
     assert len(history) == recipe.num_steps == STEPS
     assert all(growing_loss(history[:step], recipe, VOCAB) is None for step in range(1, STEPS + 1))

@@ -15,6 +15,7 @@ from surgery.testing.pico import pico_tokenizer
 from surgery.train import logits_cache as module
 from surgery.train.divergence import TopK
 from surgery.train.logits_cache import LogitsCache
+from tests.support.processes import leftover
 from tests.support.samples import several_questions
 
 K = 3
@@ -170,8 +171,7 @@ def test_an_identity_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_what_a_killed_run_left_half_written_is_cleared_away(tmp_path: Path) -> None:
     opened(tmp_path)
-    half = tmp_path / ".shard_0123.safetensors.99999.tmp"
-    half.write_bytes(b"torn")
+    half = leftover(tmp_path / "shard_0123.safetensors")
     opened(tmp_path, main=False)
     assert half.exists()
     assert len(opened(tmp_path)) == 0

@@ -239,11 +239,3 @@ def test_a_stage_is_refused_if_its_fastest_loss_could_not_end_it(
 def test_a_stage_without_sources_is_not_asked_for_its_steps() -> None:
     with pytest.raises(ValueError, match="has no `sources`"):
         Train.model_validate({"tokens": 10**6, "optimizer": {"schedule": "wsd"}, "plateau": {}})
-
-
-def test_the_setting_is_hashed_only_where_it_is_set() -> None:
-    plain, ends = (TrainStage.model_validate({**stage().model_dump(), "plateau": p}) for p in (None, {}))
-    assert "plateau" not in TrainStage.names_of_0_1(plain.model_dump(mode="json"))
-    assert "plateau" in TrainStage.names_of_0_1(ends.model_dump(mode="json"))
-    section = Train.model_validate({"sources": [SOURCE], "optimizer": {"schedule": "wsd"}, "plateau": {}})
-    assert "plateau" not in Train.names_of_0_1(section.with_steps([7]).model_dump(mode="json"))

@@ -22,7 +22,6 @@ from surgery.errors import ModelError, RecipeError, RunError
 from surgery.models.config_checks import check_unquantized
 from surgery.models.lookup import family_of, geometry_of, mixer_of, structure_of
 from surgery.recipe import Splice, Train
-from surgery.recipe.section import keys_of_0_1
 from surgery.run.memory_estimate import weight_bytes
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import check_splices, make_plan
@@ -285,12 +284,6 @@ def _missing(name: str) -> str:
     from importlib.metadata import PackageNotFoundError
 
     raise PackageNotFoundError(name)
-
-
-def test_recipes_without_it_keep_their_hash() -> None:
-    plain = section(lora={"rank": 2}).model_dump(mode="json")
-    assert "quantization" not in keys_of_0_1(Train, plain)["lora"]
-    assert keys_of_0_1(Train, section().model_dump(mode="json"))["lora"]["quantization"] == "nf4"
 
 
 def test_the_estimate_counts_quantized_layers_as_such() -> None:

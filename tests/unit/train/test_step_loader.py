@@ -6,7 +6,7 @@ import pytest
 
 from surgery.errors import DataError
 from surgery.recipe import Train
-from surgery.train.resuming import identities_of
+from surgery.train.resuming import identity_of
 from surgery.train.step_loader import steps_of, workers_by_default
 
 
@@ -37,4 +37,4 @@ def test_another_number_of_workers_is_the_same_training() -> None:
 
     one, other = (Train.model_validate({"steps": 1, "workers": workers}) for workers in (None, 3))
     model = torch.nn.Linear(1, 1)
-    assert identities_of(model, one, 0, 0) == identities_of(model, other, 0, 0)
+    assert identity_of(model, one, 0, 0) == identity_of(model, other, 0, 0)

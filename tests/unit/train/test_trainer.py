@@ -25,6 +25,7 @@ from surgery.train.optimizer import adamw, learning_rate_factor, mark_trainable,
 from surgery.train.targets import Targets
 from surgery.train.trainer import OnStep
 from surgery.types import Graft, MixerSpec
+from tests.support.processes import leftover
 from tests.support.stage_run import StageRun
 
 KV = {"task": "kv_retrieval", "rows": 1, "pairs": (2, 2), "weights": {"answer": 1.0, "attention": 1.0}}
@@ -171,8 +172,7 @@ def test_an_interrupted_run_ends_like_one_that_was_not(tmp_path: Path, uninterru
 def test_a_half_written_checkpoint_is_ignored(tmp_path: Path, uninterrupted: StageRun) -> None:
     with pytest.raises(Interrupted):
         trainer(tmp_path, section(5), on_step=interrupt_at(3)).run()
-    (tmp_path / ".step_000004.99.tmp").mkdir()
-    (tmp_path / ".step_000004.99.tmp" / "model.safetensors").write_bytes(b"half")
+    leftover(tmp_path / "step_000004")
     again = trainer(tmp_path, section(5))
     again.run()
     assert changed(weights(uninterrupted.model), again.model) == set()

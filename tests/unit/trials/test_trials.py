@@ -20,7 +20,6 @@ from surgery.locate.selection import can_choose_again, rank
 from surgery.models.runtime import requires_grad
 from surgery.probes.words import key_words
 from surgery.recipe import Gates, Locate, Recipe, Search, Splice, Trial
-from surgery.recipe.section import keys_of_0_1
 from surgery.report.figures.heatmaps import head_maps
 from surgery.report.heads_page import PromptAttention, write_csv, write_page
 from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, tokens
@@ -390,16 +389,6 @@ class TestRanking:
 
 
 class TestRecipe:
-    def test_budgets_are_not_part_of_the_hashes_of_other_recipes(self) -> None:
-        plain = keys_of_0_1(Locate, Locate().model_dump(mode="json"))
-        assert not {"gates", "trial"} & plain.keys()
-        assert plain == keys_of_0_1(Locate, Locate(gates=Gates(steps=5)).model_dump(mode="json"))
-        used = [
-            keys_of_0_1(Locate, Locate(methods=("gates",), gates=Gates(steps=s)).model_dump(mode="json"))
-            for s in (5, 6)
-        ]
-        assert used[0] != used[1] and "trial" not in used[0]
-
     def test_sharpen_is_added(self) -> None:
         assert Locate(methods=("gates",)).methods == ("gates", "sharpen")
         assert Locate(methods=("sharpen", "trial")).methods == ("sharpen", "trial")

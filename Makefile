@@ -7,7 +7,7 @@ JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n : 4)))
 # Without files of bytecode, which pip is told not to make for all modules, each process would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check lint format pretrain rounding compat newest nightly fuzz kills mutants upstream serve-test client-test gguf-test qlora-test triton-test real-shape stranger gpu bench evidence docs clean
+.PHONY: demo test check lint format pretrain rounding newest nightly fuzz kills mutants upstream serve-test client-test gguf-test qlora-test triton-test real-shape stranger gpu bench evidence docs clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -46,12 +46,6 @@ rounding: $(VENV)/.installed
 	for capability in default avx2 avx512; do \
 		ATEN_CPU_CAPABILITY=$$capability OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/unit || exit 1; done
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest tests/unit
-
-## Test the hybrid classes, locating and all families on the oldest supported transformers.
-compat: $(VENV)/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .compat "transformers==5.24.*"
-	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.compat $(BIN)/python -m pytest -n $(JOBS) tests/unit/hybrid tests/unit/models \
-		tests/unit/locate tests/unit/interventions tests/unit/splice/test_graft.py tests/integration/test_famil*.py
 
 ## Test hybrids, file formats, training and exports on the newest torch and transformers on PyPI (4 GB, in .newest).
 newest: $(VENV)/.installed
@@ -180,4 +174,4 @@ docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf runs site $(VENV) .compat .newest .upstream .serve .gguf .qlora .triton .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	rm -rf runs site $(VENV) .newest .upstream .serve .gguf .qlora .triton .pytest_cache .ruff_cache .mypy_cache build *.egg-info

@@ -26,10 +26,12 @@ from .packing import BORDERS, SplicePass, SpliceRows, Unpacked, marked_documents
 logger = logging.get_logger(__name__)
 
 # Keyword arguments of a forward pass that have no name in its signature: what transformers' trainers pass to the loss,
-# what `capture_outputs` reads, and the index that older releases pass beside a cache.
+# and what `capture_outputs` reads. Those that end here: the index that older releases pass beside a cache, and what
+# `generate` hands on if it is called with a tokenizer.
+ENDS_HERE = {*BORDERS, "cache_position", "tokenizer", "assistant_tokenizer"}
 PASSED_ON = {
     "output_hidden_states", "output_router_logits", "num_items_in_batch", "ignore_index", "shift_labels",
-    "cache_position", "position_ids", *BORDERS,
+    "position_ids", *ENDS_HERE,
 }  # fmt: skip
 
 
@@ -135,7 +137,7 @@ class HybridModelMixin(HybridInitMixin):
             inputs_embeds = self.get_input_embeddings()(input_ids)
         attention_mask = self._whole_mask(attention_mask, inputs_embeds.shape[1], cache)
         documents = marked_documents(kwargs, seq_idx, inputs_embeds, attention_mask)
-        kwargs = {name: value for name, value in kwargs.items() if name not in (*BORDERS, "cache_position")}
+        kwargs = {name: value for name, value in kwargs.items() if name not in ENDS_HERE}
         rows = SpliceRows(splice_queries) if isinstance(splice_queries, Tensor) else splice_queries
         if rows is not None or documents is not None:
             self._check_alone(rows, documents, cache is not None or bool(use_cache))

@@ -22,6 +22,7 @@ from surgery.testing.pico import pico_family, pico_tokenizer
 from surgery.types import head_set_from_json, plan_from_json
 from tests.integration.conftest import BASE, RECIPE, ROOT, SMALL, run_small, surgery
 from tests.support.errors import assert_refused
+from tests.support.exports import list_again
 
 PAIR = "splice={select: list, heads: [L3H2, L3H0], form: pair, before: 0, head_dim: 16}"
 QUICK = ("locate.examples=4", "locate.methods=[patching, sharpen]", "train.steps=2", "evaluate.examples=4")
@@ -144,18 +145,20 @@ def test_a_copy_is_verified(pair: Path, tmp_path: Path) -> None:
     assert checked.returncode == 0 and "agree on the splice" in checked.stdout, checked.stdout + checked.stderr
     copy = tmp_path / "copy"
     shutil.copytree(pair / "export", copy)
-    (copy / "export.json").write_text(json.dumps({"format": "nemotron_h"}))  # of a version without hashes
     config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModelForCausalLM": "evil.Evil"}}))
-    assert_refused(surgery("verify", str(copy), cwd=tmp_path), "config.json", "auto_map")
-    (copy / "config.json").write_text(json.dumps(config | {"inserted": [{**config["inserted"][0], "before": 1}]}))
-    assert_refused(surgery("verify", str(copy), cwd=tmp_path), "inserted")
-    (copy / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "inserted"}))
-    assert_refused(surgery("verify", str(copy), cwd=tmp_path), "plain model")
+    for changed, *words in (
+        ({**config, "auto_map": {"AutoModelForCausalLM": "evil.Evil"}}, "config.json", "auto_map"),
+        (config | {"inserted": [{**config["inserted"][0], "before": 1}]}, "inserted"),
+        ({k: v for k, v in config.items() if k != "inserted"}, "plain model"),
+    ):
+        (copy / "config.json").write_text(json.dumps(changed))
+        list_again(copy)
+        assert_refused(surgery("verify", str(copy), cwd=tmp_path), *words)
     (copy / "config.json").write_text(json.dumps(config))
     weights = load_file(copy / "model.safetensors")
     weights["backbone.layers.1.mixer.o_proj.weight"] += 1
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    list_again(copy)
     assert_refused(surgery("verify", str(copy), cwd=tmp_path), "reloading", "differ")
 
 

@@ -41,11 +41,7 @@ def train(folder: Path, kill_in_save: int | None) -> None:
             return call
 
         steps.save_file, steps.torch.save = dying(save_file), dying(torch.save)
-        os.rename, steps.json.dumps, steps.shutil.rmtree = (
-            dying(os.rename),
-            dying(json.dumps),
-            dying(steps.shutil.rmtree),
-        )
+        os.rename, steps.json.dumps, shutil.rmtree = dying(os.rename), dying(json.dumps), dying(shutil.rmtree)
     found = worker.weights(folder, STEPS, double=False, save_every=1)
     save_file(found, folder / "out.safetensors")
 

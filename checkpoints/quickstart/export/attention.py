@@ -23,16 +23,13 @@ from transformers.utils import logging
 from transformers.utils.versions import require_version
 
 from .backends import attend, is_decoding, projected
-from .branches import register_branch
-from .packing import convolved, masked
-from .sites import FLAG, Check, at_least, wrong
-from .splice_pass import SpliceRows
+from .packing import SpliceRows, convolved, masked
+from .sites import FLAG, Check, at_least, register_branch, wrong
 
 logger = logging.get_logger(__name__)
 
-# Older releases decode layers that have a convolution state, a recurrent state and keys and values at once wrongly,
-# without an error.
-require_version("transformers>=5.21,<6", "This hybrid checkpoint needs it: pip install 'transformers>=5.21,<6'.")
+# 5.24 renamed the argument for the cache in all models.
+require_version("transformers>=5.24,<6", "This hybrid checkpoint needs it: pip install 'transformers>=5.24,<6'.")
 
 NEWEST_TESTED = "5.24"
 
@@ -42,7 +39,7 @@ def warn_if_untested(installed: str) -> None:
     minor, newest = ([int(part) for part in release.split(".")[:2]] for release in (installed, NEWEST_TESTED))
     if minor > newest:
         logger.warning(
-            f"The hybrid's code was tested with transformers 5.21 to {NEWEST_TESTED}, and {installed} is installed. If "
+            f"The hybrid's code was tested with transformers {NEWEST_TESTED}, and {installed} is installed. If "
             f"loading or generating fails: pip install 'transformers=={NEWEST_TESTED}.*'."
         )
 
@@ -224,7 +221,7 @@ class SplicedAttention(nn.Module):
         query, key, value = self.project(u_BTD, cache, streams, positions, documents, padding_mask)
         if rows is not None:
             whole_key = key.repeat_interleave(self.num_key_value_groups, dim=1)
-            rows.collect(self.layer_idx, query, whole_key, padding_mask, documents)
+            rows.collect(self.layer_idx, query, whole_key, padding_mask)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         mixed_BTHV, weights = attend(self, query, key, value, causal_mask)

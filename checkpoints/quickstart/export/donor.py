@@ -18,10 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotat
 
 from .attention import SplicedAttention
 from .backends import projected
-from .branches import register_branch
-from .cache_name import take_cache
-from .sites import FLAG, Check, at_least, wrong
-from .splice_pass import SplicePass
+from .packing import SplicePass
+from .sites import FLAG, Check, at_least, register_branch, wrong
 
 ROPE: Check = (
     lambda v: (
@@ -154,7 +152,7 @@ class DonorMixer(nn.Module):
         splice_pass = splice_pass or SplicePass()
         return self.attention(
             hidden_states,
-            take_cache(cache, kwargs),
+            cache,
             attention_mask,
             splice_pass.causal,
             splice_pass.rows,

@@ -87,6 +87,15 @@ def kernels_by_device(*classes: type) -> list[ModuleType]:
     return modules
 
 
+def keeps_documents_apart(model: type, on_cuda: bool) -> bool:
+    """Return whether the scan and the convolution of a model's files take `seq_idx` on a device."""
+    files = [sys.modules[base.__module__] for base in model.__mro__]
+    names = ("causal_conv1d_fn", "mamba2_chunk_scan")
+    functions = [getattr(file, name) for file in files if hasattr(file, names[1]) for name in names]
+    # What replaces a function that was chosen by device, as this library's scans do, takes it on every device.
+    return bool(functions) and all(on_cuda and f.has_kernel if hasattr(f, "has_kernel") else True for f in functions)
+
+
 def _torch_code(function: Any) -> Callable[..., Any] | None:
     """Return the PyTorch code below a function that transformers has wrapped; None for any other function."""
     if isinstance(function, nn.Module):  # with the package `kernels`, the wrapper is inside the forward of a module

@@ -12,13 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from .backends import is_decoding, is_plain
-from .cache_name import cache_name, take_cache
 from .kernels import kernels_by_device
+from .packing import SplicePass
 from .sites import splice_sites
-from .splice_pass import SplicePass
 
 IN_FP32 = {"A_log", "dt_bias", "D"}  # parameters of the recurrence, also in a model of half precision
 
@@ -56,12 +54,11 @@ class HybridMixerMixin:
     Attributes:
         one_by_one: set where the family's scan takes no initial state: several new tokens after a cache then run one
             by one.
-        norm_by_group: set where the family's gated norm takes one mean square over all groups before transformers
-            5.23.
+        bypassed: modules whose weights the family's forward reads itself, so that an adapter there does nothing.
     """
 
     one_by_one = False
-    norm_by_group = False
+    bypassed: tuple[str, ...] = ("conv1d", "dt_proj")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -71,9 +68,6 @@ class HybridMixerMixin:
     def take_over(cls, mixer: nn.Module, config: Any) -> None:
         """Turn a mixer that the family has built into one of this class, so that none is built twice."""
         mixer.__class__ = cls
-        if cls.norm_by_group:
-            width = mixer.intermediate_size
-            mixer.norm = Zamba2RMSNormGated(width, width // mixer.n_groups, eps=mixer.norm.variance_epsilon)
         mixer.splice_attention(config, mixer.layer_idx)
 
     def splice_attention(self, config: Any, layer_idx: int) -> None:
@@ -88,9 +82,22 @@ class HybridMixerMixin:
         for name, parameter in self.named_parameters(recurse=False):
             if name in IN_FP32:
                 parameter.data = parameter.data.float()
-        # The fused training kernels read the weights of out_proj and x_proj themselves: they would bring a silenced
-        # head back, and bypass a branch that reads there.
-        self.unfused = self.silenced is not None or (self.attention is not None and self.attention.reads_streams)
+
+    def _unfused(self) -> bool:
+        """Return whether modules have to be called.
+
+        The fused training kernels read the weights of `out_proj` and `x_proj` themselves: they would bring a silenced
+        head back, and bypass adapters and a branch that reads there.
+
+        Raises:
+            ValueError: an adapter that the unfused code bypasses too.
+        """
+        for name in self.bypassed:
+            if hasattr(self._modules.get(name), "base_layer"):
+                raise ValueError(f"target_modules: {name} has an adapter, and the scan reads its weight. Leave it out.")
+        parts = [self._modules[name] for name in ("out_proj", "x_proj") if name in self._modules]
+        reads = self.attention is not None and self.attention.reads_streams
+        return self.silenced is not None or reads or any(type(part) is not nn.Linear for part in parts)
 
     @property
     def out_proj(self) -> Any:
@@ -120,18 +127,16 @@ class HybridMixerMixin:
         **kwargs: Any,
     ) -> Tensor:
         """(B,T,D) -> (B,T,D): `ssm(u) + attention(u)`."""
-        cache = take_cache(cache, kwargs)
         if isinstance(attention_mask, SplicePass):  # Mamba-1's model passes no other argument down
             splice_pass, attention_mask = attention_mask, attention_mask.padding
         if self.attention is None:
             return self._scan(hidden_states, cache, attention_mask, **kwargs)
         splice_pass = splice_pass or SplicePass(attention_mask)
-        training, seen = self.training, []
-        self.training, self.seen = training and not self.unfused, seen
+        seen = self.seen = []
         try:
             output = self._scan(hidden_states, cache, attention_mask, **kwargs)
         finally:
-            self.training, self.seen = training, None
+            self.seen = None
         if seen and not is_decoding(hidden_states):
             seen = [tuple(torch.cat(parts, dim=1) for parts in zip(*seen, strict=True))]
         # One operator less for each token, where nothing looks at what the branch returns.
@@ -150,18 +155,18 @@ class HybridMixerMixin:
         return added if sums else output + added
 
     def _scan(self, hidden_states: Tensor, cache: Any, padding: Tensor | None, **kwargs: Any) -> Tensor:
-        """Run the family's own forward."""
-        T, kwargs = hidden_states.shape[1], {**kwargs, cache_name("cache_params"): cache}
+        """Run the family's own forward. Fused kernels are for training: in eval mode it calls its modules."""
+        T, training = hidden_states.shape[1], self.training
         # State 0 is the scan's; the cache has a second one, which not every branch fills.
         continues = cache is not None and cache.has_previous_state(self.layer_idx, state_idx=0)
-        if not (self.one_by_one and T > 1 and continues):
-            return super().forward(hidden_states, attention_mask=padding, **kwargs)
-        steps = [
-            super(HybridMixerMixin, self).forward(
-                hidden_states[:, t : t + 1],
-                attention_mask=None if padding is None else padding[:, t : t + 1],
-                **kwargs,
+        family = super().forward
+        self.training = training and not self._unfused()
+        try:
+            if not (self.one_by_one and T > 1 and continues):
+                return family(hidden_states, attention_mask=padding, cache=cache, **kwargs)
+            parts = hidden_states.split(1, dim=1), [None] * T if padding is None else padding.split(1, dim=1)
+            return torch.cat(
+                [family(x, attention_mask=m, cache=cache, **kwargs) for x, m in zip(*parts, strict=True)], 1
             )
-            for t in range(T)
-        ]
-        return torch.cat(steps, dim=1)
+        finally:
+            self.training = training

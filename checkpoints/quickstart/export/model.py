@@ -1,8 +1,9 @@
-"""The mixin of a hybrid's model without its head: masks, positions and packed documents for the spliced layers.
+"""The mixins of a hybrid's model and causal language model: masks, positions and packed documents.
 
 Shipped with every exported checkpoint, so it imports the standard library, torch and transformers only.
 
-Shape legend: B batch, T new tokens, S tokens in the cache and new ones, H heads of a layer, Q requested rows.
+Shape legend: B batch, T new tokens, S tokens in the cache and new ones, H heads of a layer, V vocabulary, Q requested
+rows.
 """
 
 from dataclasses import dataclass
@@ -13,16 +14,25 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
 from transformers.utils import ModelOutput, logging
+from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention import SplicedAttention
-from .cache_name import RENAMED, cache_name, take_cache
 from .growing_cache import let_grow
+from .kernels import keeps_documents_apart
 from .mixer import IN_FP32
-from .packing import documents_of, packed_masks, positions_of
-from .splice_pass import SplicePass, SpliceRows
+from .packing import BORDERS, SplicePass, SpliceRows, Unpacked, marked_documents, packed_masks, positions_of
 
 logger = logging.get_logger(__name__)
+
+# Keyword arguments of a forward pass that have no name in its signature: what transformers' trainers pass to the loss,
+# and what `capture_outputs` reads. Those that end here: the index that older releases pass beside a cache, and what
+# `generate` hands on if it is called with a tokenizer.
+ENDS_HERE = {*BORDERS, "cache_position", "tokenizer", "assistant_tokenizer"}
+PASSED_ON = {
+    "output_hidden_states", "output_router_logits", "num_items_in_batch", "ignore_index", "shift_labels",
+    "position_ids", *ENDS_HERE,
+}  # fmt: skip
 
 
 class HybridInitMixin:
@@ -46,11 +56,27 @@ class HybridOutput(ModelOutput):
     """Output of the model without its head; `splice_attentions` as in `HybridCausalLMOutput`."""
 
     last_hidden_state: Tensor | None = None
-    if RENAMED:
-        cache: Any = None
-    else:
-        cache_params: Any = None
-        past_key_values: Any = None
+    cache: Any = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+    router_logits: tuple[Tensor, ...] | None = None
+    splice_attentions: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class HybridCausalLMOutput(ModelOutput):
+    """Output of the language model.
+
+    Attributes:
+        logits: (B,T,V).
+        attentions: with `output_attentions`: (B,H,T,S) of each layer with attention, from below.
+        splice_attentions: with `splice_queries`: (B,H,Q,T) in fp32 of each spliced layer, from below.
+    """
+
+    loss: Tensor | None = None
+    aux_loss: Tensor | None = None
+    logits: Tensor | None = None
+    cache: Any = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     router_logits: tuple[Tensor, ...] | None = None
@@ -61,16 +87,16 @@ class HybridModelMixin(HybridInitMixin):
     """Put before a family's model without its head. Builds the masks of a forward once, for all spliced layers.
 
     Attributes:
-        cache_argument: the family's name of the cache before transformers 5.24.
+        reads_positions: whether the family's forward takes `position_ids`, and masks by kind of layer.
         passes_kwargs: whether the family's forward passes keyword arguments to its mixers.
-        packs: whether the family's scan takes `seq_idx`.
     """
 
-    cache_argument = "past_key_values"
+    reads_positions = True
     passes_kwargs = True
-    packs = True
     gradient_checkpointing = False
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    @deprecate_kwarg("cache_params", "5.40.0", new_name="cache")
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -86,45 +112,66 @@ class HybridModelMixin(HybridInitMixin):
     ) -> HybridOutput | tuple:
         """As the family's own forward.
 
+        Documents of a row do not see one another. They are marked by `seq_idx`, by `cu_seq_lens_q`, or by
+        `position_ids` that start again; padding is one more document. Where the scan has no kernel that keeps them
+        apart, each runs as a row of its own.
+
         Args:
             splice_queries: (B,Q) token indices, -1 for none; their attention rows are returned as
                 `splice_attentions`. A `SpliceRows` collects them for the caller instead.
             seq_idx: (B,T) index of the document that each token belongs to, where rows hold several documents.
-                Documents do not see one another. Padding is one more document. It needs the scan's kernels, or
-                this library's training, which has a scan in PyTorch for it.
             attention_mask: (B,S), or (B,T) where no token in the cache is padding.
             output_attentions: return the weights (B,H,T,S) of every attention layer and branch, from below, as
                 `attentions`; with eager attention only.
 
         Raises:
+            TypeError: an unknown keyword argument.
             ValueError: a mask of another width; `splice_queries` together with a cache, or with reentrant gradient
-                checkpointing; `seq_idx` where documents would see one another.
+                checkpointing; packed documents with a cache, or marked in two ways that contradict.
         """
+        if unknown := sorted(kwargs.keys() - PASSED_ON):
+            raise TypeError(f"{type(self).__name__}.forward: unexpected keyword argument {unknown[0]!r}. Remove it.")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
-        use_cache = use_cache if use_cache is not None else (self.config.use_cache and not self.training)
-        if self.gradient_checkpointing and self.training:
+        attention_mask = self._whole_mask(attention_mask, inputs_embeds.shape[1], cache)
+        documents = marked_documents(kwargs, seq_idx, inputs_embeds, attention_mask)
+        kwargs = {name: value for name, value in kwargs.items() if name not in ENDS_HERE}
+        rows = SpliceRows(splice_queries) if isinstance(splice_queries, Tensor) else splice_queries
+        if rows is not None or documents is not None:
+            self._check_alone(rows, documents, cache is not None or bool(use_cache))
             use_cache = False
-        cache = take_cache(cache, kwargs)
+        elif self.gradient_checkpointing and self.training:
+            use_cache = False
+        use_cache = use_cache if use_cache is not None else (self.config.use_cache and not self.training)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         let_grow(cache)
-        attention_mask = self._whole_mask(attention_mask, inputs_embeds.shape[1], cache)
-        rows = SpliceRows(splice_queries) if isinstance(splice_queries, Tensor) else splice_queries
-        if rows is not None:
-            self._check_rows(cache)
-        if seq_idx is not None:
-            attention_mask, kwargs = self._packed_arguments(seq_idx, inputs_embeds, attention_mask, cache, kwargs)
-        if self.config.splice or seq_idx is not None:
-            attention_mask, kwargs = self._splice_arguments(inputs_embeds, attention_mask, cache, rows, kwargs)
-        kwargs[cache_name(self.cache_argument)] = cache
+        unpacked = None
+        if documents is not None and self.keeps_apart(inputs_embeds.is_cuda):
+            attention_mask, kwargs = self._packed_arguments(documents, inputs_embeds, attention_mask, kwargs)
+        elif documents is not None:
+            unpacked = Unpacked(documents)
+            inputs_embeds, attention_mask = unpacked.split(inputs_embeds), unpacked.mask_NL.long()
+            if kwargs.get("position_ids") is not None:
+                kwargs["position_ids"] = unpacked.split(kwargs["position_ids"])
+            if rows is not None or output_attentions:
+                name = "output_attentions" if output_attentions else "splice_queries"
+                raise ValueError(f"{name}: not with packed documents, without the scan's kernels. Give each a row.")
+        attention_mask, kwargs = self._splice_arguments(inputs_embeds, attention_mask, cache, rows, kwargs)
         if output_attentions is not None:
             kwargs["output_attentions"] = output_attentions
         output = super().forward(
-            inputs_embeds=inputs_embeds, attention_mask=attention_mask, use_cache=use_cache, return_dict=True, **kwargs
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            cache=cache,
+            use_cache=use_cache,
+            return_dict=True,
+            **kwargs,
         )
+        if unpacked is not None:
+            output = unpacked.joined(output)
         taken = rows.take() if rows is not None and rows is not splice_queries else None
         result = HybridOutput(**output, splice_attentions=taken)
         return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
@@ -153,25 +200,49 @@ class HybridModelMixin(HybridInitMixin):
             raise ValueError(f"attention_mask: {mask.shape[1]} columns. It needs {hint}.")
         return mask[:, : past + length]
 
+    @property
+    def _makes_masks(self) -> bool:
+        """Return whether layers need the masks made here."""
+        return bool(self.config.splice)
+
+    def keeps_apart(self, on_cuda: bool) -> bool:
+        """Return whether scan and attention keep the documents of a row apart by `seq_idx` and masks."""
+        takes_mask = self.config._attn_implementation in ("eager", "sdpa", "flex_attention")
+        return takes_mask and keeps_documents_apart(type(self), on_cuda)
+
+    def _packed_arguments(
+        self, documents: Tensor, embeds: Tensor, attention_mask: Any, kwargs: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return masks and keyword arguments that keep a row's documents apart."""
+        positions = positions_of(documents)
+        given = kwargs.get("position_ids")
+        kwargs = {**kwargs, "seq_idx": documents, "position_ids": positions if given is None else given}
+        return packed_masks(self.config, embeds, positions), kwargs
+
     def _splice_arguments(
         self, embeds: Tensor, attention_mask: Any, cache: Any, rows: SpliceRows | None, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         """Return the mask and the keyword arguments for the family's forward."""
         if isinstance(attention_mask, dict):  # of packed documents, or by `generate` for a cache that compiles
-            causal, padding = attention_mask.get("full_attention"), attention_mask.get("linear_attention")
+            masks = attention_mask
+        elif not self._makes_masks:
+            return attention_mask, kwargs
         else:
-            causal = self._causal_mask(embeds, attention_mask, cache)
             padding = create_recurrent_attention_mask(self.config, embeds, attention_mask, cache)
-        branches = [self.config.branch_class(site["init"]) for site in self.config.splice or ()]
+            causal = self._causal_mask(embeds, attention_mask, cache)
+            masks = {"full_attention": causal, "linear_attention": padding}
+        branches = [self.config.branch_class(site["init"]) for site in getattr(self.config, "splice", None) or ()]
         rotates = any(branch.reads_positions for branch in branches)
         positions = self._positions(embeds, attention_mask, cache, kwargs) if rotates else None
+        padding, causal = masks.get("linear_attention"), masks.get("full_attention")
         carrier = SplicePass(padding, causal, rows, positions, kwargs.get("seq_idx"))
-        if not self.passes_kwargs:
-            return carrier, {name: value for name, value in kwargs.items() if name != "position_ids"}
-        if self.cache_argument == "past_key_values" and kwargs.get("position_ids") is None:
+        if not self.reads_positions:
+            kwargs = {name: value for name, value in kwargs.items() if name != "position_ids"}
+        elif kwargs.get("position_ids") is None:
             kwargs = {**kwargs, "position_ids": self._positions(embeds, None, cache, kwargs)}
-        family_mask = padding if self.cache_argument == "cache_params" else attention_mask
-        return family_mask, {**kwargs, "splice_pass": carrier}
+        if not self.passes_kwargs:
+            return carrier, kwargs
+        return masks if self.reads_positions else padding, {**kwargs, "splice_pass": carrier}
 
     def _causal_mask(self, embeds: Tensor, attention_mask: Tensor | None, cache: Any) -> Any:
         """Return the mask of attention layers and branches.
@@ -187,33 +258,8 @@ class HybridModelMixin(HybridInitMixin):
         least = torch.finfo(embeds.dtype).min
         return torch.zeros(hidden_B11S.shape, dtype=embeds.dtype, device=embeds.device).masked_fill_(hidden_B11S, least)
 
-    def _packed_arguments(
-        self, seq_idx: Tensor, embeds: Tensor, attention_mask: Any, cache: Any, kwargs: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return masks and keyword arguments that keep a row's documents apart. Raises ValueError if not possible."""
-        implementation = self.config._attn_implementation
-        if not self.packs:
-            raise ValueError(f"seq_idx: the scan of {self.config.model_type} takes none. Give every document a row.")
-        if cache is not None:
-            raise ValueError("seq_idx: documents are packed without a cache only. Set use_cache=False.")
-        if attention_mask is not None:
-            raise ValueError("seq_idx: padding is a document of its own. Do not pass attention_mask.")
-        if implementation not in ("eager", "sdpa", "flex_attention"):
-            raise ValueError(f"seq_idx: {implementation} takes no mask. Use eager, sdpa or flex_attention.")
-        if seq_idx.shape != embeds.shape[:2]:
-            raise ValueError(f"seq_idx: {tuple(seq_idx.shape)}. It needs one index a token, {tuple(embeds.shape[:2])}.")
-        documents = documents_of(seq_idx)
-        positions, position_ids = positions_of(documents), kwargs.get("position_ids")
-        if position_ids is not None and not torch.equal(position_ids.expand_as(positions), positions):
-            raise ValueError("position_ids: with seq_idx they start at 0 in every document. Do not pass them.")
-        if self.cache_argument == "past_key_values":
-            kwargs = {**kwargs, "position_ids": positions}
-        return packed_masks(self.config, embeds, positions), {**kwargs, "seq_idx": documents}
-
     def _positions(self, embeds: Tensor, attention_mask: Any, cache: Any, kwargs: dict[str, Any]) -> Tensor:
         """Return the positions (B or 1,T) that the caller passes, or count them from the first real token."""
-        if kwargs.get("seq_idx") is not None:
-            return positions_of(kwargs["seq_idx"])
         if kwargs.get("position_ids") is not None:
             return kwargs["position_ids"]
         T = embeds.shape[1]
@@ -224,9 +270,14 @@ class HybridModelMixin(HybridInitMixin):
             return torch.arange(past, past + T, device=embeds.device)[None]
         return torch.arange(T, device=embeds.device)[None] + past
 
-    def _check_rows(self, cache: Any) -> None:
-        if cache is not None:
-            raise ValueError("splice_queries: rows are computed without a cache only. Set use_cache=False.")
+    def _check_alone(self, rows: SpliceRows | None, documents: Tensor | None, caches: bool) -> None:
+        """Check what attention rows and packed documents need, and tell the rows the documents. Raises ValueError."""
+        if caches:
+            what = "splice_queries: rows are computed" if documents is None else "seq_idx: documents are packed"
+            raise ValueError(f"{what} without a cache only. Set use_cache=False.")
+        if rows is None:
+            return
+        rows.documents = documents
         if not (self.gradient_checkpointing and self.training):
             return
         blocks = [m for m in self.modules() if getattr(m, "gradient_checkpointing", False) and m is not self]
@@ -256,3 +307,80 @@ class RecordingMixin:
                 "attentions: only eager attention returns weights. Load with attn_implementation='eager'."
             )
         return super().forward(*args, **{**kwargs, "return_dict": True})
+
+
+class HybridCausalLMMixin(HybridInitMixin):
+    """Put before a family's causal language model whose forward passes keyword arguments to its model."""
+
+    def _build(self, model: nn.Module) -> None:
+        """Set the parts. The family's own `__init__` would build a plain model first."""
+        setattr(self, self.base_model_prefix, model)
+        self.vocab_size = self.config.vocab_size
+        self.lm_head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
+        self.post_init()
+
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    @deprecate_kwarg("cache_params", "5.40.0", new_name="cache")
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        cache: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
+        splice_queries: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> HybridCausalLMOutput | tuple:
+        """As the family's own forward.
+
+        Args:
+            splice_queries: (B,Q) token indices, -1 for none; their attention rows are returned as
+                `splice_attentions`.
+            seq_idx: (B,T) index of the document that each token belongs to, as in the model without its head.
+        """
+        rows = SpliceRows(splice_queries) if splice_queries is not None else None
+        given = {"splice_queries": rows, "seq_idx": seq_idx}
+        output = super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            return_dict=True,
+            **{name: value for name, value in given.items() if value is not None},
+            **kwargs,
+        )
+        result = HybridCausalLMOutput(**output, splice_attentions=rows.take() if rows is not None else None)
+        return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
+
+
+class LogitsMixin:
+    """Put between `HybridCausalLMMixin` and a causal language model whose forward passes no keyword arguments."""
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, attention_mask: Any = None, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict:
+        """As the family's, which drops the padding mask after prefill; attention needs it on every step."""
+        kwargs |= {"attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        return {**inputs, "attention_mask": attention_mask} if inputs.get("attention_mask") is None else inputs
+
+    def forward(self, labels: Tensor | None = None, logits_to_keep: int | Tensor = 0, **kwargs: Any) -> dict[str, Any]:
+        """Compute the logits (B,T,V) in fp32, and the loss. `labels` are shifted here; -100 is ignored."""
+        output = self.base_model(**kwargs)
+        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        hidden = output.last_hidden_state[:, positions]
+        logits = self.lm_head(hidden.to(self.lm_head.weight.dtype)).float()
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        parts = {name: output[name] for name in ("cache", "hidden_states", "attentions") if name in output}
+        return {"loss": loss, "logits": logits, **parts}

@@ -12,10 +12,9 @@ from transformers.models.mamba2.modeling_mamba2 import (
     Mamba2PreTrainedModel,
 )
 
-from .causal_lm import MambaHybridCausalLMMixin
 from .configuration import HybridConfigMixin
 from .mixer import HybridMixerMixin
-from .model import HybridInitMixin, HybridModelMixin, RecordingMixin
+from .model import HybridCausalLMMixin, HybridInitMixin, HybridModelMixin, LogitsMixin, RecordingMixin
 
 
 class Mamba2HybridConfig(HybridConfigMixin, Mamba2Config):
@@ -34,8 +33,6 @@ class Mamba2HybridConfig(HybridConfigMixin, Mamba2Config):
 class Mamba2HybridMixer(HybridMixerMixin, Mamba2Mixer):
     """`Mamba2Mixer` with a branch where the config splices one."""
 
-    norm_by_group = True
-
 
 class Mamba2HybridPreTrainedModel(HybridInitMixin, Mamba2PreTrainedModel):
     """Flags and initialisation common to both classes."""
@@ -46,7 +43,7 @@ class Mamba2HybridPreTrainedModel(HybridInitMixin, Mamba2PreTrainedModel):
 class Mamba2HybridModel(HybridModelMixin, RecordingMixin, Mamba2HybridPreTrainedModel, Mamba2Model):
     """`Mamba2Model` whose mixers may have a branch."""
 
-    cache_argument = "cache_params"
+    reads_positions = False
 
     def __init__(self, config: Mamba2HybridConfig) -> None:
         super().__init__(config)
@@ -56,7 +53,7 @@ class Mamba2HybridModel(HybridModelMixin, RecordingMixin, Mamba2HybridPreTrained
 
 
 class Mamba2HybridForCausalLM(
-    MambaHybridCausalLMMixin, Mamba2HybridPreTrainedModel, Mamba2ForCausalLM, GenerationMixin
+    HybridCausalLMMixin, LogitsMixin, Mamba2HybridPreTrainedModel, Mamba2ForCausalLM, GenerationMixin
 ):
     """Mamba-2 language model with spliced attention heads."""
 

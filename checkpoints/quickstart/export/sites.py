@@ -1,4 +1,4 @@
-"""Check the config field `splice` when a config is built, and find its entries.
+"""The kinds of attention branch, and the config field `splice`: its entries, and their checks.
 
 Shipped with every exported checkpoint, so it imports the standard library only.
 """
@@ -6,9 +6,28 @@ Shipped with every exported checkpoint, so it imports the standard library only.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .branches import BRANCHES
+BUILT_IN = ("ssm", "random", "teacher")  # registered by attention.py and donor.py
+BRANCHES: dict[str, type[Any]] = {}  # by name, which is `init` in an entry of `config.splice`
 
 Check = tuple[Callable[[Any], bool], str]  # accepts a value; the words of the message say which values it accepts
+
+
+def register_branch(name: str) -> Callable[[type[Any]], type[Any]]:
+    """Decorate a subclass of `SplicedAttention`: `splice.init: NAME` then builds it.
+
+    Raises:
+        ValueError: another class has this name.
+    """
+
+    def register(branch: type[Any]) -> type[Any]:
+        present = BRANCHES.get(name, branch)
+        if (present.__module__, present.__qualname__) != (branch.__module__, branch.__qualname__):
+            taken = f"{present.__module__}.{present.__qualname__}"
+            raise ValueError(f"attention branch {name!r}: {taken} has this name already. Choose another name.")
+        BRANCHES[name] = branch
+        return branch
+
+    return register
 
 
 def at_least(least: int) -> Check:

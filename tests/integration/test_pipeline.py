@@ -190,7 +190,7 @@ def test_killed_between_the_early_stages_it_goes_on(finished: Path, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("first", "pattern", "later"),
-    [("control", ".stages/control.json", 0.4), ("evaluate", ".export.*/model.safetensors", 0.1)],
+    [("control", ".stages/control.json", 0.4), ("evaluate", ".export.*/*/model.safetensors", 0.1)],
 )
 def test_killed_elsewhere_it_goes_on(finished: Path, tmp_path: Path, first: str, pattern: str, later: float) -> None:
     """While arms are scored, and inside the export."""

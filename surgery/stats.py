@@ -60,6 +60,17 @@ def mcnemar(before_N: NDArray[np.bool_], after_N: NDArray[np.bool_]) -> float:
     return tail / 2**n
 
 
+def at_least(successes: int, n: int, p: float) -> float:
+    """Probability of so many successes or more in `n` independent trials that succeed with probability `p`, below 1."""
+    if p == 0:
+        return float(successes == 0)
+    whole, win, lose = math.lgamma(n + 1), math.log(p), math.log1p(-p)
+    logs = (
+        whole - math.lgamma(k + 1) - math.lgamma(n - k + 1) + k * win + (n - k) * lose for k in range(successes, n + 1)
+    )
+    return min(1.0, math.fsum(map(math.exp, logs)))
+
+
 def holm(p_values: list[float], level: float = 0.05) -> list[bool]:
     """True for each hypothesis that is rejected with the family-wise error rate at `level`."""
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])

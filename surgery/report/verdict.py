@@ -21,7 +21,7 @@ from surgery.report.results import (
     tests_of,
     trained_steps,
 )
-from surgery.stats import holm
+from surgery.stats import at_least, holm
 
 Tone = Literal["better", "unclear", "worse"]
 Entry = Mapping[str, Any]
@@ -124,15 +124,13 @@ def base_at_chance(arms: Mapping[str, Any], recipe: Recipe) -> tuple[Place, Entr
     The base is above chance if an exact one-sided binomial test is significant for a probe, with Holm's correction over
     the probes. A probe without choices has chance 0.
     """
-    from scipy.stats import binomtest  # slow to import
-
     probes = [
         (place, entry)
         for place, entry in entries(arms["base"])
         if _is_task(place, entry) and place[0] != "held_out" and not _is_knowledge(place, recipe)
     ]
     counts = [(round(entry["accuracy"] * entry["n"]), entry["n"], _chance(entry)) for place, entry in probes]
-    if not probes or any(holm([binomtest(*count, alternative="greater").pvalue for count in counts])):
+    if not probes or any(holm([at_least(*count) for count in counts])):
         return None
     return max(probes, key=lambda probe: probe[1]["accuracy"] - _chance(probe[1]))
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from surgery.stats import bootstrap_mean, holm, mcnemar, wilson
+from surgery.stats import at_least, bootstrap_mean, holm, mcnemar, wilson
 
 
 class TestWilson:
@@ -83,6 +83,13 @@ class TestMcnemar:
     def test_many_pairs(self) -> None:
         assert self._p(700, 500) == pytest.approx(4.61e-9, rel=0.1)  # the normal tail at 199 / sqrt(1200)
         assert 0 < self._p(900, 0) < 1e-200
+
+
+def test_a_tail_agrees_with_scipy() -> None:
+    for n, p in ((1, 0.5), (30, 0.125), (200, 1 / 64), (400, 0.0)):
+        for successes in range(0, n + 1, max(1, n // 20)):
+            expected = binomtest(successes, n, p, alternative="greater").pvalue
+            assert at_least(successes, n, p) == pytest.approx(expected, rel=1e-9)
 
 
 class TestHolm:

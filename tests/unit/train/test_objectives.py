@@ -65,10 +65,3 @@ def test_a_wrong_loss_is_refused(monkeypatch: pytest.MonkeyPatch, result: Any, m
 def test_one_number_is_multiplied_by_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Planted, "result", torch.tensor(3.0))
     assert float(losses()["planted"]) == 6.0
-
-
-@pytest.mark.parametrize("name", ["keep", "hidden"])
-def test_a_former_name_is_refused(name: str) -> None:
-    with pytest.raises(SurgeryError, match=f"objective: {name}. Recipes read this name as"):
-        register_objective(name)(Planted)
-    assert name not in OBJECTIVES

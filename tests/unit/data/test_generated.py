@@ -133,7 +133,7 @@ def test_needles_fit_into_the_tokens_given_and_stand_anywhere(task: str) -> None
 def test_an_answers_end_is_the_newline_behind_it(task: str) -> None:
     """The same documents, with one more token to each answer; where the value stands does not change."""
     more = {"questions": 3, "pairs": [5, 8]} if task in OF_LINES else {}
-    plain, ended = (step_documents(source(task, 4, end=end, **more), 0, 0, 0) for end in (False, True))
+    plain, ended = (step_documents(source(task, 4, train_eos=end, **more), 0, 0, 0) for end in (False, True))
     batches = [encode(documents, pico_tokenizer()) for documents in (plain, ended)]
     for one, other in zip(plain, ended, strict=True):
         assert other.text == one.text.removesuffix("\n") + "\n" and len(one.questions) == len(other.questions) > 0

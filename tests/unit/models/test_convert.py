@@ -125,7 +125,7 @@ def test_files_beside_a_converted_model_are_not_deleted_with_it(tmp_path: Path) 
 def test_a_link_that_leads_to_itself_is_refused(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     base = base_of(write(tmp_path / "own", tiny("Mamba2")))
-    assert_refused(RunError, "loop", "leads to itself", base=base, folder=tmp_path / "loop")
+    assert_refused(RunError, "loop", "symbolic link to nothing", base=base, folder=tmp_path / "loop")
 
 
 def test_the_source_is_never_replaced(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from surgery.data.offsets import encode_alike
 from surgery.errors import ModelError, PlanError
 from surgery.files.atomic import digest
+from surgery.files.ownership import mark
 from surgery.models import config_checks
 from surgery.models.config_checks import STEP_MIN
 from surgery.models.convert import convert
@@ -627,7 +628,7 @@ def test_a_model_of_a_run_has_the_tokenizer_of_the_run(tmp_path: Path) -> None:
     trained = tmp_path / "run" / "trained"
     pico_base().save_pretrained(trained)
     pico_tokenizer().save_pretrained(tmp_path / "base")
-    (tmp_path / "run" / ".stages").mkdir()
+    mark(tmp_path / "run", "run")
     (tmp_path / "run" / "recipe.yaml").write_text(to_yaml(Recipe(name="run", base={"model": str(tmp_path / "base")})))
     for name in ("base", "run/export"):
         assert Path(load_tokenizer(Base(model=str(trained))).name_or_path) == tmp_path / name

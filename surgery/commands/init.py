@@ -70,7 +70,7 @@ def recipe_of_base(
     from surgery.init.initial_recipe import recipe_name
 
     path = runs / f"{recipe_name(model)}.yaml"
-    if path.exists() and not overwrite:
+    if os.path.lexists(path) and not overwrite:
         stored = load_recipe(path)
         own = [entry.path for entry in stored.train.own_data]
         base = (stored.base.model, stored.base.tokenizer, stored.base.trust_remote_code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,7 @@ class Row:
         def columns_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             found = dict(pairs)
             if len(found) < len(pairs):
-                _note_repeated(self.where, next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i])))
+                _note_repeated(self.where, Counter(key for key, _ in pairs).most_common(1)[0][0])
             return found
 
         try:
@@ -96,6 +97,8 @@ def column_names(columns: Columns, available: Sequence[str], where: str) -> list
 
 def wrapped_rows(value: Any, columns: Columns, place: str = "") -> str:
     """Find the list of rows inside a JSON object without any column of a row. Returns its place, such as `["data"]`."""
+    if place.count("[") > 3:
+        return ""
     if isinstance(value, list):
         row = value[0] if value and isinstance(value[0], dict) else {}
         return place if row and not {"role", "from"} & row.keys() else ""  # not one chat

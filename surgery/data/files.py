@@ -244,7 +244,8 @@ def _json_rows(path: Path, columns: Columns) -> Rows:
         is_one = len(lines) == 1 or not _is_json(lines[0])
         whole = _is_json(path.read_bytes()) if is_one and path.stat().st_size <= _WHOLE else None
         place = wrapped_rows(whole, columns)
-        if place:
+        is_row = path.suffix.lower() == ".jsonl" and any(isinstance(value, str) for value in (whole or {}).values())
+        if place and not is_row:
             code = f"import json; [print(json.dumps(row)) for row in json.load(open({json.dumps(str(path))})){place}]"
             hint = f"Write one row a line: python3 -c {shlex.quote(code)} > rows.jsonl. Then use rows.jsonl."
             raise DataError(str(path), f"one JSON object, whose list {place} has the rows", hint)

@@ -126,8 +126,9 @@ def check_publishable(
 
 
 _MAX_FINDINGS = 8  # in one error
-_TEXTS = (".md", ".json", ".yaml", ".html", ".jinja")
-_VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json")  # they hold words such as `/home/user`
+_BINARY = (".safetensors", ".gguf", ".png", ".model")
+# They hold words such as `/home/user`.
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json", "merges.txt", "vocab.txt")
 
 
 def _check_private(folder: Path, names: Iterable[str]) -> None:
@@ -139,7 +140,7 @@ def _check_private(folder: Path, names: Iterable[str]) -> None:
     places = {str(p) for p in (Path.home(), Path.cwd(), folder.absolute(), folder.resolve())} - {"/"}
     texts = {f"name of {shown(name)}": f" {name}" for name in names}
     for name in names:
-        if name.endswith(_TEXTS) and name not in _VOCABULARIES:
+        if not name.lower().endswith(_BINARY) and name not in _VOCABULARIES:
             texts[name] = (folder / name).read_text(encoding="utf-8", errors="replace")
     found = [
         (f"{where}:{line}" if where in names else where, value, hint)

@@ -32,7 +32,7 @@ def check_links(path: Path) -> None:
         RunError: names the path.
     """
     absolute = Path(os.path.abspath(path))
-    for named, real in HELD.items():
+    for named, real in list(HELD.items()):  # other threads may hold folders
         if absolute.is_relative_to(named) and Path(os.path.realpath(path)) != real / absolute.relative_to(named):
             raise RunError(str(path), "a symbolic link, or in one", "Replace the link with what it leads to.")
 
@@ -52,7 +52,7 @@ def open_regular(path: Path, flags: int) -> int:
         raise RunError(str(path), "a symbolic link", "Remove it: nothing is written through a link.")
     handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if writes else 0), 0o666)
     status = os.fstat(handle)
-    if stat.S_ISREG(status.st_mode) and (not writes or status.st_nlink == 1):
+    if stat.S_ISREG(status.st_mode) and (not writes or status.st_nlink <= 1):
         return handle
     os.close(handle)
     kind = "a file with several names (hard links)" if stat.S_ISREG(status.st_mode) else "not a regular file"
@@ -70,11 +70,20 @@ def staging(target: Path) -> Iterator[Path]:
         (folder / MARK).write_text(json.dumps({"kind": _TEMPORARY, "of": target.name}), encoding="utf-8")
         yield folder
     finally:
-        with suppress(OSError):
+        try:
             _discard(folder)
+        except BaseException:  # an interrupt comes in between
+            _discard(folder)
+            raise
 
 
 def _discard(folder: Path) -> None:
+    """Remove a temporary folder, as far as it can be removed."""
+    with suppress(OSError):
+        _remove_marked(folder)
+
+
+def _remove_marked(folder: Path) -> None:
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name == MARK):  # the mark last: it is the proof
         delete(entry)
     folder.rmdir()
@@ -175,9 +184,14 @@ def new_folder(path: Path) -> Iterator[Path]:
             yield new
             for entry in (*new.rglob("*"), new):
                 _sync(entry)
-            if os.path.lexists(path):
-                os.rename(path, beside / _OLD)
-            os.rename(new, path)
+            try:
+                if os.path.lexists(path):
+                    os.rename(path, beside / _OLD)
+                os.rename(new, path)
+            except BaseException:
+                if os.path.lexists(beside / _OLD) and not os.path.lexists(path):
+                    os.rename(beside / _OLD, path)
+                raise
             _sync(path.parent)
     except BaseException as error:  # sharded saving raises no `Exception`
         if not is_full(error):
@@ -219,9 +233,11 @@ def leftover_of(entry: Path) -> str | None:
         return None
     mark = entry / MARK
     is_marked = not mark.is_symlink() and read_mapping(mark) == {"kind": _TEMPORARY, "of": match[1]}
-    # Killed before the mark was written: nothing is lost with it.
-    is_empty = all(path.name == MARK and path.lstat().st_size == 0 for path in entry.iterdir())
-    return match[1] if is_marked or is_empty else None
+    with suppress(OSError):  # somebody else's, which cannot be read
+        # Killed before the mark was written: nothing is lost with it.
+        is_empty = all(path.name == MARK and path.lstat().st_size == 0 for path in entry.iterdir())
+        return match[1] if is_marked or is_empty else None
+    return None
 
 
 def sweep(folder: Path, name: str | None = None) -> None:

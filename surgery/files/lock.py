@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.errors import RunError
-from surgery.files.atomic import HELD, check_links, is_full, open_regular, read_mapping, sweep
+from surgery.files.atomic import HELD, check_links, is_full, open_regular, sweep
 
 _ATTEMPTS = 1000  # to lock a file that other processes remove
 
@@ -57,7 +57,7 @@ def hold(folder: Path, field: str = "folder") -> Iterator[None]:
         if is_full(error):
             hint = "The disk is full. Finished results are kept. Free some space and run the same command again."
             raise RunError(field, str(folder), hint) from None
-        if isinstance(error, OSError) and error.errno in _DENIED and _is_below(error.filename, real.parent):
+        if isinstance(error, OSError) and error.errno in _DENIED and _is_of(error.filename, real):
             raise _refusal(error, folder, field) from error
         raise
     finally:
@@ -73,8 +73,13 @@ def hold(folder: Path, field: str = "folder") -> Iterator[None]:
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-def _is_below(path: Any, folder: Path) -> bool:
-    return isinstance(path, str | Path) and Path(os.path.realpath(path)).is_relative_to(folder)
+def _is_of(path: Any, folder: Path) -> bool:
+    """Whether a path is a folder, in it, a temporary entry beside it, or its parent."""
+    if not isinstance(path, str | Path):
+        return False
+    real = Path(os.path.realpath(path))
+    beside = folder.parent / real.relative_to(folder.parent).parts[0] if folder.parent in real.parents else real
+    return beside in (folder, folder.parent) or beside.name.startswith(f".{folder.name}.")
 
 
 def _refusal(error: OSError, folder: Path, field: str) -> RunError:
@@ -115,8 +120,10 @@ def _make(folder: Path) -> None:
 
 
 def _take(lock: int, path: Path, folder: Path, field: str) -> None:
-    holder, here = read_mapping(path), socket.gethostname()
-    if not {"pid", "host"} <= holder.keys() and os.fstat(lock).st_size:
+    content, holder, here = os.pread(lock, 4096, 0), {}, socket.gethostname()
+    with suppress(ValueError):
+        holder = json.loads(content)
+    if content and not (isinstance(holder, dict) and {"pid", "host"} <= holder.keys()):
         raise RunError(field, str(folder), f"{path} is in the way, and is not a lock of this toolkit. Move it away.")
     try:
         free = holder.get("host", here) == here

@@ -94,7 +94,8 @@ class HybridMixerMixin:
         """
         for name in self.bypassed:
             if hasattr(self._modules.get(name), "base_layer"):
-                raise ValueError(f"target_modules: {name} has an adapter, and the scan reads its weight. Leave it out.")
+                hint = f"Pass exclude_modules=[{name!r}] to the adapter's config."
+                raise ValueError(f"target_modules: {name} has an adapter, and the scan reads its weight. {hint}")
         parts = [self._modules[name] for name in ("out_proj", "x_proj") if name in self._modules]
         reads = self.attention is not None and self.attention.reads_streams
         return self.silenced is not None or reads or any(type(part) is not nn.Linear for part in parts)

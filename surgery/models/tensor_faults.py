@@ -79,7 +79,8 @@ def agreed_tensors(stored: StoredModel, model: PreTrainedModel) -> dict[str, Sto
     prefix = common_prefix(tensors, expected, f"{model.base_model_prefix}.")
     if prefix:
         note(f"{stored.model}: all tensors have names that begin with {prefix!r}. They are read without it.")
-        tensors = {mamba_ssm_format.to_transformers(n.removeprefix(prefix)): t for n, t in tensors.items()}
+        bare = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        tensors = {n if n in expected else mamba_ssm_format.to_transformers(n): t for n, t in bare.items()}
     check_quantization(stored, tensors, expected)
     for target, source in model.all_tied_weights_keys.items():
         if not {target, source} <= tensors.keys():

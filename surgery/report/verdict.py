@@ -105,7 +105,7 @@ def verdict_of(results: Mapping[str, Any], recipe: Recipe) -> Verdict:
         drawn = f", with heads {UNRANKED[select]}," if select in ("random", "uniform") else ""
         lead = [f"The hybrid{drawn} is {_WORDS[tone]} than {name}: {label}, {_against(results, reference, place)}"]
         to_base = _difference(results, "base", place)
-        if reference == "no_splice" and tone == "better" != to_base:
+        if reference == "no_splice" and (to_base == "worse" or tone == "better" != to_base):
             base = before if recipe.splice is None else "the base"
             lead.append(f"it is {_WORDS[to_base]} than {base} ({_percent(found['base'])})")
         if reference == "base" and tone == "better":
@@ -233,11 +233,17 @@ def _points(test: Entry | None) -> str:
     return f" ({100 * test['difference']:+.1f} points [{low}, {high}], p {p_text(test['p_two_sided'])})"
 
 
+_MEASURED = ("accuracy", "first_token")
+
+
 def _doubts(results: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
     """State why the run shows nothing about retrieval heads, if so."""
     tests = tests_of(results, "base").values()
-    if tests and not any(test["difference"] or test["low"] or test["high"] for test in tests):
-        yield "the hybrid answers every prompt as before training, so this run does not show what the splice can do"
+    base, hybrid = (dict(entries(results["arms"][arm])) for arm in ("base", "hybrid"))
+    kept = all(entry.get(key) == base.get(at, entry).get(key) for at, entry in hybrid.items() for key in _MEASURED)
+    if tests and kept and not any(test["difference"] or test["low"] or test["high"] for test in tests):
+        same = "the hybrid is right on the same prompts as before training"
+        yield f"{same}, so this run does not show what the splice can do"
     if weak := base_at_chance(results["arms"], recipe):
         base = "the base" if recipe.splice is not None else "the hybrid before fine-tuning"
         best = f"{label_of(*weak)}, {_percent(weak[1])}, chance {100 * _chance(weak[1]):.1f}%"

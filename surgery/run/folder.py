@@ -70,7 +70,7 @@ class RunDir:
             remove(self.path, WRITTEN)
         self.path.mkdir(parents=True, exist_ok=True)
         sweep(self.path)
-        for folder in [p for p in self.path.iterdir() if p.is_dir()]:
+        for folder in [p for p in self.path.iterdir() if p.is_dir() and not p.is_symlink()]:
             sweep(folder)
         write_text(self.path / "recipe.yaml", recipe_yaml)
         mark(self.path, "run")

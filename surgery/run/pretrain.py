@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from surgery.files.atomic import (
     new_folder,
     read_json,
     read_mapping,
+    sweep,
     write_json,
     write_text,
 )
@@ -189,8 +191,13 @@ def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -
     tokenizer = build_tokenizer(recipe.model.vocab_size, _tokenizer_text(recipe.tokenizer_text))
     model = build_model(recipe.model, tokenizer, recipe.seed)
     steps = folder.with_name(folder.name + ".steps")
+    if steps.is_dir() and not steps.is_symlink():
+        sweep(steps)  # a mark that a killed process was writing
     if steps.is_symlink() or (any(steps.glob("*")) and kind_of(steps) != "checkpoints"):
         raise RunError("--to", str(folder), f"{steps} is no folder of pretraining checkpoints. Set another folder.")
+    for entry in steps.glob("*"):  # the folder is deleted at the end
+        if not re.match(r"(broken_)?step_\d|\d+-|(scores|inputs)\.json$|\.", entry.name):
+            raise RunError("--to", str(folder), f"{entry} is not a pretraining checkpoint. Set another folder.")
     mark(steps, "checkpoints")
     prompts = make_prompts(recipe.evaluate, recipe.seed, tokenizer=tokenizer)
     marks = {math.ceil(recipe.train.num_all_steps * tenth / 10) for tenth in range(1, 11)}

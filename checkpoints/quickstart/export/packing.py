@@ -61,7 +61,10 @@ def marked_documents(given: Mapping[str, Any], seq_idx: Tensor | None, embeds: T
         if begins_BT is None and isinstance(real_BT, Tensor) and real_BT.ndim == 2:
             real_BT = real_BT[:, -shape[1] :].bool()
             again_BT = again_BT & real_BT & F.pad(real_BT[:, :-1], (1, 0))
-        begins_BT = again_BT if begins_BT is not None or again_BT.any() else None
+        if begins_BT is None and torch.compiler.is_compiling():  # a graph cannot depend on the positions
+            torch._assert_async(~again_BT.any(), "position_ids: they start again. Pass seq_idx to a compiled model.")
+        elif begins_BT is not None or again_BT.any():
+            begins_BT = again_BT
     if begins_BT is None:
         return None
     if mask is not None:

@@ -359,11 +359,12 @@ def test_names_and_texts_are_searched_before_any_request_and_every_place_is_name
         message = call.refused()
         assert message.startswith("README.md:7: ") and (text in message or text[0] != "/")
         assert text not in message or text[0] == "/"
-    (call.folder / "config.json").write_text(f'{{"a": "{secret}"}}')
-    message = call.refused()
-    assert "More findings: config.json:1." in message and len(message.splitlines()) == 1
-    for name in ("README.md", "config.json"):
+    for name in ("config.json", "model.py", "notes.TXT"):  # code too
+        (call.folder / name).write_text(f'{{"a": "{secret}"}}')
+        message = call.refused()
+        assert f"More findings: {name}:1." in message and len(message.splitlines()) == 1
         (call.folder / name).write_text("{}")
+    (call.folder / "README.md").write_text("{}")
     (call.folder / f"{secret}.txt").touch()
     assert call.refused().startswith("name of ghp_") and call.hub.log == []
 

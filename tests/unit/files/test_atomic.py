@@ -144,6 +144,39 @@ def test_a_refusal_inside_stays_what_it_is(tmp_path: Path) -> None:
         raise RunError("field", None, "no space left for jokes")
 
 
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_what_fails_between_the_renames_leaves_the_old_folder_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    fill(tmp_path / "out", "1")
+    real = os.rename
+
+    def rename(source: Path, target: Path) -> None:
+        if source.name == "new":
+            raise error
+        real(source, target)
+
+    monkeypatch.setattr(rundir.os, "rename", rename)
+    with pytest.raises((RunError, KeyboardInterrupt)):
+        fill(tmp_path / "out", "2")
+    assert names(tmp_path) == ["out", "out/f"] and (tmp_path / "out" / "f").read_text() == "1"
+
+
+def test_an_interrupt_while_a_temporary_folder_is_removed_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, interrupts = os.rmdir, [KeyboardInterrupt]
+    monkeypatch.setattr(rundir.os, "rmdir", lambda path, **named: raise_(interrupts) or real(path, **named))
+    with pytest.raises(KeyboardInterrupt):
+        write_text(tmp_path / "f", "1")
+    assert names(tmp_path) == ["f"]
+
+
+def raise_(errors: list[type[BaseException]]) -> None:
+    if errors:
+        raise errors.pop()
+
+
 def test_a_kill_at_any_step_leaves_one_of_the_two_folders_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

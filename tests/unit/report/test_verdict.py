@@ -70,7 +70,7 @@ def test_a_base_at_chance_or_a_training_without_effect_gives_no_conclusion() -> 
     same = {"kv_retrieval/8": {**test(0, False), "low": 0.0, "high": 0.0}}
     for hybrid, control, before, more, words in (
         (0.9, 0.4, 0.12, {}, at_chance[4:]),
-        (0.9, 0.9, 0.9, {"base": same}, "hybrid answers every prompt as before training"),
+        (0.9, 0.9, 0.9, {"base": same}, "hybrid is right on the same prompts as before training"),
         (0.14, 0.11, 0.12, {}, "All models are at chance: KV-retrieval, 8 pairs, at most 14.0% (chance 12.5%)"),
     ):
         verdict = verdict_of(results(arm(hybrid), arm(control), arm(before), no_splice=tests, **more), RECIPE)

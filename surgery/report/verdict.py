@@ -239,8 +239,8 @@ _MEASURED = ("accuracy", "first_token")
 def _doubts(results: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
     """State why the run shows nothing about retrieval heads, if so."""
     tests = tests_of(results, "base").values()
-    base, hybrid = (dict(entries(results["arms"][arm])) for arm in ("base", "hybrid"))
-    kept = all(entry.get(key) == base.get(at, entry).get(key) for at, entry in hybrid.items() for key in _MEASURED)
+    then, now = (dict(entries(results["arms"][arm])) for arm in ("base", "hybrid"))
+    kept = all(entry.get(key) == then.get(at, entry).get(key) for at, entry in now.items() for key in _MEASURED)
     if tests and kept and not any(test["difference"] or test["low"] or test["high"] for test in tests):
         same = "the hybrid is right on the same prompts as before training"
         yield f"{same}, so this run does not show what the splice can do"

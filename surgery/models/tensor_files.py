@@ -159,6 +159,7 @@ def check_file(file: Path) -> None:
     Raises:
         ModelError: names the file and the fault.
     """
+    _check_regular(file)
     with open(file, "rb") as handle:
         if handle.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise ModelError("base.model", str(file), "It is a Git LFS pointer, not the file. Run `git lfs pull`.")
@@ -166,6 +167,12 @@ def check_file(file: Path) -> None:
         _header_of(file)
     else:
         _read_pickle(file)
+
+
+def _check_regular(file: Path) -> None:
+    """Refuse a pipe, for whose writer opening would wait, and a device. A missing file is an error of its own."""
+    if file.exists() and not file.is_file():
+        raise ModelError("base.model", str(file), "It is not a regular file. Replace it with one.")
 
 
 def inventory(files: Sequence[Path]) -> dict[str, Stored]:
@@ -176,6 +183,7 @@ def inventory(files: Sequence[Path]) -> dict[str, Stored]:
     """
     tensors: dict[str, Stored] = {}
     for file in files:
+        _check_regular(file)
         if file.suffix == ".safetensors":
             of_file = {
                 name: Stored(file, name, tuple(entry["shape"]), _SAFETENSORS_DTYPES[entry["dtype"]])

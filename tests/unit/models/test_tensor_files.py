@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -279,3 +280,11 @@ def test_a_file_cut_or_changed_anywhere_is_named_or_read(tmp_path: Path, suffix:
                 list(read_tensors(inventory([file]).values()))
             except ModelError as error:
                 assert file.name in str(error) and "\n" not in str(error)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_pipe_in_the_place_of_weights_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    for read in (check_file, lambda file: inventory([file])):
+        with pytest.raises(ModelError, match="not a regular file"):
+            read(tmp_path / name)

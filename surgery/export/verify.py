@@ -127,7 +127,7 @@ def check_publishable(
 
 _MAX_FINDINGS = 8  # in one error
 _BINARY = (".safetensors", ".gguf", ".png", ".model")
-# They hold words such as `/home/user`.
+# Their words may look like local paths.
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json", "merges.txt", "vocab.txt")
 
 

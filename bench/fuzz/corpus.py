@@ -1,6 +1,6 @@
 """Valid inputs that cases start from: models of every family, an export, a finished run, data in every format.
 
-`python -m tests.fuzz.corpus FOLDER` writes them in a separate process, because the process that forks must not compute.
+`python -m bench.fuzz.corpus FOLDER` writes them in a separate process, because the process that forks must not compute.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz.values import ROOT
+from bench.fuzz.values import ROOT
 
 BASE, EXPORT = ROOT / "checkpoints" / "pico-mamba2", ROOT / "checkpoints" / "quickstart" / "export"
 RECIPES = ROOT / "recipes"

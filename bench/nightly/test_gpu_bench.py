@@ -228,7 +228,7 @@ class TestItems:
         ((memory,), (failed,), (good,)) = found.values()
         assert memory["line"].startswith("memory: out of memory") and not memory["failed"]
         assert failed["failed"] and good["item"] == "good"
-        assert "tests/nightly/test_gpu_bench.py:" in failed["line"] and "torch/_tensor.py:" in failed["line"]
+        assert "bench/nightly/test_gpu_bench.py:" in failed["line"] and "torch/_tensor.py:" in failed["line"]
 
     def test_no_time_left(self) -> None:
         assert self.run(-1) == {}

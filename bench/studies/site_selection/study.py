@@ -5,8 +5,8 @@
     python -m bench.studies.site_selection --report        write the tables and figures of the finished arms
 
 Each arm is one file, `runs/evidence/arms/BASE-NAME_seedN.json`, written when the arm is finished. It holds a hash of
-the arm's definition: an arm with another definition runs again. The tables go to the marked places of paper/EVIDENCE.md,
-figures and results to paper/evidence/.
+the arm's definition: an arm with another definition runs again. The tables go to the marked places of
+paper/EVIDENCE.md, figures and results to paper/evidence/.
 """
 
 from __future__ import annotations

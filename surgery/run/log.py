@@ -10,7 +10,7 @@ from pathlib import Path
 
 from surgery import __version__
 from surgery.errors import summary
-from surgery.files.atomic import open_regular
+from surgery.files.atomic import copy_entry, open_regular
 from surgery.files.secret_scan import redacted
 from surgery.report.progress_lines import ProgressLines
 from surgery.run.context import Reporter, Run
@@ -60,7 +60,10 @@ class LoggedReporter:
 @contextmanager
 def logged(run: Run) -> Iterator[None]:
     """Append the events inside the context to the run's log, with the error that ends it."""
-    log = LoggedReporter(run.folder / LOG, run.reporter)
+    path = run.folder / LOG
+    if path.is_file() and not path.is_symlink() and path.stat().st_nlink > 1:
+        copy_entry(path, path)  # the folder was copied with hard links: the other copy keeps its log
+    log = LoggedReporter(path, run.reporter)
     log.append(f"surgery {__version__}: {', '.join(run.stages)}")
     run.reporter = log
     try:

@@ -487,6 +487,8 @@ def test_folders_are_known_by_their_mark_and_an_export_by_its_record(tmp_path: P
         assert kind_of(tmp_path / kind) == kind and check_replaceable("f", tmp_path / kind, kind, {})
     write_json(tmp_path / "export" / "export.json", {"format": "x", "versions": {}, "files": {}})
     assert kind_of(tmp_path / "export") == "export" and check_replaceable("f", tmp_path / "export", "export", {})
+    write_json(tmp_path / "export" / "export.json", {"format": "x", "versions": {}, "files": {"": {}, "a/b": {}}})
+    assert check_replaceable("f", tmp_path / "export", "export", {})
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / MARK).symlink_to(tmp_path / "run" / MARK)
     assert kind_of(tmp_path / "linked") is None

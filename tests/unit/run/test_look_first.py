@@ -12,7 +12,7 @@ from surgery.errors import ModelError
 from surgery.recipe import Recipe
 from surgery.run import evaluate_stage, stages
 from surgery.run.pipeline import run_pipeline
-from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
+from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
 
 TOKENS = len(pico_tokenizer())
 WEIGHT = "backbone.layers.1.mixer.in_proj.weight"

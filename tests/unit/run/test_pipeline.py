@@ -17,10 +17,10 @@ from surgery.recipe import Recipe, check_recipe
 from surgery.report.figures import curves
 from surgery.run import pipeline, stages
 from surgery.run.context import Run, Silent
-from surgery.testing.pico import pico_base, pico_config, pico_hybrid, pico_site, pico_tokenizer
 from surgery.train import trainer
 from surgery.train.training import make_accelerator
 from surgery.types import Graft, Plan
+from tests.support.pico import pico_base, pico_config, pico_hybrid, pico_site, pico_tokenizer
 
 SOURCE = {"task": "kv_retrieval", "pairs": 2, "questions": 1, "rows": 1, "weights": {"answer": 1.0}}
 LOAD, STEP = 100.0, 10.0  # seconds on the clock of the tests

@@ -14,10 +14,10 @@ from surgery.registry import load_plugins
 from surgery.report.figures import curves
 from surgery.run import stages
 from surgery.run.context import Run
-from surgery.testing.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 from surgery.train.training import make_accelerator
 from surgery.types import to_json
 from tests.integration.conftest import RECIPE
+from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 
 
 @pytest.mark.parametrize("results", [{"arms": {"base": 3}}, {"arms": []}, [], 3, {}])

@@ -13,8 +13,8 @@ from surgery.recipe import Recipe, check_recipe
 from surgery.run.context import Run
 from surgery.run.pipeline import check_inputs, choose_stages
 from surgery.run.without_weights import check_installed, check_without_weights
-from surgery.testing.pico import pico_base, pico_tokenizer
 from surgery.train.training import make_accelerator
+from tests.support.pico import pico_base, pico_tokenizer
 
 
 def test_a_missing_bitsandbytes_is_refused_as_by_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,10 +36,10 @@ from surgery.files.atomic import read_json, write_json
 from surgery.hybrid.attention import SplicedAttention
 from surgery.models.loading import load_model
 from surgery.recipe import Base
-from surgery.testing.pico import pico_base, pico_hybrid, pico_site, prompts, tokens
 from surgery.train.optimizer import mark_trainable, spliced_parameters
 from surgery.types import HeadId
 from tests.integration.conftest import PICO_MAMBA2 as BASE
+from tests.support.pico import pico_base, pico_hybrid, pico_site, prompts, tokens
 
 TOY = Budget(
     steps=3, warmup=1, rows=2, keep_rows=2, pairs=(4, 5), evaluate_pairs=(4, 32), examples=6, sentences=4,

@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tests.kills.__main__ import Ended, Matrix
-from tests.kills.events import Events, Trigger, moments
+from bench.kills.__main__ import Ended, Matrix
+from bench.kills.events import Events, Trigger, moments
 
 SIGNALS = {"SIGKILL": -signal.SIGKILL, "SIGTERM": -signal.SIGTERM}
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.__main__ import ROOT, measure
-from tests.mutants.mutations import Mutant, diff, mutants, sample
-from tests.mutants.runner import KILLED, SURVIVED, TIMED_OUT, MeasureError, Runner
-from tests.mutants.targets import TARGETS as ALL_TARGETS
+from bench.mutants.__main__ import ROOT, measure
+from bench.mutants.mutations import Mutant, diff, mutants, sample
+from bench.mutants.runner import KILLED, SURVIVED, TIMED_OUT, MeasureError, Runner
+from bench.mutants.targets import TARGETS as ALL_TARGETS
 
 LIMIT = 1.0  # seconds of processor time: an unchanged test takes milliseconds
 SOURCE = '''"""A planted module."""

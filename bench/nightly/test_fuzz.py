@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fuzz import runner
-from tests.fuzz.cases import NAMES, Case, build, target_of
-from tests.fuzz.corpus import Corpus
-from tests.fuzz.mutate import Mutator
-from tests.fuzz.values import ROOT, STRATEGIES, Values
+from bench.fuzz import runner
+from bench.fuzz.cases import NAMES, Case, build, target_of
+from bench.fuzz.corpus import Corpus
+from bench.fuzz.mutate import Mutator
+from bench.fuzz.values import ROOT, STRATEGIES, Values
 
 VALUES = Values((None, [1], {"a": 2}, "x"), ("", "..", "\ud800"), (0, -1, 1e308))
 
@@ -31,7 +31,7 @@ def test_six_cases(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "tests.fuzz",
+        "bench.fuzz",
         "--seed",
         "1",
         "--cases",

@@ -1,4 +1,4 @@
-"""`python -m tests.kills`: run the matrix of stages, moments and interruptions. Finished cells are not run again."""
+"""`python -m bench.kills`: run the matrix of stages, moments and interruptions. Finished cells are not run again."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.fuzz.__main__ import library
-from tests.fuzz.corpus import RECIPES, TINY
-from tests.fuzz.runner import broken
-from tests.kills.events import FILLER, Events, Trigger, moments
+from bench.fuzz.__main__ import library
+from bench.fuzz.corpus import RECIPES, TINY
+from bench.fuzz.runner import broken
+from bench.kills.events import FILLER, Events, Trigger, moments
 from tests.support.forked import redirect, run_and_exit
 from tests.support.processes import Reloads, stock
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from tests.fuzz.values import Values
+from bench.fuzz.values import Values
 
 Tree = Any
 Place = tuple[Any, Any]  # a container, and a key or an index of it

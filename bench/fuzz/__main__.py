@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz`: run the cases of a seed, print a table of outcomes, and the commands that repeat failures."""
+"""`python -m bench.fuzz`: run the cases of a seed, print a table of outcomes, and the commands that repeat failures."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz import cases, runner
-from tests.fuzz.cases import NAMES, Case
-from tests.fuzz.corpus import Corpus
-from tests.fuzz.runner import Verdict
-from tests.fuzz.values import values_of
+from bench.fuzz import cases, runner
+from bench.fuzz.cases import NAMES, Case
+from bench.fuzz.corpus import Corpus
+from bench.fuzz.runner import Verdict
+from bench.fuzz.values import values_of
 from tests.support.processes import Reloads, stock
 
 

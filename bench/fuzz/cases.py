@@ -14,9 +14,9 @@ from typing import Any
 
 import yaml
 
-from tests.fuzz.corpus import BASE, EXPORT, RECIPES, TINY, Corpus
-from tests.fuzz.mutate import Mutator, anchor_bomb, copy_linked, rewrite
-from tests.fuzz.values import Values
+from bench.fuzz.corpus import BASE, EXPORT, RECIPES, TINY, Corpus
+from bench.fuzz.mutate import Mutator, anchor_bomb, copy_linked, rewrite
+from bench.fuzz.values import Values
 
 SMALL_RUN = (
     f"base.model={BASE}",

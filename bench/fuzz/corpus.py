@@ -1,6 +1,6 @@
 """Valid inputs that cases start from: models of every family, an export, a finished run, data in every format.
 
-`python -m tests.fuzz.corpus FOLDER` writes them in a separate process, because the process that forks must not compute.
+`python -m bench.fuzz.corpus FOLDER` writes them in a separate process, because the process that forks must not compute.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz.values import ROOT
+from bench.fuzz.values import ROOT
 
 BASE, EXPORT = ROOT / "checkpoints" / "pico-mamba2", ROOT / "checkpoints" / "quickstart" / "export"
 RECIPES = ROOT / "recipes"
@@ -71,9 +71,9 @@ def write(root: Path) -> None:
 def _write_models(root: Path) -> None:
     from surgery.models.lookup import family_of, geometry_of
     from surgery.splice.graft import splice_model
-    from surgery.testing.pico import SPLICED_FAMILIES, pico_base, pico_family, pico_tokenizer
     from surgery.types import Graft, Plan
     from tests.support import mamba_ssm_files
+    from tests.support.pico import SPLICED_FAMILIES, pico_base, pico_family, pico_tokenizer
 
     for name in SPLICED_FAMILIES:
         model = pico_family(name, vocab_size=1024)

@@ -18,9 +18,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.mutants.mutations import Mutant, diff, mutants, sample
-from tests.mutants.runner import KILLED, SURVIVED, TIMED_OUT, MeasureError, Runner, Verdict
-from tests.mutants.targets import TARGETS
+from bench.mutants.mutations import Mutant, diff, mutants, sample
+from bench.mutants.runner import KILLED, SURVIVED, TIMED_OUT, MeasureError, Runner, Verdict
+from bench.mutants.targets import TARGETS
 
 ROOT = Path(__file__).parents[2]
 Targets = dict[str, dict[str, tuple[str, ...]]]

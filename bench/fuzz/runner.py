@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.fuzz import guard
-from tests.fuzz.cases import Case
-from tests.fuzz.values import ROOT
+from bench.fuzz import guard
+from bench.fuzz.cases import Case
+from bench.fuzz.values import ROOT
 from tests.support.forked import redirect, run_and_exit
 from tests.support.processes import Reloads
 
@@ -28,7 +28,7 @@ MEMORY = 12 << 30  # address space: a bomb ends with MemoryError, not with the m
 FINE, REFUSED = "exit 0", "refused"
 _PARTIAL = re.compile(r"\..+\.\d+\.(tmp|old)|.*\.(part|incomplete|tmp)")
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal would obey it
-_FRAME = re.compile(r'File "[^"]*?/((?:surgery|tests)/[^"]+)", line (\d+),? in (\S+)')
+_FRAME = re.compile(r'File "[^"]*?/((?:surgery|tests|bench)/[^"]+)", line (\d+),? in (\S+)')
 Snapshot = dict[str, str]
 
 

@@ -24,8 +24,8 @@ from bench.gpu import build, command, env, families, models, runner, sources, sp
 from bench.gpu.models import SIZES, base_of, hybrid_of, prompts, watch
 from bench.gpu.store import Store
 from bench.gpu.table import merged, shown
-from surgery.testing.pico import SPLICED_FAMILIES, pico_family_config
 from tests.support.kernels import with_kernels
+from tests.support.pico import SPLICED_FAMILIES, pico_family_config
 
 TOY = ["--device", "cpu", "--toy", "--repeats", "1"]
 ITEMS = "mamba2attn,sdpa | 8 | plain,flash_attention_2 | 8 | plain,toy | prefill 32,toy | decode 1,toy | lora,toy | ddp"
@@ -228,7 +228,7 @@ class TestItems:
         ((memory,), (failed,), (good,)) = found.values()
         assert memory["line"].startswith("memory: out of memory") and not memory["failed"]
         assert failed["failed"] and good["item"] == "good"
-        assert "tests/nightly/test_gpu_bench.py:" in failed["line"] and "torch/_tensor.py:" in failed["line"]
+        assert "bench/nightly/test_gpu_bench.py:" in failed["line"] and "torch/_tensor.py:" in failed["line"]
 
     def test_no_time_left(self) -> None:
         assert self.run(-1) == {}

@@ -82,16 +82,16 @@ def wrapped_rows(value: Any, columns: Columns) -> str:
     Returns:
         Its place, such as `["data"]`; empty if there is none in the first three levels.
     """
+    of_a_row = {columns.text, columns.messages, columns.prompt, columns.answer}
     longest, place = 0, ""
     waiting: list[tuple[Any, tuple[str, ...]]] = [(value, ())]
     while waiting:
         inner, keys = waiting.pop(0)
-        if isinstance(inner, dict) and len(keys) < 3:
-            if not {columns.text, columns.messages, columns.prompt, columns.answer} & inner.keys():
-                waiting += [(deeper, (*keys, key)) for key, deeper in inner.items()]
-        elif isinstance(inner, list) and len(inner) > longest and isinstance(inner[0], dict):
-            if not {"role", "from"} & inner[0].keys():  # those of the messages of one chat
-                longest, place = len(inner), "".join(f"[{json.dumps(key)}]" for key in keys)
+        if isinstance(inner, dict) and len(keys) < 3 and not of_a_row & inner.keys():
+            waiting += [(deeper, (*keys, key)) for key, deeper in inner.items()]
+        is_list = isinstance(inner, list) and len(inner) > longest and isinstance(inner[0], dict)
+        if is_list and not {"role", "from"} & inner[0].keys():  # those of the messages of one chat
+            longest, place = len(inner), "".join(f"[{json.dumps(key)}]" for key in keys)
     return place
 
 

@@ -35,8 +35,8 @@ _HEAD_NAME = re.compile(r"L(\d+)([HA])(\d+)")
 def better_read(gains: Mapping[str, float]) -> Reads | None:
     """Choose the position that a spliced head reads, by the gains in margin from oracle reads there.
 
-    Where both lose margin, the smaller loss says nothing: on a base of docs/HEAD_CHOICE.md the head reached .73 trained
-    on the segment's end, and .85 on the answer token.
+    Where both lose margin, the smaller loss says nothing: on a base of paper/HEAD_CHOICE.md the head reached .73
+    trained on the segment's end, and .85 on the answer token.
 
     Returns:
         The segment's end if it gains margin, and more than the answer token. Otherwise the answer token. None if

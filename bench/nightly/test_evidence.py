@@ -297,11 +297,11 @@ def full(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_published_tables_are_those_of_the_published_results() -> None:
-    published = study.Experiment(ROOT / "docs" / "evidence")
+    published = study.Experiment(ROOT / "paper" / "evidence")
     results = study.collected(published)
     done = [result for seeds in results.arms.values() for result in seeds.values()]
     assert len(done) >= 149 and len(sites(results, SHIPPED, 32)) >= ENOUGH
-    assert tables_on(ROOT / "docs" / "EVIDENCE.md") == tables(results, study.settings_of(published.budget, done))
+    assert tables_on(ROOT / "paper" / "EVIDENCE.md") == tables(results, study.settings_of(published.budget, done))
 
 
 @pytest.fixture(scope="module")
@@ -337,7 +337,7 @@ class TestRun:
             assert right.count("1") / len(right) == result["summary"]["kv_retrieval"]["32"]["accuracy"]
 
     def test_the_report_holds_what_the_arms_say(self, finished: Path, tmp_path: Path) -> None:
-        page = tmp_path / "docs" / "EVIDENCE.md"
+        page = tmp_path / "paper" / "EVIDENCE.md"
         study.report(Small(finished, TOY, (0,)), page)
         comparison = tables_on(page)["shipped/comparison"]
         for path in sorted((finished / "arms").glob("*.json")):

@@ -1,6 +1,6 @@
 """Run transformers' own common model tests on the plain class and the hybrid of every family.
 
-    python -m bench.upstream --families mamba2,bamba --out docs/upstream
+    python -m bench.upstream --families mamba2,bamba --out paper/upstream
 
 The tests come from the source distribution of the installed version, which pip downloads. It is unpacked, not built,
 into `.upstream/`. Exit code 1 if a test passes for a plain class and not for its hybrid.

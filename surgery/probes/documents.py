@@ -12,7 +12,6 @@ from surgery.errors import ProbeError
 
 Split = Literal["train", "eval"]
 Span = tuple[int, int]
-_SEPARATORS = " ,"  # between the answers of one list
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Document:
 def answer_list(document: Document) -> Sequence[Question]:
     """Return the last question, preceded by the questions whose answers form one list with its answer."""
     questions, first = document.questions, len(document.questions) - 1
-    while first and not document.text[questions[first - 1].answer[1] : questions[first].answer[0]].strip(_SEPARATORS):
+    while first and not document.text[questions[first - 1].answer[1] : questions[first].answer[0]].strip(" ,"):
         first -= 1
     return questions[first:]
 

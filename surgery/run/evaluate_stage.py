@@ -28,6 +28,7 @@ from surgery.files.atomic import new_folder, read_json, write_json
 from surgery.interventions.heads_off import HEADS_OFF, heads_off
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.sizes import sizes_of
+from surgery.probes.documents import answer_list
 from surgery.probes.registry import PROBES
 from surgery.recipe import as_base
 from surgery.report.results import LONGEST_EXAMPLE, arm_label, ordered_arms
@@ -35,7 +36,7 @@ from surgery.report.run_report import ReportInputs, write_report
 from surgery.run.context import Run
 from surgery.run.located_prompts import sample_batch
 from surgery.run.stage import PROMPTS, Stage
-from surgery.scoring.generation import answer_list, exact_answers
+from surgery.scoring.generation import exact_answers
 
 _LINKED = ("locate.html", "heads.csv", "plan.json", "results.json", "recipe.yaml")  # files that the report links
 

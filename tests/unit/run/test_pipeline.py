@@ -143,7 +143,7 @@ def test_skipped_rows_are_reported(tmp_path: Path) -> None:
 
     data = {"name": "t", "base": {"model": "m"}, "train": {"steps": 1, "sources": [source, source]}}
     run = Run(check_recipe(data, Recipe), tmp_path / "run", make_accelerator(), Notes())
-    run.__dict__["_tokenizer"] = pico_tokenizer()
-    TrainStage().check_data(run, pico_config(vocab_size=len(pico_tokenizer())))
+    run.__dict__.update(_tokenizer=pico_tokenizer(), config=pico_config(vocab_size=len(pico_tokenizer())))
+    TrainStage().check_data(run)
     (note,) = notes
     assert note.startswith("data rows.jsonl: 2 rows cannot be used and are skipped. The first: ") and ":2: " in note

@@ -15,7 +15,6 @@ from surgery.files.atomic import read_json
 from surgery.recipe import Recipe
 from surgery.recipe.grid import label_of_values
 from surgery.recipe.methods import UNRANKED
-from surgery.report.progress_lines import duration_text
 from surgery.report.results import (
     BEFORE,
     arm_label,
@@ -28,7 +27,7 @@ from surgery.report.results import (
     skipped_of_lm_eval,
     value_text,
 )
-from surgery.report.text import size_text, visible
+from surgery.report.text import duration_text, size_text, visible
 from surgery.report.verdict import verdict_of
 
 

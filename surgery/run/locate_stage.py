@@ -17,7 +17,7 @@ from surgery.probes.documents import Document
 from surgery.recipe import Recipe
 from surgery.recipe.methods import METHODS, RANKINGS, is_greedy
 from surgery.recipe.public import public_name
-from surgery.report.heads_page import PromptAttention, write_csv, write_page
+from surgery.report.heads_page import write_csv, write_page
 from surgery.run.context import Run
 from surgery.run.located_prompts import located_prompts
 from surgery.run.stage import Stage
@@ -104,7 +104,7 @@ def write_heads(run: Run, heads: HeadSet) -> None:
     specs = family_of(run.base().config).mixers(run.base().config)
     in_full = prompt_attention(run.base(), run.tokenizer(), [first], specs, list(full))
     at_query = prompt_attention(run.base(), run.tokenizer(), others, specs)
-    write_page(heads, PromptAttention(in_full.prompts + at_query.prompts), run.folder / "locate.html")
+    write_page(heads, [*in_full, *at_query], run.folder / "locate.html")
 
 
 def _own_prompts(run: Run) -> list[Document]:

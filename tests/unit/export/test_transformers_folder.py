@@ -10,6 +10,7 @@ import pytest
 from transformers import GenerationConfig
 
 from surgery.export.transformers_folder import write_folder
+from surgery.recipe import Export
 from tests.support.pico import pico_hybrid, pico_site, pico_tokenizer
 
 END = pico_tokenizer().eos_token_id
@@ -30,5 +31,5 @@ def test_generation_ends_at_the_base_s_tokens(of_base: Any, of_tokenizer: bool, 
     model.generation_config = GenerationConfig(eos_token_id=of_base)
     if not of_tokenizer:
         tokenizer.eos_token = None
-    write_folder(model, tokenizer, tmp_path, "1GB")
+    write_folder(model, tokenizer, tmp_path, Export())
     assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == exported

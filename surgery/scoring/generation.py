@@ -26,7 +26,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import ModelError
-from surgery.probes.documents import Document, Question
+from surgery.probes.documents import Document, answer_list, expected_answers, max_answer_tokens
 from surgery.scoring.choices import row_bytes
 from surgery.scoring.ranking import ChoiceScores, check_logits, choice_scores, query_batches, ranked
 
@@ -120,21 +120,6 @@ def answer_batches(
     return [encode(chunk, tokenizer, padding_side="left") for chunk in chunks]
 
 
-def answer_list(document: Document) -> Sequence[Question]:
-    """Return the last question, preceded by the questions whose answers form one list with its answer."""
-    questions, first = document.questions, len(document.questions) - 1
-    while first and not document.text[questions[first - 1].answer[1] : questions[first].answer[0]].strip(" ,"):
-        first -= 1
-    return questions[first:]
-
-
-def expected_answers(document: Document) -> tuple[list[str], bool]:
-    """Return the texts of the answers, and False if the answer has no end, as for a copied passage."""
-    questions = answer_list(document)
-    unbounded = questions[0].value is not None and questions[0].value == questions[0].segment
-    return [document.text[slice(*q.answer)].strip() for q in questions], not unbounded
-
-
 def is_match(text: str, answers: Sequence[str], bounded: bool) -> bool:
     """True if a generated text begins with the answer, or holds all of several answers.
 
@@ -149,12 +134,6 @@ def is_match(text: str, answers: Sequence[str], bounded: bool) -> bool:
     last, after = answer[-1], text[len(answer) : len(answer) + 1]
     continues = (last.isdigit() and after.isdigit()) or (last.isalpha() and after.isalpha())
     return not (bounded and continues)
-
-
-def max_answer_tokens(document: Document) -> int:
-    """Upper bound on the tokens of the answer, plus one: a token has at least one byte."""
-    questions = answer_list(document)
-    return len(document.text[questions[0].answer[0] : questions[-1].answer[1]].encode()) + 1
 
 
 def exact_answers(

@@ -49,8 +49,8 @@ from surgery.run.sharing import find_origin, take_stage
 from surgery.run.stages import Stage, stages_of
 from surgery.run.without_weights import check_installed
 from surgery.splice.plan import check_base, check_in_range, check_not_spliced
-from surgery.train.compiling import check_compiler
 from surgery.train.lora import adapter_targets
+from surgery.train.numerics import check_compiler
 from surgery.train.teacher import check_teacher, check_tokenizers
 from surgery.train.training import make_accelerator
 from surgery.types import HeadId

@@ -48,8 +48,7 @@ from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.models.mixers.mamba1 import Mamba1Structure
 from surgery.probes.documents import Document
 from surgery.probes.kv_retrieval import HEADER
-from surgery.report.heads_page import Prompt, PromptAttention
-from surgery.types import HeadId, MixerSpec
+from surgery.types import HeadId, MixerSpec, PromptAttention
 
 
 def head_matrices(
@@ -338,7 +337,7 @@ def prompt_attention(
     specs: Sequence[MixerSpec],
     full: Sequence[HeadId] = (),
     branch: bool = False,
-) -> PromptAttention:
+) -> list[PromptAttention]:
     """Collect the attention of every head of these mixers at the query of each document, for `write_page`.
 
     Args:
@@ -354,7 +353,7 @@ def prompt_attention(
         patterns = _observe_patterns(model, batch, specs, branch)
         tokens = tuple(tokenizer.decode([i]) for i in batch.input_ids[0].tolist())
         prompts.append(_prompt(patterns, batch, tokens, specs, list(map(str, full))))
-    return PromptAttention(tuple(prompts))
+    return prompts
 
 
 def _prompt(
@@ -363,7 +362,7 @@ def _prompt(
     tokens: tuple[str, ...],
     specs: Sequence[MixerSpec],
     full: Sequence[str],
-) -> Prompt:
+) -> PromptAttention:
     rows: dict[str, Shares] = {}
     matrices: dict[str, Shares] = {}
     for spec in (s for s in specs if patterns.heads(s)):
@@ -378,4 +377,4 @@ def _prompt(
         raise PlanError("full", lacking[0], "It is not a head of the mixers in `specs`.")
     places = {"segment end": batch.segment_end, "answer token": batch.answer_token, "query": batch.query}
     marks = {name: int(position[0, -1]) for name, position in places.items() if int(position[0, -1]) >= 0}
-    return Prompt(tokens, marks, rows, matrices)
+    return PromptAttention(tokens, marks, rows, matrices)

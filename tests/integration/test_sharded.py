@@ -14,8 +14,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 from torch import Tensor
 
-from surgery.testing.pico import pico_hybrid, pico_site
 from tests.support import training_worker as worker
+from tests.support.pico import pico_hybrid, pico_site
 from tests.support.training_worker import ROOT, launch
 
 Runs = dict[str, dict[str, Tensor]]

@@ -6,9 +6,9 @@ import pytest
 
 from surgery.recipe import Lora, Optimizer, TrainStage
 from surgery.recipe.optimizer import rates
-from surgery.testing.pico import pico_family, pico_hybrid, pico_site
 from surgery.train.lora import Adapters, adapter_parameters
 from surgery.train.optimizer import adamw, base_size, learning_rate_factor, mark_trainable, spliced_parameters
+from tests.support.pico import pico_family, pico_hybrid, pico_site
 
 
 def factors(steps: int, **settings: object) -> list[float]:

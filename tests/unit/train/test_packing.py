@@ -21,7 +21,6 @@ from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Train
 from surgery.recipe.objectives import OBJECTIVES
-from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, tokens
 from surgery.train import packing as packed
 from surgery.train.divergence import TopK
 from surgery.train.logits_cache import LogitsCache
@@ -34,6 +33,7 @@ from surgery.types import Graft
 from tests.support.battery import base as base_of
 from tests.support.battery import trained
 from tests.support.kernels import with_kernels
+from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, tokens
 from tests.support.rounding import assert_close_in_ulps
 from tests.support.samples import several_questions
 from tests.support.stage_run import record_gradients

@@ -11,9 +11,9 @@ from accelerate.utils.dataclasses import get_module_class_from_name
 from transformers import PreTrainedModel
 
 from surgery.models.lookup import family_of
-from surgery.testing.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, pico_hybrid, pico_site, tokens
 from surgery.train.sharded import block_classes, gather, trainable_parameters, twin
 from tests.support.battery import logits, trained
+from tests.support.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, pico_hybrid, pico_site, tokens
 
 
 def made(model: PreTrainedModel) -> tuple[PreTrainedModel, Any]:

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from surgery.errors import RunError, TrainingDiverged
 from surgery.models.lookup import family_of
 from surgery.recipe import Train
-from surgery.testing.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 from surgery.train import losses as formulas
 from surgery.train import trainer as module
 from surgery.train.checkpoints import checkpoints
@@ -25,6 +24,7 @@ from surgery.train.optimizer import spliced_parameters
 from surgery.train.targets import Targets
 from surgery.train.trainer import StageTrainer
 from surgery.types import Graft
+from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 
 KV = {"task": "kv_retrieval", "rows": 1, "pairs": (2, 2), "weights": {"answer": 1.0, "attention": 1.0}}
 PLAIN = {"task": "sentence", "rows": 1, "weights": {"base_kl": 1.0, "lm": 0.5}}

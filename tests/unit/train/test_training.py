@@ -18,7 +18,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from surgery.errors import RecipeError, RunError, TrainingDiverged
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Train
-from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
 from surgery.train import losses as formulas
 from surgery.train import plateau
 from surgery.train import tracking as track
@@ -28,6 +27,7 @@ from surgery.train.plateau import stage_lengths
 from surgery.train.teacher import Teacher
 from surgery.train.training import make_accelerator, train_model
 from surgery.types import Graft, Plan
+from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
 
 SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}
 FAST = {"warmup": 0, "lr": 1e-2, "new_heads_lr": 1e-2}

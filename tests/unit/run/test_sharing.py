@@ -145,7 +145,6 @@ def test_without_a_control_there_is_nothing_to_take(tmp_path: Path) -> None:
         ({**SHARPEN, "num_heads": 4}, {"select": "random", "num_heads": 5}, {}, True),
         ({"select": "random", "num_heads": 4}, {"num_heads": 1}, {}, False),  # the base's accuracy was not checked
         ({**SHARPEN, "num_heads": 4}, {**SHARPEN, "num_heads": 2}, {"search": {}}, False),
-        ({**SHARPEN, "num_heads": 4}, {**SHARPEN, "num_heads": 2}, {"backups": 2}, False),
     ],
 )
 def test_heads_are_chosen_again_only_where_nothing_new_is_measured(

@@ -19,6 +19,7 @@ from surgery.train.training import make_accelerator
 from surgery.types import to_json
 from tests.integration.conftest import RECIPE
 from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
+from tests.support.training_method import training_method
 
 
 @pytest.mark.parametrize("results", [{"arms": {"base": 3}}, {"arms": []}, [], 3, {}])
@@ -145,7 +146,8 @@ def test_keys_of_stages_know_the_width_of_copies_and_locate_only_if_it_trains_th
         return changed(*(keys_of(recipe, tmp_path) for recipe in recipes))
 
     assert differ("splice.min_width=32") == differ("splice.min_width=64") == {"plan", "splice", "export"}
-    for methods in ("[patching,sharpen,trial]", "[patching,gates]"):
+    with training_method():
+        methods = "[patching,tried]"
         assert differ("splice.min_width=64", methods=methods) == {"locate", "plan", "splice", "export"}
         cut = differ("splice.min_width=null", "splice.state_size=4", methods=methods)
         assert cut == {"plan", "splice", "control", "export"}

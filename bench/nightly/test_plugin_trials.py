@@ -27,7 +27,7 @@ from surgery.models.runtime import requires_grad
 from surgery.probes.words import key_words
 from surgery.recipe import Locate, Recipe, Search, Splice
 from surgery.report.figures.heatmaps import head_maps
-from surgery.report.heads_page import PromptAttention, write_csv, write_page
+from surgery.report.heads_page import write_csv, write_page
 from surgery.types import Form, HeadId, HeadSet, Interval, ScoredHead, head_set_from_json, to_json
 from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, tokens
 from tests.support.planted import plant, planted_tokenizer
@@ -306,7 +306,7 @@ class TestLocate:
         assert heads.cost["passes"] > heads.cost["gates_passes"] + heads.cost["trial_passes"]
         assert head_set_from_json(to_json(heads)) == heads
         write_csv(heads, tmp_path / "heads.csv")
-        write_page(heads, PromptAttention(), tmp_path / "locate.html")
+        write_page(heads, [], tmp_path / "locate.html")
         head_maps(heads, tmp_path)
         header, *rows = (tmp_path / "heads.csv").read_text().splitlines()
         assert {"gates", "gate", "trial", "trial_steps"} <= set(header.split(",")) and len(rows) == 8
@@ -429,7 +429,7 @@ class TestRecipe:
 def test_the_scores_have_a_unit_on_the_page(tmp_path: Path) -> None:
     heads = locate_heads(model(), pico_tokenizer(), SECTION, Splice(select="sharpen"), any_accuracy=True)
     assert isinstance(heads, HeadSet)
-    write_page(heads, PromptAttention(), tmp_path / "locate.html")
+    write_page(heads, [], tmp_path / "locate.html")
     text = (tmp_path / "locate.html").read_text()
     assert "Gate (0 closed, 1 open)" in text and "Training (steps)" in text
 

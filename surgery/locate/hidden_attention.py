@@ -36,8 +36,7 @@ from surgery.models.layouts import Streams
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.models.mixers.mamba1 import Mamba1Structure
 from surgery.probes.documents import Document
-from surgery.report.heads_page import Prompt, PromptAttention
-from surgery.types import HeadId, MixerSpec
+from surgery.types import HeadId, MixerSpec, PromptAttention
 
 Shares = NDArray[np.float64]
 
@@ -175,7 +174,7 @@ def prompt_attention(
     documents: Sequence[Document],
     specs: Sequence[MixerSpec],
     full: Sequence[HeadId] = (),
-) -> PromptAttention:
+) -> list[PromptAttention]:
     """Collect the attention of every head of these mixers at the query of each document, for `write_page`.
 
     Args:
@@ -196,5 +195,5 @@ def prompt_attention(
         places = {"segment end": batch.segment_end, "answer token": batch.answer_token, "query": batch.query}
         marks = {name: int(position[0, -1]) for name, position in places.items() if int(position[0, -1]) >= 0}
         tokens = tuple(tokenizer.decode([i]) for i in batch.input_ids[0].tolist())
-        prompts.append(Prompt(tokens, marks, rows, matrices))
-    return PromptAttention(tuple(prompts))
+        prompts.append(PromptAttention(tokens, marks, rows, matrices))
+    return prompts

@@ -159,7 +159,7 @@ class TestPromptAttention:
     def test_holds_the_querys_rows_and_the_asked_matrices(self) -> None:
         model, tokenizer, texts = pico_base(vocab_size=1024), pico_tokenizer(), documents(2)
         held = prompt_attention(model, tokenizer, texts, mixers(model)[1:], [HeadId(2, 1)])
-        for document, prompt in zip(texts, held.prompts, strict=True):
+        for document, prompt in zip(texts, held, strict=True):
             batch = encode([document], tokenizer, until_answer=True)
             found = head_matrices(model, batch, all_heads(model)[4:])
             assert list(prompt.rows) == [str(head) for head in found] and list(prompt.matrices) == ["L2H1"]

@@ -315,7 +315,7 @@ def _draw(results: Mapping[str, Any], single: Sequence[str], folder: Path) -> No
     """Draw the single changes (all tasks, and retrieval by number of pairs), and one figure for each sweep."""
     from surgery.report.figures.by_value import tasks_by_part  # matplotlib is slow to import
     from surgery.report.figures.curves import accuracy_by_pairs
-    
+
     tasks, chance = results["tasks"], results["chance"]
     if single:
         tasks_by_part("tasks_by_arm", tasks["base"], {name: tasks[name] for name in single}, chance, folder)

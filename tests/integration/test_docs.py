@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -68,6 +69,24 @@ def test_a_list_has_an_empty_line_before_it() -> None:
     gapless = re.compile(r"^(?![-#|>\s]|\d+\. )\S.*\n((?:- |1\. ).*)$", re.MULTILINE)
     assert gapless.findall("# T\n- a\n\ntext:\n- c\n\ntext\n\n- d\n  more\n- e\n") == ["- c"]
     assert {page.name: gapless.findall(BLOCK.sub("", text_of(page))) for page in MANUAL} == {p.name: [] for p in MANUAL}
+
+
+def test_the_manual_keeps_its_size() -> None:
+    words = {page.name: len(text_of(page).split()) for page in DOCS.glob("*.md")}
+    assert len(text_of(ROOT / "README.md").split()) <= 1000
+    assert words["findings.md"] <= 1200
+    assert sum(words.values()) <= 30_000
+
+
+def test_python_names_that_pages_use_exist() -> None:
+    missing = []
+    for page in MANUAL:
+        for name in sorted(set(re.findall(r"(?<![\w./-])surgery(?:\.[A-Za-z_]\w*)+(?!\.?\w*/)", text_of(page)))):
+            module, _, last = name.rpartition(".")
+            found = find_spec(module) and (hasattr(import_module(module), last) or find_spec(name))
+            if not found and name != "surgery.plugins":  # the group of entry points
+                missing.append((page.name, name))
+    assert missing == []
 
 
 def test_commands_and_targets_that_pages_name_exist(tmp_path: Path) -> None:

@@ -109,7 +109,6 @@ def test_heads_are_chosen_again_only_where_nothing_new_is_measured(tmp_path: Pat
         ({**SHARPEN, "num_heads": 4}, {"select": "random", "num_heads": 5}, {}, True),
         ({"select": "random", "num_heads": 4}, {"num_heads": 1}, {}, False),  # the base's accuracy was not checked
         ({**SHARPEN, "num_heads": 4}, {**SHARPEN, "num_heads": 2}, {"search": {}}, False),
-        ({**SHARPEN, "num_heads": 4}, {**SHARPEN, "num_heads": 2}, {"backups": 2}, False),
     )):  # fmt: skip
         case = (measured, wanted, locate)
         assert can_choose_again(Splice(**measured), Splice(**wanted), Locate.model_validate(locate)) == again, case

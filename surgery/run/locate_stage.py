@@ -59,8 +59,8 @@ class LocateStage(Stage):
         hint = ""
         if splice.num_heads > num_heads:
             hint = f"The model has only {num_heads} heads. Set a smaller number."
-        elif method in recipe.locate.trained and splice.num_heads > recipe.locate.candidates_of(method):
-            hint = f"Set locate.{method}.candidates to {splice.num_heads} or more."
+        elif method in recipe.locate.trained and splice.num_heads > recipe.locate.options_of(method).candidates:
+            hint = f"Set locate.method_options.{method}.candidates to {splice.num_heads} or more."
         elif is_greedy(splice.select) and splice.num_heads > recipe.locate.top_k:
             hint = f"Set locate.top_k to at least {splice.num_heads}."
         if hint:

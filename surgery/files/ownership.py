@@ -118,7 +118,7 @@ def _foreign_entry(folder: Path, kind: Kind) -> str | None:
         own = read_mapping(folder / MARK).get("entries")
     if not isinstance(own, list):
         return None
-    names = {Path(str(name)).parts[0] for name in own}
+    names = {str(name).partition("/")[0] for name in own}
     return next((name for name in sorted(os.listdir(folder)) if name not in names and name[0] != "."), None)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from surgery import __version__
 from surgery.errors import summary
-from surgery.files.atomic import open_regular
+from surgery.files.atomic import copy_entry, open_regular
 from surgery.files.secret_scan import redacted
 from surgery.report.progress_lines import ProgressLines
 from surgery.run.context import Reporter, Run
@@ -18,11 +18,12 @@ from surgery.run.context import Reporter, Run
 LOG = "run.log"
 
 
-class LoggedReporter:
+class LoggedReporter(ProgressLines):
     """Pass every event on to another reporter, and append it to a file as a line with the time in UTC."""
 
     def __init__(self, path: Path, reporter: Reporter) -> None:
-        self._path, self._reporter, self._lines = path, reporter, ProgressLines(self.append)
+        super().__init__(self.append)
+        self._path, self._reporter = path, reporter
 
     def append(self, line: str) -> None:
         """Append one line. Tokens, as in an address that could not be read, are left out."""
@@ -32,35 +33,33 @@ class LoggedReporter:
             file.write(f"{now}  {redacted(' '.join(line.splitlines()))}\n")
 
     def start(self, stage: str, what: str) -> None:
-        """Report that a stage starts."""
-        self._lines.start(stage, what)
+        super().start(stage, what)
         self._reporter.start(stage, what)
 
     def progress(self, done: int, total: int, note: str = "") -> None:
-        """Report that `done` of `total` steps are finished."""
-        self._lines.progress(done, total, note)
+        super().progress(done, total, note)
         self._reporter.progress(done, total, note)
 
     def finish(self, stage: str, seconds: float) -> None:
-        """Report that a stage is finished."""
-        self._lines.finish(stage, seconds)
+        super().finish(stage, seconds)
         self._reporter.finish(stage, seconds)
 
     def skip(self, stage: str, why: str) -> None:
-        """Report that a stage is skipped."""
-        self._lines.skip(stage, why)
+        super().skip(stage, why)
         self._reporter.skip(stage, why)
 
     def note(self, topic: str, text: str) -> None:
-        """Report one line about a part of the run."""
-        self._lines.note(topic, text)
+        super().note(topic, text)
         self._reporter.note(topic, text)
 
 
 @contextmanager
 def logged(run: Run) -> Iterator[None]:
     """Append the events inside the context to the run's log, with the error that ends it."""
-    log = LoggedReporter(run.folder / LOG, run.reporter)
+    path = run.folder / LOG
+    if path.is_file() and not path.is_symlink() and path.stat().st_nlink > 1:
+        copy_entry(path, path)  # the folder was copied with hard links: the other copy keeps its log
+    log = LoggedReporter(path, run.reporter)
     log.append(f"surgery {__version__}: {', '.join(run.stages)}")
     run.reporter = log
     try:

@@ -12,8 +12,8 @@ from surgery.errors import RecipeError
 from surgery.recipe import AnalysisRecipe, check_recipe, load_recipe
 from surgery.reproduce import analysis as analysing
 from surgery.reproduce.analysis import analyse
-from surgery.testing.pico import pico_family, pico_tokenizer
 from tests.integration.conftest import ROOT, surgery
+from tests.support.pico import pico_family, pico_tokenizer
 
 SMALL = {"pairs": [4, 6], "examples": 6, "sentences": 4}
 FIGURES = ("accuracy_by_pairs", "tasks_by_arm", "prune", "drop_one", "disable_one", "swap_one")

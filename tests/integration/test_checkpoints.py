@@ -72,8 +72,8 @@ def test_the_far_base_retrieves_over_distance() -> None:
 
 
 def test_the_far_base_needs_its_gather_and_aggregate_heads() -> None:
-    """Removed are those that docs/bases/mechanism.json names. There .935 falls to .472 and .375, over 400 prompts."""
-    roles = json.loads((ROOT / "docs" / "bases" / "mechanism.json").read_text())["roles"]
+    """Removed are those that paper/bases/mechanism.json names. There .935 falls to .472 and .375, over 400 prompts."""
+    roles = json.loads((ROOT / "paper" / "bases" / "mechanism.json").read_text())["roles"]
     base = Base(model=str(FAR))
     model, tokenizer = load_model(base), load_tokenizer(base)
     batch = encode(far_prompts(8, 64), tokenizer, padding_side="left", until_answer=True)
@@ -86,7 +86,7 @@ def test_the_far_base_needs_its_gather_and_aggregate_heads() -> None:
 
 
 def test_patching_finds_the_head_that_reads_where_ablation_takes_one_that_does_not() -> None:
-    """L0H0 of `pico-far-again` loses most at the query and reads nothing of the answer (docs/HEAD_CHOICE.md)."""
+    """L0H0 of `pico-far-again` loses most at the query and reads nothing of the answer (paper/HEAD_CHOICE.md)."""
     base = Base(model=str(ROOT / "checkpoints" / "pico-far-again"))
     section = Locate(methods=("query", "patching"), pairs=8, filler=(0, 20), examples=24, batch_size=24)
     heads = locate_heads(load_model(base), load_tokenizer(base), section, Splice(), seed=5, any_accuracy=True)

@@ -24,11 +24,11 @@ from surgery.export.reload import TOLERANCE, make_reference, read_reference, rel
 from surgery.export.verify import verify_folder
 from surgery.models.loading import load_model
 from surgery.recipe import Base, Export
-from surgery.testing.pico import tokens
 from tests.integration.conftest import RECIPE, SMALL
 from tests.integration.conftest import surgery as command
 from tests.support.battery import every_spliced, logits, stays_fp32, trained
 from tests.support.exports import edit, in_this_process, list_again, refusal, written
+from tests.support.pico import tokens
 from tests.support.processes import stock
 
 LIBRARY = Path(surgery.hybrid.__file__).parent

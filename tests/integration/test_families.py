@@ -26,7 +26,6 @@ from surgery.recipe import Base
 from surgery.scoring.ranking import ChoiceScores, choice_scores
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import check_in_range, make_plan
-from surgery.testing.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, prompts, tokens
 from surgery.types import Graft, HeadId, HeadSet, Interval, MixerSpec, Plan, ScoredHead
 from tests.support.battery import (
     assert_cache_is_as_large_as_said,
@@ -39,6 +38,7 @@ from tests.support.battery import (
     shared,
 )
 from tests.support.oracles import naive_ablate, naive_change_at_query
+from tests.support.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, prompts, tokens
 
 REFUSED = tuple(sorted(set(FAMILY_NAMES) - set(SPLICED_FAMILIES)))
 

@@ -30,7 +30,6 @@ from surgery.models.loading import load_model
 from surgery.models.lookup import geometry_of, mixer_of, structure_of
 from surgery.models.runtime import requires_grad
 from surgery.recipe import Base, Optimizer, Train
-from surgery.testing.pico import SPLICED_FAMILIES, pad, pico_family, pico_tokenizer, prompts, randomise, tokens
 from surgery.train.optimizer import adamw, mark_trainable, spliced_parameters
 from surgery.train.targets import Targets
 from surgery.train.trainer import train_stage
@@ -48,6 +47,7 @@ from tests.support.battery import (
     spliced,
     trained,
 )
+from tests.support.pico import SPLICED_FAMILIES, pad, pico_family, pico_tokenizer, prompts, randomise, tokens
 from tests.support.processes import stock
 
 LIBRARY = Path(surgery.hybrid.__file__).parent

@@ -20,10 +20,10 @@ from surgery.probes.documents import Document
 from surgery.recipe import load_recipe, shipped
 from surgery.run.pipeline import run_pipeline
 from surgery.splice.graft import splice_model
-from surgery.testing.pico import pico_base, pico_tokenizer
 from surgery.types import Graft, Plan, plan_from_json
 from tests.integration.conftest import ROOT, surgery
 from tests.support.errors import assert_refused
+from tests.support.pico import pico_base, pico_tokenizer
 
 STAGES = ["train", "control", "evaluate", "export"]
 SMALL = (

@@ -18,10 +18,10 @@ from surgery.models.loading import load_model
 from surgery.recipe import Base, Recipe, check_recipe, load_recipe
 from surgery.recipe.yaml import load_yaml
 from surgery.run.pipeline import run_pipeline
-from surgery.testing.pico import SPLICED_FAMILIES, pico_family, pico_tokenizer
 from tests.integration.conftest import PICO_MAMBA2, ROOT, surgery
 from tests.support.errors import assert_refused
 from tests.support.mamba_ssm_files import config_of, write
+from tests.support.pico import SPLICED_FAMILIES, pico_family, pico_tokenizer
 
 
 @pytest.fixture(autouse=True)

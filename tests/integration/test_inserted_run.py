@@ -18,11 +18,11 @@ from surgery.models.convert import convert
 from surgery.models.lookup import geometry_of
 from surgery.recipe import Base
 from surgery.recipe.loading import load_recipe
-from surgery.testing.pico import pico_family, pico_tokenizer
 from surgery.types import head_set_from_json, plan_from_json
 from tests.integration.conftest import BASE, RECIPE, ROOT, SMALL, run_small, surgery
 from tests.support.errors import assert_refused
 from tests.support.exports import list_again
+from tests.support.pico import pico_family, pico_tokenizer
 
 PAIR = "splice={select: list, heads: [L3H2, L3H0], form: pair, before: 0, head_dim: 16}"
 QUICK = ("locate.examples=4", "locate.methods=[patching, sharpen]", "train.steps=2", "evaluate.examples=4")

@@ -16,7 +16,8 @@ from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import rng_of
 from surgery.recipe import Locate, Splice
 from surgery.scoring.ranking import ChoiceScores
-from surgery.testing.planted import (
+from surgery.types import HeadId, ScoredHead
+from tests.support.planted import (
     Planted,
     answers,
     head_ids,
@@ -25,7 +26,6 @@ from surgery.testing.planted import (
     planted_tokenizer,
     scored_heads,
 )
-from surgery.types import HeadId, ScoredHead
 
 SEEDS = range(12)
 PAIRS = 5

@@ -16,9 +16,9 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
-from surgery.testing.pico import pico_hybrid, pico_site
 from surgery.train.checkpoints import checkpoints
 from tests.support import training_worker as worker
+from tests.support.pico import pico_hybrid, pico_site
 from tests.support.training_worker import ROOT, launch
 
 Runs = dict[str, dict[str, Tensor]]

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from surgery.models.lookup import family_of
 from surgery.models.sizes import state_bytes
 from surgery.splice.state_size import cut_from_json
-from surgery.testing.pico import tokens
 from tests.integration.conftest import BASE, RECIPE, SMALL, run_small, surgery
 from tests.support.errors import assert_refused
+from tests.support.pico import tokens
 
 SIZE = 4
 

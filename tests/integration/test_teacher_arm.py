@@ -12,8 +12,8 @@ from surgery.recipe import check_recipe
 from surgery.recipe.yaml import read_mapping
 from surgery.run.context import Run
 from surgery.run.evaluate_stage import _teacher_arm
-from surgery.testing.pico import pico_family
 from tests.integration.conftest import BASE, RECIPE, SMALL, run_small
+from tests.support.pico import pico_family
 
 DISTILS = ("train.sources.0.weights.distil=1.0",)
 

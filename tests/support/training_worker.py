@@ -24,11 +24,11 @@ from safetensors.torch import load_file, save_file
 
 from surgery.models.lookup import family_of
 from surgery.recipe import Train
-from surgery.testing.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 from surgery.train.targets import Targets
 from surgery.train.training import make_accelerator
 from surgery.types import Graft
 from tests.support.kernels import with_kernels
+from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 from tests.support.processes import library
 from tests.support.stage_run import StageRun
 

@@ -30,7 +30,7 @@ ORDER = (
     ("models", "data", "report"),
     ("interventions", "scoring"),
     ("locate", "splice", "train", "evaluate", "export"),
-    ("run", "reproduce", "console", "testing", "trials"),
+    ("run", "reproduce", "console", "trials"),
     ("init",),
     ("commands",),
     ("cli", "__init__"),

@@ -2,7 +2,7 @@
 
     python -m bench.studies.head_choice.mamba1
 
-No small Mamba-1 learned to retrieve from random weights (docs/LOG.md). Here each group of channels does what one head
+No small Mamba-1 learned to retrieve from random weights (paper/LOG.md). Here each group of channels does what one head
 of the Mamba-2 does. All of a Mamba-2 mixer can be expressed, except for the norm behind its gate:
 
 - x, B and C of the Mamba-2, of its convolution and SiLU, become channels of the Mamba-1; `x_proj` passes B and C on.

@@ -16,7 +16,7 @@ from surgery.data.encoding import EncodedBatch, encode, stack
 from surgery.data.positions import encode_each
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document, Question, Writer, draw, rng_of, split_of
-from surgery.testing.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 from tests.support.samples import ASKING, MAKERS, RETRIEVING, cut, sample, several_questions
 
 Side = Literal["left", "right"]

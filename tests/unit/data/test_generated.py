@@ -18,7 +18,7 @@ from surgery.probes.mqar import mqar_words
 from surgery.probes.registry import PROBES
 from surgery.probes.words import key_words
 from surgery.recipe import Source
-from surgery.testing.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 
 TASKS = (
     "kv_retrieval", "phonebook", "json_kv", "mqar", "multi_hop", "needle_single", "needle_multi_key",

@@ -14,7 +14,7 @@ from surgery.data.documents import Reader
 from surgery.data.files import local_files, open_rows, rows_in_order
 from surgery.data.user import named_data, read_documents
 from surgery.recipe import Data, Recipe, Train
-from surgery.testing.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -15,7 +15,7 @@ from surgery.errors import DataError
 from surgery.evaluate.evaluation import held_out_documents
 from surgery.probes.documents import Document
 from surgery.recipe import Source, Train
-from surgery.testing.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 
 TOKENIZER = pico_tokenizer()
 PROMPTS = [f"Who has ticket {i}?\n" for i in range(200)]

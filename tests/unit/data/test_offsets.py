@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from surgery.data.encoding import encode
 from surgery.data.offsets import Tokens, for_prompts, tokenized
-from surgery.testing.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 from tests.support.samples import sample
 
 TEXTS = ["a  b", " a b ", "a\n\nb: 42", "x  ", "   ", "\u5317\u4eac 42", ""]

@@ -15,8 +15,8 @@ from surgery.data.files import Row
 from surgery.data.generated import with_ends
 from surgery.probes.documents import Document, Question, Writer, rng_of
 from surgery.recipe import Data
-from surgery.testing.pico import pico_tokenizer, prompts
 from tests.support.long_choices import digit_tokenizer
+from tests.support.pico import pico_tokenizer, prompts
 from tests.support.samples import MAKERS, RETRIEVING, sample, several_questions
 
 PAIRS = {"read_query": "query", "read_segment_end": "segment_end", "read_answer_token": "answer_token"}

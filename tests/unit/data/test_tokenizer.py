@@ -8,7 +8,7 @@ import pytest
 
 from surgery.data.tokenizer import END, PAD, build_tokenizer
 from surgery.probes.words import entity_names, key_words
-from surgery.testing.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 
 TEXTS = {
     "empty": "",

@@ -34,7 +34,7 @@ from surgery.data.user import count_answer_spans, open_source, read_documents
 from surgery.errors import DataError, ProbeError
 from surgery.probes.documents import Document, Question, rng_of
 from surgery.recipe import Data, Source, Train
-from surgery.testing.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 
 TOKENIZER = pico_tokenizer()
 END = TOKENIZER.eos_token

@@ -81,3 +81,12 @@ def test_no_token_reaches_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     text = (tmp_path / "run.log").read_text()
     assert "base.model" in text and text.count("<token>") == 2
     assert token not in text and "0123456789abcdef0123" not in text
+
+
+def test_a_log_that_another_folder_shares_is_copied_first(tmp_path: Path) -> None:
+    """As after `cp -al`."""
+    call(tmp_path)
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "run.log").hardlink_to(tmp_path / "run.log")
+    call(tmp_path)
+    assert len(lines(tmp_path)) == 2 * len(lines(tmp_path / "copy"))

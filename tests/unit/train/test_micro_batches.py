@@ -18,11 +18,11 @@ from surgery.errors import RunError
 from surgery.models.lookup import family_of
 from surgery.models.torch_scans import torch_scans
 from surgery.recipe import Source
-from surgery.testing.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 from surgery.train.micro_batches import MicroBatch, StepSplit, step_counts
 from surgery.train.targets import Targets, logits_at
 from surgery.types import Graft
 from tests.support import training_worker as worker
+from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 
 
 @pytest.fixture(scope="module")

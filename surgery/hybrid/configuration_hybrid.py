@@ -197,10 +197,10 @@ class HybridConfigMixin:
             self.splice = splice
 
     def to_json_file(self, json_file_path: Any, use_diff: bool = True) -> None:
-        """As transformers'. Where code is saved, `auto_map` names all classes, and modules of plugins are added."""
+        """As transformers'. Where code is saved, `auto_map` names all classes, and the modules of plugins are added."""
         if self._auto_class is not None:
             self.auto_map = auto_map(self)
-            for name, text in plugin_modules(self).items():
+            for name, text in outside_modules(self).items():
                 Path(json_file_path).parent.joinpath(name).write_bytes(text)
         super().to_json_file(json_file_path, use_diff=use_diff)
 
@@ -222,7 +222,7 @@ def _check(name: str, site: Mapping[str, Any], checks: Mapping[str, Check]) -> N
 def auto_map(config: Any) -> dict[str, str]:
     """Return the module and class of config, model and language model, whichever of them is saved."""
     module, stem = _module(type(config)), type(config).__name__.removesuffix("Config")
-    if plugin_branches(config):
+    if outside_branches(config):
         module = ENTRY
     names = {"AutoConfig": "Config", "AutoModel": "Model"}
     # `transformers serve` finds a folder's code by AutoModelForDecision only.
@@ -230,18 +230,18 @@ def auto_map(config: Any) -> dict[str, str]:
     return {auto: f"{module}.{stem}{suffix}" for auto, suffix in names.items()}
 
 
-def plugin_branches(config: Any) -> list[type[Any]]:
+def outside_branches(config: Any) -> list[type[Any]]:
     """Return the classes of the branches that are not of this package."""
     return [BRANCHES[name] for name in sorted({site["init"] for site in config.splice or ()} - set(BUILT_IN))]
 
 
-def plugin_modules(config: Any) -> dict[str, bytes]:
+def outside_modules(config: Any) -> dict[str, bytes]:
     """Return the modules of classes from outside this package, which transformers does not copy, by file name.
 
     Such a module imports this package by name, `from surgery.hybrid.MODULE import NAME`, and is saved with relative
     imports. With branches from outside, `ENTRY` imports them and the family's classes.
     """
-    branches, modules = plugin_branches(config), dict[str, bytes]()
+    branches, modules = outside_branches(config), dict[str, bytes]()
     for cls in (type(config), *branches):
         if cls in branches or cls.__module__.rpartition(".")[0] != __package__:
             source = Path(sys.modules[cls.__module__].__file__ or "")
@@ -250,8 +250,8 @@ def plugin_modules(config: Any) -> dict[str, bytes]:
     if branches:
         stem = type(config).__name__.removesuffix("Config")
         names = ", ".join(f"{stem}{suffix}" for suffix in ("Config", "ForCausalLM", "Model"))
-        lines = [f"from .{_module(cls)} import {cls.__name__}  # noqa: F401" for cls in branches]
-        lines = ['"""Register the attention branches of this checkpoint, and import its classes."""', "", *sorted(lines)]
+        lines = ['"""Register the attention branches of this checkpoint, and import its classes."""', ""]
+        lines += sorted(f"from .{_module(cls)} import {cls.__name__}  # noqa: F401" for cls in branches)
         lines += [f"from .{_module(type(config))} import {names}  # noqa: F401", ""]
         modules[f"{ENTRY}.py"] = "\n".join(lines).encode()
     for text in list(modules.values()):

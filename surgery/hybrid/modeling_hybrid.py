@@ -60,12 +60,12 @@ ROOM = 64  # tokens that a new buffer has room for, at least; a quarter of its t
 class GrowingLayer(DynamicLayer):
     """`DynamicLayer` that writes new keys and values behind the old ones, instead of copying all at every token.
 
-    `rows` (B,G,rows,K+V) is append-only: what a view shows is never written again. A layer whose keys and values are not
-    the views of its own buffer (reordered, cropped, copied, set by somebody) takes a new buffer at its next token.
+    `rows` (B,G,rows,K+V) is append-only: what a view shows is never written again. A layer whose keys and values are
+    no views of its own buffer (reordered, cropped, copied, set by somebody) takes a new buffer at its next token.
     """
 
-    rows: Tensor | None = None
-    views: tuple[Tensor | None, Tensor | None] = (None, None)
+    rows: Any = None
+    views: tuple[Any, Any] = (None, None)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append (B,G,T,K) and (B,G,T,V); return the keys and values of all tokens, (B,G,S,K) and (B,G,S,V).
@@ -79,7 +79,7 @@ class GrowingLayer(DynamicLayer):
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             return super().update(key_states, value_states, *args, **kwargs)
         (B, G, old, K), S = self.keys.shape, self.keys.shape[2] + key_states.shape[2]
-        own = self.keys is self.views[0] and self.values is self.views[1] and S <= self.rows.shape[2]
+        own = self.keys is self.views[0] and self.values is self.views[1] and self.rows.shape[2] >= S
         if not own or (self.rows.is_inference() and not torch.is_inference_mode_enabled()):
             self.rows = self.keys.new_empty(B, G, S + max(ROOM, S // 4), K + self.values.shape[-1])
             self.rows[:, :, :old, :K], self.rows[:, :, :old, K:] = self.keys, self.values
@@ -147,8 +147,8 @@ def has_kernel(name: str) -> bool:
 def kernels_by_device(*classes: type) -> list[Any]:
     """Choose by device in the modelling files of these classes: kernels for CUDA tensors, PyTorch for all others.
 
-    transformers takes a kernel wherever its package can be imported, and the kernels refuse other tensors. This replaces
-    functions of transformers, once, so it holds for other models of the same files too. Returns the files.
+    transformers takes a kernel wherever its package can be imported, and the kernels refuse other tensors. This
+    replaces functions of transformers, once, so it holds for other models of the same files too. Returns the files.
     """
     files = {base.__module__ for cls in classes for base in cls.__mro__}
     modules = [sys.modules[file] for file in sorted(files) if file in sys.modules]
@@ -859,7 +859,7 @@ class HybridMixerMixin:
             self.streams = []
         if self.attention is None:
             return output
-        if len(streams) > 1:
+        if streams and not is_decoding(hidden_states):  # as one contiguous tensor, also where tokens ran one by one
             streams = [tuple(torch.cat(parts, dim=1) for parts in zip(*streams, strict=True))]
         given = (hidden_states, cache, splice_pass or SplicePass(attention_mask), streams[0] if streams else None)
         # One operator less for each token, where nothing looks at what the branch returns.
@@ -869,11 +869,12 @@ class HybridMixerMixin:
 
     def _scan(self, hidden_states: Tensor, cache: Any, padding: Tensor | None, **kwargs: Any) -> Tensor:
         """Run the family's own forward."""
-        if self.training and cache is None and self._needs_modules():
-            cache = KeepsNothing()
-        T, family = hidden_states.shape[1], super().forward
+        T, family, needs_modules = hidden_states.shape[1], super().forward, self.training and self._needs_modules()
+        if cache is None:
+            cache = KeepsNothing() if needs_modules and hidden_states.is_cuda else None
+            return family(hidden_states, attention_mask=padding, cache=cache, **kwargs)
         # State 0 is the scan's; the cache has a second one, which not every branch fills.
-        if not (self.one_by_one and T > 1 and cache and cache.has_previous_state(self.layer_idx, state_idx=0)):
+        if not (self.one_by_one and T > 1 and cache.has_previous_state(self.layer_idx, state_idx=0)):
             return family(hidden_states, attention_mask=padding, cache=cache, **kwargs)
         parts = hidden_states.split(1, dim=1), [None] * T if padding is None else padding.split(1, dim=1)
         return torch.cat([family(x, attention_mask=m, cache=cache, **kwargs) for x, m in zip(*parts, strict=True)], 1)
@@ -1062,7 +1063,7 @@ class HybridModelMixin(HybridInitMixin):
         names = ("causal_conv1d_fn", "mamba2_chunk_scan")
         functions = [getattr(file, name) for file in files if hasattr(file, names[1]) for name in names]
         # What replaces a function that was chosen by device takes `seq_idx` on every device.
-        return bool(functions) and all(on_cuda and f.has_kernel if hasattr(f, "has_kernel") else True for f in functions)
+        return bool(functions) and all(not hasattr(f, "has_kernel") or (on_cuda and f.has_kernel) for f in functions)
 
     def _run_unpacked(
         self, embeds: Tensor, unpacked: Unpacked, rows: SpliceRows | None, **kwargs: Any
@@ -1089,7 +1090,7 @@ class HybridModelMixin(HybridInitMixin):
         """Make the masks and positions, and run the family's forward.
 
         Args:
-            mask: (B,S), None, or masks by kind of layer: of packed documents, or by `generate` for a cache that compiles.
+            mask: (B,S), None, or masks by kind of layer: of packed documents, or made by `generate`.
         """
         masks = mask
         if not isinstance(mask, dict) and self._makes_masks:

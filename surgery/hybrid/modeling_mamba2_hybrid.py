@@ -1,7 +1,12 @@
 """Mamba-2 (arXiv 2405.21060) with spliced attention heads: config, mixer, model and causal language model."""
 
 from transformers import GenerationMixin, Mamba2Config
-from transformers.models.mamba2.modeling_mamba2 import Mamba2ForCausalLM, Mamba2Mixer, Mamba2Model, Mamba2PreTrainedModel
+from transformers.models.mamba2.modeling_mamba2 import (
+    Mamba2ForCausalLM,
+    Mamba2Mixer,
+    Mamba2Model,
+    Mamba2PreTrainedModel,
+)
 
 from .configuration_hybrid import HybridConfigMixin
 from .modeling_hybrid import (

@@ -207,6 +207,7 @@ class Mamba2AttnPreTrainedModel(HybridInitMixin, Mamba2PreTrainedModel):
     """Flags and initialisation common to both classes."""
 
     config_class = Mamba2AttnConfig
+    _can_set_attn_implementation_cached_value = True  # transformers would look for its attention functions in this file
 
 
 class Mamba2AttnModel(HybridModelMixin, RecordingMixin, Mamba2AttnPreTrainedModel, Mamba2Model):

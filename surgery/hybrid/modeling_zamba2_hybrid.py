@@ -1,7 +1,7 @@
 """Zamba2 with spliced attention heads: config, model and causal language model.
 
-Everything but the branch is transformers' own Zamba2 (arXiv 2411.15242). Layers with a shared transformer keep its keys and
-values in their slot of the cache, and cannot be spliced.
+Everything but the branch is transformers' own Zamba2 (arXiv 2411.15242). Layers with a shared transformer keep its
+keys and values in their slot of the cache, and cannot be spliced.
 """
 
 from transformers import GenerationMixin, Zamba2Config

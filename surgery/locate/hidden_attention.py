@@ -32,7 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.data.offsets import tokenized
 from surgery.errors import ModelError, PlanError, ProbeError
-from surgery.hybrid.sites import is_whole, splice_sites
+from surgery.hybrid.configuration_hybrid import is_whole, splice_sites
 from surgery.interventions.hooks import ActivationCache, record
 from surgery.locate.attention_shape import (
     Shares,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgery.data.encoding import EncodedBatch
-from surgery.hybrid.attention import SplicedAttention
+from surgery.hybrid.modeling_hybrid import SplicedAttention
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.types import HeadId
 

@@ -8,15 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import surgery.hybrid.attention as attention_module
 import torch
 from torch import Tensor
 
-import surgery.hybrid.attention as attention_module
-from surgery.hybrid.attention import RandomAttention, SplicedAttention
-from surgery.hybrid.mixer import HybridMixerMixin
-from surgery.hybrid.packing import SpliceRows
-from surgery.hybrid.sites import splice_sites
-from surgery.hybrid.streams import StreamAttention
+from surgery.hybrid.configuration_hybrid import splice_sites
+from surgery.hybrid.modeling_hybrid import HybridMixerMixin, RandomAttention, SplicedAttention, SpliceRows
+from surgery.hybrid.modeling_mamba_hybrid import StreamAttention
 from surgery.recipe import Splice
 from surgery.splice.plan import splice_field
 from tests.support.battery import plan_of

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
-from surgery.hybrid.discrete_scan import chunked_scan, scan_step
+from surgery.hybrid.modeling_llamba import chunked_scan, scan_step
 
 B, H, P, N = 2, 4, 5, 3
 every_grouping = pytest.mark.parametrize("groups", [1, 2, 4])

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 
-from surgery.hybrid.growing_cache import GrowingHybridLayer, GrowingLayer, let_grow
+from surgery.hybrid.modeling_hybrid import GrowingHybridLayer, GrowingLayer, let_grow
 from surgery.models.cache import cache_tensors, expand_cache
 from tests.support.battery import every_spliced, trained
 from tests.support.pico import tokens

@@ -15,7 +15,7 @@ from transformers.models.mamba import modeling_mamba
 from transformers.models.mamba2 import modeling_mamba2
 
 from surgery.hybrid import kernels
-from surgery.hybrid.kernels import KERNELS, TORCH_CHUNK, kernels_by_device, missing_kernel
+from surgery.hybrid.modeling_hybrid import KERNELS, TORCH_CHUNK, kernels_by_device, missing_kernel
 from surgery.hybrid.modeling_mamba2_hybrid import Mamba2HybridMixer
 from surgery.models.torch_scans import choose_by_device
 from tests.support.kernels import OnCuda

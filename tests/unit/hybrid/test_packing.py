@@ -12,13 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import surgery.hybrid.attention
+import surgery.hybrid.model
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import surgery.hybrid.attention
-import surgery.hybrid.model
-from surgery.hybrid.packing import SpliceRows, convolved, marked_documents, packed_masks, positions_of
+from surgery.hybrid.modeling_hybrid import SpliceRows, convolved, marked_documents, packed_masks, positions_of
 from surgery.models.torch_scans import torch_scans
 from tests.support.battery import trained
 from tests.support.kernels import with_kernels

@@ -12,8 +12,8 @@ import pytest
 
 from surgery.errors import ModelError, PlanError
 from surgery.export.folder import export_model
-from surgery.hybrid.configuration import ENTRY, auto_map, module_of, outside_modules
-from surgery.hybrid.sites import BRANCHES, BUILT_IN, register_branch
+from surgery.hybrid.configuration_hybrid import BRANCHES, BUILT_IN, ENTRY, auto_map, register_branch
+from surgery.hybrid.modeling_hybrid import module_of, outside_modules
 from surgery.recipe import Splice
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
@@ -22,8 +22,8 @@ from tests.support.pico import pico_config, pico_tokenizer
 from tests.unit.splice.test_plan import chosen
 
 BRANCH = """
-from surgery.hybrid.attention import RandomAttention
-from surgery.hybrid.sites import register_branch
+from surgery.hybrid.modeling_hybrid import RandomAttention
+from surgery.hybrid.configuration_hybrid import register_branch
 
 
 @register_branch("planted")

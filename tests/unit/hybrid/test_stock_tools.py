@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import surgery.hybrid
-from surgery.hybrid.streams import StreamAttention
+from surgery.hybrid.modeling_mamba_hybrid import StreamAttention
 from surgery.models.lookup import family_of, mixer_of
 from tests.support.battery import base, every_mode, every_spliced, logits, trained
 from tests.support.kernels import with_kernels

@@ -30,8 +30,9 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttenti
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, eager_attention_forward, rotate_half
-from transformers.utils import ModelOutput, logging
+from transformers.utils import logging
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.output_capturing import capture_outputs
 from transformers.utils.versions import require_version
@@ -782,6 +783,44 @@ class KeepsNothing:
         return conv_states
 
 
+class Silence:
+    """A hook on `out_proj`: it sets the channels of replaced heads to 0, also where an adapter reads them."""
+
+    def __init__(self, heads: list[int], width: int) -> None:
+        self.heads, self.width = heads, width
+        self.kept_I: Tensor | None = None  # made once, since indices wait for the device
+
+    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+        """Multiply (B,T,I) by 0 or 1."""
+        x_BTI, kept_I = inputs[0], self.kept_I
+        if kept_I is None or (kept_I.dtype, kept_I.device) != (x_BTI.dtype, x_BTI.device):
+            with nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False):
+                keep_H = torch.ones(x_BTI.shape[-1] // self.width, dtype=x_BTI.dtype, device=x_BTI.device)
+                keep_H[self.heads] = 0
+                kept_I = keep_H.repeat_interleave(self.width)
+            if type(x_BTI) is Tensor and not torch.compiler.is_compiling():
+                self.kept_I = kept_I
+        return (x_BTI * kept_I,)
+
+
+class Streams:
+    """A hook on `x_proj`: it records each input and output, (B,T,I) and (B,T,[dt | B | C])."""
+
+    def __init__(self) -> None:
+        self.source: nn.Module | None = None
+        self.seen: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Record, but not the layer inside an adapter."""
+        if module is self.source:
+            self.seen.append((inputs[0], output))
+
+    def taken(self, decoding: bool) -> tuple[Tensor, Tensor]:
+        """Return what was seen as one contiguous tensor each, also where tokens ran one by one."""
+        seen, self.seen = self.seen, []
+        return seen[0] if decoding else tuple(torch.cat(parts, dim=1) for parts in zip(*seen, strict=True))
+
+
 class HybridMixerMixin:
     """Put before a family's mixer class: `class HybridMixer(HybridMixerMixin, Mamba2Mixer)`.
 
@@ -802,43 +841,22 @@ class HybridMixerMixin:
         super().__init__(config, layer_idx)
         site = splice_sites(config.splice).get(layer_idx)
         self.attention = config.branch_class(site["init"])(config, site, layer_idx) if site else None
+        self.silence = Silence(list(site["heads"]), site["head_dim"]) if site and site["mode"] == "replace" else None
+        self.streams = Streams() if site and self.attention.reads_streams else None
         methods = [getattr(self.attention, name) for name in ("forward", "put_out")] if site else []
         self.takes_sum = all("onto" in inspect.signature(method).parameters for method in methods)
-        self.silenced = (list(site["heads"]), site["head_dim"]) if site and site["mode"] == "replace" else None
-        self.kept_I: Tensor | None = None
-        self.streams: list[tuple[Tensor, Tensor]] = []
         self._watch()
         for name, parameter in self.named_parameters(recurse=False):
             if name in IN_FP32:
                 parameter.data = parameter.data.float()
 
     def _watch(self) -> None:
-        """Put hooks on projections, where they are needed. Adapters and quantisers replace a projection at any time."""
-        if self.silenced is not None and self._silence not in self.out_proj._forward_pre_hooks.values():
-            self.out_proj.register_forward_pre_hook(self._silence, prepend=True)
-        if self._reads_streams and self._record not in self.x_proj._forward_hooks.values():
-            self.x_proj.register_forward_hook(self._record)
-
-    @property
-    def _reads_streams(self) -> bool:
-        return self.attention is not None and self.attention.reads_streams
-
-    def _silence(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-        """Set the channels of replaced heads to 0. The factors are made once, since indices wait for the device."""
-        x_BTI, kept_I = inputs[0], self.kept_I
-        if kept_I is None or (kept_I.dtype, kept_I.device) != (x_BTI.dtype, x_BTI.device):
-            heads, width = self.silenced
-            with nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False):
-                keep_H = torch.ones(x_BTI.shape[-1] // width, dtype=x_BTI.dtype, device=x_BTI.device)
-                keep_H[heads] = 0
-                kept_I = keep_H.repeat_interleave(width)
-            if type(x_BTI) is Tensor and not torch.compiler.is_compiling():
-                self.kept_I = kept_I
-        return (x_BTI * kept_I,)
-
-    def _record(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if module is self.x_proj:  # not the layer inside an adapter
-            self.streams.append((inputs[0], output))
+        """Put the hooks on the projections. Adapters and quantisers may have replaced one since the last call."""
+        if self.silence is not None and self.silence not in self.out_proj._forward_pre_hooks.values():
+            self.out_proj.register_forward_pre_hook(self.silence, prepend=True)
+        if self.streams is not None and self.streams not in self.x_proj._forward_hooks.values():
+            self.x_proj.register_forward_hook(self.streams)
+            self.streams.source = self.x_proj
 
     def forward(
         self,
@@ -852,18 +870,14 @@ class HybridMixerMixin:
         if isinstance(attention_mask, SplicePass):  # Mamba-1's model passes no other argument down
             splice_pass, attention_mask = attention_mask, attention_mask.padding
         self._watch()
-        try:
-            output = self._scan(hidden_states, cache, attention_mask, **kwargs)
-            streams = self.streams
-        finally:
-            self.streams = []
+        output = self._scan(hidden_states, cache, attention_mask, **kwargs)
         if self.attention is None:
             return output
-        if streams and not is_decoding(hidden_states):  # as one contiguous tensor, also where tokens ran one by one
-            streams = [tuple(torch.cat(parts, dim=1) for parts in zip(*streams, strict=True))]
-        given = (hidden_states, cache, splice_pass or SplicePass(attention_mask), streams[0] if streams else None)
+        decoding = is_decoding(hidden_states)
+        streams = None if self.streams is None else self.streams.taken(decoding)
+        given = (hidden_states, cache, splice_pass or SplicePass(attention_mask), streams)
         # One operator less for each token, where nothing looks at what the branch returns.
-        if self.takes_sum and is_decoding(hidden_states) and is_plain(self.attention):
+        if self.takes_sum and decoding and is_plain(self.attention):
             return self.attention(*given, onto=output)[0]
         return output + self.attention(*given)[0]
 
@@ -886,7 +900,8 @@ class HybridMixerMixin:
                 hint = f"Pass exclude_modules=[{name!r}] to the adapter's config."
                 raise ValueError(f"target_modules: {name} has an adapter, and the scan reads its weight. {hint}")
         parts = [getattr(self, name) for name in ("out_proj", "x_proj") if hasattr(self, name)]
-        return self.silenced is not None or self._reads_streams or any(type(part) is not nn.Linear for part in parts)
+        watched = self.silence is not None or self.streams is not None
+        return watched or any(type(part) is not nn.Linear for part in parts)
 
 
 # Model ---------------------------------------------------------------------------------------------------------------
@@ -917,14 +932,9 @@ class HybridInitMixin:
 
 
 @dataclass
-class HybridOutput(ModelOutput):
+class HybridOutput(MoeModelOutputWithPast):
     """Output of the model without its head; `splice_attentions` as in `HybridCausalLMOutput`."""
 
-    last_hidden_state: Tensor | None = None
-    cache: Any = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
-    router_logits: tuple[Tensor, ...] | None = None
     splice_attentions: tuple[Tensor, ...] | None = None
 
 
@@ -1164,22 +1174,9 @@ class RecordingMixin:
 
 
 @dataclass
-class HybridCausalLMOutput(ModelOutput):
-    """Output of the language model.
+class HybridCausalLMOutput(MoeCausalLMOutputWithPast):
+    """Output of the language model; `splice_attentions`: (B,H,Q,T) in fp32 of each spliced layer, from below."""
 
-    Attributes:
-        logits: (B,T,V).
-        attentions: with `output_attentions`: (B,H,T,S) of each layer with attention, from below.
-        splice_attentions: with `splice_queries`: (B,H,Q,T) in fp32 of each spliced layer, from below.
-    """
-
-    loss: Tensor | None = None
-    aux_loss: Tensor | None = None
-    logits: Tensor | None = None
-    cache: Any = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
-    router_logits: tuple[Tensor, ...] | None = None
     splice_attentions: tuple[Tensor, ...] | None = None
 
 

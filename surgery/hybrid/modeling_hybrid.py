@@ -29,8 +29,8 @@ from transformers import initialization as init
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, eager_attention_forward, rotate_half
 from transformers.utils import logging
 from transformers.utils.deprecation import deprecate_kwarg
@@ -58,15 +58,23 @@ IN_FP32 = {"A_log", "dt_bias", "D"}  # parameters of the recurrence, also in a m
 ROOM = 64  # tokens that a new buffer has room for, at least; a quarter of its tokens if that is more
 
 
+@dataclass
+class Buffer:
+    """Rows (B,G,rows,K+V), and the views that show the tokens in them: keys (B,G,S,K) and values (B,G,S,V)."""
+
+    rows: Tensor
+    keys: Tensor
+    values: Tensor
+
+
 class GrowingLayer(DynamicLayer):
     """`DynamicLayer` that writes new keys and values behind the old ones, instead of copying all at every token.
 
-    `rows` (B,G,rows,K+V) is append-only: what a view shows is never written again. A layer whose keys and values are
-    no views of its own buffer (reordered, cropped, copied, set by somebody) takes a new buffer at its next token.
+    The buffer is append-only: what a view shows is never written again. A layer that does not hold the buffer's views
+    (reordered, cropped, set by somebody, or a copy whose original went on) takes a new buffer at its next token.
     """
 
-    rows: Any = None
-    views: tuple[Any, Any] = (None, None)
+    buffer: Buffer | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append (B,G,T,K) and (B,G,T,V); return the keys and values of all tokens, (B,G,S,K) and (B,G,S,V).
@@ -79,13 +87,14 @@ class GrowingLayer(DynamicLayer):
             return super().update(key_states, value_states, *args, **kwargs)
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             return super().update(key_states, value_states, *args, **kwargs)
-        (B, G, old, K), S = self.keys.shape, self.keys.shape[2] + key_states.shape[2]
-        own = self.keys is self.views[0] and self.values is self.views[1] and self.rows.shape[2] >= S
-        if not own or (self.rows.is_inference() and not torch.is_inference_mode_enabled()):
-            self.rows = self.keys.new_empty(B, G, S + max(ROOM, S // 4), K + self.values.shape[-1])
-            self.rows[:, :, :old, :K], self.rows[:, :, :old, K:] = self.keys, self.values
-        self.rows[:, :, old:S, :K], self.rows[:, :, old:S, K:] = key_states, value_states
-        self.keys, self.values = self.views = self.rows[:, :, :S, :K], self.rows[:, :, :S, K:]
+        (B, G, old, K), S, own = self.keys.shape, self.keys.shape[2] + key_states.shape[2], self.buffer
+        fits = own is not None and own.keys is self.keys and own.values is self.values and own.rows.shape[2] >= S
+        if own is None or not fits or (own.rows.is_inference() and not torch.is_inference_mode_enabled()):
+            rows = self.keys.new_empty(B, G, S + max(ROOM, S // 4), K + self.values.shape[-1])
+            rows[:, :, :old, :K], rows[:, :, :old, K:] = self.keys, self.values
+            own = self.buffer = Buffer(rows, self.keys, self.values)
+        own.rows[:, :, old:S, :K], own.rows[:, :, old:S, K:] = key_states, value_states
+        self.keys, self.values = own.keys, own.values = own.rows[:, :, :S, :K], own.rows[:, :, :S, K:]
         return self.keys, self.values
 
 
@@ -172,7 +181,9 @@ def _by_device(name: str, function: Callable[..., Any], code: Callable[..., Any]
 
     @wraps(code)
     def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        runs_kernel = tensor.is_cuda and call.has_kernel
+        # `use_kernels` sets the forward of the module that stands for the function.
+        from_hub = isinstance(function, nn.Module) and function.forward.__func__ is not type(function).forward
+        runs_kernel = tensor.is_cuda and (call.has_kernel or from_hub)
         if name in FUSED and not runs_kernel:
             return None  # the mixer then calls its parts
         if "chunk_size" in kwargs and not runs_kernel:
@@ -186,6 +197,12 @@ def _by_device(name: str, function: Callable[..., Any], code: Callable[..., Any]
 
     call.has_kernel = has_kernel(name)  # type: ignore[attr-defined]
     return call
+
+
+def functions_of(cls: type, *names: str) -> list[Any]:
+    """Return these functions of the modelling files of a class, if a file has all of them."""
+    files = [sys.modules[base.__module__] for base in cls.__mro__]
+    return [getattr(file, name) for file in files if all(hasattr(file, n) for n in names) for name in names]
 
 
 # Documents -----------------------------------------------------------------------------------------------------------
@@ -258,11 +275,14 @@ def _begins_by_length(given: Mapping[str, Any], shape: torch.Size, device: torch
     lengths = {name: given[name] for name in BORDERS if given.get(name) is not None}
     if "cu_seq_lens_q" not in lengths:
         raise ValueError(f"{next(iter(lengths))}: it says nothing without cu_seq_lens_q. Pass both.")
-    starts = torch.as_tensor(lengths["cu_seq_lens_q"], device=device)
-    same = torch.equal(starts, torch.as_tensor(lengths.get("cu_seq_lens_k", starts), device=device))
-    if starts.ndim != 1 or starts[0] != 0 or starts[-1] != shape.numel() or not same:
-        hint = f"It needs to go from 0 to the number of tokens, {shape.numel()}, and to equal cu_seq_lens_k."
-        raise ValueError(f"cu_seq_lens_q: from {int(starts[0])} to {int(starts[-1])}. {hint}")
+    hint = f"It needs to go from 0 to the number of tokens, {shape.numel()}, and to equal cu_seq_lens_k."
+    try:
+        starts, ends = (torch.as_tensor(lengths.get(k, lengths[BORDERS[0]]), device=device) for k in BORDERS[:2])
+        fits = starts[0] == 0 and starts[-1] == shape.numel() and starts.ndim == 1 and torch.equal(starts, ends)
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"cu_seq_lens_q: {error}. {hint}") from None
+    if not fits:
+        raise ValueError(f"cu_seq_lens_q: {starts.tolist()}. {hint}")
     at_start = torch.zeros(shape.numel() + 1, dtype=torch.bool, device=device)
     at_start[starts.long()] = True
     begins_BT = at_start[:-1].view(shape)
@@ -837,12 +857,12 @@ class HybridMixerMixin:
         super().__init_subclass__(**kwargs)
         kernels_by_device(cls)
 
-    def __init__(self, config: Any, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
+    def __init__(self, config: Any, layer_idx: int, **kwargs: Any) -> None:
+        super().__init__(config, layer_idx, **kwargs)
         site = splice_sites(config.splice).get(layer_idx)
         self.attention = config.branch_class(site["init"])(config, site, layer_idx) if site else None
         self.silence = Silence(list(site["heads"]), site["head_dim"]) if site and site["mode"] == "replace" else None
-        self.streams = Streams() if site and self.attention.reads_streams else None
+        self.streams = Streams() if getattr(self.attention, "reads_streams", False) else None
         methods = [getattr(self.attention, name) for name in ("forward", "put_out")] if site else []
         self.takes_sum = all("onto" in inspect.signature(method).parameters for method in methods)
         self._watch()
@@ -854,9 +874,10 @@ class HybridMixerMixin:
         """Put the hooks on the projections. Adapters and quantisers may have replaced one since the last call."""
         if self.silence is not None and self.silence not in self.out_proj._forward_pre_hooks.values():
             self.out_proj.register_forward_pre_hook(self.silence, prepend=True)
-        if self.streams is not None and self.streams not in self.x_proj._forward_hooks.values():
-            self.x_proj.register_forward_hook(self.streams)
-            self.streams.source = self.x_proj
+        if self.streams is not None:
+            self.streams.source, self.streams.seen = self.x_proj, []
+            if self.streams not in self.x_proj._forward_hooks.values():
+                self.x_proj.register_forward_hook(self.streams)
 
     def forward(
         self,
@@ -874,7 +895,7 @@ class HybridMixerMixin:
         if self.attention is None:
             return output
         decoding = is_decoding(hidden_states)
-        streams = None if self.streams is None else self.streams.taken(decoding)
+        streams = self.streams.taken(decoding) if self.streams is not None else None
         given = (hidden_states, cache, splice_pass or SplicePass(attention_mask), streams)
         # One operator less for each token, where nothing looks at what the branch returns.
         if self.takes_sum and decoding and is_plain(self.attention):
@@ -885,7 +906,10 @@ class HybridMixerMixin:
         """Run the family's own forward."""
         T, family, needs_modules = hidden_states.shape[1], super().forward, self.training and self._needs_modules()
         if cache is None:
-            cache = KeepsNothing() if needs_modules and hidden_states.is_cuda else None
+            fused = [function for name in FUSED for function in functions_of(type(self), name)] if needs_modules else []
+            # On a CPU only what somebody put in the place of a function that was chosen by device is fused.
+            if any(hidden_states.is_cuda or not hasattr(function, "has_kernel") for function in fused):
+                cache = KeepsNothing()
             return family(hidden_states, attention_mask=padding, cache=cache, **kwargs)
         # State 0 is the scan's; the cache has a second one, which not every branch fills.
         if not (self.one_by_one and T > 1 and cache.has_previous_state(self.layer_idx, state_idx=0)):
@@ -1069,9 +1093,7 @@ class HybridModelMixin(HybridInitMixin):
         """Return whether scan and attention keep the documents of a row apart by `seq_idx` and masks, on a device."""
         if self.config._attn_implementation not in ("eager", "sdpa", "flex_attention"):
             return False
-        files = [sys.modules[base.__module__] for base in type(self).__mro__]
-        names = ("causal_conv1d_fn", "mamba2_chunk_scan")
-        functions = [getattr(file, name) for file in files if hasattr(file, names[1]) for name in names]
+        functions = functions_of(type(self), "causal_conv1d_fn", "mamba2_chunk_scan")
         # What replaces a function that was chosen by device takes `seq_idx` on every device.
         return bool(functions) and all(not hasattr(f, "has_kernel") or (on_cuda and f.has_kernel) for f in functions)
 

@@ -50,7 +50,7 @@ class Mamba2HybridModel(HybridModelMixin, RecordingMixin, Mamba2HybridPreTrained
     def __init__(self, config: Mamba2HybridConfig) -> None:
         super().__init__(config)
         for index, block in enumerate(self.layers):
-            block.mixer = Mamba2HybridMixer(config, index)
+            block.mixer = Mamba2HybridMixer(config, index, initialize_mixer_weights=False)
         self.post_init()
 
 

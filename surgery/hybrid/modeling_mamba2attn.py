@@ -222,9 +222,13 @@ class Mamba2AttnModel(HybridModelMixin, RecordingMixin, Mamba2AttnPreTrainedMode
         for index in range(config.num_hidden_layers):
             if config.d_intermediate:
                 self.layers[index] = Mamba2AttnBlock(config, index)
-            is_attention = index in (config.attn_layer_idx or ())
-            self.layers[index].mixer = (MambaSsmAttention if is_attention else Mamba2AttnMixer)(config, index)
+            if index in (config.attn_layer_idx or ()):
+                self.layers[index].mixer = MambaSsmAttention(config, index)
+            else:
+                self.layers[index].mixer = Mamba2AttnMixer(config, index, initialize_mixer_weights=False)
         self._no_split_modules = ["Mamba2AttnBlock" if config.d_intermediate else "Mamba2Block"]
+        if self.is_gradient_checkpointing:  # by the config, which told the plain blocks
+            self.gradient_checkpointing_enable()
         self.post_init()
 
 

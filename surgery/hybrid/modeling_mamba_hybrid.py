@@ -146,7 +146,7 @@ class Mamba1ModelMixin(HybridModelMixin, RecordingMixin):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         for index, block in enumerate(self.layers):
-            block.mixer = self.mixer_class(config, index)
+            block.mixer = self.mixer_class(config, index, initialize_mixer_weights=False)
         self.post_init()
 
 

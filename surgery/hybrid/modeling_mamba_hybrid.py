@@ -155,6 +155,7 @@ class MambaHybridPreTrainedModel(HybridInitMixin, MambaPreTrainedModel):
 
     config_class = MambaHybridConfig
     _keep_in_fp32_modules_strict = {"A_log", "D"}
+    _no_split_modules = ["MambaBlock"]
 
 
 class FalconMambaHybridPreTrainedModel(HybridInitMixin, FalconMambaPreTrainedModel):
@@ -162,6 +163,7 @@ class FalconMambaHybridPreTrainedModel(HybridInitMixin, FalconMambaPreTrainedMod
 
     config_class = FalconMambaHybridConfig
     _keep_in_fp32_modules_strict = {"A_log", "D"}
+    _no_split_modules = ["FalconMambaBlock"]
 
 
 class MambaHybridModel(Mamba1ModelMixin, MambaHybridPreTrainedModel, MambaModel):

@@ -72,7 +72,7 @@ def test_pretrain_writes_a_checkpoint_that_loads(tmp_path: Path) -> None:
 def test_two_processes_train_one_model(tmp_path: Path) -> None:
     """Rank 0 writes the run folder; both ranks train on their share of every batch."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    shared = ("locate.batch_size=4", "locate.backups=2")
+    shared = ("locate.batch_size=4",)
     command = [*torchrun, "-m", "surgery", "run", str(RECIPE), *SMALL, *shared, "--to", "train", "train.steps=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
@@ -89,13 +89,14 @@ def test_two_processes_train_one_model(tmp_path: Path) -> None:
 
 def test_locate_alone_says_what_it_found(tmp_path: Path) -> None:
     """Any method by itself; nothing beyond what was asked for."""
-    done = surgery(
-        "locate", str(RECIPE), *SMALL, "locate.methods=[attribution]", "splice.select=attribution", cwd=tmp_path
-    )
+    done = surgery("locate", str(RECIPE), *SMALL, "locate.methods=[ablation]", "splice.select=ablation", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs" / "quickstart"
     heads = json.loads((folder / "heads.json").read_text())
-    assert set(heads["heads"][0]["scores"]) == {"attribution"} and heads["heads"][0]["role"] == "unmeasured"
+    assert (
+        set(heads["heads"][0]["scores"]) == {"ablation", "ablation_accuracy"}
+        and heads["heads"][0]["role"] == "unmeasured"
+    )
     assert heads["heads"][0]["head"] in done.stdout
     assert all(text in done.stdout for text in ("locate.html", "forward passes", "held on a device"))
     assert (folder / "locate.html").stat().st_size > 10_000 and (folder / "heads.csv").read_text().count("\n") == 33
@@ -103,13 +104,11 @@ def test_locate_alone_says_what_it_found(tmp_path: Path) -> None:
     only = ("locate.methods=[ablation]", "splice.select=ablation")
     whole = surgery("run", str(RECIPE), *SMALL, *only, cwd=tmp_path / "x")
     assert whole.returncode == 2 and "Add sharpen" in whole.stderr and not (tmp_path / "x" / "runs").exists()
-    settings = (*SMALL, "locate.methods=[attribution]", "splice.select=attribution")
+    settings = (*SMALL, "locate.methods=[ablation]", "splice.select=ablation")
     again = surgery("--quiet", "locate", str(RECIPE), *settings, cwd=tmp_path)
     assert again.returncode == 0 and "locate.html" in again.stdout and "measuring" not in again.stdout
     assert (folder / "run.log").read_text().count("locate  measuring every head") == 2
-    refused = surgery(
-        "plan", str(RECIPE), *SMALL, "locate.methods=[attribution]", "splice.select=attribution", cwd=tmp_path
-    )
+    refused = surgery("plan", str(RECIPE), *SMALL, "locate.methods=[ablation]", "splice.select=ablation", cwd=tmp_path)
     assert refused.returncode == 2 and "Add sharpen to locate.methods" in refused.stderr
 
 

@@ -6,19 +6,22 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 import surgery as package
+from surgery.cli import app
 from surgery.models.registry import FAMILIES
 from surgery.probes.registry import PROBES
 from surgery.recipe.export import EXPORT_FORMATS
 from surgery.recipe.methods import METHODS
 from surgery.recipe.objectives import OBJECTIVES
 from surgery.recipe.splice import _BRANCHES
-from tests.integration.conftest import ROOT, surgery
+from tests.integration.conftest import ROOT
 
 DOCS = ROOT / "docs"
 MANUAL = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
@@ -70,8 +73,26 @@ def test_a_list_has_an_empty_line_before_it() -> None:
     assert {page.name: gapless.findall(BLOCK.sub("", text_of(page))) for page in MANUAL} == {p.name: [] for p in MANUAL}
 
 
-def test_commands_and_targets_that_pages_name_exist(tmp_path: Path) -> None:
-    commands = set(re.findall(r"^  (\w+)", surgery("--help", cwd=tmp_path).stdout.split("Commands:")[1], re.MULTILINE))
+def test_the_manual_keeps_its_size() -> None:
+    words = {page.name: len(text_of(page).split()) for page in DOCS.glob("*.md")}
+    assert len(text_of(ROOT / "README.md").split()) <= 1000
+    assert words["findings.md"] <= 1200
+    assert sum(words.values()) <= 30_000
+
+
+def test_python_names_that_pages_use_exist() -> None:
+    missing = []
+    for page in MANUAL:
+        for name in sorted(set(re.findall(r"(?<![\w./-])surgery(?:\.[A-Za-z_]\w*)+(?!\.?\w*/)", text_of(page)))):
+            module, _, last = name.rpartition(".")
+            found = find_spec(module) and (hasattr(import_module(module), last) or find_spec(name))
+            if not found and name != "surgery.plugins":  # the group of entry points
+                missing.append((page.name, name))
+    assert missing == []
+
+
+def test_commands_and_targets_that_pages_name_exist() -> None:
+    commands = set(get_command(app).commands)  # type: ignore[attr-defined]
     listed = re.findall(r"^\| `surgery (\w+)", text_of(DOCS / "cli.md"), re.MULTILINE)
     assert sorted(listed) == sorted(commands)
     targets = set(re.findall(r"^([\w-]+):", text_of(ROOT / "Makefile"), re.MULTILINE))

@@ -32,7 +32,7 @@ from surgery.models.runtime import requires_grad
 from surgery.recipe import Base, Optimizer, Train
 from surgery.train.optimizer import adamw, mark_trainable, spliced_parameters
 from surgery.train.targets import Targets
-from surgery.train.trainer import train_stage
+from surgery.train.trainer import StageTrainer
 from tests.support.battery import (
     assert_cache_is_as_large_as_said,
     base,
@@ -127,7 +127,7 @@ class TestSplice:
         before = {k: v.clone() for k, v in hybrid.state_dict().items()}
         optimizer = {"warmup": 0, "weight_decay": 0.1}
         section = Train.model_validate({"steps": 1, "trainable": "new_heads", "sources": [KV], "optimizer": optimizer})
-        train_stage(hybrid, pico_tokenizer(), section, 0, Accelerator(cpu=True), Targets(grafts=plan.grafts))
+        StageTrainer(hybrid, pico_tokenizer(), section, 0, Accelerator(cpu=True), Targets(grafts=plan.grafts)).run()
         moved = {k for k, v in hybrid.state_dict().items() if not torch.equal(v, before[k])}
         assert moved == {k for k in before if any(f"{g.site.path}.attention." in k for g in plan.grafts)}
         assert len(moved) == len(spliced_parameters(hybrid)) > 0

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from surgery.evaluate.lm_eval_files import tasks_folder
 from surgery.files.shipped import shipped_files
 from surgery.recipe import load_any
 from surgery.recipe.inputs import inputs_of
@@ -104,6 +105,14 @@ def test_the_wheel_holds_what_recipes_name(wheel: Path) -> None:
     assert {path.relative_to(ROOT).as_posix() for path in tracked if path.is_file()} <= inner
     assert not [name for name in inner if "pycache" in name or name.endswith((".pyc", ".ipynb"))]
     assert wheel.stat().st_size < 8e6
+
+
+def test_the_wheel_holds_the_tasks_for_lm_eval(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as files:
+        tasks = {p.filename: files.read(p) for p in files.infolist() if "/lm_eval_tasks/tasks/" in p.filename}
+    paths = [path for path in tasks_folder().iterdir() if path.is_file()]
+    made = {f"surgery/lm_eval_tasks/tasks/{path.name}": path.read_bytes() for path in paths}
+    assert tasks == made and len(tasks) > 60
 
 
 def test_libraries_that_are_extended_and_tools_have_upper_bounds() -> None:

@@ -140,28 +140,6 @@ class TestMamba1:
         assert reached["others"] > reached["clean"] - 0.03
 
 
-class TestTraining:
-    """Methods that train candidates. A branch copies the same rows of the decoy as of the Aggregate head."""
-
-    BUDGET = {
-        "pairs": 12,
-        "examples": 32,
-        "gates": {"steps": 24, "rows": 8, "candidates": 4},
-        "trial": {"steps": 16, "rows": 8, "candidates": 3},
-    }
-
-    @pytest.mark.parametrize(("method", "seed", "n_groups"), [("gates", 4, 4), ("trial", 0, 1)])
-    def test_the_aggregate_head_is_chosen(self, method: str, seed: int, n_groups: int) -> None:
-        planted = plant(seed, n_groups=n_groups, train=True, decoy=False)
-        chosen = self.chosen(planted, method)
-        assert chosen.head == planted.aggregate and chosen.scores[method].low > 0
-
-    def chosen(self, planted: Planted, method: str) -> ScoredHead:
-        section, tokenizer = Locate.model_validate({**self.BUDGET, "methods": (method,)}), planted_tokenizer(train=True)
-        heads = locate_heads(planted.model, tokenizer, section, Splice(select=method), any_accuracy=True)
-        return heads.chosen[0]
-
-
 class TestWhatWasPlanted:
     """The heads do what their names say, by their hidden attention weighted with what they hold."""
 

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 
-from surgery.train.checkpoints import checkpoints
 from tests.support import training_worker as worker
 from tests.support.pico import pico_hybrid, pico_site
 from tests.support.training_worker import ROOT, launch
@@ -74,20 +71,12 @@ def test_a_stopped_run_goes_on_exactly(two: Runs) -> None:
     assert_apart(two["resumed"], two["uninterrupted"], 0)
 
 
-def test_every_process_writes_its_own_part(folder: Path) -> None:
-    (step,) = checkpoints(folder / "kept")
-    assert step.name == "step_000002" and {p.name for p in step.iterdir()} == {"shards", "state.json"}
-    assert len(list((step / "shards").glob("*.distcp"))) == 2
-    saved: Any = FileSystemReader(step / "shards").read_metadata().state_dict_metadata
-    matrices = [m for m in saved.values() if len(m.size) > 1]
-    assert len(matrices) > 20
-    assert all([sum(c.sizes[0] for c in m.chunks), len(m.chunks)] == [m.size[0], 2] for m in matrices)
-
-
-def test_a_checkpoint_of_two_processes_serves_one(two: Runs, folder: Path, one: dict[str, Tensor]) -> None:
+@pytest.mark.parametrize("case", ["sharded weights", "weights"])
+def test_a_checkpoint_of_two_processes_serves_one(case: str, two: Runs, folder: Path, one: dict[str, Tensor]) -> None:
+    """Whose weights are sharded, or whole."""
     shutil.rmtree(folder / "stopped" / "steps")
     shutil.copytree(folder / "kept", folder / "stopped" / "steps")
-    found = launch(folder / "stopped", "sharded weights", processes=1)
+    found = launch(folder / "stopped", case, processes=1)
     assert_apart(found, one, 1e-7)
 
 

@@ -27,7 +27,7 @@ from transformers import Mamba2ForCausalLM, MambaConfig, MambaForCausalLM, PreTr
 from bench.common import FAR, load, quiet_on_one_thread
 from bench.studies.experiment import train_and_save
 from surgery.data.encoding import encode
-from surgery.data.generated import step_documents
+from surgery.data.generated import GeneratedStream
 from surgery.recipe import Train
 
 RETRIEVAL = {"task": "kv_retrieval", "pairs": (2, 24), "questions": 8, "weights": {"answer": 1.0, "base_kl": 0.5}}
@@ -70,7 +70,7 @@ def norm_scales(model: Mamba2ForCausalLM, tokenizer: PreTrainedTokenizerBase) ->
         block.mixer.norm.register_forward_pre_hook(hook(index)) for index, block in enumerate(model.backbone.layers)
     ]
     for index, source in enumerate(TRAIN.sources):
-        for document in step_documents(source, 0, index, 0):
+        for document in GeneratedStream(source, None, 0, index).step(0):
             model(encode([document], tokenizer).input_ids)
     for handle in hooks:
         handle.remove()

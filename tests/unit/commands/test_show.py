@@ -38,14 +38,13 @@ def test_a_run_is_found_by_its_name_and_by_its_folder(runs: Path, capsys: pytest
     assert "heads L1H2" in by_name and "KV-retrieval, 8 pairs" in by_name and "not significantly better" in by_name
     show(str(runs / "first"), Path("elsewhere"))
     assert " ".join(capsys.readouterr().out.split()) == by_name
-
-
-def test_the_recipe_of_the_export_is_enough(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As in the shipped example, whose run folder has no recipe of its own."""
+    # The shipped example has a recipe in its export alone.
     (runs / "first" / "export").mkdir()
     (runs / "first" / "recipe.yaml").rename(runs / "first" / "export" / "recipe.yaml")
     show("first", runs)
     assert "KV-retrieval, 8 pairs" in " ".join(capsys.readouterr().out.split())
+    show("compare", runs)
+    assert "figures: " in capsys.readouterr().out, "a run has a verdict instead"
 
 
 def trained_with(pairs: int) -> Recipe:
@@ -72,24 +71,14 @@ def test_results_are_judged_with_the_recipe_that_they_were_made_with(
     assert "than the base: KV-retrieval, 64 pairs, 10.0%" in sentences[2]
 
 
-def test_a_comparison_is_shown_as_one(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    show("compare", runs)
-    assert "figures: " in capsys.readouterr().out, "a run has a verdict instead"
-
-
-@pytest.mark.parametrize(
-    ("run", "words"), [("firts", "Did you mean first?"), ("zzz", "no such folder"), ("begun", "no results yet")]
-)
-def test_what_cannot_be_shown_is_refused(run: str, words: str, runs: Path) -> None:
-    with pytest.raises(RunError, match=words):
-        show(run, runs)
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"arms": 3}', '{"recipe": 3}', '{"heads": [], "arms": {"hybrid": 1}}'])
-def test_damaged_results_are_named(text: str, runs: Path) -> None:
-    (runs / "first" / "results.json").write_text(text)
-    with pytest.raises(RunError, match=r"results\.json"):
-        show("first", runs)
+def test_what_cannot_be_shown_is_refused(runs: Path) -> None:
+    for run, words in (("firts", "Did you mean first?"), ("zzz", "no such folder"), ("begun", "no results yet")):
+        with pytest.raises(RunError, match=words):
+            show(run, runs)
+    for text in ("{", "[]", '{"arms": 3}', '{"recipe": 3}', '{"heads": [], "arms": {"hybrid": 1}}'):
+        (runs / "first" / "results.json").write_text(text)
+        with pytest.raises(RunError, match=r"results\.json"):
+            show("first", runs)
 
 
 def test_a_shell_completes_commands_and_runs(runs: Path) -> None:

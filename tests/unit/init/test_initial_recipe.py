@@ -65,12 +65,11 @@ def test_what_was_measured_is_in_the_recipe_and_its_comments() -> None:
     assert {"closed_book", "perplexity"} <= {entry.task for entry in recipe.evaluate.tasks}
 
 
-@pytest.mark.parametrize(("state", "width"), [(16, 64), (32, None), (128, None)])
-def test_copies_are_widened_where_the_state_is_small(state: int, width: int | None) -> None:
+def test_copies_are_widened_where_the_state_is_small() -> None:
     config = pico_config(vocab_size=1024)
-    config.state_size = state
-    recipe, _ = written(findings(config=config))
-    assert recipe.splice is not None and recipe.splice.min_width == width
+    for config.state_size, width in ((16, 64), (32, None), (128, None)):
+        recipe, _ = written(findings(config=config))
+        assert recipe.splice is not None and recipe.splice.min_width == width
 
 
 def test_training_covers_half_to_twice_the_pairs_and_supervises_attention() -> None:
@@ -90,12 +89,9 @@ def test_a_base_at_chance_gets_a_recipe_that_says_so() -> None:
     assert [source.name for source in recipe.train.sources if source.weights.uses("base_kl")] == ["sentence"]
 
 
-def test_a_base_at_ceiling_gets_a_head_without_a_ranking() -> None:
+def test_a_base_at_ceiling_gets_a_head_without_a_ranking_and_another_format_is_trained() -> None:
     recipe, text = written(findings(share=Share(48, 48, 0.01), pairs=100, sizes=(50, 100)))
     assert recipe.splice is not None and recipe.splice.select == "random" and "at ceiling" in text
-
-
-def test_another_format_is_located_and_trained() -> None:
     recipe, _ = written(findings(form=RECORDS))
     assert recipe.locate.task == "records" and recipe.train.sources[0].task == "records"
     assert {entry.result_name for entry in recipe.evaluate.tasks} >= {"records", "apart", "adjacent_pairs"}
@@ -105,19 +101,13 @@ def test_a_slow_base_is_measured_on_fewer_prompts() -> None:
     fast, slow = (written(findings(speeds={8: speed}))[0] for speed in (10_000.0, 0.1))
     assert slow.locate.examples < fast.locate.examples and slow.evaluate.examples < fast.evaluate.examples
     assert len(slow.locate.methods) < len(fast.locate.methods)
-
-
-def test_the_time_of_locating_with_decode_steps() -> None:
-    """As measured for bases of 10 million weights: 4 columns of 1.2 tokens for each head, over half of the layers."""
+    # 4 columns of 1.2 tokens for each head, over half of the layers.
     config = pico_config(vocab_size=1024)
-    heads = config.num_hidden_layers * config.num_heads
-    tokens, speed = heads // 2, 0.1  # prompts a second
-    recipe, text = written(findings(tokens=tokens, sizes=(12,), batch_size=8, speeds={8: speed}))
+    tokens = config.num_hidden_layers * config.num_heads // 2
+    recipe, text = written(findings(tokens=tokens, sizes=(12,), batch_size=8, speeds={8: 0.1}))
     assert recipe.locate.methods == ("query", "patching", "sharpen") and recipe.locate.examples == 16
-    assert (
-        comment_above(text, "examples: 16")
-        == f"# Few: about {round(16 * (3 + 4 * 1.2) / speed / 60)} minutes at the measured speed."
-    )
+    minutes = round(16 * (3 + 4 * 1.2) / 0.1 / 60)
+    assert comment_above(text, "examples: 16") == f"# Few: about {minutes} minutes at the measured speed."
 
 
 def test_the_users_data_is_a_source() -> None:
@@ -127,31 +117,26 @@ def test_the_users_data_is_a_source() -> None:
     assert recipe.train.own_data[0].path == "mine.jsonl" and "# Your data: 3 of 4." in text
 
 
-@pytest.mark.parametrize(
-    ("parameters", "machine", "expected"),
-    [
-        (130_000_000, CPU, {"steps": 100, "trainable": "all", "micro_batch": None}),
-        (130_000_000, replace(CPU, on_gpu=True, memory=80 * GIB), {"steps": 400, "trainable": "all"}),
-        (8_000_000_000, replace(CPU, on_gpu=True, memory=80 * GIB), {"trainable": "new_heads", "precision": "bf16"}),
-        (130_000_000, replace(CPU, memory=2**16), {"trainable": "new_heads", "micro_batch": 1}),
-    ],
-)
-def test_large_bases_train_less(parameters: int, machine: Machine, expected: dict[str, Any], monkeypatch: Any) -> None:
+def test_large_bases_train_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("surgery.init.initial_recipe._estimate", lambda data: 2**30)
-    recipe, text = written(findings(parameters=parameters, machine=machine))
-    assert {key: getattr(recipe.train, key) for key in expected} == expected
-    assert "Memory: about 1.0 GiB" in " ".join(text.replace("#", "").split())
+    gpu = replace(CPU, on_gpu=True, memory=80 * GIB)
+    for parameters, machine, expected in (
+        (130_000_000, CPU, {"steps": 100, "trainable": "all", "micro_batch": None}),
+        (130_000_000, gpu, {"steps": 400, "trainable": "all"}),
+        (8_000_000_000, gpu, {"trainable": "new_heads", "precision": "bf16"}),
+        (130_000_000, replace(CPU, memory=2**16), {"trainable": "new_heads", "micro_batch": 1}),
+    ):
+        recipe, text = written(findings(parameters=parameters, machine=machine))
+        assert {key: getattr(recipe.train, key) for key in expected} == expected
+        assert "Memory: about 1.0 GiB" in " ".join(text.replace("#", "").split())
 
 
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [
+def test_names_are_names_of_folders() -> None:
+    for model, name in (
         ("owner/mamba2-130m", "mamba2-130m"),
         ("runs/a b/", "a-b"),
         ("owner/mamba2-130m@abc", "mamba2-130m"),
         ("..", None),
-    ],
-)
-def test_names_are_names_of_folders(model: str, name: str | None) -> None:
-    assert name is None or recipe_name(model) == name
-    check_recipe({"name": recipe_name(model), "base": {"model": "b"}})
+    ):
+        assert name is None or recipe_name(model) == name
+        check_recipe({"name": recipe_name(model), "base": {"model": "b"}})

@@ -16,10 +16,10 @@ from surgery.data.encoding import encode
 from surgery.data.user import open_source
 from surgery.models.cache import cache_bytes, cache_tensors
 from surgery.models.lookup import family_of, geometry_of
-from surgery.models.meters import belongings, measure, saved_bytes
+from surgery.models.meters import measure, saved_bytes
 from surgery.models.torch_scans import torch_scans
 from surgery.recipe import Source, Splice, Train, Weights
-from surgery.run.memory_estimate import SourceSample, StepCost, sample_sources, step_cost
+from surgery.run.memory_estimate import StepCost, _Runner, sample_sources, step_cost
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
 from surgery.train.losses import answer_rows
@@ -70,142 +70,83 @@ def really_saved(name: str, asked: Train, **splice_fields: Any) -> int:
     return saved.total
 
 
-@pytest.mark.parametrize("trainable", ["all", "new_heads"])
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_saved_bytes_agree_with_training(objective: str, trainable: str) -> None:
-    asked = section(OBJECTIVES[objective], trainable)
-    found, real = estimated("mamba2", asked).memory.activations, really_saved("mamba2", asked)
-    assert found == pytest.approx(real, rel=CLOSE)
+def test_saved_bytes_agree_with_training() -> None:
+    """Families whose scan differs, or whose attention is shared; every objective; and training less."""
+    for name, objective, trainable in (
+        *(("mamba2", objective, "all") for objective in OBJECTIVES),
+        ("mamba2", "supervised", "new_heads"),
+        ("mamba2", "base_kl", "new_heads"),
+        ("mamba", "answer", "all"),
+        ("zamba2", "answer", "all"),
+    ):
+        asked = section(OBJECTIVES[objective], trainable)
+        found, real = estimated(name, asked).memory.activations, really_saved(name, asked)
+        assert found == pytest.approx(real, rel=CLOSE), (name, objective, trainable)
 
 
-@pytest.mark.parametrize("objective", ["distil", "attention_kl", "attention_mse", "hidden_mse"])
-def test_saved_bytes_agree_with_a_teacher(objective: str, tmp_path: Path) -> None:
+def test_saved_bytes_agree_with_a_teacher(tmp_path: Path) -> None:
     llama = pico_family("llama", vocab_size=1024, hidden_size=32)
     llama.save_pretrained(tmp_path)
     pico_tokenizer().save_pretrained(tmp_path)
     base, hybrid, plan = spliced("mamba2")
     align = {"heads": {f"{graft.site.name}{head}": "L0H1" for graft in plan.grafts for head in graft.heads}}
-    source = (
-        section({"answer": 1.0}).sources[0].model_copy(update={"weights": Weights(**{"answer": 1.0, objective: 1.0})})
-    )
-    data = {"steps": 1, "sources": [source], "teacher": {"model": str(tmp_path)}, "align": align}
-    train = Train.model_validate(data)
-    on_meta = [copy.deepcopy(model).to("meta") for model in (hybrid, llama)]
-    teacher = Teacher(on_meta[1], pico_tokenizer(), base.config, plan.grafts, train.align, train.needs)
-    samples = sample_sources(train, 0, pico_tokenizer())
-    cost = step_cost(on_meta[0], None, plan.grafts, train, samples, teacher=teacher)
-    assert cost.memory.activations == pytest.approx(really_saved("mamba2", train), rel=CLOSE)
-    assert cost.memory.teacher == sum(p.nbytes for p in llama.parameters()) + sum(b.nbytes for b in llama.buffers())
-    alone = section({"answer": 1.0})
-    assert (
-        cost.flops > step_cost(on_meta[0], None, plan.grafts, alone, sample_sources(alone, 0, pico_tokenizer())).flops
-    )
+    plain = section({"answer": 1.0}).sources[0]
+    for objective in ("distil", "attention_kl", "hidden_mse"):
+        source = plain.model_copy(update={"weights": Weights(**{"answer": 1.0, objective: 1.0})})
+        data = {"steps": 1, "sources": [source], "teacher": {"model": str(tmp_path)}, "align": align}
+        train = Train.model_validate(data)
+        on_meta = [copy.deepcopy(model).to("meta") for model in (hybrid, llama)]
+        teacher = Teacher(on_meta[1], pico_tokenizer(), base.config, plan.grafts, train.align, train.needs)
+        samples = sample_sources(train, 0, pico_tokenizer())
+        cost = step_cost(on_meta[0], None, plan.grafts, train, samples, teacher=teacher)
+        assert cost.memory.activations == pytest.approx(really_saved("mamba2", train), rel=CLOSE), objective
+        assert cost.memory.teacher == sum(t.nbytes for t in (*llama.parameters(), *llama.buffers()))
 
 
-@pytest.mark.parametrize("name", SPLICED_FAMILIES)
-def test_saved_bytes_agree_for_every_family(name: str) -> None:
-    asked = section({"answer": 1.0})
-    found, real = estimated(name, asked).memory.activations, really_saved(name, asked)
-    assert found == pytest.approx(real, rel=CLOSE)
+def test_a_scan_that_loops_is_extrapolated_exactly() -> None:
+    """The model is run at 2, 4 and 6 tokens; the documents have more than 30."""
+    (sample,) = sample_sources(section({"answer": 1.0}, pairs=(2, 2)), 0, pico_tokenizer())
+    assert sample.shape[1] > 30
+    model = copy.deepcopy(spliced("mamba")[1]).train().to("meta")
+    ids, mask = sample.batch.input_ids, sample.batch.attention_mask
+    read = answer_rows(sample.batch)
+    with torch_scans(model), logits_at(model, read.to("meta")):
+        whole = measure(lambda: [model(ids.to("meta"), attention_mask=mask.to("meta"), use_cache=False).logits], model)
+    found, _ = _Runner(model, [sample], frozenset()).cost(sample, frozenset(), read)
+    assert (found.saved, found.flops) == pytest.approx((whole.saved, whole.flops), rel=0.001)
 
 
-@pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])
-def test_a_scan_that_loops_is_extrapolated_exactly(name: str) -> None:
-    """Run at 2, 4 and 6 tokens; the documents have more than 30."""
-    asked = section({"answer": 1.0}, pairs=(2, 2))
-    (micro,) = sample_sources(asked, 0, pico_tokenizer())
-    assert micro.shape[1] > 30
-    model = copy.deepcopy(spliced(name)[1]).train().to("meta")
-    for parameter in model.parameters():
-        parameter.grad = torch.empty_like(parameter)
-
-    def whole() -> list[torch.Tensor]:
-        ids, mask = micro.batch.input_ids.to("meta"), micro.batch.attention_mask.to("meta")
-        return [model(ids, attention_mask=mask, use_cache=False).logits]
-
-    with torch_scans(model), logits_at(model, answer_rows(micro.batch).to("meta")):
-        direct = measure(whole, model)
-    found = estimated(name, asked)
-    loss = estimated("mamba2", asked).memory.activations - _body_of_mamba2(micro)
-    assert found.memory.activations == pytest.approx(direct.saved + loss, rel=0.001)
-    assert found.flops == pytest.approx(direct.flops, rel=0.001)
-
-
-def _body_of_mamba2(micro: SourceSample) -> int:
-    model = copy.deepcopy(spliced("mamba2")[1]).train().to("meta")
-    ids, mask = micro.batch.input_ids, micro.batch.attention_mask
-    with torch_scans(model), logits_at(model, answer_rows(micro.batch).to("meta")):
-        cost = measure(lambda: [model(ids.to("meta"), attention_mask=mask.to("meta"), use_cache=False).logits], model)
-    return cost.saved
-
-
-def test_the_peak_covers_a_real_one() -> None:
-    """Between two micro-batches: weights have gradients already. The frozen base's logits are the largest temporary."""
-    asked = section(OBJECTIVES["base_kl"])
-    base, hybrid, _ = spliced("mamba2")
-    hybrid = copy.deepcopy(hybrid).train()
-    for parameter in hybrid.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    memory = estimated("mamba2", asked).memory
-    (micro,) = sample_sources(asked, 0, pico_tokenizer())
-    batch = micro.batch
-
-    def run() -> list[torch.Tensor]:
-        from surgery.recipe import Distil
-        from surgery.train.losses import divergence_loss
-
-        student = hybrid(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
-        with torch.no_grad():
-            teacher = base(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
-        return [divergence_loss(student, teacher, batch, Distil())]
-
-    known = torch.nn.ModuleList([hybrid, base])
-    assert len(belongings(known)) > len(belongings(hybrid))
-    real = measure(run, known)
-    peak = memory.activations + memory.temporaries
-    assert peak == pytest.approx(max(real.forward_peak, real.backward_peak), rel=CLOSE)
-
-
-@pytest.mark.parametrize("trainable", ["all", "new_heads"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_gradients_and_moments(dtype: torch.dtype, trainable: str) -> None:
+def test_weights_gradients_and_moments() -> None:
     _, hybrid, plan = spliced("mamba2")
-    model = copy.deepcopy(hybrid).to(dtype).to("meta")
-    asked = section({"answer": 1.0}, trainable)
-    memory = step_cost(model, None, plan.grafts, asked, sample_sources(asked, 0, pico_tokenizer())).memory
-    trained = spliced_parameters(model) if trainable == "new_heads" else list(model.parameters())
-    numbers = sum(p.numel() for p in trained)
-    size = torch.empty(0, dtype=dtype).element_size()
-    assert memory.weights == sum(p.numel() for p in model.parameters()) * size
-    assert memory.gradients == numbers * size
-    assert memory.optimizer == numbers * 8
-    assert memory.master_copies == (numbers * 4 if size < 4 else 0)
-    assert memory.frozen_base == 0
-    assert memory.total == sum(vars(memory).values())
+    for dtype, trainable in ((torch.float32, "all"), (torch.bfloat16, "all"), (torch.bfloat16, "new_heads")):
+        model = copy.deepcopy(hybrid).to(dtype).to("meta")
+        asked = section({"answer": 1.0}, trainable)
+        memory = step_cost(model, None, plan.grafts, asked, sample_sources(asked, 0, pico_tokenizer())).memory
+        trained = spliced_parameters(model) if trainable == "new_heads" else list(model.parameters())
+        numbers, size = sum(p.numel() for p in trained), torch.empty(0, dtype=dtype).element_size()
+        assert memory.weights == sum(p.numel() for p in model.parameters()) * size
+        assert (memory.gradients, memory.optimizer) == (numbers * size, numbers * 8)
+        assert memory.master_copies == (numbers * 4 if size < 4 else 0)
+        assert memory.frozen_base == 0 and memory.total == sum(vars(memory).values())
 
 
 def test_training_less_keeps_less() -> None:
     weights = OBJECTIVES["base_kl"]
     whole, new = (estimated("mamba2", section(weights, trainable)) for trainable in ("all", "new_heads"))
-    assert new.memory.activations < whole.memory.activations
-    assert new.flops < whole.flops
+    assert new.memory.activations < whole.memory.activations and new.flops < whole.flops
     assert new.memory.frozen_base == whole.memory.frozen_base > 0
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_cache_bytes_are_those_of_a_real_cache(name: str) -> None:
-    model = pico_family(name)
-    check_cache(model)
-
-
-@pytest.mark.parametrize("name", SPLICED_FAMILIES)
-@pytest.mark.parametrize("init", ["ssm", "random"])
-def test_cache_bytes_of_hybrids(name: str, init: str) -> None:
-    check_cache(spliced(name, init=init)[1])
+def test_cache_bytes_are_those_of_a_real_cache() -> None:
+    for name in FAMILY_NAMES:
+        check_cache(pico_family(name), name)
+    for name in SPLICED_FAMILIES:
+        check_cache(spliced(name)[1], f"a hybrid of {name}")
+    check_cache(spliced("mamba2", init="random")[1], "a branch of another width")
 
 
 @torch.no_grad()
-def check_cache(model: PreTrainedModel) -> None:
+def check_cache(model: PreTrainedModel, what: str) -> None:
     """After a prefill of 5 tokens and 3 decode steps."""
     found = cache_bytes(copy.deepcopy(model).to("meta"))
     ids = torch.randint(3, 60, (1, 8), generator=torch.Generator().manual_seed(0))
@@ -213,33 +154,23 @@ def check_cache(model: PreTrainedModel) -> None:
     for step in range(5, 8):
         kept = model(ids[:, step : step + 1], use_cache=True, cache=kept).cache
     states, grown = cache_tensors(kept)
-    assert found.state == sum(t.nbytes for t in states)
-    assert found.at(8) == sum(t.nbytes for t in (*states, *grown))
+    assert found.state == sum(t.nbytes for t in states), what
+    assert found.at(8) == sum(t.nbytes for t in (*states, *grown)), what
 
 
-def test_samples_are_the_largest_that_a_source_draws() -> None:
-    wide, narrow = (
-        sample_sources(section({"answer": 1.0}, pairs=p), 0, pico_tokenizer())[0] for p in ((4, 12), (12, 12))
-    )
-    assert wide.shape[1] == pytest.approx(narrow.shape[1], abs=3)
-    assert wide.tokens < narrow.tokens <= narrow.batch.attention_mask.sum() + 9
-    assert wide.columns < wide.shape[1]
-
-
-@pytest.mark.parametrize("place", [0, 19])
-@pytest.mark.parametrize("size", [{"rows": 2}, {"tokens": 400}])
-def test_the_longest_row_of_own_data_counts_wherever_it_is(tmp_path: Path, place: int, size: dict[str, int]) -> None:
-    rows = [{"prompt": "The number of Balo is", "answer": " 42"} for _ in range(20)]
-    rows[place] = {"prompt": "The number of Balo is 42.\n" * 20 + "The number of Balo is", "answer": " 42"}
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = {"data": {"path": str(tmp_path / "rows.jsonl")}, **size, "weights": {"answer": 1.0}}
-    stage = Train.model_validate({"steps": 2, "sources": [source]}).sequence[0]
-    (sample,) = sample_sources(stage, 0, pico_tokenizer())
-    tokens = len(pico_tokenizer()(rows[place]["prompt"])["input_ids"])
-    assert sample.shape[1] > tokens
-    drawn = [open_source(stage.sources[0], pico_tokenizer(), 0, 0).step(step) for step in range(10)]
-    shapes = [encode(documents, pico_tokenizer()).input_ids.shape for documents in drawn]
-    assert sample.shape[0] * sample.shape[1] == max(rows * columns for rows, columns in shapes)
+def test_the_longest_row_of_own_data_counts_wherever_it_is(tmp_path: Path) -> None:
+    for place, size in ((0, {"rows": 2}), (19, {"rows": 2}), (19, {"tokens": 400})):
+        rows = [{"prompt": "The number of Balo is", "answer": " 42"} for _ in range(20)]
+        rows[place] = {"prompt": "The number of Balo is 42.\n" * 20 + "The number of Balo is", "answer": " 42"}
+        path = tmp_path / f"{place}{size}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        source = {"data": {"path": str(path)}, **size, "weights": {"answer": 1.0}}
+        stage = Train.model_validate({"steps": 2, "sources": [source]}).sequence[0]
+        (sample,) = sample_sources(stage, 0, pico_tokenizer())
+        assert sample.shape[1] > len(pico_tokenizer()(rows[place]["prompt"])["input_ids"])
+        drawn = [open_source(stage.sources[0], pico_tokenizer(), 0, 0).step(step) for step in range(10)]
+        shapes = [encode(documents, pico_tokenizer()).input_ids.shape for documents in drawn]
+        assert sample.shape[0] * sample.shape[1] == max(rows * columns for rows, columns in shapes), (place, size)
 
 
 def test_processes_share_the_rows() -> None:

@@ -338,10 +338,12 @@ def revision_of(base: Base) -> str:
 
 
 def _check_keys(file: Path) -> None:
-    """Refuse control characters in keys: tokenizers prints the keys that it does not know, and a terminal obeys them."""
+    """Refuse control characters in keys: tokenizers prints unknown keys, and a terminal obeys them."""
     keys: list[str] = []
     with reading("base.tokenizer", str(file), "It is damaged. Download it again."):
-        json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: keys.extend(key for key, _ in pairs))
+        json.loads(
+            file.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: keys.extend(key for key, _ in pairs)
+        )
     if any(_CONTROL.search(key) for key in keys):
         raise ModelError("base.tokenizer", str(file), "A key holds a control character. Download the file again.")
 

@@ -210,7 +210,11 @@ def test_sweep_removes_what_a_mark_proves_and_nothing_else(tmp_path: Path) -> No
     (tmp_path / "kept").mkdir()
     kept = tmp_path / "kept"
     (kept / ".out.7.tmp").mkdir()
-    for name, text in ((".out.2024.old", ""), (".b.surgery-1.tmp", "{"), (".c.surgery-1.tmp", '{"kind": "temporary", "of": "d"}')):
+    for name, text in (
+        (".out.2024.old", ""),
+        (".b.surgery-1.tmp", "{"),
+        (".c.surgery-1.tmp", '{"kind": "temporary", "of": "d"}'),
+    ):
         write_text(kept / name / MARK, text)
         write_text(kept / name / "thesis", "mine")
     (kept / ".link.surgery-1.tmp").symlink_to(tmp_path / ".out.surgery-5.tmp")

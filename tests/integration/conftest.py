@@ -1,11 +1,10 @@
-"""The shipped base, and runs of a recipe small enough for CI."""
+"""The shipped base, and one run that many tests read. Commands run in forked children: no test imports torch again."""
 
 from __future__ import annotations
 
-import shutil
+import os
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,20 @@ import pytest
 from filelock import FileLock
 
 import surgery.export.reload as surgery_reload
-from tests.support.processes import Reloads, library, stock
+from tests.support import processes
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "checkpoints" / "pico-far"
 PICO_MAMBA2 = ROOT / "checkpoints" / "pico-mamba2"
+EXPORT = ROOT / "checkpoints" / "quickstart" / "export"
 RECIPE = ROOT / "recipes" / "quickstart.yaml"
 
 # The quickstart with little of everything: the same code, a few steps.
 SMALL = (
     f"base.model={BASE}",
-    "locate.examples=16",
-    "locate.batch_size=16",
-    "locate.pairs=16",
+    "locate.examples=8",
+    "locate.batch_size=8",
+    "locate.pairs=8",
     "locate.filler=[0, 4]",
     "train.steps=6",
     "train.save_every=2",
@@ -42,24 +42,53 @@ SMALL = (
     "evaluate.tasks=[kv_retrieval, letter_choice, closed_book, closed_book_seen, perplexity, perplexity_seen]",
     "evaluate.pairs=[4, 8]",
     "evaluate.batch_size=64",
-    "evaluate.examples=16",
-    "evaluate.sentences=16",
+    "evaluate.examples=8",
+    "evaluate.sentences=8",
     "evaluate.efficiency={lengths: [16], new_tokens: 1, repeats: 1}",
+)
+# A run of seconds, for what does not depend on the numbers. Its results are of four prompts.
+QUICK = (
+    *SMALL,
+    "locate.examples=4",
+    "locate.methods=[patching, sharpen]",
+    "train.steps=2",
+    "evaluate.tasks=[kv_retrieval, perplexity]",
+    "evaluate.pairs=[4]",
+    "evaluate.examples=4",
+    "evaluate.sentences=4",
+    "evaluate.efficiency=null",
+    "evaluate.generate=[]",
 )
 
 
-def surgery(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """The command line in a process of its own, forked from one that has imported the library."""
-    return library().run(("surgery", *arguments), cwd)
+def surgery(*words: str, cwd: Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """`surgery WORDS` in the folder `cwd`, with the modules of the folder `path` importable."""
+    return processes.run(("surgery", *words), cwd, None if path is None else with_path(path))
 
 
-def surgery_cold(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """The command line as a user starts it."""
-    command = [sys.executable, "-m", "surgery", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
+def with_path(*folders: Path, **more: str) -> Mapping[str, str]:
+    """This environment, with folders and the checkout on PYTHONPATH."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*folders, ROOT))), **more}
 
 
-def run_small(cwd: Path, *overrides: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+def refused(*words: str, cwd: Path) -> str:
+    """The error line of a command that is refused: exit code 2, one line that begins with `error: `, no traceback."""
+    done = surgery(*words, cwd=cwd)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, (words, done.returncode, done.stderr)
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    return line
+
+
+def assert_all_refused(cases: Mapping[tuple[str, ...], tuple[str, ...]], cwd: Path) -> None:
+    """Each command is refused with its words, and leaves the folder as it was."""
+    before = sorted(cwd.rglob("*"))
+    for command, expected in cases.items():
+        line = refused(*command, cwd=cwd)
+        assert [word for word in expected if word not in line] == [], (command, line)
+        assert sorted(cwd.rglob("*")) == before, command
+
+
+def run_small(cwd: Path, *overrides: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """The small quickstart, in `cwd`/runs."""
     return surgery("run", str(RECIPE), *SMALL, *overrides, *options, cwd=cwd)
 
@@ -67,47 +96,27 @@ def run_small(cwd: Path, *overrides: str, options: tuple[str, ...] = ()) -> subp
 @pytest.fixture(scope="session", autouse=True)
 def forked_reloads() -> Iterator[None]:
     """Reload exports in a forked child of a process without this library, not in a new process each time."""
+    processes.import_library()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(surgery_reload, "subprocess", LazyReloads())
+        patch.setattr(surgery_reload, "subprocess", processes.Reloads())
         yield
 
 
-@pytest.fixture
-def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reload exports as users do, in a new process."""
-    monkeypatch.setattr(surgery_reload, "subprocess", subprocess)
-
-
-class LazyReloads:
-    """`Reloads` in the server that starts when it is first needed."""
-
-    def run(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        return Reloads(stock().address).run(command, **options)
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """A folder that all workers share."""
+    own = tmp_path_factory.getbasetemp()
+    return own if worker_id == "master" else own.parent
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+def finished(shared: Path) -> Path:
     """The run folder of one finished small quickstart, the same for all workers; read it, do not change it."""
-    own = tmp_path_factory.getbasetemp()
-    cwd = (own if worker_id == "master" else own.parent) / "finished"
+    cwd = shared / "finished"
     with FileLock(f"{cwd}.lock"):
         if not cwd.is_dir():
             cwd.mkdir()
             done = run_small(cwd)
             assert done.returncode == 0, done.stderr
+            (cwd / "printed").write_text(done.stdout)
     return cwd / "runs" / "quickstart"
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
-    """A headless Chromium. Tests that request it are skipped where playwright or Chromium is not installed."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if chromium is None:
-        pytest.skip("Chromium is not installed")
-    switches = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-    switches += ["--disable-component-update", "--disable-sync"]
-    with playwright.sync_playwright() as started:
-        running = started.chromium.launch(executable_path=chromium, args=switches)
-        yield running
-        running.close()
